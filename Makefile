@@ -1,0 +1,63 @@
+# Two commands need nothing but Python 3.11, git, make and a package index: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+FUZZ_CASES ?= 20000
+
+.PHONY: demo test lint types layers unit fuzz bench traces golden clean
+
+demo: $(VENV)/.runtime
+	@echo "# a clean trace of a real engine: exit code 0"
+	$(BIN)/kvcanary-replay --no-report data/clean_llama.arrow
+	@echo
+	@echo "# the same engine, one byte of a live slot's K flipped between two forwards: exit code 1"
+	$(BIN)/kvcanary-replay --no-report data/kv_flip.arrow || test $$? -eq 1
+
+test: lint types layers unit
+
+lint: $(VENV)/.tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The root is the package, so mypy sees it through an alias that carries the package's name.
+types: $(VENV)/.tests
+	mkdir -p .typing && ln -sfn .. .typing/kvcanary
+	cd .typing && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -m kvcanary.cli -p kvcanary.kernels -p kvcanary.recorder -p kvcanary.replayer
+
+layers: $(VENV)/.tests
+	$(BIN)/lint-imports --no-cache
+
+unit: $(VENV)/.tests
+	$(BIN)/pytest
+
+# The long differential runs: every kernel against the published canary, 20,000 cases each.
+fuzz: $(VENV)/.tests
+	$(BIN)/pytest tests/kernels --conformance-cases $(FUZZ_CASES) --timeout 7200
+
+bench: $(VENV)/.tests
+	$(BIN)/python benchmarks/cpu_kernels.py
+
+# Record the traces in data/ anew from the real engine, and the verdicts that tests expect of them.
+traces: $(VENV)/.tests
+	$(BIN)/python data/record.py -o data
+
+golden: $(VENV)/.tests
+	$(BIN)/python tests/golden/make.py
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvcanary needs Python 3.11 or later; name one with: make PYTHON=python3.11 ..."; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	touch $@
+
+# sglang holds the published canary that the kernels are tested against; its own requirements are not wanted.
+$(VENV)/.tests: $(VENV)/.runtime
+	$(PIP) -e '.[conformance,dev,transformers]'
+	$(PIP) --no-deps sglang==0.5.23
+	touch $@
+
+clean:
+	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,88 @@
+"""The command line: `kvcanary COMMAND` and `kvcanary-replay`.
+
+A command's module is imported when the command is named, and heavy libraries inside the command, so that `--help`
+answers at once.
+"""
+
+from importlib import import_module
+from typing import Final
+
+import click
+
+from . import __version__
+
+# command: (module below this package, name of the click command in it, the line that --help shows)
+_COMMANDS: Final = {
+    "inspect": ("recorder.commands.inspect", "inspect_command", "Show what a trace holds, and what it lost."),
+    "recover": ("recorder.commands.recover", "recover_command", "Rewrite what is whole of a torn trace."),
+    "replay": ("replayer.commands.replay", "replay_command", "Replay traces and judge them (kvcanary-replay)."),
+    "completion": ("", "", "Print the shell completion script."),
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "completion":
+            return completion
+        if cmd_name not in _COMMANDS:
+            return None
+        module, name, _ = _COMMANDS[cmd_name]
+        command = getattr(import_module(f".{module}", __package__), name)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{module}.{name} is no click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _COMMANDS[name][2]) for name in sorted(_COMMANDS)])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvcanary")
+def main() -> None:
+    r"""The flight recorder and crash lab for an LLM inference engine's KV cache.
+
+    \b
+    From a production trace to a verdict:
+      kvcanary inspect trace.arrow       what is in it, what was lost
+      kvcanary-replay trace.arrow        rebuild the pools, verify every forward, write trace.report/
+      kvcanary recover torn.arrow        save what is whole of a torn trace
+    """
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    r"""Print the completion script for SHELL.
+
+    \b
+    Example, for bash:
+      kvcanary completion bash >> ~/.bashrc
+    """
+    from click.shell_completion import get_completion_class
+
+    for program, command in (("kvcanary", main), ("kvcanary-replay", _replay())):
+        kind = get_completion_class(shell)
+        if kind is None:
+            raise click.ClickException(f"no completion for {shell}")
+        variable = f"_{program.upper().replace('-', '_')}_COMPLETE"
+        click.echo(kind(command, {}, program, variable).source())
+
+
+def _replay() -> click.Command:
+    command = main.get_command(click.Context(main), "replay")
+    if command is None:
+        raise RuntimeError("the replay command is missing")
+    return command
+
+
+def replay_main() -> None:
+    """Entry point of `kvcanary-replay`."""
+    command = click.version_option(__version__, prog_name="kvcanary-replay")(_replay())
+    command.context_settings["help_option_names"] = ["-h", "--help"]
+    command.main(prog_name="kvcanary-replay")

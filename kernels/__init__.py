@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: hashing, plan, verify, write, scatter, oracle, gather and change finding."""

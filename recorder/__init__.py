@@ -1,0 +1,1 @@
+"""The recording side: trace format, writer, reader, recovery, the engine-neutral Recorder and its adapters."""

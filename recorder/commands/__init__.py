@@ -1,0 +1,1 @@
+"""Command-line commands that need only the trace: inspect and recover."""

@@ -1,0 +1,258 @@
+"""The header that makes a trace explain itself: engine, model, pools, tables, runners, ranks, capture settings.
+
+It travels as JSON under `kvcanary.header` in the Arrow schema's metadata.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from .errors import UnreadableTraceError
+from .schema import FORMAT_MAJOR, FORMAT_MINOR
+
+MAX_KV_SOURCES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Which engine wrote the trace."""
+
+    name: str = "unknown"
+    version: str = ""
+    commit: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Which model ran; names only, nothing is loaded from them."""
+
+    name: str = "unknown"
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvStream:
+    """The captured bytes of one KV source: `capture_bytes` leading bytes of each slot of one layer's half.
+
+    `origin` is "stored" when the bytes were read from the pool after the forward, "submitted" when they were taken
+    from what the model handed to the cache.
+    """
+
+    half: str
+    layer: int = 0
+    bytes_per_token: int
+    capture_bytes: int
+    origin: str = "stored"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolGroup:
+    """One KV pool group: a set of layers that share slots.
+
+    `kind` is "full" or "swa"; `window` is the number of positions before the prefix's end that a forward reads (0
+    for full). `table` indexes `TraceHeader.tables`, `lut` indexes `TraceHeader.lut_lens` (-1: slots are this pool's
+    own). `reads_before_write` says that a forward reads its prefix before its own writes land (ring buffers).
+    `host_num_slots` is the size of the offload tier, 0 without one.
+    """
+
+    name: str
+    kind: str = "full"
+    window: int = 0
+    runner: int = 0
+    table: int = 0
+    lut: int = -1
+    num_slots: int
+    page_size: int = 1
+    halves: tuple[str, ...] = ("K", "V")
+    streams: tuple[KvStream, ...] = ()
+    reads_before_write: bool = False
+    host_num_slots: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTable:
+    """The shape of one req_to_token table: `[rows, width] int32`."""
+
+    name: str = "req_to_token"
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runner:
+    """A model runner; an EAGLE draft reads truth tokens at `token_offset` 1."""
+
+    name: str = "target"
+    token_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Where in the parallel layout the recording process stood."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Oracle:
+    """The token oracle that sampled: kind "hash", over `vocab_size` tokens."""
+
+    kind: str = "hash"
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureInfo:
+    """How the trace was captured. `kv_watch_every`: prefix bytes re-read every N forwards, 0 never."""
+
+    kv_watch_every: int = 0
+    truth_tokens: bool = True
+    flush_bytes: int = 0
+    flush_interval_ns: int = 0
+    compression: str = "lz4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceHeader:
+    """Everything a reader must know before the first event."""
+
+    format_major: int = FORMAT_MAJOR
+    format_minor: int = FORMAT_MINOR
+    recorder_version: str = ""
+    trace_id: str = ""
+    created_ns: int = 0
+    clock: str = "time_ns counts nanoseconds since the Unix epoch, monotonic within a trace"
+    engine: EngineInfo = field(default_factory=EngineInfo)
+    model: ModelInfo = field(default_factory=ModelInfo)
+    groups: tuple[PoolGroup, ...]
+    tables: tuple[StateTable, ...]
+    lut_lens: tuple[int, ...] = ()
+    truth_table: StateTable | None = None
+    runners: tuple[Runner, ...] = (Runner(),)
+    ranks: Ranks = field(default_factory=Ranks)
+    oracle: Oracle | None = None
+    capture: CaptureInfo = field(default_factory=CaptureInfo)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` on anything a replay could not stand on."""
+        _check_header(self)
+
+    def to_json(self) -> str:
+        """Return the header as JSON text."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "TraceHeader":
+        """Parse a header; raise `UnreadableTraceError` naming what is wrong with it.
+
+        Fields that this build does not know are passed over (they come from a newer minor version); a newer major
+        version is refused.
+        """
+        try:
+            raw = json.loads(text)
+        except (ValueError, UnicodeDecodeError) as error:
+            raise UnreadableTraceError(f"the trace header is not JSON ({error}); the file is damaged") from None
+        if not isinstance(raw, dict) or not isinstance(raw.get("format_major"), int):
+            raise UnreadableTraceError("the trace header has no format version; the file is damaged or foreign")
+        if raw["format_major"] > FORMAT_MAJOR:
+            raise UnreadableTraceError(
+                f"the trace has format {raw['format_major']}.{raw.get('format_minor', 0)}, this build reads up to "
+                f"{FORMAT_MAJOR}.x; install a newer kvcanary"
+            )
+        try:
+            return _build(cls, raw, "header")
+        except (TypeError, ValueError) as error:
+            raise UnreadableTraceError(f"the trace header cannot be used: {error}") from None
+
+    def streams(self, runner: int) -> list[tuple[int, KvStream]]:
+        """Return `(group index, stream)` of a runner in the order in which `kv_bytes` holds them."""
+        return [(g, s) for g, group in enumerate(self.groups) if group.runner == runner for s in group.streams]
+
+
+_T = TypeVar("_T")
+
+
+def _build(cls: type[_T], raw: Any, where: str) -> _T:
+    """Build a dataclass from parsed JSON, checking each field's type."""
+    if not isinstance(raw, dict):
+        raise TypeError(f"{where} is {type(raw).__name__}, expected an object")
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):  # type: ignore[arg-type]  # every caller passes a dataclass
+        if item.name in raw:
+            values[item.name] = _convert(hints[item.name], raw[item.name], f"{where}.{item.name}")
+        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{where}.{item.name} is missing")
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType:
+        if value is None:
+            return None
+        return _convert(next(h for h in typing.get_args(hint) if h is not type(None)), value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"{where} is {type(value).__name__}, expected a list")
+        item = typing.get_args(hint)[0]
+        return tuple(_convert(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type[Any], hint), value, where)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise TypeError(f"{where} is {value!r}, expected {hint.__name__}")
+    return value
+
+
+# What a header may ask a reader to allocate at most, so that a damaged or hostile file cannot exhaust memory.
+MAX_SLOTS = 1 << 31
+MAX_TABLE_CELLS = 1 << 36
+
+
+def _check_header(header: TraceHeader) -> None:
+    for number, table in enumerate([*header.tables, *([header.truth_table] if header.truth_table else [])]):
+        if not (table.rows > 0 and table.width > 0 and table.rows * table.width <= MAX_TABLE_CELLS):
+            raise ValueError(f"table {number} ({table.name}) has shape [{table.rows}, {table.width}]")
+    for length in header.lut_lens:
+        if not 0 < length <= MAX_SLOTS:
+            raise ValueError(f"a full-to-SWA table has length {length}")
+    if not header.runners:
+        raise ValueError("no runner")
+    for number, group in enumerate(header.groups):
+        where = f"group {number} ({group.name})"
+        if group.kind not in ("full", "swa"):
+            raise ValueError(f"{where}: kind is {group.kind!r}, expected 'full' or 'swa'")
+        if (group.window > 0) != (group.kind == "swa") or group.window < 0:
+            raise ValueError(f"{where}: window {group.window} does not fit kind {group.kind!r}")
+        if not 0 <= group.runner < len(header.runners):
+            raise ValueError(f"{where}: runner {group.runner} of {len(header.runners)}")
+        if not 0 <= group.table < len(header.tables):
+            raise ValueError(f"{where}: table {group.table} of {len(header.tables)}")
+        if not -1 <= group.lut < len(header.lut_lens):
+            raise ValueError(f"{where}: full-to-SWA table {group.lut} of {len(header.lut_lens)}")
+        if not 0 < group.num_slots <= MAX_SLOTS or not 0 <= group.host_num_slots <= MAX_SLOTS:
+            raise ValueError(f"{where}: {group.num_slots} slots, {group.host_num_slots} host slots")
+        if group.page_size < 1:
+            raise ValueError(f"{where}: page_size {group.page_size}")
+        if not group.halves or not set(group.halves) <= {"K", "V"} or len(set(group.halves)) != len(group.halves):
+            raise ValueError(f"{where}: halves {group.halves}, expected K or K and V")
+        for half in group.halves:
+            if sum(stream.half == half for stream in group.streams) > MAX_KV_SOURCES:
+                raise ValueError(f"{where}: more than {MAX_KV_SOURCES} KV sources for half {half}")
+        for stream in group.streams:
+            if stream.half not in group.halves:
+                raise ValueError(f"{where}: a KV source for half {stream.half!r}, halves are {group.halves}")
+            if not 0 < stream.capture_bytes <= stream.bytes_per_token or stream.capture_bytes % 16:
+                raise ValueError(
+                    f"{where}: captures {stream.capture_bytes} of {stream.bytes_per_token} bytes a token, expected "
+                    "a positive multiple of 16"
+                )

@@ -1,0 +1,134 @@
+"""The trace's Arrow schema: one row per event, fixed columns, no nulls.
+
+Every list column holds plain int64 values (bytes are uint8), so the child array of a list column is the flat tensor
+that a kernel takes and its offsets are the prefix sums. Columns that an event kind does not use are empty lists or
+the defaults below. `docs/trace-format.md` describes each column for readers outside this project.
+"""
+
+from typing import Final
+
+import pyarrow as pa
+
+FORMAT_MAJOR: Final = 1
+FORMAT_MINOR: Final = 0
+
+HEADER_KEY: Final = b"kvcanary.header"
+HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
+FIRST_EVENT_KEY: Final = b"kvcanary.first_event"
+NUM_EVENTS_KEY: Final = b"kvcanary.num_events"
+CRC_KEY: Final = b"kvcanary.crc32c"
+
+EVENT_KINDS: Final = (
+    "forward",  # one forward pass: batch, table changes before it, tokens, slots written, bytes, sampled tokens
+    "sample",  # sampled tokens of an earlier forward that arrived after its event was closed (overlap scheduling)
+    "request",  # a request became known: its names, prompt length, room, labels
+    "alloc",  # slots given to a request
+    "free",  # slots given back by a request, with the reason in `note`
+    "evict",  # slots dropped by the prefix cache
+    "sweep",  # what the prefix cache holds: slot, position, previous slot, locked
+    "transfer",  # prefill/decode transfer: peer, room, slots, bytes, start / end / failed
+    "kv_copy",  # whole slots copied by the engine outside a forward: fork, offload, load-back, compaction
+    "keyframe",  # the whole state tables, at the start of a segment
+    "mark",  # a note; an injected fault's ground truth
+    "loss",  # events that were dropped, and why
+)
+
+# Scalar columns and what an event that does not use them holds.
+SCALARS: Final[dict[str, tuple[pa.DataType, int | str]]] = {
+    "event": (pa.int64(), -1),
+    "kind": (pa.utf8(), ""),
+    "time_ns": (pa.int64(), 0),
+    "forward": (pa.int64(), -1),
+    "runner": (pa.int64(), 0),
+    "mode": (pa.utf8(), ""),
+    "kv_watched": (pa.int64(), 0),
+    "request_id": (pa.int64(), -1),
+    "name": (pa.utf8(), ""),
+    "prompt_len": (pa.int64(), -1),
+    "room": (pa.int64(), -1),
+    "peer": (pa.utf8(), ""),
+    "status": (pa.utf8(), ""),
+    "num_bytes": (pa.int64(), 0),
+    "lost_events": (pa.int64(), 0),
+    "note": (pa.utf8(), ""),
+    "labels": (pa.utf8(), ""),
+}
+
+# int64 list columns, in groups that share their lengths.
+INT_LISTS: Final = (
+    # a forward's requests, [bs] each
+    "req_pool_indices",
+    "request_ids",
+    "prefix_lens",
+    "extend_lens",
+    "truth_lens",
+    "sampled_lens",
+    # a forward's tokens, [tokens] each; out_cache_loc is [tables * tokens], table by table
+    "input_ids",
+    "positions",
+    "out_cache_loc",
+    # [sum(sampled_lens)]
+    "sampled_tokens",
+    # req_to_token changes as runs: table_slots holds table_count[i] values for each run i, one after another
+    "table_index",
+    "table_row",
+    "table_start",
+    "table_count",
+    "table_slots",
+    # full -> swa table changes as runs
+    "lut_index",
+    "lut_start",
+    "lut_count",
+    "lut_slots",
+    # truth token changes as runs
+    "truth_row",
+    "truth_start",
+    "truth_count",
+    "truth_tokens",
+    # observed KV changes; bytes are in kv_change_bytes, capture_bytes of the stream for each
+    "kv_change_stream",
+    "kv_change_slot",
+    "kv_change_phase",
+    # runs of slots: what alloc, free, evict and transfer act on, and what a loss may have written
+    "slot_group",
+    "slot_start",
+    "slot_count",
+    # sweep entries
+    "sweep_group",
+    "sweep_slot",
+    "sweep_position",
+    "sweep_prev",
+    "sweep_locked",
+    # runs of copied slots; tier 0 is the pool, tier 1 the host
+    "copy_group",
+    "copy_src_tier",
+    "copy_src",
+    "copy_dst_tier",
+    "copy_dst",
+    "copy_count",
+)
+
+# uint8 list columns; 64-bit offsets, since whole-row capture of a large prefill can pass 2 GiB in a batch.
+BYTE_LISTS: Final = (
+    "kv_bytes",  # written slots: [stream][token][capture_bytes], streams in header order, the runner's own only
+    "kv_change_bytes",
+)
+
+PHASE_BEFORE: Final = 0  # an observed KV change seen before the forward ran
+PHASE_AFTER: Final = 1  # ... seen after it
+
+TIER_POOL: Final = 0
+TIER_HOST: Final = 1
+
+
+def trace_schema() -> pa.Schema:
+    """Return the columns of this build's format, without metadata."""
+    fields = [pa.field(name, kind, nullable=False) for name, (kind, _) in SCALARS.items()]
+    fields += [
+        pa.field(name, pa.list_(pa.field("item", pa.int64(), nullable=False)), nullable=False) for name in INT_LISTS
+    ]
+    fields += [
+        pa.field(name, pa.large_list(pa.field("item", pa.uint8(), nullable=False)), nullable=False)
+        for name in BYTE_LISTS
+    ]
+    return pa.schema(fields)

@@ -1,0 +1,235 @@
+"""`kvcanary-replay`: judge recorded traces."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..replay import Progress, ReplaySettings
+    from ..summary import Summary
+
+_EPILOG = """\b
+Exit codes, fit for git bisect run and CI:
+    0  clean
+    1  violations or findings
+    2  wrong usage, or a trace that cannot be read
+  125  inconclusive: torn, lossy, stopped early, or nothing to judge
+
+\b
+Examples:
+  kvcanary-replay trace.arrow
+  kvcanary-replay --json trace.arrow | jq .first_violation
+  kvcanary-replay --fail-fast --quiet golden/*.arrow
+  kvcanary-replay --kv-hash none --report /tmp/report trace.arrow
+"""
+
+
+@click.command("replay", epilog=_EPILOG)
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=click.Path(path_type=Path))
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Report directory. [default: TRACE.report beside the trace, trace.report for trace.arrow; with several "
+    "traces, one folder each inside DIR]",
+)
+@click.option("--no-report", is_flag=True, help="Write no report; print the verdict only.")
+@click.option(
+    "--kv-hash",
+    type=click.Choice(["auto", "none", "partial", "all"]),
+    default="auto",
+    show_default=True,
+    help="Which KV bytes of a slot are hashed: none, its first 16 (partial), or all that were captured. "
+    "auto: partial where the trace holds bytes.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["cpu", "reference"]),
+    default="cpu",
+    show_default=True,
+    help="cpu: compiled loops. reference: the same loops uncompiled, some hundred times slower; the definition.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu"]),
+    default="cpu",
+    show_default=True,
+    expose_value=False,
+    help="Where the pools are rebuilt. This version replays on the CPU.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON: one object, or a list for several.")
+@click.option("--quiet", "-q", is_flag=True, help="Print one line a trace.")
+@click.option(
+    "--max-violations",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Stop after the forward that reaches N violations.",
+)
+@click.option("--fail-fast", is_flag=True, help="Stop after the first forward with a violation or finding.")
+def replay_command(
+    traces: tuple[Path, ...],
+    report: Path | None,
+    no_report: bool,
+    kv_hash: str,
+    backend: str,
+    as_json: bool,
+    quiet: bool,
+    max_violations: int | None,
+    fail_fast: bool,
+) -> None:
+    """Replay recorded traces and say which KV slots went wrong, since when, and for whom.
+
+    Rebuilds the block tables and KV pools from each TRACE, runs the canary's plan, write and verify kernels over
+    every recorded forward, and writes every violation to a report directory.
+    """
+    from rich.console import Console
+
+    from ...recorder.errors import TraceError
+    from ..replay import ReplaySettings
+    from ..verdict import EXIT_UNREADABLE, combined_exit_code
+
+    if report and no_report:
+        raise click.UsageError("--report and --no-report exclude one another")
+    settings = ReplaySettings(kv_hash=kv_hash, backend=backend, max_violations=max_violations, fail_fast=fail_fast)
+    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    codes: list[int] = []
+    summaries: list[dict[str, object]] = []
+    targets = _report_folders(traces, report, no_report)
+    for trace, target in zip(traces, targets, strict=True):
+        try:
+            summary = _replay_one(trace, settings, target, explicit=report is not None, err=err, quiet=as_json or quiet)
+        except TraceError as error:
+            codes.append(EXIT_UNREADABLE)
+            summaries.append({"trace": str(trace), "error": str(error), "exit_code": EXIT_UNREADABLE})
+            message = str(error)
+            err.print(
+                message if str(trace) in message else f"{trace}: {message}", style="red", markup=False, soft_wrap=True
+            )
+            continue
+        codes.append(summary.verdict.exit_code)
+        summaries.append(summary.to_json())
+        if quiet and not as_json:
+            click.echo(_one_line(summary))
+        elif not as_json:
+            from ..screen import show
+
+            if len(codes) > 1:
+                out.rule(style="dim")
+            show(out, summary)
+        if summary.stopped.startswith("interrupted"):
+            break
+    if as_json:
+        import json
+
+        click.echo(json.dumps(summaries if len(traces) > 1 else summaries[0], indent=2, ensure_ascii=False))
+    sys.exit(combined_exit_code(codes))
+
+
+def _report_folders(traces: tuple[Path, ...], report: Path | None, no_report: bool) -> list[Path | None]:
+    """Return each trace's report directory; refuse two traces that would share one."""
+    if no_report:
+        return [None] * len(traces)
+    if report and len(traces) == 1:
+        return [report]
+    folders = [(report or trace.parent) / f"{trace.stem}.report" for trace in traces]
+    shared = next((folder for folder in folders if folders.count(folder) > 1), None)
+    if shared:
+        raise click.UsageError(f"two traces would write to {shared}; replay them apart, or name another --report each")
+    return list(folders)
+
+
+def _replay_one(
+    trace: Path, settings: ReplaySettings, target: Path | None, *, explicit: bool, err: Console, quiet: bool
+) -> Summary:
+    from ...recorder.reader import TraceReader
+    from ..replay import replay
+
+    TraceReader(trace).close()  # an unreadable trace leaves no empty report behind
+    folder = _make_folder(trace, target, explicit=explicit, err=err)
+    if quiet or not err.is_terminal:
+        return replay(trace, settings=settings, report=folder)
+    with _ProgressBar(err) as bar:
+        return replay(trace, settings=settings, report=folder, on_progress=bar.update)
+
+
+def _make_folder(trace: Path, target: Path | None, *, explicit: bool, err: Console) -> Path | None:
+    """Make the report directory; a default one that cannot be made beside the trace goes to the working directory."""
+    from ...recorder.errors import TraceError
+
+    if target is None:
+        return None
+    candidates = [target] if explicit else [target, Path.cwd() / target.name]
+    for folder in candidates:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / "summary.json"
+            probe.touch()
+        except OSError as error:
+            failure = error
+            continue
+        if folder != target:
+            err.print(f"{target} cannot be written; the report goes to {folder}", markup=False, soft_wrap=True)
+        return folder
+    raise TraceError(
+        f"{trace}: the report directory {candidates[-1]} cannot be written ({failure.strerror}); name another with "
+        "--report DIR, or use --no-report"
+    )
+
+
+class _ProgressBar:
+    """A progress bar on the terminal: forwards, rate, time left."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("replay"),
+            BarColumn(),
+            TextColumn("{task.fields[forwards]:,} forwards"),
+            TextColumn("{task.fields[rate]:,.0f}/s"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("[red]{task.fields[violations]}"),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("replay", total=None, forwards=0, rate=0.0, violations="")
+
+    def update(self, progress: Progress) -> None:
+        elapsed = self._progress.tasks[0].elapsed or 0.0
+        self._progress.update(
+            self._task,
+            total=progress.bytes_total,
+            completed=progress.bytes_read,
+            forwards=progress.forwards,
+            rate=progress.forwards / elapsed if elapsed else 0.0,
+            violations=f"{progress.violations:,} violations" if progress.violations else "",
+        )
+
+    def __enter__(self) -> _ProgressBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def _one_line(summary: Summary) -> str:
+    line = f"{summary.verdict.value.upper():12s} {summary.trace}   {summary.forwards:,} forwards"
+    first = summary.first_violation
+    if first:
+        line += (
+            f"   {summary.violations:,} violations, first in forward {first['forward']:,}: request {first['request']}, "
+            f"slot {first['slot']:,}, {'+'.join(first['reasons'])}"
+        )
+    elif summary.first_finding:
+        line += f"   {summary.findings:,} findings, first: {summary.first_finding['detail']}"
+    if summary.doubts:
+        line += f"   ({'; '.join(summary.doubts)})"
+    return line

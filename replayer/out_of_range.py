@@ -1,0 +1,91 @@
+"""Findings for look-ups that no pool or table can answer.
+
+The canary's CUDA kernels clamp such a slot and its reference raises. Offline it is neither: the kernels count it, and
+this module, run only when they counted one, says which entry it was.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kernels.constants import SLOT_OUT_OF_RANGE
+from ..kernels.plan import VerifyPlan, WritePlan
+from .attribution import RequestBook
+from .findings import Finding
+from .forward import Forward
+from .pools import GroupPool
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def explain_plan(
+    plan: VerifyPlan, forward: Forward, pool: GroupPool, table_shape: tuple[int, ...], book: RequestBook
+) -> list[Finding]:
+    """Return a finding for each entry of a verify plan whose slot the pool does not have."""
+    count = int(plan.num_valid[0])
+    slots = plan.slots[:count]
+    findings = []
+    for entry in np.flatnonzero((slots < 0) | (slots >= pool.num_slots)):
+        request = int(np.searchsorted(plan.request_offsets[1 : len(forward.request_ids) + 1], entry, side="right"))
+        row, position, slot = (
+            int(forward.req_pool_indices[request]),
+            int(plan.expected_positions[entry]),
+            int(slots[entry]),
+        )
+        if slot != SLOT_OUT_OF_RANGE:
+            kind, detail = "slot_out_of_pool", f"reads slot {slot}, the pool has {pool.num_slots}"
+        elif not 0 <= row < table_shape[0] or position >= table_shape[1]:
+            kind, detail = "entry_out_of_table", f"reads row {row}, position {position} of a table {list(table_shape)}"
+        else:
+            kind, detail = "swa_lut_out_of_range", "reads a slot beyond the full-to-SWA table"
+        findings.append(_finding(kind, detail, forward, pool, request, position, slot, book))
+    return findings
+
+
+def explain_writes(
+    slots: Int64Array, plan: WritePlan, forward: Forward, pool: GroupPool, book: RequestBook
+) -> list[Finding]:
+    """Return a finding for each written slot that the pool does not have."""
+    bs = len(forward.request_ids)
+    findings = []
+    for token in np.flatnonzero(slots[: int(plan.offsets[bs])] >= pool.num_slots):
+        request = int(np.searchsorted(plan.offsets[1 : bs + 1], token, side="right"))
+        slot, position = int(slots[token]), int(forward.positions[token])
+        if slot == SLOT_OUT_OF_RANGE:
+            kind, detail = "swa_lut_out_of_range", "writes a slot beyond the full-to-SWA table"
+        else:
+            kind, detail = "slot_out_of_pool", f"writes slot {slot}, the pool has {pool.num_slots}"
+        findings.append(_finding(kind, detail, forward, pool, request, position, slot, book))
+    return findings
+
+
+def explain_lengths(
+    forward: Forward, pool: GroupPool, table_shape: tuple[int, ...], book: RequestBook
+) -> list[Finding]:
+    """Return a finding for each request that is longer than its block table's row."""
+    ends = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
+    findings = []
+    for request in np.flatnonzero((ends > table_shape[1]) & (forward.req_pool_indices != 0)):
+        end = int(ends[request])
+        detail = f"reaches position {end - 1}, the table's rows hold {table_shape[1]}"
+        findings.append(_finding("entry_out_of_table", detail, forward, pool, int(request), end - 1, -1, book))
+    return findings
+
+
+def _finding(
+    kind: str, detail: str, forward: Forward, pool: GroupPool, request: int, position: int, slot: int, book: RequestBook
+) -> Finding:
+    request_id = int(forward.request_ids[request])
+    return Finding(
+        kind=kind,
+        event=forward.event,
+        forward=forward.forward,
+        time_ns=forward.time_ns,
+        runner=forward.runner,
+        group=pool.index,
+        request_id=request_id,
+        request=book.name(request_id),
+        req_pool_idx=int(forward.req_pool_indices[request]),
+        position=position,
+        slot=slot if slot != SLOT_OUT_OF_RANGE else -1,
+        detail=detail,
+    )

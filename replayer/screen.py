@@ -1,0 +1,197 @@
+"""What a person sees at the end of a replay: one trace, its verdict, the first thing that went wrong, what is next."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from .findings import FINDING_KINDS
+from .summary import Summary
+from .verdict import Verdict
+
+_STYLES = {Verdict.CLEAN: "bold green", Verdict.CORRUPT: "bold red", Verdict.INCONCLUSIVE: "bold yellow"}
+
+_REASONS = {
+    "VERIFY_CHAIN_HASH": "the slot's predecessor is not the token that came before it",
+    "VERIFY_POSITION": "the slot holds another position",
+    "VERIFY_KV_HASH": "the slot's KV bytes changed after they were written",
+    "VERIFY_TOKEN": "the slot holds the KV of another token",
+    "WRITE_TOKEN": "the model was fed another token than expected",
+    "WRITE_POSITION": "a token was written at the wrong position",
+}
+
+
+def show(console: Console, summary: Summary) -> None:
+    """Print a summary; plain text where the console is no terminal."""
+    console.print(_headline(summary), soft_wrap=True)
+    console.print(_checks(summary), soft_wrap=True)
+    console.print()
+    console.print(_verdict(summary), soft_wrap=True)
+    if summary.first_violation:
+        console.print()
+        console.print(Padding(_violation(summary, summary.first_violation), (0, 0, 0, 2)))
+        console.print()
+        console.print(Padding(_counts(summary), (0, 0, 0, 2)))
+    if summary.first_finding:
+        console.print()
+        console.print(Padding(_finding(summary, summary.first_finding), (0, 0, 0, 2)))
+    for title, lines, total in (
+        ("damage", summary.gaps, summary.num_gaps),
+        ("losses", summary.losses, summary.num_losses),
+    ):
+        _list(console, title, lines, total)
+    _list(console, "notes in the trace", [_mark(mark) for mark in summary.marks], summary.num_marks)
+    console.print()
+    console.print(_next(summary), soft_wrap=True)
+
+
+def _headline(summary: Summary) -> Text:
+    header = summary.header
+    version = " ".join(part for part in (header.engine.name, header.engine.version) if part)
+    commit = f" ({header.engine.commit})" if header.engine.commit else ""
+    span = (summary.last_time_ns - summary.first_time_ns) / 1e9
+    parts = [
+        version + commit,
+        header.model.name,
+        f"tp {header.ranks.tp_rank}/{header.ranks.tp_size}",
+        f"{summary.forwards:,} forwards",
+        f"{summary.requests:,} requests",
+        f"{summary.tokens:,} tokens",
+        _duration(span),
+    ]
+    return Text.assemble((summary.trace, "bold"), "   ", "   ".join(parts))
+
+
+def _checks(summary: Summary) -> Text:
+    parts = [f"{summary.verified:,} slots verified", f"{summary.written:,} written"]
+    parts.append(f"KV hash {summary.settings['kv_hash']}")
+    if summary.settings["kv_hash"] != "none":
+        parts.append(f"KV watched in {summary.forwards_watched:,} of {summary.forwards:,} forwards")
+    if summary.unknown_entries:
+        parts.append(f"{summary.unknown_entries:,} left out after losses")
+    return Text("checked   " + "   ".join(parts), style="dim")
+
+
+def _verdict(summary: Summary) -> Text:
+    verdict = summary.verdict
+    text = Text(verdict.name, style=_STYLES[verdict])
+    if verdict is Verdict.CORRUPT:
+        found = []
+        if summary.violations:
+            found.append(_count(summary.violations, "violation"))
+        if summary.findings:
+            found.append(_count(summary.findings, "finding"))
+        hit = f"{len(summary.requests_hit):,} of {_count(summary.requests, 'request')} hit"
+        text.append("   " + ", ".join([*found, hit]), style="default not bold")
+    if verdict is Verdict.CLEAN:
+        text.append("   no violation; complete, nothing lost", style="default not bold")
+    elif summary.doubts:
+        joint = "   but not the whole story: " if verdict is Verdict.CORRUPT else "   "
+        text.append(joint + "; ".join(summary.doubts), style="default not bold")
+    return text
+
+
+def _violation(summary: Summary, row: dict[str, Any]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    since = (row["time_ns"] - summary.first_time_ns) / 1e9
+    group = summary.header.groups[row["group"]]
+    reasons = "; ".join(_REASONS[reason] for reason in row["reasons"])
+    grid.add_row("first seen", f"forward {row['forward']:,} (+{_duration(since)}, {row['mode']})   {row['launch']}")
+    grid.add_row("what", f"{reasons}   [{' + '.join(row['reasons'])}]".replace("[", "\\["))
+    grid.add_row("request", f"{row['request']}   row {row['req_pool_idx']:,}, position {row['expected_position']:,}")
+    grid.add_row("in slot", f"{row['slot']:,} of pool {group.name}, half {row['half']}")
+    if row["endpoint"] == "HEAD" and row["writer_event"] == row["event"]:
+        grid.add_row("written", f"token {row['stored_token']}, position {row['position']}")
+    else:
+        grid.add_row("stored", f"token {row['stored_token']}, position {row['position']}   {_writer(row)}")
+    expected = [f"position {row['expected_position']}"]
+    if row["expected_token"] != -1:
+        expected.insert(0, f"token {row['expected_token']}")
+    if "VERIFY_CHAIN_HASH" in row["reasons"]:
+        chain = (1 << 64) - 1
+        expected.append(
+            f"chain hash {row['expected_aux'] & chain:016x}, stored {row['stored_chain_hash'] & chain:016x}"
+        )
+    grid.add_row("expected", ", ".join(expected))
+    requests = list(summary.requests_hit.values())
+    shown = ", ".join(requests[:6]) + (f" and {len(requests) - 6:,} more" if len(requests) > 6 else "")
+    grid.add_row(
+        "spread",
+        f"{_count(summary.forwards_hit, 'forward')} in {summary.first_violation_forward:,}-"
+        f"{summary.last_violation_forward:,}   {_count(summary.slots_hit, 'slot')}   "
+        f"{_count(len(requests), 'request')}: {shown}",
+    )
+    return grid
+
+
+def _writer(row: dict[str, Any]) -> str:
+    if row["writer_event"] < 0:
+        return "never written in this trace"
+    return f"written last in forward {row['writer_forward']:,} by request {row['writer_request']}"
+
+
+def _counts(summary: Summary) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for title, counts in (("by reason", summary.violations_by_reason), ("by launch", summary.violations_by_launch)):
+        grid.add_row(title, "   ".join(f"{name} {count:,}" for name, count in counts.items()))
+    return grid
+
+
+def _finding(summary: Summary, finding: dict[str, Any]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for kind, count in summary.findings_by_kind.items():
+        grid.add_row(f"{kind} {count:,}", FINDING_KINDS[kind])
+    grid.add_row(
+        "the first",
+        f"forward {finding['forward']:,}, request {finding['request']}, row {finding['req_pool_idx']:,}, "
+        f"position {finding['position']:,}: {finding['detail']}",
+    )
+    return grid
+
+
+def _mark(mark: dict[str, Any]) -> str:
+    labels = ", ".join(f"{key} {value}" for key, value in mark["labels"].items())
+    return f"event {mark['event']:,}: {mark['note']}" + (f" ({labels})" if labels else "")
+
+
+def _list(console: Console, title: str, lines: list[str], total: int) -> None:
+    if not lines:
+        return
+    console.print()
+    console.print(Text(title, style="dim"))
+    for line in lines[:5]:
+        console.print(Text(f"  {line}"), soft_wrap=True)
+    if total > 5:
+        console.print(Text(f"  and {total - 5:,} more in summary.json", style="dim"))
+
+
+def _next(summary: Summary) -> Text:
+    if summary.report is None:
+        return Text("next   run again with --report DIR to keep every violation", style="dim")
+    text = Text("report ", style="dim")
+    text.append(summary.report, style="default")
+    if summary.violations:
+        text.append("   every violation is a row of violations.parquet")
+    if summary.num_gaps and not summary.complete:
+        text.append(f"\nnext   kvcanary recover {summary.trace}")
+    return text
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -1,0 +1,177 @@
+"""What a replay found, in one value: the verdict, what was checked, what was lost, the first violation spelt out."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..kernels.constants import FailReason, LaunchTag
+from ..recorder.header import TraceHeader
+from .findings import Finding
+from .verdict import Verdict
+
+MAX_LISTED = 100
+
+
+@dataclass(slots=True, kw_only=True)
+class Summary:
+    """A replay's result; `to_json` gives the layout of `summary.json`, described in docs/replay.md."""
+
+    trace: str
+    header: TraceHeader
+    settings: dict[str, Any]
+    complete: bool = False
+    stopped: str = ""
+    events: dict[str, int] = field(default_factory=dict)
+    forwards: int = 0
+    forwards_by_mode: dict[str, int] = field(default_factory=dict)
+    forwards_watched: int = 0
+    requests: int = 0
+    tokens: int = 0
+    first_time_ns: int = 0
+    last_time_ns: int = 0
+    slot_counters: dict[str, int] = field(default_factory=dict)
+    kernel_counters: dict[str, int] = field(default_factory=dict)
+    verified: int = 0
+    written: int = 0
+    unknown_entries: int = 0
+    gaps: list[str] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
+    num_gaps: int = 0
+    num_losses: int = 0
+    lost_events: int = 0
+    unjudged: dict[str, int] = field(default_factory=dict)
+    violations: int = 0
+    violations_by_reason: dict[str, int] = field(default_factory=dict)
+    violations_by_launch: dict[str, int] = field(default_factory=dict)
+    first_violation: dict[str, Any] | None = None
+    first_violation_forward: int = -1
+    last_violation_forward: int = -1
+    forwards_hit: int = 0
+    slots_hit: int = 0
+    requests_hit: dict[int, str] = field(default_factory=dict)
+    findings: int = 0
+    findings_by_kind: dict[str, int] = field(default_factory=dict)
+    first_finding: dict[str, Any] | None = None
+    marks: list[dict[str, Any]] = field(default_factory=list)
+    num_marks: int = 0
+    seconds: float = 0.0
+    report: str | None = None
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why a replay without a violation would still not be a clean bill."""
+        doubts = []
+        if self.num_gaps:
+            doubts.append(f"{self.num_gaps} damaged or torn part(s) of the trace left out")
+        if self.num_losses:
+            count = f"{self.lost_events:,} event(s)" if self.lost_events else "an unknown number of events"
+            doubts.append(f"{count} lost while recording")
+        if not self.complete and not self.num_gaps and not self.stopped:
+            doubts.append("the trace has no end: it was torn, or is still being written")
+        if self.unjudged:
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.unjudged.items()))
+            doubts.append(f"events that this version cannot judge: {kinds}")
+        if self.stopped:
+            doubts.append(self.stopped)
+        if not self.forwards and not doubts:
+            doubts.append("the trace holds no forward, so nothing was checked")
+        return doubts
+
+    @property
+    def verdict(self) -> Verdict:
+        """Corrupt if anything was found, inconclusive if anything is in doubt, else clean."""
+        if self.violations or self.findings:
+            return Verdict.CORRUPT
+        return Verdict.INCONCLUSIVE if self.doubts else Verdict.CLEAN
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "header"}
+        values["requests_hit"] = list(self.requests_hit.values())[:MAX_LISTED]
+        return {
+            "verdict": self.verdict.value,
+            "exit_code": self.verdict.exit_code,
+            "doubts": self.doubts,
+            "num_requests_hit": len(self.requests_hit),
+            "engine": dataclasses.asdict(self.header.engine),
+            "model": dataclasses.asdict(self.header.model),
+            "ranks": dataclasses.asdict(self.header.ranks),
+            "trace_id": self.header.trace_id,
+            **values,
+        }
+
+    def to_json_text(self) -> str:
+        """Return `summary.json`'s text."""
+        return json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n"
+
+
+class Tally:
+    """Adds violations and findings to a summary as they are found, in bounded memory."""
+
+    def __init__(self, summary: Summary) -> None:
+        self._summary = summary
+        self._slots: list[npt.NDArray[np.bool_]] = [
+            np.zeros(group.num_slots, dtype=np.bool_) for group in summary.header.groups
+        ]
+        self._last_forward_hit = -1
+
+    def violations(self, table: pa.Table) -> None:
+        """Count a table of violations."""
+        summary = self._summary
+        if summary.first_violation is None:
+            summary.first_violation = _spelt_out(table)
+            summary.first_violation_forward = summary.first_violation["forward"]
+        summary.violations += table.num_rows
+        bits = table["fail_reason_bits"].to_numpy()
+        for reason in FailReason:
+            hits = int(np.count_nonzero(bits & reason.value))
+            if hits:
+                _add(summary.violations_by_reason, reason.name or "", hits)
+        _add(summary.violations_by_launch, LaunchTag(table["launch_tag"][0].as_py()).name, table.num_rows)
+        forward, group = table["forward"][0].as_py(), table["group"][0].as_py()
+        summary.last_violation_forward = forward
+        if forward != self._last_forward_hit:
+            summary.forwards_hit += 1
+            self._last_forward_hit = forward
+        for request_id, name in zip(*_distinct_requests(table), strict=True):
+            summary.requests_hit.setdefault(request_id, name)
+        hit = self._slots[group]
+        slots = table["slot"].to_numpy()
+        before = int(np.count_nonzero(hit[slots]))
+        new = np.unique(slots[~hit[slots]]) if before < len(slots) else slots[:0]
+        hit[new] = True
+        summary.slots_hit += len(new)
+
+    def findings(self, findings: list[Finding]) -> None:
+        """Count findings."""
+        summary = self._summary
+        if findings and summary.first_finding is None:
+            summary.first_finding = dataclasses.asdict(findings[0])
+        summary.findings += len(findings)
+        for finding in findings:
+            _add(summary.findings_by_kind, finding.kind, 1)
+            summary.requests_hit.setdefault(finding.request_id, finding.request)
+
+
+def _add(counts: dict[str, int], key: str, count: int) -> None:
+    counts[key] = counts.get(key, 0) + count
+
+
+def _distinct_requests(table: pa.Table) -> tuple[list[int], list[str]]:
+    distinct = table.group_by("request_id", use_threads=False).aggregate([("request", "first")])
+    return distinct["request_id"].to_pylist(), distinct["request_first"].to_pylist()
+
+
+def _spelt_out(table: pa.Table) -> dict[str, Any]:
+    """Return the first row, with its reasons as a list."""
+    row: dict[str, Any] = table.slice(0, 1).to_pylist()[0]
+    row["reasons"] = row["reasons"].split("+")
+    row["rows_in_launch"] = table.num_rows
+    row["slots_in_launch"] = pc.count_distinct(table["slot"]).as_py()
+    return row
