@@ -17,7 +17,7 @@ from ..kernels.constants import KvHashMode, LaunchTag
 from ..recorder.errors import TraceError
 from ..recorder.header import TraceHeader
 from ..recorder.reader import EventView, TraceBatch, TraceGap, TraceReader
-from ..recorder.schema import EVENT_KINDS
+from ..recorder.schema import EVENT_KINDS, SLOTS_LISTED
 from .attribution import RequestBook
 from .findings import FINDING_SCHEMA, Finding, finding_table
 from .forward import UnusableEventError, read_forward
@@ -86,7 +86,7 @@ def replay(
             try:
                 for item in reader.stream():
                     run.take(item)
-                    on_progress(run.progress(reader, item))
+                    on_progress(run.progress(reader))
                 summary.complete = reader.complete
             except _StopReplayError as stop:
                 summary.stopped = str(stop)
@@ -111,6 +111,7 @@ class _Replay:
         self._findings = findings
         self._book = RequestBook(names={}, prompt_lens={})
         self._request_ids: set[int] = set()
+        self._bytes_read = 0
         mode = _kv_hash_mode(settings.kv_hash, summary.header)
         summary.settings["kv_hash"] = mode.name.lower()
         try:
@@ -135,13 +136,14 @@ class _Replay:
             self._note(self._summary.gaps, item.reason)
             self._executor.forget()
             return
-        for index in range(item.num_events):
-            self._event(item.event(index))
+        for view in item:
+            self._event(view)
+        self._bytes_read = item.end_byte
 
-    def progress(self, reader: TraceReader, item: TraceBatch | TraceGap) -> Progress:
-        """Return how far the replay has come after `item`."""
+    def progress(self, reader: TraceReader) -> Progress:
+        """Return how far the replay has come."""
         return Progress(
-            bytes_read=item.end_byte,
+            bytes_read=self._bytes_read,
             bytes_total=reader.size_bytes,
             forwards=self._summary.forwards,
             tokens=self._summary.tokens,
@@ -167,7 +169,9 @@ class _Replay:
         try:
             if kind == "forward":
                 self._forward(view)
-            elif kind == "request":
+                return
+            self._executor.tables.apply_changes(view)  # any event may carry what it was the first to see
+            if kind == "request":
                 self._request(view)
             elif kind == "kv_copy":
                 self._kv_copy(view)
@@ -227,8 +231,9 @@ class _Replay:
         summary.lost_events += max(lost, 0)
         self._note(summary.losses, str(view.scalar("note")) or f"{lost} events lost")
         groups, starts, counts = (view.ints(f"slot_{c}") for c in ("group", "start", "count"))
-        if view.scalar("status") != "slots_listed":
+        if view.scalar("status") != SLOTS_LISTED:
             self._executor.forget()
+            self._executor.tables.apply_changes(view)
             return
         for group, start, count in zip(groups.tolist(), starts.tolist(), counts.tolist(), strict=True):
             if 0 <= group < len(self._executor.pools) and start >= 0 and count >= 0:

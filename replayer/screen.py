@@ -7,6 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..recorder.commands.text import printable
 from .findings import FINDING_KINDS
 from .summary import Summary
 from .verdict import Verdict
@@ -61,7 +62,7 @@ def _headline(summary: Summary) -> Text:
         f"{summary.tokens:,} tokens",
         _duration(span),
     ]
-    return Text.assemble((summary.trace, "bold"), "   ", "   ".join(parts))
+    return Text.assemble((printable(summary.trace), "bold"), "   ", printable("   ".join(parts)))
 
 
 def _checks(summary: Summary) -> Text:
@@ -93,21 +94,30 @@ def _verdict(summary: Summary) -> Text:
     return text
 
 
-def _violation(summary: Summary, row: dict[str, Any]) -> Table:
+def _grid(rows: list[tuple[str, str]]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
+    grid.add_column(overflow="fold")
+    for title, value in rows:
+        # Names come from the trace: no markup, no control characters.
+        grid.add_row(Text(title), Text(printable(value)))
+    return grid
+
+
+def _violation(summary: Summary, row: dict[str, Any]) -> Table:
     since = (row["time_ns"] - summary.first_time_ns) / 1e9
     group = summary.header.groups[row["group"]]
     reasons = "; ".join(_REASONS[reason] for reason in row["reasons"])
-    grid.add_row("first seen", f"forward {row['forward']:,} (+{_duration(since)}, {row['mode']})   {row['launch']}")
-    grid.add_row("what", f"{reasons}   [{' + '.join(row['reasons'])}]".replace("[", "\\["))
-    grid.add_row("request", f"{row['request']}   row {row['req_pool_idx']:,}, position {row['expected_position']:,}")
-    grid.add_row("in slot", f"{row['slot']:,} of pool {group.name}, half {row['half']}")
+    rows = [
+        ("first seen", f"forward {row['forward']:,} (+{_duration(since)}, {row['mode']})   {row['launch']}"),
+        ("what", f"{reasons}   [{' + '.join(row['reasons'])}]"),
+        ("request", f"{row['request']}   row {row['req_pool_idx']:,}, position {row['expected_position']:,}"),
+        ("in slot", f"{row['slot']:,} of pool {group.name}, half {row['half']}"),
+    ]
     if row["endpoint"] == "HEAD" and row["writer_event"] == row["event"]:
-        grid.add_row("written", f"token {row['stored_token']}, position {row['position']}")
+        rows.append(("written", f"token {row['stored_token']}, position {row['position']}"))
     else:
-        grid.add_row("stored", f"token {row['stored_token']}, position {row['position']}   {_writer(row)}")
+        rows.append(("stored", f"token {row['stored_token']}, position {row['position']}   {_writer(row)}"))
     expected = [f"position {row['expected_position']}"]
     if row["expected_token"] != -1:
         expected.insert(0, f"token {row['expected_token']}")
@@ -116,16 +126,15 @@ def _violation(summary: Summary, row: dict[str, Any]) -> Table:
         expected.append(
             f"chain hash {row['expected_aux'] & chain:016x}, stored {row['stored_chain_hash'] & chain:016x}"
         )
-    grid.add_row("expected", ", ".join(expected))
+    rows.append(("expected", ", ".join(expected)))
     requests = list(summary.requests_hit.values())
     shown = ", ".join(requests[:6]) + (f" and {len(requests) - 6:,} more" if len(requests) > 6 else "")
-    grid.add_row(
-        "spread",
+    spread = (
         f"{_count(summary.forwards_hit, 'forward')} in {summary.first_violation_forward:,}-"
         f"{summary.last_violation_forward:,}   {_count(summary.slots_hit, 'slot')}   "
-        f"{_count(len(requests), 'request')}: {shown}",
+        f"{_count(len(requests), 'request')}: {shown}"
     )
-    return grid
+    return _grid([*rows, ("spread", spread)])
 
 
 def _writer(row: dict[str, Any]) -> str:
@@ -135,26 +144,19 @@ def _writer(row: dict[str, Any]) -> str:
 
 
 def _counts(summary: Summary) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
-    for title, counts in (("by reason", summary.violations_by_reason), ("by launch", summary.violations_by_launch)):
-        grid.add_row(title, "   ".join(f"{name} {count:,}" for name, count in counts.items()))
-    return grid
+    by = {"by reason": summary.violations_by_reason, "by launch": summary.violations_by_launch}
+    return _grid(
+        [(title, "   ".join(f"{name} {count:,}" for name, count in counts.items())) for title, counts in by.items()]
+    )
 
 
 def _finding(summary: Summary, finding: dict[str, Any]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
-    for kind, count in summary.findings_by_kind.items():
-        grid.add_row(f"{kind} {count:,}", FINDING_KINDS[kind])
-    grid.add_row(
-        "the first",
+    kinds = [(f"{kind} {count:,}", FINDING_KINDS[kind]) for kind, count in summary.findings_by_kind.items()]
+    first = (
         f"forward {finding['forward']:,}, request {finding['request']}, row {finding['req_pool_idx']:,}, "
-        f"position {finding['position']:,}: {finding['detail']}",
+        f"position {finding['position']:,}: {finding['detail']}"
     )
-    return grid
+    return _grid([*kinds, ("the first", first)])
 
 
 def _mark(mark: dict[str, Any]) -> str:
@@ -168,7 +170,7 @@ def _list(console: Console, title: str, lines: list[str], total: int) -> None:
     console.print()
     console.print(Text(title, style="dim"))
     for line in lines[:5]:
-        console.print(Text(f"  {line}"), soft_wrap=True)
+        console.print(Text(f"  {printable(line)}"), soft_wrap=True)
     if total > 5:
         console.print(Text(f"  and {total - 5:,} more in summary.json", style="dim"))
 

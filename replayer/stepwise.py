@@ -34,7 +34,7 @@ MAX_PLAN_ENTRIES = 1 << 28  # 512 requests of half a million positions; more is 
 class GroupStep:
     """One pool group's part of one forward: its plans and the slots it writes."""
 
-    __slots__ = ("looked_beyond", "pool", "slots", "verify_plan", "write_plan")
+    __slots__ = ("looked_beyond", "pool", "slots", "unknown_entries", "verify_plan", "write_plan")
 
     def __init__(self, pool: GroupPool, slots: Int64Array, verify_plan: VerifyPlan, write_plan: WritePlan) -> None:
         self.pool = pool
@@ -42,6 +42,7 @@ class GroupStep:
         self.verify_plan = verify_plan
         self.write_plan = write_plan
         self.looked_beyond = False
+        self.unknown_entries = 0
 
 
 class StepwiseExecutor:
@@ -155,8 +156,9 @@ class StepwiseExecutor:
         unknown = step.pool.pool.unknown
         count = int(step.verify_plan.num_valid[0])
         slots, prevs = step.verify_plan.slots[:count], step.verify_plan.prev_slots[:count]
-        hit = _lookup(unknown, slots) & (slots != PADDING_SLOT)
-        self.unknown_entries += int(hit.sum())
+        hit = _lookup(unknown, slots)
+        step.unknown_entries = int(hit.sum())
+        self.unknown_entries += step.unknown_entries
         slots[hit] = PADDING_SLOT
         prevs[_lookup(unknown, prevs)] = PADDING_SLOT
         seeds = step.write_plan.seed_slots[:bs]
@@ -191,7 +193,7 @@ class StepwiseExecutor:
             kernel_counter=self.kernel_counters[tag : tag + 1],
             backend=self._backend,
         )
-        self.verified += int(step.verify_plan.num_valid[0])
+        self.verified += int(step.verify_plan.num_valid[0]) - step.unknown_entries
         if log.write_index[0]:
             self._on_violations(
                 verify_violations(

@@ -35,7 +35,8 @@ class StateTables:
         """Apply the changes that an event carries; raise `UnusableEventError` when runs and values do not fit."""
         for index, table in enumerate(self.req_to_token):
             self._apply(view, "table", index, "table_slots", table)
-        self._apply_luts(view)
+        if self.luts:
+            self._apply_luts(view)
         if self.truth is not None:
             self._apply(view, "truth", 0, "truth_tokens", self.truth)
 

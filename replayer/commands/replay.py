@@ -89,6 +89,7 @@ def replay_command(
     """
     from rich.console import Console
 
+    from ...recorder.commands.text import printable
     from ...recorder.errors import TraceError
     from ..replay import ReplaySettings
     from ..verdict import EXIT_UNREADABLE, combined_exit_code
@@ -96,7 +97,9 @@ def replay_command(
     if report and no_report:
         raise click.UsageError("--report and --no-report exclude one another")
     settings = ReplaySettings(kv_hash=kv_hash, backend=backend, max_violations=max_violations, fail_fast=fail_fast)
-    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    # A pipe has no width of its own; lines must not be cut at 80 columns there.
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    err = Console(stderr=True, highlight=False)
     codes: list[int] = []
     summaries: list[dict[str, object]] = []
     targets = _report_folders(traces, report, no_report)
@@ -106,10 +109,8 @@ def replay_command(
         except TraceError as error:
             codes.append(EXIT_UNREADABLE)
             summaries.append({"trace": str(trace), "error": str(error), "exit_code": EXIT_UNREADABLE})
-            message = str(error)
-            err.print(
-                message if str(trace) in message else f"{trace}: {message}", style="red", markup=False, soft_wrap=True
-            )
+            message = str(error) if str(trace) in str(error) else f"{trace}: {error}"
+            err.print(printable(message), style="red", markup=False, soft_wrap=True)
             continue
         codes.append(summary.verdict.exit_code)
         summaries.append(summary.to_json())
@@ -221,6 +222,8 @@ class _ProgressBar:
 
 
 def _one_line(summary: Summary) -> str:
+    from ...recorder.commands.text import printable
+
     line = f"{summary.verdict.value.upper():12s} {summary.trace}   {summary.forwards:,} forwards"
     first = summary.first_violation
     if first:
@@ -232,4 +235,4 @@ def _one_line(summary: Summary) -> str:
         line += f"   {summary.findings:,} findings, first: {summary.first_finding['detail']}"
     if summary.doubts:
         line += f"   ({'; '.join(summary.doubts)})"
-    return line
+    return printable(line)

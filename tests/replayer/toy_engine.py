@@ -25,7 +25,7 @@ class Shape:
     sources: int = 1
     rows: int = 6
     width: int = 48
-    num_slots: int = 160
+    num_slots: int = 260
     capture: int = CAPTURE
 
 

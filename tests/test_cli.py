@@ -1,0 +1,66 @@
+"""The command line as a whole: --help is light, completion works, a CPU replay never loads torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "triton", "numba", "polars", "duckdb", "pyarrow", "numpy", "rich"}
+
+
+def modules_after(code: str) -> set[str]:
+    script = f"import sys\ntry:\n {code}\nexcept SystemExit:\n pass\nprint('MODULES', *sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(result.stdout.split("MODULES", 1)[1].split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "main(['--help'])",
+        "main(['replay', '--help'])",
+        "main(['inspect', '--help'])",
+        "main(['recover', '--help'])",
+        "replay_command(['--help'])",
+    ],
+)
+def test_help_loads_no_heavy_library(arguments: str) -> None:
+    imports = "from kvcanary.cli import main; from kvcanary.replayer.commands.replay import replay_command; "
+    loaded = modules_after(imports + arguments)
+    assert "kvcanary.cli" in loaded
+    assert not HEAVY & loaded
+
+
+def test_every_command_has_help_with_an_example() -> None:
+    for command in ("replay", "inspect", "recover", "completion"):
+        result = subprocess.run(
+            [sys.executable, "-c", f"from kvcanary.cli import main; main(['{command}', '--help'])"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "Example" in result.stdout, command
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_name_both_programs(shell: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", f"from kvcanary.cli import main; main(['completion', '{shell}'])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "kvcanary-replay" in result.stdout
+    assert "_KVCANARY_COMPLETE" in result.stdout
+
+
+def test_wrong_usage_exits_2() -> None:
+    for arguments in ("['nonsense']", "['replay']", "['replay', '--backend', 'gpu', 'x']"):
+        result = subprocess.run(
+            [sys.executable, "-c", f"from kvcanary.cli import main; main({arguments})"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 2
+        assert "Traceback" not in result.stderr

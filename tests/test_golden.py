@@ -1,0 +1,133 @@
+"""The traces in data/, recorded from a real engine, keep their verdicts exactly; the faults are those injected."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcanary.replayer.replay import ReplaySettings, replay
+
+ROOT = Path(__file__).parent.parent
+TRACES = sorted((ROOT / "data").glob("*.arrow"))
+GOLDEN = ROOT / "tests" / "golden"
+
+REQUIRED = {"clean_llama", "clean_hybrid", "clean_fork_dedup_evict", "kv_flip", "table_swap", "token_swap"}
+
+
+def load_maker():
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("golden_make", GOLDEN / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_all_required_traces_are_there_and_small() -> None:
+    assert {path.stem for path in TRACES} >= REQUIRED
+    assert sum(path.stat().st_size for path in TRACES) < 5_000_000
+    assert {path.stem for path in GOLDEN.glob("*.json")} == {path.stem for path in TRACES}
+    readme = (ROOT / "data" / "README.md").read_text()
+    for path in TRACES:
+        assert path.name in readme or path.stem in readme
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda path: path.stem)
+def test_verdict(trace: Path) -> None:
+    expected = json.loads((GOLDEN / f"{trace.stem}.json").read_text())
+    assert json.loads(json.dumps(load_maker().verdict(trace))) == expected
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda path: path.stem)
+def test_clean_and_faulty_are_what_their_names_say(trace: Path) -> None:
+    golden = json.loads((GOLDEN / f"{trace.stem}.json").read_text())
+    assert golden["exit_code"] == (0 if trace.stem.startswith("clean_") else 1)
+    assert golden["complete"]
+    assert not golden["doubts"]
+
+
+def truth(trace: Path) -> dict[str, object]:
+    summary = replay(trace, settings=ReplaySettings(), report=None)
+    marks = [mark["labels"] for mark in summary.marks if "fault" in mark["labels"]]
+    assert len(marks) == 1
+    return {"truth": marks[0], "first": summary.first_violation, "summary": summary}
+
+
+def test_kv_flip_is_seen_where_it_was_injected() -> None:
+    case = truth(ROOT / "data" / "kv_flip.arrow")
+    injected, first = case["truth"], case["first"]
+    assert first["forward"] == injected["forward"]
+    assert first["slot"] == injected["slot"]
+    assert first["request"] in injected["request"]
+    assert first["reasons"] == ["VERIFY_KV_HASH"]
+    assert first["launch"] == "TAIL_K_FULL"
+    assert set(case["summary"].violations_by_reason) == {"VERIFY_KV_HASH"}
+
+
+def test_table_swap_is_seen_where_it_was_injected() -> None:
+    case = truth(ROOT / "data" / "table_swap.arrow")
+    injected, first = case["truth"], case["first"]
+    assert first["forward"] == injected["forward"]
+    assert first["slot"] == injected["slot"]
+    assert first["request"] == injected["request"]
+    assert first["expected_position"] == injected["position"]
+
+
+def test_token_swap_is_seen_by_its_first_reader_and_traced_to_its_writer() -> None:
+    case = truth(ROOT / "data" / "token_swap.arrow")
+    injected, first = case["truth"], case["first"]
+    assert first["writer_forward"] == injected["forward"]
+    assert first["slot"] in injected["slots"]
+    assert first["writer_request"] in injected["requests"]
+    assert first["request"] == first["writer_request"]
+    assert "VERIFY_TOKEN" in first["reasons"]
+
+
+def test_the_screen_names_the_injected_forward_slot_and_request() -> None:
+    for name in ("kv_flip", "table_swap", "token_swap"):
+        trace = ROOT / "data" / f"{name}.arrow"
+        injected = truth(trace)["truth"]
+        result = subprocess.run(
+            [sys.executable, "-c", f"from kvcanary.cli import main; main(['replay', '--no-report', {str(trace)!r}])"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 1, result.stderr
+        text = " ".join(result.stdout.split("notes in the trace")[0].split())
+        assert f"forward {injected['forward']:,}" in text
+        slots = injected.get("slots") or [injected["slot"]]
+        assert any(f"in slot {slot:,} of pool" in text for slot in slots)
+        requests = injected.get("requests") or [injected["request"]]
+        assert any(f"request {request} " in text for request in requests)
+
+
+def test_torn_at_many_bytes_then_recovered(tmp_path: Path) -> None:
+    """`head -c N` of a faulty trace: a clear verdict at any N, and after recovery it replays."""
+    from click.testing import CliRunner
+
+    from kvcanary.recorder.commands.recover import recover_command
+    from kvcanary.replayer.commands.replay import replay_command
+
+    whole = (ROOT / "data" / "kv_flip.arrow").read_bytes()
+    runner = CliRunner()
+    seen = set()
+    for n in sorted({0, 1, 7, 8, 100, *range(0, len(whole), max(1, len(whole) // 40)), len(whole) - 1}):
+        torn = tmp_path / "torn.arrow"
+        torn.write_bytes(whole[:n])
+        result = runner.invoke(replay_command, ["--no-report", str(torn)])
+        assert result.exit_code in (1, 2, 125), (n, result.output)
+        assert isinstance(result.exception, SystemExit)
+        assert str(torn) in result.output
+        seen.add(result.exit_code)
+        if result.exit_code == 2:
+            continue
+        assert "torn" in result.output
+        saved = tmp_path / "saved.arrow"
+        saved.unlink(missing_ok=True)
+        assert runner.invoke(recover_command, [str(torn), "-o", str(saved)]).exit_code == 0
+        again = runner.invoke(replay_command, ["--no-report", str(saved)])
+        assert again.exit_code == result.exit_code, (n, again.output)
+    assert seen == {1, 2, 125}
