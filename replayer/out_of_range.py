@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from ..kernels.constants import SLOT_OUT_OF_RANGE
 from ..kernels.plan import VerifyPlan, WritePlan
-from .attribution import RequestBook
 from .findings import Finding
 from .forward import Forward
 from .pools import GroupPool
+from .requests import RequestBook
 
 Int64Array = npt.NDArray[np.int64]
 

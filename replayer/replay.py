@@ -11,23 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from ..kernels.constants import KvHashMode, LaunchTag
 from ..recorder.errors import TraceError
 from ..recorder.header import TraceHeader
 from ..recorder.reader import EventView, TraceBatch, TraceGap, TraceReader
 from ..recorder.schema import EVENT_KINDS, SLOTS_LISTED
-from .attribution import RequestBook
 from .findings import FINDING_SCHEMA, Finding, finding_table
 from .forward import UnusableEventError, read_forward
 from .pools import pool_bytes
+from .requests import RequestBook
 from .stepwise import StepwiseExecutor
 from .summary import MAX_LISTED, Summary, Tally
-from .violations import VIOLATION_SCHEMA, TableSink
+from .violations import VIOLATION_SCHEMA, LaunchViolations, TableSink, violation_table
 
 # Events that carry history for later checks and change no state here.
 _HISTORY_KINDS = frozenset({"alloc", "free", "evict"})
+
+# Violations go on in tables of about this many rows: a table for each launch would cost more than the launch.
+PENDING_ROWS = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +111,11 @@ class _Replay:
         self._tally = Tally(summary)
         self._violations = violations
         self._findings = findings
-        self._book = RequestBook(names={}, prompt_lens={})
+        self._book = RequestBook()
         self._request_ids: set[int] = set()
         self._bytes_read = 0
+        self._launches: list[LaunchViolations] = []
+        self._pending_rows = 0
         mode = _kv_hash_mode(settings.kv_hash, summary.header)
         summary.settings["kv_hash"] = mode.name.lower()
         try:
@@ -152,6 +156,7 @@ class _Replay:
 
     def finish(self) -> None:
         """Fold the executor's counters into the summary."""
+        self._pass_on_violations()
         summary, executor = self._summary, self._executor
         summary.requests = len(self._request_ids)
         summary.slot_counters = _by_tag(executor.slot_counters)
@@ -255,9 +260,21 @@ class _Replay:
         if len(notes) < MAX_LISTED:
             notes.append(text)
 
-    def _take_violations(self, table: pa.Table) -> None:
-        self._violations.append(table)
-        self._tally.violations(table)
+    def _take_violations(self, launch: LaunchViolations) -> None:
+        self._launches.append(launch)
+        self._summary.violations += len(launch.rows)
+        self._pending_rows += len(launch.rows)
+        if self._pending_rows >= PENDING_ROWS:
+            self._pass_on_violations()
+
+    def _pass_on_violations(self) -> None:
+        """Turn the pending launches into one table: for the report, and for the tally."""
+        if self._launches:
+            table = violation_table(self._launches, self._book)
+            self._launches = []
+            self._pending_rows = 0
+            self._violations.append(table)
+            self._tally.violations(table)
 
     def _take_findings(self, findings: list[Finding]) -> None:
         self._findings.append(finding_table(findings))

@@ -32,12 +32,12 @@ def show(console: Console, summary: Summary) -> None:
     console.print(_verdict(summary), soft_wrap=True)
     if summary.first_violation:
         console.print()
-        console.print(Padding(_violation(summary, summary.first_violation), (0, 0, 0, 2)))
+        console.print(Padding(_violation(summary, summary.first_violation), (0, 0, 0, 2), expand=False))
         console.print()
-        console.print(Padding(_counts(summary), (0, 0, 0, 2)))
+        console.print(Padding(_counts(summary), (0, 0, 0, 2), expand=False))
     if summary.first_finding:
         console.print()
-        console.print(Padding(_finding(summary, summary.first_finding), (0, 0, 0, 2)))
+        console.print(Padding(_finding(summary, summary.first_finding), (0, 0, 0, 2), expand=False))
     for title, lines, total in (
         ("damage", summary.gaps, summary.num_gaps),
         ("losses", summary.losses, summary.num_losses),
@@ -129,11 +129,9 @@ def _violation(summary: Summary, row: dict[str, Any]) -> Table:
     rows.append(("expected", ", ".join(expected)))
     requests = list(summary.requests_hit.values())
     shown = ", ".join(requests[:6]) + (f" and {len(requests) - 6:,} more" if len(requests) > 6 else "")
-    spread = (
-        f"{_count(summary.forwards_hit, 'forward')} in {summary.first_violation_forward:,}-"
-        f"{summary.last_violation_forward:,}   {_count(summary.slots_hit, 'slot')}   "
-        f"{_count(len(requests), 'request')}: {shown}"
-    )
+    first, last = summary.first_violation_forward, summary.last_violation_forward
+    span = f"forward {first:,}" if first == last else f"{summary.forwards_hit:,} forwards in {first:,}-{last:,}"
+    spread = f"{span}   {_count(summary.slots_hit, 'slot')}   {_count(len(requests), 'request')}: {shown}"
     return _grid([*rows, ("spread", spread)])
 
 

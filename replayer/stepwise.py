@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from ..kernels.constants import PADDING_SLOT, KvHashMode, LaunchTag
 from ..kernels.plan import VerifyPlan, WritePlan, plan, plan_capacity
@@ -19,12 +18,14 @@ from ..kernels.write import write
 from ..recorder.header import PoolGroup, TraceHeader
 from ..recorder.reader import EventView
 from ..recorder.schema import PHASE_AFTER, PHASE_BEFORE
-from .attribution import RequestBook, verify_violations, write_violations
+from .attribution import verify_violations, write_violations
 from .findings import Finding
 from .forward import Forward, UnusableEventError
 from .out_of_range import explain_lengths, explain_plan, explain_writes
 from .pools import Endpoint, GroupPool, launch_tag
+from .requests import RequestBook
 from .tables import StateTables
+from .violations import LaunchViolations
 
 Int64Array = npt.NDArray[np.int64]
 NUM_TAGS = len(LaunchTag)
@@ -60,7 +61,7 @@ class StepwiseExecutor:
         kv_hash_mode: KvHashMode,
         backend: str,
         book: RequestBook,
-        on_violations: Callable[[pa.Table], None],
+        on_violations: Callable[[LaunchViolations], None],
         on_findings: Callable[[list[Finding]], None],
     ) -> None:
         self.header = header
@@ -196,15 +197,7 @@ class StepwiseExecutor:
         self.verified += int(step.verify_plan.num_valid[0]) - step.unknown_entries
         if log.write_index[0]:
             self._on_violations(
-                verify_violations(
-                    log,
-                    plan=step.verify_plan,
-                    forward=forward,
-                    pool=pool,
-                    endpoint=endpoint,
-                    half=half,
-                    book=self._book,
-                )
+                verify_violations(log, plan=step.verify_plan, forward=forward, pool=pool, endpoint=endpoint, half=half)
             )
         step.looked_beyond |= bool(log.out_of_range[0])
 
@@ -233,9 +226,7 @@ class StepwiseExecutor:
         self.written += int(self.slot_counters[tag]) - before
         if log.write_index[0]:
             self._on_violations(
-                write_violations(
-                    log, plan=step.write_plan, forward=forward, pool=pool, endpoint=endpoint, half=half, book=self._book
-                )
+                write_violations(log, plan=step.write_plan, forward=forward, pool=pool, endpoint=endpoint, half=half)
             )
         step.looked_beyond |= bool(log.out_of_range[0])
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ..kernels.constants import FailReason, LaunchTag
 from ..recorder.header import TraceHeader
@@ -122,31 +121,30 @@ class Tally:
         self._last_forward_hit = -1
 
     def violations(self, table: pa.Table) -> None:
-        """Count a table of violations."""
+        """Add a table of violations, which `Summary.violations` counts already."""
         summary = self._summary
         if summary.first_violation is None:
             summary.first_violation = _spelt_out(table)
             summary.first_violation_forward = summary.first_violation["forward"]
-        summary.violations += table.num_rows
         bits = table["fail_reason_bits"].to_numpy()
         for reason in FailReason:
             hits = int(np.count_nonzero(bits & reason.value))
             if hits:
                 _add(summary.violations_by_reason, reason.name or "", hits)
-        _add(summary.violations_by_launch, LaunchTag(table["launch_tag"][0].as_py()).name, table.num_rows)
-        forward, group = table["forward"][0].as_py(), table["group"][0].as_py()
-        summary.last_violation_forward = forward
-        if forward != self._last_forward_hit:
-            summary.forwards_hit += 1
-            self._last_forward_hit = forward
+        for tag, hits in enumerate(np.bincount(table["launch_tag"].to_numpy(), minlength=len(LaunchTag))):
+            if hits:
+                _add(summary.violations_by_launch, LaunchTag(tag).name, int(hits))
+        forwards = np.unique(table["forward"].to_numpy())
+        summary.forwards_hit += len(forwards) - int(forwards[0] == self._last_forward_hit)
+        self._last_forward_hit = summary.last_violation_forward = int(forwards[-1])
         for request_id, name in zip(*_distinct_requests(table), strict=True):
             summary.requests_hit.setdefault(request_id, name)
-        hit = self._slots[group]
-        slots = table["slot"].to_numpy()
-        before = int(np.count_nonzero(hit[slots]))
-        new = np.unique(slots[~hit[slots]]) if before < len(slots) else slots[:0]
-        hit[new] = True
-        summary.slots_hit += len(new)
+        groups, slots = table["group"].to_numpy(), table["slot"].to_numpy()
+        for group, hit in enumerate(self._slots):
+            mine = slots[groups == group]
+            new = np.unique(mine[~hit[mine]])
+            hit[new] = True
+            summary.slots_hit += len(new)
 
     def findings(self, findings: list[Finding]) -> None:
         """Count findings."""
@@ -169,9 +167,7 @@ def _distinct_requests(table: pa.Table) -> tuple[list[int], list[str]]:
 
 
 def _spelt_out(table: pa.Table) -> dict[str, Any]:
-    """Return the first row, with its reasons as a list."""
+    """Return the first row, its reasons as a list."""
     row: dict[str, Any] = table.slice(0, 1).to_pylist()[0]
     row["reasons"] = row["reasons"].split("+")
-    row["rows_in_launch"] = table.num_rows
-    row["slots_in_launch"] = pc.count_distinct(table["slot"]).as_py()
     return row

@@ -4,7 +4,8 @@ No row is ever dropped: rows go to disk in row groups as they are found, so a mi
 disk and no memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..kernels.constants import FailReason, LaunchTag
+from .requests import RequestBook
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -65,40 +67,68 @@ _REASON_NAMES = pa.array(
 _LAUNCH_NAMES = pa.array([tag.name for tag in LaunchTag])
 
 
-def reason_names(bits: int) -> list[str]:
-    """Return the names of the fail reasons in `bits`, lowest bit first."""
-    return [reason.name or "" for reason in FailReason if bits & reason]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchViolations:
+    """The violations of one launch of one forward, `n` rows.
 
-
-def violation_table(rows: Int64Array, context: Mapping[str, Any]) -> pa.Table:
-    """Build a table of violations.
-
-    Args:
-        rows: `[n, 8] int64`, the canary's violation rows.
-        context: every other column but `launch`, `reasons` and the spans: an array of `n` values, or one value for
-            all rows.
+    `rows` `[n, 8] int64` as the kernel wrote them; `request_ids`, `req_pool_indices`, `expected_positions`
+    `[n] int64`; `writers` `[n, 3] int64`: event, forward and request id of each slot's last writer, -1 for nobody.
     """
-    count = len(rows)
+
+    event: int
+    forward: int
+    time_ns: int
+    mode: str
+    runner: int
+    group: int
+    endpoint: str
+    half: str
+    rows: Int64Array
+    request_ids: Int64Array
+    req_pool_indices: Int64Array
+    expected_positions: Int64Array
+    writers: Int64Array
+
+
+def violation_table(launches: Sequence[LaunchViolations], book: RequestBook) -> pa.Table:
+    """Build one table of the violations of many launches, in their order."""
+    counts = [len(launch.rows) for launch in launches]
+    rows = np.concatenate([launch.rows for launch in launches])
+    writers = np.concatenate([launch.writers for launch in launches])
+    request_ids = np.concatenate([launch.request_ids for launch in launches])
+    index = pa.array(np.repeat(np.arange(len(launches)), counts))
+
+    def spread(name: str) -> pa.Array:
+        """One value a launch, for each of its rows."""
+        kind = VIOLATION_SCHEMA.field(name).type
+        return pa.array([getattr(launch, name) for launch in launches], type=kind).take(index)
+
     columns: dict[str, Any] = {name: rows[:, i] for i, name in enumerate(_FIELDS)}
+    columns |= {name: spread(name) for name in ("event", "forward", "time_ns", "mode", "runner", "group")}
     columns |= {
+        "endpoint": spread("endpoint"),
+        "half": spread("half"),
         "launch": pa.DictionaryArray.from_arrays(pa.array(rows[:, 0].astype(np.int8)), _LAUNCH_NAMES),
         "reasons": pa.DictionaryArray.from_arrays(pa.array(rows[:, 7].astype(np.int8)), _REASON_NAMES),
-        "first_forward": context["forward"],
-        "last_forward": context["forward"],
-        "num_forwards": 1,
-        **context,
+        "request_id": request_ids,
+        "request": book.name_column(request_ids),
+        "req_pool_idx": np.concatenate([launch.req_pool_indices for launch in launches]),
+        "expected_position": np.concatenate([launch.expected_positions for launch in launches]),
+        "first_forward": columns["forward"],
+        "last_forward": columns["forward"],
+        "num_forwards": np.ones(len(rows), dtype=np.int64),
+        "writer_event": writers[:, 0],
+        "writer_forward": writers[:, 1],
+        "writer_request_id": writers[:, 2],
+        "writer_request": book.name_column(writers[:, 2]),
     }
     return pa.table(
-        [_column(columns[field.name], field.type, count) for field in VIOLATION_SCHEMA], schema=VIOLATION_SCHEMA
+        [
+            value if isinstance(value, pa.Array) else pa.array(value).cast(field.type)
+            for field, value in ((field, columns[field.name]) for field in VIOLATION_SCHEMA)
+        ],
+        schema=VIOLATION_SCHEMA,
     )
-
-
-def _column(value: Any, kind: pa.DataType, count: int) -> pa.Array:
-    if isinstance(value, pa.Array):
-        return value
-    if isinstance(value, np.ndarray):
-        return pa.array(value).cast(kind)
-    return pa.repeat(pa.scalar(value, type=kind), count)
 
 
 class TableSink:
