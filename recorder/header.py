@@ -4,6 +4,7 @@ It travels as JSON under `kvcanary.header` in the Arrow schema's metadata.
 """
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -159,7 +160,7 @@ class TraceHeader:
         """
         try:
             raw = json.loads(text)
-        except (ValueError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise UnreadableTraceError(f"the trace header is not JSON ({error}); the file is damaged") from None
         if not isinstance(raw, dict) or not isinstance(raw.get("format_major"), int):
             raise UnreadableTraceError("the trace header has no format version; the file is damaged or foreign")
@@ -181,11 +182,16 @@ class TraceHeader:
 _T = TypeVar("_T")
 
 
+@functools.cache
+def _type_hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _build(cls: type[_T], raw: Any, where: str) -> _T:
     """Build a dataclass from parsed JSON, checking each field's type."""
     if not isinstance(raw, dict):
         raise TypeError(f"{where} is {type(raw).__name__}, expected an object")
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(typing.cast(Any, cls))
     values: dict[str, Any] = {}
     for item in dataclasses.fields(cls):  # type: ignore[arg-type]  # every caller passes a dataclass
         if item.name in raw:

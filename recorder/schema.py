@@ -117,6 +117,10 @@ BYTE_LISTS: Final = (
 PHASE_BEFORE: Final = 0  # an observed KV change seen before the forward ran
 PHASE_AFTER: Final = 1  # ... seen after it
 
+# `status` of a loss event that lists every slot which the lost events may have written. Without it, all state is
+# unknown after the loss.
+SLOTS_LISTED: Final = "slots_listed"
+
 TIER_POOL: Final = 0
 TIER_HOST: Final = 1
 

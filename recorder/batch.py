@@ -1,0 +1,191 @@
+"""A whole, checked batch of events as numpy (or torch) arrays, without a loop over rows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from .checksum import column_forms
+from .event import Int64Array, Uint8Array
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TraceBatch:
+    """Events `first_event` to `first_event + num_events - 1`.
+
+    Arrays are read-only views, of the file itself where the trace is not compressed: never write to them. They stay
+    good after the reader is closed. `end_byte` is the batch's end in the file, for progress bars.
+    """
+
+    __slots__ = ("_buffer_bytes", "_cache", "_kinds", "end_byte", "first_event", "num_events", "record_batch")
+
+    def __init__(
+        self,
+        record_batch: pa.RecordBatch,
+        *,
+        first_event: int,
+        end_byte: int = 0,
+        buffer_bytes: Int64Array | None = None,
+    ) -> None:
+        self.record_batch = record_batch
+        self.first_event = first_event
+        self.num_events: int = record_batch.num_rows
+        self.end_byte = end_byte
+        self._cache: dict[str, Any] = {}
+        self._kinds: list[str] | None = None
+        self._buffer_bytes = buffer_bytes
+
+    def __len__(self) -> int:
+        return self.num_events
+
+    def __iter__(self) -> "Iterator[EventView]":
+        return (EventView(self, index) for index in range(self.num_events))
+
+    def event(self, index: int) -> "EventView":
+        """Return the event in row `index`, 0 to num_events - 1; raise `IndexError` for another."""
+        if not 0 <= index < self.num_events:
+            raise IndexError(f"event {index} of a batch of {self.num_events}")
+        return EventView(self, index)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of each event."""
+        if self._kinds is None:
+            self._kinds = self.strings("kind")
+        return self._kinds
+
+    def scalar_ints(self, name: str) -> Int64Array:
+        """Return an int64 scalar column, [num_events] int64."""
+        found = self._cache.get(name)
+        if found is None:
+            found = self._cache[name] = self._column(name).to_numpy(zero_copy_only=True)
+        return found
+
+    def strings(self, name: str) -> list[str]:
+        """Return a text column, one str an event."""
+        found = self._cache.get(name)
+        if found is None:
+            found = self._cache[name] = self._column(name).to_pylist()
+        return found
+
+    def values(self, name: str) -> npt.NDArray[Any]:
+        """Return a list column's flat values, [offsets[-1]] int64 or uint8."""
+        return self._list(name)[0]
+
+    def offsets(self, name: str) -> Int64Array:
+        """Return a list column's exclusive prefix sums, [num_events + 1] int64; the first is 0."""
+        return self._list(name)[1]
+
+    def stored_bytes(self) -> dict[str, int]:
+        """Return the bytes that each column takes in the file, after compression."""
+        if self._buffer_bytes is None:
+            return {}
+        stored: dict[str, int] = {}
+        first = 0
+        for field, form in zip(self.record_batch.schema, column_forms(self.record_batch.schema), strict=True):
+            stored[field.name] = int(self._buffer_bytes[first : first + form.num_buffers].sum())
+            first += form.num_buffers
+        return stored
+
+    def to_torch(self, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Return a list column as torch tensors `(values, offsets)`, int64 or uint8, and int64.
+
+        They share memory with the batch (and with the file, where the trace is not compressed): never write to them.
+        """
+        import torch
+
+        values, offsets = self._list(name)
+        # torch warns about read-only numpy memory; DLPack from Arrow shares the same memory without a copy.
+        return torch.from_dlpack(pa.array(values)), torch.from_dlpack(pa.array(offsets))
+
+    def _column(self, name: str) -> pa.Array:
+        return self.record_batch.column(name)
+
+    def _list(self, name: str) -> tuple[npt.NDArray[Any], Int64Array]:
+        found: tuple[npt.NDArray[Any], Int64Array] | None = self._cache.get(name)
+        if found is None:
+            column = self._column(name)
+            if len(column) == 0:
+                offsets = np.zeros(1, np.int64)
+                values = column.values.to_numpy(zero_copy_only=True)[:0]
+            else:
+                offsets = column.offsets.to_numpy(zero_copy_only=True).astype(np.int64, copy=False)
+                first = int(offsets[0])
+                values = column.values.to_numpy(zero_copy_only=True)[first : int(offsets[-1])]
+                if first:
+                    offsets = offsets - first
+            offsets.flags.writeable = False
+            found = self._cache[name] = (values, offsets)
+        return found
+
+
+class EventView:
+    """One event of a batch; cheap, and good for as long as the batch is kept."""
+
+    __slots__ = ("batch", "index")
+
+    def __init__(self, batch: TraceBatch, index: int) -> None:
+        self.batch = batch
+        self.index = index
+
+    @property
+    def number(self) -> int:
+        """The event's number in its trace."""
+        return self.batch.first_event + self.index
+
+    @property
+    def kind(self) -> str:
+        """The event's kind, one of `EVENT_KINDS` or one that a newer minor version added."""
+        return self.batch.kinds[self.index]
+
+    @property
+    def time_ns(self) -> int:
+        """Nanoseconds since the Unix epoch."""
+        return int(self.batch.scalar_ints("time_ns")[self.index])
+
+    def scalar(self, name: str) -> Any:
+        """Return a scalar column's value, int or str."""
+        batch = self.batch
+        found = batch._cache.get(name)
+        if found is None:
+            is_text = pa.types.is_string(batch.record_batch.schema.field(name).type)
+            found = batch.strings(name) if is_text else batch.scalar_ints(name)
+        value = found[self.index]
+        return value if isinstance(value, str) else int(value)
+
+    def ints(self, name: str) -> Int64Array:
+        """Return an int64 list column's values of this event, 1-D int64."""
+        values, offsets = self.batch._list(name)
+        return values[offsets[self.index] : offsets[self.index + 1]]
+
+    def bytes(self, name: str) -> Uint8Array:
+        """Return a uint8 list column's values of this event, 1-D uint8."""
+        values, offsets = self.batch._list(name)
+        return values[offsets[self.index] : offsets[self.index + 1]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceGap:
+    """Something between two batches, or at the end, that could not be given.
+
+    `after_event` is the last event given before it (-1: none); `missing_events` is how many are missing, None when
+    nobody can know, 0 when no event is (a lost footer, a batch given twice). `kind` is "torn" (the file ends too
+    early), "damaged" or "numbering" (whole batches, but numbers that do not follow one another). `cause` is a
+    whole sentence for the user, `advice` what to do about it, or empty.
+    """
+
+    after_event: int
+    missing_events: int | None
+    kind: str
+    cause: str
+    advice: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The cause and, behind it, what to do."""
+        return f"{self.cause}; {self.advice}" if self.advice else self.cause

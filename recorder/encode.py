@@ -1,0 +1,103 @@
+"""Events to record batches: columns are filled from whole arrays, never token by token."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from .checksum import batch_crc32c, column_forms, text_crc32c
+from .event import TraceEvent
+from .header import TraceHeader
+from .schema import (
+    BYTE_LISTS,
+    CRC_KEY,
+    FIRST_EVENT_KEY,
+    HEADER_CRC_KEY,
+    HEADER_KEY,
+    INT_LISTS,
+    NUM_EVENTS_KEY,
+    SCALARS,
+    trace_schema,
+)
+
+_INT_ITEM = pa.field("item", pa.int64(), nullable=False)
+_BYTE_ITEM = pa.field("item", pa.uint8(), nullable=False)
+
+
+def header_schema(header: TraceHeader, schema: pa.Schema | None = None) -> pa.Schema:
+    """Return the trace schema (or `schema`) with the header and its CRC in the metadata."""
+    text = header.to_json().encode("ascii")
+    return (schema or trace_schema()).with_metadata({HEADER_KEY: text, HEADER_CRC_KEY: b"%d" % text_crc32c(text)})
+
+
+def encode_events(events: Sequence[TraceEvent], first_event: int, schema: pa.Schema) -> pa.RecordBatch:
+    """Return one record batch of `events`, numbered from `first_event`; every event must have passed `problem()`."""
+    count = len(events)
+    scalars: dict[str, Any] = {}
+    for name, (kind, default) in SCALARS.items():
+        scalars[name] = np.full(count, default, np.int64) if pa.types.is_int64(kind) else [default] * count
+    scalars["event"] = np.arange(first_event, first_event + count, dtype=np.int64)
+    lengths: dict[str, npt.NDArray[np.int64]] = {}
+    parts: dict[str, list[npt.NDArray[Any]]] = {}
+    for row, event in enumerate(events):
+        scalars["kind"][row] = event.kind
+        scalars["time_ns"][row] = event.time_ns
+        for name, value in event.scalars.items():
+            scalars[name][row] = value
+        for lists in (event.ints, event.bytes):
+            for name, array in lists.items():
+                if name not in parts:
+                    parts[name] = []
+                    lengths[name] = np.zeros(count, np.int64)
+                parts[name].append(array)
+                lengths[name][row] = len(array)
+    columns = [
+        pa.array(values, pa.int64()) if isinstance(values, np.ndarray) else _text_array(values)
+        for values in scalars.values()
+    ]
+    columns += [_list_array(name, lengths, parts, count, wide=False) for name in INT_LISTS]
+    columns += [_list_array(name, lengths, parts, count, wide=True) for name in BYTE_LISTS]
+    return pa.record_batch(columns, schema=schema)
+
+
+def batch_metadata(batch: pa.RecordBatch, first_event: int) -> dict[bytes, bytes]:
+    """Return the custom metadata of a batch: first event number, event count and CRC, as decimal ASCII.
+
+    Raises `ValueError` for a column type that no trace of this major version has.
+    """
+    forms = column_forms(batch.schema)
+    return {
+        FIRST_EVENT_KEY: b"%d" % first_event,
+        NUM_EVENTS_KEY: b"%d" % batch.num_rows,
+        CRC_KEY: b"%d" % batch_crc32c(batch, first_event, forms),
+    }
+
+
+def _text_array(values: list[str]) -> pa.Array:
+    try:
+        return pa.array(values, pa.utf8())
+    except UnicodeEncodeError:  # lone surrogates, say from a request id that was decoded with surrogateescape
+        return pa.array([value.encode("utf-8", "replace").decode("utf-8") for value in values], pa.utf8())
+
+
+def _list_array(
+    name: str,
+    lengths: dict[str, npt.NDArray[np.int64]],
+    parts: dict[str, list[npt.NDArray[Any]]],
+    count: int,
+    *,
+    wide: bool,
+) -> pa.Array:
+    offsets = np.zeros(count + 1, np.int64)
+    if name in parts:
+        np.cumsum(lengths[name], out=offsets[1:])
+        values = np.concatenate(parts[name])
+    else:
+        values = np.empty(0, np.uint8 if wide else np.int64)
+    if wide:
+        return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values), type=pa.large_list(_BYTE_ITEM))
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise ValueError(f"column {name} would hold {offsets[-1]} values in one batch, expected less than 2^31")
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values), type=pa.list_(_INT_ITEM))

@@ -1,0 +1,249 @@
+"""The message walk of an Arrow IPC file, with every length checked before anybody follows it.
+
+An Arrow file is eight bytes of magic, then encapsulated messages (marker 0xFFFFFFFF, int32 metadata length, a
+flatbuffer, a body), an end-of-stream mark, and a footer that lists the messages. A torn file has no footer, so the
+walk goes by the messages alone. pyarrow does not give the offsets and the custom metadata of single messages, so the
+few flatbuffer fields needed are read here; decoding is left to pyarrow.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+MAGIC: Final = b"ARROW1"
+FIRST_MESSAGE: Final = 8
+PREFIX_BYTES: Final = 8
+MARKER: Final = 0xFFFFFFFF
+SCHEMA: Final = 1
+RECORD_BATCH: Final = 3
+
+# The most that one byte of a compressed buffer can become: a longer claim is damage, refused before allocating.
+_MAX_RATIO: Final = {0: 256, 1: 1 << 16}  # 0 LZ4 frame, 1 zstd (a run of 128 KiB in four bytes)
+_SMALL_BUFFER_BYTES: Final = 1 << 20
+_MAX_METADATA_BYTES: Final = 1 << 28
+_SCAN_WORDS: Final = 1 << 18
+
+
+class FramingError(Exception):
+    """Bytes that are no whole message; `torn` says that the message would run past the end of the file."""
+
+    def __init__(self, reason: str, *, torn: bool = False) -> None:
+        super().__init__(reason)
+        self.torn = torn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One encapsulated message: where it lies and what its metadata claims.
+
+    `buffers` is [n, 2] int64 (offset in the body, length); `num_rows` and `buffers` are those of a record batch.
+    """
+
+    start: int
+    body_start: int
+    end: int
+    kind: int
+    num_rows: int
+    buffers: npt.NDArray[np.int64]
+    compression: int | None
+    metadata: dict[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footer:
+    """A footer's own claims: where it starts and the messages it lists, [n, 3] int64 (offset, metadata, body)."""
+
+    start: int
+    blocks: npt.NDArray[np.int64]
+
+
+def read_frame(data: memoryview, position: int, limit: int) -> Frame | None:
+    """Return the message at `position`, or None for the end-of-stream mark; raise `FramingError` for neither.
+
+    `limit` is where messages must have ended: the footer's start, or the end of a file without one.
+    """
+    if position + PREFIX_BYTES > limit:
+        raise FramingError(f"the messages end at byte {limit} without an end mark", torn=True)
+    marker, metadata_bytes = struct.unpack_from("<Ii", data, position)
+    if marker != MARKER:
+        raise FramingError(f"no message starts at byte {position}")
+    if metadata_bytes == 0:
+        return None
+    if not 0 < metadata_bytes <= _MAX_METADATA_BYTES:
+        raise FramingError(f"the message at byte {position} claims {metadata_bytes} bytes of metadata")
+    body_start = position + PREFIX_BYTES + metadata_bytes
+    if body_start > limit:
+        raise FramingError(f"the message at byte {position} runs past byte {limit}, where messages end", torn=True)
+    try:
+        return _parse_message(data[position + PREFIX_BYTES : body_start], position, body_start, limit)
+    except (struct.error, ValueError, OverflowError):
+        raise FramingError(f"the message at byte {position} has damaged metadata") from None
+
+
+def find_frames(data: memoryview, position: int, limit: int) -> Iterator[Frame]:
+    """Yield every whole message from `position` on, wherever it starts, trusting no length before it."""
+    start = (position + 7) // 8 * 8
+    while start + PREFIX_BYTES <= limit:
+        words = min(_SCAN_WORDS, (limit - start) // 8)
+        chunk = np.frombuffer(data, dtype="<u4", count=2 * words, offset=start)
+        length = chunk[1::2]
+        # -1 as an int64 is all ones too: the length sorts such values out.
+        found = np.flatnonzero((chunk[::2] == MARKER) & (length > 0) & (length <= _MAX_METADATA_BYTES))
+        for word in found.tolist():
+            try:
+                frame = read_frame(data, start + 8 * word, limit)
+            except FramingError:
+                continue
+            if frame is not None:
+                yield frame
+        start += 8 * words
+
+
+def check_buffers(data: memoryview, frame: Frame, expected: int) -> None:
+    """Raise `FramingError` when a record batch's buffers do not lie in its body or claim absurd sizes."""
+    offsets, lengths = frame.buffers[:, 0], frame.buffers[:, 1]
+    body_bytes = frame.end - frame.body_start
+    if len(offsets) != expected:
+        raise FramingError(f"it holds {len(offsets)} buffers, expected {expected}")
+    if (
+        (offsets < 0).any()
+        or (lengths < 0).any()
+        or (offsets % 8).any()
+        or (offsets > body_bytes).any()
+        or (lengths > body_bytes - offsets).any()
+    ):
+        raise FramingError("a buffer lies outside its body")
+    if frame.compression is None:
+        return
+    if frame.compression not in _MAX_RATIO:
+        raise FramingError(f"its compression codec {frame.compression} is unknown")
+    used = lengths > 0
+    offsets, lengths = offsets[used], lengths[used]
+    if (lengths < 8).any():
+        raise FramingError("a compressed buffer is too short to hold its own length")
+    body = np.frombuffer(data, dtype="<i8", count=body_bytes // 8, offset=frame.body_start)
+    claims = body[offsets // 8]
+    ratio = _MAX_RATIO[frame.compression]
+    # In float, since a hostile length times the ratio may pass 2^63; -1 says that the buffer is stored as it is.
+    if (claims < -1).any() or (claims.astype(np.float64) > _SMALL_BUFFER_BYTES + ratio * lengths.astype(float)).any():
+        raise FramingError("a compressed buffer claims an impossible size")
+
+
+def read_footer(data: memoryview) -> Footer | None:
+    """Return the footer at the end of `data`, or None when there is none that can be parsed."""
+    size = len(data)
+    if size < FIRST_MESSAGE + 10 or bytes(data[size - 6 :]) != MAGIC:
+        return None
+    (length,) = struct.unpack_from("<i", data, size - 10)
+    start = size - 10 - length
+    if length <= 0 or start < FIRST_MESSAGE:
+        return None
+    try:
+        root = _Table.root(data[start : size - 10])
+        blocks = root.structs(3, 24)
+    except (struct.error, ValueError, OverflowError):
+        return None
+    rows = np.frombuffer(blocks, dtype="<i8").reshape(-1, 3).copy()
+    rows[:, 1] &= 0xFFFFFFFF  # an int32 and four bytes of padding
+    return Footer(start=start, blocks=rows)
+
+
+def footer_lists(footer: Footer, first: int) -> bool:
+    """Return whether the listed messages lie end to end from `first` to the end-of-stream mark before the footer."""
+    if ((footer.blocks < 0) | (footer.blocks > footer.start)).any():
+        return False
+    ends = footer.blocks.sum(axis=1)
+    starts = np.append(footer.blocks[:, 0], footer.start - PREFIX_BYTES)
+    return bool((starts == np.insert(ends, 0, first)).all())
+
+
+def _parse_message(view: memoryview, position: int, body_start: int, limit: int) -> Frame:
+    message = _Table.root(view)
+    kind = message.scalar(1, "<B", 0)
+    body_bytes = message.scalar(3, "<q", 0)
+    if body_bytes < 0:
+        raise ValueError(body_bytes)
+    if body_bytes > limit - body_start:
+        raise FramingError(f"the message at byte {position} runs past byte {limit}, where messages end", torn=True)
+    num_rows, compression = 0, None
+    buffers = np.empty((0, 2), np.int64)
+    if kind == RECORD_BATCH:
+        batch = message.table(2)
+        if batch is None:
+            raise ValueError("no record batch")
+        num_rows = batch.scalar(0, "<q", 0)
+        buffers = np.frombuffer(batch.structs(2, 16), dtype="<i8").reshape(-1, 2)
+        codec = batch.table(3)
+        compression = None if codec is None else codec.scalar(0, "<b", 0)
+    metadata = {pair.string(0): pair.string(1) for pair in message.tables(4)}
+    return Frame(
+        start=position,
+        body_start=body_start,
+        end=body_start + body_bytes,
+        kind=kind,
+        num_rows=num_rows,
+        buffers=buffers,
+        compression=compression,
+        metadata=metadata,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A flatbuffer table; reading past the bytes that hold it raises `struct.error` or `ValueError`."""
+
+    view: memoryview
+    position: int
+
+    @classmethod
+    def root(cls, view: memoryview) -> "_Table":
+        return cls(view, _unpack("<I", view, 0))
+
+    def _field(self, number: int) -> int | None:
+        vtable = self.position - _unpack("<i", self.view, self.position)
+        if 4 + 2 * number + 2 > _unpack("<H", self.view, vtable):
+            return None
+        offset = _unpack("<H", self.view, vtable + 4 + 2 * number)
+        return self.position + offset if offset else None
+
+    def scalar(self, number: int, code: str, default: int) -> int:
+        at = self._field(number)
+        return default if at is None else _unpack(code, self.view, at)
+
+    def _target(self, number: int) -> int | None:
+        at = self._field(number)
+        return None if at is None else at + _unpack("<I", self.view, at)
+
+    def table(self, number: int) -> "_Table | None":
+        target = self._target(number)
+        return None if target is None else _Table(self.view, target)
+
+    def structs(self, number: int, width: int) -> memoryview:
+        """The bytes of a vector of structs."""
+        target = self._target(number)
+        if target is None:
+            return self.view[:0]
+        start = target + 4
+        stop = start + width * _unpack("<I", self.view, target)
+        if stop > len(self.view):
+            raise ValueError("a vector runs past its message")
+        return self.view[start:stop]
+
+    def tables(self, number: int) -> "Iterator[_Table]":
+        slots = self.structs(number, 4)
+        base = 0 if not len(slots) else (self._target(number) or 0) + 4
+        for index in range(0, len(slots), 4):
+            yield _Table(self.view, base + index + _unpack("<I", slots, index))
+
+    def string(self, number: int) -> bytes:
+        return bytes(self.structs(number, 1))
+
+
+def _unpack(code: str, view: memoryview, at: int) -> Any:
+    if at < 0:  # struct would count from the end
+        raise ValueError(at)
+    return struct.unpack_from(code, view, at)[0]

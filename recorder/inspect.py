@@ -1,0 +1,169 @@
+"""What a trace holds, in one streaming pass with bounded memory."""
+
+import dataclasses
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from .batch import TraceBatch, TraceGap
+from .header import TraceHeader
+from .reader import TraceReader
+
+MAX_LISTED: Final = 50  # losses, gaps and marks that are listed; all are counted
+_LONGEST_NOTE: Final = 2000
+
+
+@dataclass(slots=True, kw_only=True)
+class TraceInspection:
+    """The findings of `inspect_trace`; `to_json` is stable and documented in docs/trace-format.md."""
+
+    path: str
+    size_bytes: int
+    complete: bool
+    header: TraceHeader
+    num_events: int = 0
+    num_batches: int = 0
+    events_by_kind: Counter[str] = field(default_factory=Counter)
+    forwards_by_mode: Counter[str] = field(default_factory=Counter)
+    input_tokens: int = 0
+    sampled_tokens: int = 0
+    first_ns: int | None = None
+    last_ns: int | None = None
+    stored_bytes: Counter[str] = field(default_factory=Counter)
+    uncompressed_bytes: Counter[str] = field(default_factory=Counter)
+    lost_events: int = 0
+    unknown_losses: int = 0
+    num_losses: int = 0
+    losses: list[dict[str, Any]] = field(default_factory=list)
+    num_gaps: int = 0
+    gaps: list[dict[str, Any]] = field(default_factory=list)
+    num_marks: int = 0
+    marks: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        """Return "complete", "lossy" (whole, but the recorder dropped events), "torn" or "damaged"."""
+        if any(gap["kind"] != "torn" for gap in self.gaps):
+            return "damaged"
+        if not self.complete or self.gaps:
+            return "torn"
+        return "lossy" if self.num_losses else "complete"
+
+    @property
+    def next_command(self) -> str:
+        """Return the command to run next."""
+        return f"kvcanary recover {self.path}" if self.num_gaps else f"kvcanary-replay {self.path}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the findings as plain JSON values."""
+        columns = {
+            name: {"stored_bytes": self.stored_bytes[name], "uncompressed_bytes": self.uncompressed_bytes[name]}
+            for name in self.stored_bytes
+        }
+        return {
+            "path": self.path,
+            "size_bytes": self.size_bytes,
+            "state": self.state,
+            "complete": self.complete,
+            "header": dataclasses.asdict(self.header),
+            "num_events": self.num_events,
+            "num_batches": self.num_batches,
+            "events_by_kind": dict(sorted(self.events_by_kind.items())),
+            "forwards_by_mode": dict(sorted(self.forwards_by_mode.items())),
+            "requests": self.events_by_kind["request"],
+            "input_tokens": self.input_tokens,
+            "sampled_tokens": self.sampled_tokens,
+            "first_ns": self.first_ns,
+            "last_ns": self.last_ns,
+            "columns": columns,
+            "lost_events": self.lost_events,
+            "unknown_losses": self.unknown_losses,
+            "num_losses": self.num_losses,
+            "losses": self.losses,
+            "num_gaps": self.num_gaps,
+            "gaps": self.gaps,
+            "num_marks": self.num_marks,
+            "marks": self.marks,
+            "next_command": self.next_command,
+        }
+
+
+def inspect_trace(path: str | os.PathLike[str]) -> TraceInspection:
+    """Read a trace once and say what it holds; raise `UnreadableTraceError`."""
+    with TraceReader(path) as reader:
+        found = TraceInspection(
+            path=str(Path(path)), size_bytes=reader.size_bytes, complete=reader.complete, header=reader.header
+        )
+        for item in reader.stream():
+            if isinstance(item, TraceGap):
+                _add_gap(found, item)
+            else:
+                _add_batch(found, item)
+    return found
+
+
+def _add_gap(found: TraceInspection, gap: TraceGap) -> None:
+    found.num_gaps += 1
+    if gap.missing_events is None:
+        found.unknown_losses += 1
+    else:
+        found.lost_events += gap.missing_events
+    # A torn end comes last and decides the state, so it is always listed.
+    if len(found.gaps) < MAX_LISTED or gap.kind == "torn":
+        found.gaps.append(
+            {
+                "after_event": gap.after_event,
+                "missing_events": gap.missing_events,
+                "kind": gap.kind,
+                "reason": gap.reason,
+            }
+        )
+
+
+def _add_batch(found: TraceInspection, batch: TraceBatch) -> None:
+    found.num_events += batch.num_events
+    found.num_batches += 1
+    found.events_by_kind.update(batch.kinds)
+    times = batch.scalar_ints("time_ns")
+    found.first_ns = int(times.min()) if found.first_ns is None else min(found.first_ns, int(times.min()))
+    found.last_ns = int(times.max()) if found.last_ns is None else max(found.last_ns, int(times.max()))
+    found.sampled_tokens += len(batch.values("sampled_tokens"))
+    for name, stored in batch.stored_bytes().items():
+        found.stored_bytes[name] += stored
+        found.uncompressed_bytes[name] += batch.record_batch.column(name).nbytes
+    modes = batch.strings("mode")
+    tokens = batch.offsets("input_ids")
+    for row, kind in enumerate(batch.kinds):
+        if kind == "forward":
+            found.forwards_by_mode[modes[row]] += 1
+            found.input_tokens += int(tokens[row + 1] - tokens[row])
+        elif kind == "loss":
+            _add_loss(found, batch, row)
+        elif kind == "mark":
+            found.num_marks += 1
+            if len(found.marks) < MAX_LISTED:
+                view = batch.event(row)
+                found.marks.append(
+                    {
+                        "event": view.number,
+                        "forward": view.scalar("forward"),
+                        "time_ns": view.time_ns,
+                        "note": view.scalar("note")[:_LONGEST_NOTE],
+                        "labels": view.scalar("labels")[:_LONGEST_NOTE],
+                    }
+                )
+
+
+def _add_loss(found: TraceInspection, batch: TraceBatch, row: int) -> None:
+    view = batch.event(row)
+    lost = view.scalar("lost_events")
+    found.num_losses += 1
+    if lost < 0:
+        found.unknown_losses += 1
+    else:
+        found.lost_events += lost
+    if len(found.losses) < MAX_LISTED:
+        note = view.scalar("note")[:_LONGEST_NOTE]
+        found.losses.append({"event": view.number, "time_ns": view.time_ns, "lost_events": lost, "note": note})

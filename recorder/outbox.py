@@ -1,0 +1,78 @@
+"""Between recorder and writer: events go in whole or not at all, and what was dropped is said before what follows."""
+
+import numpy as np
+
+from .event import TraceEvent, loss_event
+from .kv_shadow import GroupKvShadow
+from .schema import SLOTS_LISTED
+from .writer import TraceWriter
+
+QUEUE_FULL = "the writer's queue was full"
+HOST_TIER_LOST = "these slots were loaded back from an offload tier whose content was lost"
+
+
+class Outbox:
+    """Hands events to a writer that may refuse them, and keeps account of what it refused.
+
+    Before the first event that is taken after a refusal goes a loss event with the number of events dropped and the
+    slots that they may have written, as the groups' shadows remember them.
+    """
+
+    __slots__ = ("_groups", "_unsaid", "_writer", "dropped", "taken")
+
+    def __init__(self, writer: TraceWriter, groups: list[GroupKvShadow]) -> None:
+        self._writer = writer
+        self._groups = groups
+        self._unsaid = 0
+        self.dropped = 0
+        self.taken = 0
+
+    def put(self, event: TraceEvent) -> bool:
+        """Hand over an event; return whether the trace will hold it. Never waits."""
+        due = self._unsaid > 0 or any(group.any_lost for group in self._groups)
+        if (not due or self._put_loss(event.time_ns)) and self._writer.append(event):
+            self.taken += 1
+            return True
+        self.dropped += 1
+        self._unsaid += 1
+        return False
+
+    def put_unknown_loss(self, note: str, time_ns: int) -> bool:
+        """Hand over a loss event that says that nobody knows what is missing; all state is unknown after it."""
+        if not self._writer.append(loss_event(lost_events=-1, note=note, time_ns=time_ns)):
+            return False
+        self._said()
+        return True
+
+    def _put_loss(self, time_ns: int) -> bool:
+        """Hand over a loss event for what was dropped so far, with the slots that it may have written."""
+        event = loss_event(
+            lost_events=self._unsaid, note=QUEUE_FULL if self._unsaid else HOST_TIER_LOST, time_ns=time_ns
+        )
+        event.scalars["status"] = SLOTS_LISTED
+        runs = [(number, *group.lost_runs()) for number, group in enumerate(self._groups) if group.any_lost]
+        if runs:
+            event.ints["slot_group"] = np.concatenate([np.full(starts.size, n, np.int64) for n, starts, _ in runs])
+            event.ints["slot_start"] = np.concatenate([starts for _, starts, _ in runs])
+            event.ints["slot_count"] = np.concatenate([counts for _, _, counts in runs])
+        if not self._writer.append(event):
+            return False
+        self._said()
+        return True
+
+    def _said(self) -> None:
+        self.taken += 1
+        self._unsaid = 0
+        for group in self._groups:
+            group.clear_lost()
+
+    def close(self, time_ns: int, timeout: float) -> None:
+        """Say what is not yet said and close the writer, waiting at most `timeout` seconds."""
+        if self._unsaid:
+            self._put_loss(time_ns)  # where the queue is full still, the writer says it when it closes
+        self._writer.close(timeout)
+
+    @property
+    def failed(self) -> str:
+        """Why the writer takes no more events, empty while it does."""
+        return self._writer.failed or ""

@@ -1,0 +1,26 @@
+"""Slots as runs of neighbours, the form in which events name them, and back."""
+
+import numpy as np
+import numpy.typing as npt
+
+from .host_arrays import Int64Array, ragged_index
+
+
+def slots_to_runs(slots: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return `(starts, counts)`, `[n] int64` each, of the runs that hold each slot of `slots` once, ascending."""
+    slots = np.unique(slots)
+    if not slots.size:
+        return slots, slots.copy()
+    first = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
+    counts = np.diff(first, append=slots.size)
+    return slots[first], counts.astype(np.int64)
+
+
+def mask_to_runs(mask: npt.NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
+    """Return the runs of slots whose mask is set."""
+    return slots_to_runs(np.flatnonzero(mask).astype(np.int64))
+
+
+def runs_to_slots(starts: Int64Array, counts: Int64Array) -> Int64Array:
+    """Return the slots of runs, in their order; a negative count is none."""
+    return ragged_index(starts, np.maximum(counts, 0))

@@ -1,0 +1,161 @@
+"""The recorder's picture of what a replay knows: state tables, full-to-SWA tables, truth tokens.
+
+A forward's event carries only where the engine disagrees with this picture. The picture moves on with `commit`, which
+the recorder calls only once the writer took the event, so that what a dropped event said is said again by the next.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kernels.changes import RowRuns, row_changes, write_rows
+from .forward_input import CopiedForward, RowValues
+from .header import TraceHeader
+from .host_arrays import Int64Array, read_cells, wrapped
+from .slot_runs import slots_to_runs
+
+_NOTHING = np.empty(0, np.int64)
+
+
+class StateShadow:
+    """The state tables as a replay of the accepted events would hold them.
+
+    `tables[t]` `[rows, width] int32`, `luts[l]` `[length] int64`, `truth` `[rows, width] int32` or None; all start
+    as zeros, which the system hands out lazily, so a large table costs what is touched of it.
+    """
+
+    __slots__ = ("_backend", "_runs", "luts", "tables", "truth")
+
+    def __init__(self, header: TraceHeader, *, backend: str = "cpu") -> None:
+        self.tables = [np.zeros((table.rows, table.width), np.int32) for table in header.tables]
+        self.luts = [np.zeros(length, np.int64) for length in header.lut_lens]
+        truth = header.truth_table
+        self.truth = np.zeros((truth.rows, truth.width), np.int32) if truth is not None else None
+        self._backend = backend
+        self._runs = RowRuns.allocate(1024)
+
+    def changes(self, forward: CopiedForward) -> dict[str, Int64Array]:
+        """Return the event columns that bring a replay's tables to what this forward reads."""
+        columns: dict[str, Int64Array] = {}
+        found = [self._row_changes(read, table) for read, table in zip(forward.reads, self.tables, strict=True)]
+        columns["table_index"] = np.repeat(np.arange(len(found), dtype=np.int64), [run.rows.size for run in found])
+        columns["table_row"] = _joined([run.rows for run in found])
+        columns["table_start"] = _joined([run.starts for run in found])
+        columns["table_count"] = _joined([run.counts for run in found])
+        columns["table_slots"] = _joined([run.values for run in found])
+        if self.luts:
+            columns |= self._lut_changes(forward)
+        if forward.truth is not None and self.truth is not None:
+            truth = self._row_changes(forward.truth, self.truth)
+            columns["truth_lens"] = forward.truth.counts
+            columns["truth_row"] = truth.rows
+            columns["truth_start"] = truth.starts
+            columns["truth_count"] = truth.counts
+            columns["truth_tokens"] = truth.values
+        return columns
+
+    def commit(self, forward: CopiedForward, sampled_tokens: Int64Array, sampled_lens: Int64Array) -> None:
+        """Take over an accepted event: its changes, the slots it wrote, the tokens it sampled."""
+        columns = forward.changes
+        for number, table in enumerate(self.tables):
+            mine = columns["table_index"] == number
+            values = np.repeat(mine, columns["table_count"])
+            self._write(
+                RowValues(
+                    rows=columns["table_row"][mine],
+                    starts=columns["table_start"][mine],
+                    counts=columns["table_count"][mine],
+                    values=columns["table_slots"][values],
+                ),
+                table,
+            )
+            written = RowValues(
+                rows=forward.rows,
+                starts=forward.prefix_lens,
+                counts=np.where(forward.rows == 0, 0, forward.extend_lens),
+                values=wrapped(forward.out_cache_loc[number]),
+            )
+            self._write(written, table)
+        offset = 0
+        for index, start, count in zip(
+            columns.get("lut_index", _NOTHING),
+            columns.get("lut_start", _NOTHING),
+            columns.get("lut_count", _NOTHING),
+            strict=True,
+        ):
+            self.luts[index][start : start + count] = columns["lut_slots"][offset : offset + count]
+            offset += count
+        if self.truth is not None:
+            if "truth_row" in columns:
+                changed = RowValues(
+                    rows=columns["truth_row"],
+                    starts=columns["truth_start"],
+                    counts=columns["truth_count"],
+                    values=columns["truth_tokens"],
+                )
+                self._write(changed, self.truth)
+            if sampled_lens.size:
+                sampled = RowValues(
+                    rows=forward.rows,
+                    starts=forward.prefix_lens + np.maximum(forward.extend_lens, 0),
+                    counts=np.where(forward.rows == 0, 0, sampled_lens),
+                    values=wrapped(sampled_tokens),
+                )
+                self._write(sampled, self.truth)
+
+    def forget(self) -> None:
+        """Start anew, as a replay does after a loss that does not say what it may have changed."""
+        self.tables = [np.zeros_like(table) for table in self.tables]
+        self.luts = [np.zeros_like(lut) for lut in self.luts]
+        if self.truth is not None:
+            self.truth.fill(-1)
+
+    def _row_changes(self, told: RowValues, shadow: npt.NDArray[np.int32]) -> RowRuns:
+        if self._runs.values.size < told.values.size:
+            self._runs = RowRuns.allocate(2 * told.values.size)
+        sizes = np.zeros(2, np.int64)
+        row_changes(
+            rows=told.rows,
+            starts=told.starts,
+            counts=told.counts,
+            values=told.values,
+            shadow=shadow,
+            runs=self._runs,
+            sizes=sizes,
+            backend=self._backend,
+        )
+        return self._runs.cut(int(sizes[0]), int(sizes[1]))
+
+    def _lut_changes(self, forward: CopiedForward) -> dict[str, Int64Array]:
+        """Compare the cells of the full-to-SWA tables through which this forward's slots go."""
+        parts = [*(read.values for read in forward.reads), *forward.out_cache_loc]
+        touched = np.unique(np.concatenate(parts))
+        index, starts, counts, slots = [_NOTHING], [_NOTHING], [_NOTHING], [_NOTHING]
+        for number, (told, shadow) in enumerate(zip(forward.luts, self.luts, strict=True)):
+            cells = touched[(touched >= 0) & (touched < min(shadow.size, int(told.shape[0])))]
+            values = read_cells(told.reshape(1, -1), np.zeros(1, np.int64), cells)
+            changed = values != shadow[cells]
+            run_starts, run_counts = slots_to_runs(cells[changed])
+            index.append(np.full(run_starts.size, number, np.int64))
+            starts.append(run_starts)
+            counts.append(run_counts)
+            slots.append(values[changed])
+        return {
+            "lut_index": _joined(index),
+            "lut_start": _joined(starts),
+            "lut_count": _joined(counts),
+            "lut_slots": _joined(slots),
+        }
+
+    def _write(self, told: RowValues, shadow: npt.NDArray[np.int32]) -> None:
+        write_rows(
+            rows=told.rows,
+            starts=told.starts,
+            counts=told.counts,
+            values=told.values,
+            shadow=shadow,
+            backend=self._backend,
+        )
+
+
+def _joined(parts: list[Int64Array]) -> Int64Array:
+    return np.concatenate(parts) if parts else _NOTHING

@@ -1,0 +1,133 @@
+"""The file under a writer: batches go out whole, each in the page cache before the next one is made."""
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.ipc
+
+from .errors import TraceError
+
+_MAGIC: Final = b"ARROW1\0\0"
+
+COMPRESSIONS: Final = ("lz4", "zstd", "none")
+
+_ADVICE: Final = {
+    errno.ENOENT: "its folder does not exist; create it first",
+    errno.ENOTDIR: "its folder is not a folder",
+    errno.EEXIST: "it exists; pass overwrite=True or choose another name",
+    errno.EISDIR: "it is a folder; name a file",
+    errno.EACCES: "its folder or the file may not be written by this user",
+    errno.EROFS: "its file system is read-only",
+    errno.ENOSPC: "the disk is full",
+}
+
+
+class TraceFile:
+    """An Arrow IPC file that is written batch by batch, with mode 0600.
+
+    The schema message is written at once. A batch that fails half way is cut off again, so that the file ends with
+    a whole one. Raises `TraceError` when it cannot be made, `ValueError` for an unknown `compression`.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema, *, compression: str = "lz4", overwrite: bool = False) -> None:
+        if compression not in COMPRESSIONS:
+            raise ValueError(f"compression is {compression!r}, expected one of {', '.join(COMPRESSIONS)}")
+        self.batches = 0
+        self.size_bytes = 0
+        self._pending = _Pending()
+        options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
+        self._beginning = b""
+        self._descriptor = -1
+        try:
+            self._descriptor = _create(path, overwrite)
+            self._sink = pa.PythonFile(self._pending, mode="w")
+            self._writer = pa.ipc.new_file(self._sink, schema, options=options)
+            # Arrow writes the beginning together with the first batch; a bad disk should show now, and a process
+            # that is killed before its first flush should leave a trace that says whose it is.
+            self._beginning = _MAGIC + schema.serialize().to_pybytes()
+            self._put(memoryview(self._beginning))
+        except OSError as error:
+            self.abandon()
+            advice = _ADVICE.get(error.errno or 0, os.strerror(error.errno) if error.errno else str(error))
+            raise TraceError(f"{path}: cannot be written: {advice}") from None
+
+    def write(self, batch: pa.RecordBatch, metadata: dict[bytes, bytes]) -> None:
+        """Append a batch; on return the operating system has its bytes. Raises `OSError`."""
+        self._writer.write_batch(batch, custom_metadata=metadata)
+        self._drain()
+        self.batches += 1
+
+    def close(self) -> None:
+        """Write the end-of-stream mark and the footer, and close the file; raises `OSError`."""
+        self._writer.close()
+        self._drain()
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
+
+    def abandon(self) -> None:
+        """Close the file as it is, without a footer."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def _drain(self) -> None:
+        data = memoryview(b"".join(self._pending.parts))
+        self._pending.parts.clear()
+        if self._beginning:
+            if data[: len(self._beginning)] != self._beginning:
+                raise RuntimeError("this pyarrow begins an Arrow file in an unknown way; use one that is supported")
+            data = data[len(self._beginning) :]
+            self._beginning = b""
+        self._put(data)
+
+    def _put(self, data: memoryview) -> None:
+        left = data
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # a pipe cannot be cut
+                os.ftruncate(self._descriptor, self.size_bytes)
+            raise
+        self.size_bytes += len(data)
+
+
+class _Pending:
+    """The file object that Arrow writes to: it keeps the pieces until a whole batch is there."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._position = 0
+
+    def write(self, data: Any) -> int:
+        piece = bytes(data)
+        self.parts.append(piece)
+        self._position += len(piece)
+        return len(piece)
+
+    def tell(self) -> int:
+        return self._position
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _create(path: Path, overwrite: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    if not overwrite:
+        return os.open(path, flags | os.O_EXCL, 0o600)
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISREG(path.lstat().st_mode):
+            path.unlink()  # not truncated: a reader may have the old file mapped
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,173 @@
+"""The walk over a trace's batches: every whole one is given, everything else is told as a gap."""
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from .batch import TraceBatch, TraceGap
+from .checksum import column_forms
+from .decode import DamagedBatchError, claimed_events, decode_batch
+from .framing import PREFIX_BYTES, RECORD_BATCH, Frame, FramingError, find_frames, read_frame
+
+
+class Walk:
+    """One pass over the messages.
+
+    A message that cannot be used goes to `_damage` until the next good batch (or the end) shows how many events are
+    gone with it; the search for that batch goes over every byte behind the damage and trusts no length in it.
+    """
+
+    def __init__(
+        self, data: pa.Buffer, view: memoryview, schema: pa.Schema, position: int, limit: int, name: str
+    ) -> None:
+        self._data = data
+        self._view = view
+        self._schema = schema
+        self._forms = column_forms(schema)
+        self._position = position
+        self._limit = limit
+        self._closed = limit < len(view)  # a right footer
+        self._name = name
+        self._expected = 0
+        self._batches = 0
+        self._damage: list[str] = []
+        self._torn = False
+
+    def run(self) -> Iterator[TraceBatch | TraceGap]:
+        """Yield batches and gaps, to the end of the file."""
+        while True:
+            try:
+                frame = read_frame(self._view, self._position, self._limit)
+            except FramingError as error:
+                # A file that ends right behind a batch is torn too: its end-of-stream mark is missing.
+                self._note(f"batch {self._batches}: {error}", torn=error.torn)
+            else:
+                if frame is None and self._at_end(self._position):
+                    break
+                if frame is None:
+                    self._note(f"batch {self._batches}: an end mark stands at byte {self._position}, too early")
+                else:
+                    batch = self._decode(frame)
+                    if batch is not None:
+                        yield from self._give(batch)
+                        self._position = frame.end
+                        continue
+            self._batches += 1
+            found = self._resume()
+            if found is None:
+                yield self._last_gap()
+                return
+            yield from self._give(found)
+            self._position = found.end_byte
+        if not self._closed:
+            yield self._gap(
+                0,
+                "torn",
+                "every event was read, but the footer is torn or damaged, so other Arrow readers refuse the file",
+                recover=True,
+            )
+
+    def header_gap(self, damage: str) -> TraceGap:
+        """Return the gap that says that the beginning of the file is damaged, and that no event is missing for it."""
+        return self._gap(0, "damaged", f"{damage}; no event is missing for it", recover=True)
+
+    def _at_end(self, position: int) -> bool:
+        """Whether an end mark is the true one: nothing but the footer follows."""
+        if self._closed:
+            return position + PREFIX_BYTES == self._limit
+        return all(frame.kind != RECORD_BATCH for frame in find_frames(self._view, position + 8, self._limit))
+
+    def _decode(self, frame: Frame) -> TraceBatch | None:
+        where = f"batch {self._batches}"
+        if frame.kind != RECORD_BATCH:
+            self._note(f"{where}: a message of kind {frame.kind} stands in its place")
+            return None
+        try:
+            return decode_batch(self._data, self._view, frame, self._schema, self._forms)
+        except DamagedBatchError as error:
+            claim = claimed_events(frame)
+            says = f" (it says events {claim[0]}-{claim[0] + claim[1] - 1})" if claim and claim[1] else ""
+            self._note(f"{where} {error}{says}")
+            return None
+
+    def _resume(self) -> TraceBatch | None:
+        """Find the next batch that is whole and whose events have not been given."""
+        for frame in find_frames(self._view, self._position + 8, self._limit):
+            if frame.kind != RECORD_BATCH:
+                continue
+            claim = claimed_events(frame)
+            if claim is None or not claim[1] or claim[0] < self._expected:
+                continue
+            batch = self._decode(frame)
+            if batch is not None:
+                return batch
+            self._batches += 1
+        return None
+
+    def _give(self, batch: TraceBatch) -> Iterator[TraceBatch | TraceGap]:
+        number = self._batches
+        self._batches += 1
+        if batch.num_events == 0:
+            yield self._gap(0, "numbering", f"batch {number} holds no events, which no recorder writes")
+            return
+        missing = batch.first_event - self._expected
+        if missing < 0:
+            yield self._gap(
+                0,
+                "numbering",
+                f"batch {number} begins with event {batch.first_event}, expected {self._expected}: its "
+                f"{batch.num_events} events are given twice or out of order and are left out",
+            )
+            return
+        if missing or self._damage:
+            kind = "damaged" if self._damage else "numbering"
+            cause = (
+                self._take_damage()
+                or f"batch {number} begins with event {batch.first_event}, expected {self._expected}"
+            )
+            lost = "no event is missing" if not missing else f"{_events(self._expected, missing)} left out"
+            yield self._gap(missing, kind, f"{cause}; {lost}", recover=True)
+        self._expected = batch.first_event + batch.num_events
+        yield batch
+
+    def _last_gap(self) -> TraceGap:
+        if self._torn and not self._closed:
+            self._damage.clear()
+            kept = (
+                f"the {self._expected} events before it were read" if self._expected else "no event was flushed before"
+            )
+            return self._gap(
+                None,
+                "torn",
+                f"torn at byte {self._limit}: the recording process was killed or the file was cut; {kept}, how "
+                "many are lost is unknown",
+                recover=True,
+            )
+        cause = self._take_damage()
+        if self._closed and self._position + PREFIX_BYTES == self._limit:  # only the end mark itself
+            return self._gap(0, "damaged", f"{cause}; no event is missing", recover=True)
+        return self._gap(None, "damaged", f"{cause}; events from {self._expected} on are left out", recover=True)
+
+    def _note(self, text: str, *, torn: bool = False) -> None:
+        self._torn = torn and not self._damage
+        self._damage.append(text)
+
+    def _take_damage(self) -> str:
+        cause = "; ".join(self._damage[:3])
+        if len(self._damage) > 3:
+            cause += f"; and {len(self._damage) - 3} more"
+        self._damage.clear()
+        return cause
+
+    def _gap(self, missing: int | None, kind: str, cause: str, *, recover: bool = False) -> TraceGap:
+        return TraceGap(
+            after_event=self._expected - 1,
+            missing_events=missing,
+            kind=kind,
+            cause=f"{self._name}: {cause}",
+            advice=f"run kvcanary recover {self._name}" if recover else "",
+        )
+
+
+def _events(first: int, count: int) -> str:
+    return f"event {first}" if count == 1 else f"events {first}-{first + count - 1}"

@@ -1,0 +1,276 @@
+"""Writing a trace from inside an engine: a bounded queue, a background thread, and a file that is whole at any time."""
+
+import atexit
+import dataclasses
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from .encode import batch_metadata, encode_events, header_schema
+from .event import TraceEvent, loss_event
+from .header import TraceHeader
+from .trace_file import TraceFile
+
+_log = logging.getLogger("kvcanary")
+
+MAX_FLUSH_BYTES: Final = 1 << 30  # a list column of a batch has 32-bit offsets
+MAX_QUEUED_BYTES: Final = 8 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterStats:
+    """What a writer has done so far; `queued_bytes` includes what is being written right now."""
+
+    appended_events: int
+    written_events: int
+    dropped_events: int
+    queued_bytes: int
+    written_batches: int
+    written_bytes: int
+    failed: str | None
+
+
+class TraceWriter:
+    """A trace being written; `append` never blocks and never raises.
+
+    Events go to a queue of at most `max_queued_bytes`; a thread writes them out in batches, once `flush_bytes` are
+    there or the oldest has waited `flush_interval_ns`. What a batch holds is in the page cache when the next one
+    begins, so a killed process loses at most one interval. The file has mode 0600.
+
+    Raises `TraceError` when the file cannot be made: it exists (without `overwrite`), its folder is missing or cannot
+    be written, the disk is full; `ValueError` for settings out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        header: TraceHeader,
+        *,
+        flush_bytes: int = 4 << 20,
+        flush_interval_ns: int = 1_000_000_000,
+        max_queued_bytes: int = 256 << 20,
+        compression: str = "lz4",
+        overwrite: bool = False,
+    ) -> None:
+        if not 0 < flush_bytes <= MAX_FLUSH_BYTES:
+            raise ValueError(f"flush_bytes is {flush_bytes}, expected 1 to {MAX_FLUSH_BYTES}")
+        if not 0 < max_queued_bytes <= MAX_QUEUED_BYTES:
+            raise ValueError(f"max_queued_bytes is {max_queued_bytes}, expected 1 to {MAX_QUEUED_BYTES}")
+        if flush_interval_ns <= 0:
+            raise ValueError(f"flush_interval_ns is {flush_interval_ns}, expected more than 0")
+        self.path = Path(path)
+        self.header = _completed(header, flush_bytes, flush_interval_ns, compression)
+        self._flush_bytes = flush_bytes
+        self._flush_interval = flush_interval_ns / 1e9
+        self._max_queued_bytes = max_queued_bytes
+        self._schema = header_schema(self.header)
+        self._file = TraceFile(self.path, self._schema, compression=compression, overwrite=overwrite)
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        # All below are guarded by `_changed`.
+        self._queue: deque[TraceEvent] = deque()
+        self._queued_bytes = 0  # of the queue, and of the batch in the making
+        self._waiting_bytes = 0  # of the queue alone
+        self._oldest = 0.0
+        self._appended = 0
+        self._settled = 0  # appended events that are in the file, or never will be
+        self._written = 0
+        self._dropped = 0
+        self._reported = 0  # dropped events that an accepted loss event has told of
+        self._flush_until = 0
+        self._closing = False
+        self._failed: str | None = None
+        self._bad_event_logged = False
+        self._thread = threading.Thread(target=self._run, name="kvcanary-writer", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def failed(self) -> str | None:
+        """Why the writer writes no more, or None."""
+        return "forked: a child process does not write its parent's trace" if self._forked() else self._failed
+
+    @property
+    def dropped_events(self) -> int:
+        """How many events `append` refused; a loss event that was refused does not count, it comes again."""
+        return self._dropped
+
+    def append(self, event: TraceEvent) -> bool:
+        """Queue an event; return False when it was dropped: the queue is full, or the writer failed or is closed.
+
+        The event's arrays belong to the writer from here on.
+        """
+        if self._forked():  # before the lock, which a fork may have copied while it was held
+            return False
+        try:
+            problem = event.problem()
+            size = 0 if problem else event.nbytes
+        except Exception as error:  # noqa: BLE001  # nothing may reach the engine
+            problem, size = f"{type(error).__name__}: {error}", 0
+        with self._changed:
+            if problem is not None and not self._bad_event_logged:
+                self._bad_event_logged = True
+                _log.error("kvcanary: %s: an event was left out: %s (said once)", self.path, problem)
+            full = self._queued_bytes + size > self._max_queued_bytes
+            if problem is not None or full or self._closing or self._failed is not None:
+                self._dropped += getattr(event, "kind", None) != "loss"
+                return False
+            if event.kind == "loss":
+                self._reported += max(0, int(event.scalars.get("lost_events", 0)))
+            self._queue.append(event)
+            self._queued_bytes += size
+            self._waiting_bytes += size
+            self._appended += 1
+            if len(self._queue) == 1:
+                self._oldest = time.monotonic()
+                self._changed.notify_all()
+            elif self._waiting_bytes >= self._flush_bytes:
+                self._changed.notify_all()
+            return True
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Wait until every event appended so far is in the file; return False when it is not within `timeout` s."""
+        if self._forked():
+            return False
+        with self._changed:
+            target = self._appended
+            self._flush_until = max(self._flush_until, target)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._settled >= target or self._failed is not None, timeout)
+            return self._settled >= target and self._failed is None
+
+    def close(self, timeout: float = 30.0) -> bool:
+        """Write what is queued and the footer; return False when the file could not be made whole in `timeout` s.
+
+        May be called again. A stuck disk keeps the thread, which is a daemon, and leaves a torn file at worst.
+        """
+        if self._forked():
+            return False
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            _log.error(
+                "kvcanary: %s: not closed within %g s, the disk is stuck; the trace may be torn", self.path, timeout
+            )
+            return False
+        atexit.unregister(self.close)
+        return self._failed is None
+
+    def stats(self) -> WriterStats:
+        """Return the counts so far."""
+        return WriterStats(
+            appended_events=self._appended,
+            written_events=self._written,
+            dropped_events=self._dropped,
+            queued_bytes=self._queued_bytes,
+            written_batches=self._file.batches,
+            written_bytes=self._file.size_bytes,
+            failed=self.failed,
+        )
+
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _run(self) -> None:
+        try:
+            while True:
+                events, size = self._next_events()
+                if not events:
+                    break
+                self._write(events)
+                with self._changed:
+                    self._settled += len(events)
+                    self._queued_bytes -= size
+                    self._changed.notify_all()
+                events.clear()
+            self._write_last_loss()
+            self._file.close()
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the engine must go on
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _next_events(self) -> tuple[list[TraceEvent], int]:
+        """Wait for a batch's worth of events; an empty list says that the writer is closed and the queue is empty."""
+        with self._changed:
+            while not self._due():
+                left = self._oldest + self._flush_interval - time.monotonic() if self._queue else None
+                self._changed.wait(left if left is None else max(left, 0.0))
+            events: list[TraceEvent] = []
+            size = 0
+            while self._queue and size < self._flush_bytes:
+                events.append(self._queue.popleft())
+                size += events[-1].nbytes
+            self._waiting_bytes -= size
+            self._oldest = time.monotonic()
+            return events, size
+
+    def _due(self) -> bool:
+        if not self._queue:
+            return self._closing
+        return (
+            self._closing
+            or self._waiting_bytes >= self._flush_bytes
+            or self._flush_until > self._settled
+            or time.monotonic() - self._oldest >= self._flush_interval
+        )
+
+    def _write(self, events: list[TraceEvent]) -> None:
+        batch = encode_events(events, self._written, self._schema)
+        self._file.write(batch, batch_metadata(batch, self._written))
+        self._written += len(events)
+
+    def _write_last_loss(self) -> None:
+        with self._changed:
+            lost = self._dropped - self._reported
+        if lost > 0:
+            note = "events were dropped: the writer's queue was full or an event was not fit for the trace"
+            self._write([loss_event(lost_events=lost, note=note, time_ns=time.time_ns())])
+
+    def _fail(self, reason: str) -> None:
+        with self._changed:
+            self._failed = reason
+            lost = self._appended - self._settled
+            self._dropped += lost
+            self._settled = self._appended
+            self._queue.clear()
+            self._queued_bytes = self._waiting_bytes = 0
+            self._changed.notify_all()
+        _log.error(
+            "kvcanary: %s: recording stopped: %s; the first %d events are kept (run kvcanary recover), the engine goes on",
+            self.path,
+            reason,
+            self._written,
+        )
+        self._file.abandon()
+
+
+def _completed(header: TraceHeader, flush_bytes: int, flush_interval_ns: int, compression: str) -> TraceHeader:
+    """Fill in what only the writer knows."""
+    from .. import __version__
+
+    capture = dataclasses.replace(
+        header.capture, flush_bytes=flush_bytes, flush_interval_ns=flush_interval_ns, compression=compression
+    )
+    return dataclasses.replace(
+        header,
+        capture=capture,
+        recorder_version=header.recorder_version or __version__,
+        trace_id=header.trace_id or uuid.uuid4().hex,
+        created_ns=header.created_ns or time.time_ns(),
+    )

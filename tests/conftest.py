@@ -1,0 +1,36 @@
+"""Options and hypothesis profiles for all tests."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+NORMAL_CASES = 500
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--conformance-cases",
+        type=int,
+        default=NORMAL_CASES,
+        help="randomised cases for each kernel against the published canary (default 500; make fuzz runs 20000)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A fuzz run asks for more of the property tests as well. Nothing is timed in a test: no deadline, no complaint of a
+    # slow machine.
+    examples = 100 * max(1, config.getoption("--conformance-cases") // NORMAL_CASES)
+    settings.register_profile(
+        "kvcanary",
+        deadline=None,
+        max_examples=examples,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("kvcanary")
+
+
+@pytest.fixture(scope="session")
+def conformance_cases(pytestconfig: pytest.Config) -> int:
+    """How many randomised cases a conformance test goes through."""
+    count: int = pytestconfig.getoption("--conformance-cases")
+    return count

@@ -1,0 +1,133 @@
+"""Backends: names, one compilation an op, the cache on disk, and nothing imported before it is needed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kvcanary.kernels
+import numpy as np
+import pytest
+from kvcanary.kernels import dispatch
+from kvcanary.kernels.dispatch import In64, Out64, select
+from kvcanary.kernels.hashing import as_i64, as_u64
+from kvcanary.kernels.oracle import oracle_tokens_loops
+from kvcanary.kernels.plan import plan_entries_loops, plan_writes_loops
+from kvcanary.kernels.verify import verify_loops
+from kvcanary.kernels.write import write_loops
+
+KERNELS = Path(kvcanary.kernels.__file__).parent
+
+
+def double_loops(values: In64, out: Out64) -> None:
+    """Twice each value, wrapping."""
+    for i in range(len(values)):
+        out[i] = as_i64(as_u64(values[i]) + as_u64(values[i]))
+
+
+def test_backends_by_name() -> None:
+    assert select(double_loops, "reference") is double_loops
+    assert select(double_loops, "cpu") is select(double_loops, "cpu")
+    with pytest.raises(ValueError, match="'gpu', expected one of reference, cpu, triton"):
+        select(double_loops, "gpu")
+    with pytest.raises(NotImplementedError, match="backend='cpu'"):
+        select(double_loops, "triton")
+
+
+def test_the_same_loops_wrap_alike() -> None:
+    values = np.array([1, -1, 1 << 62, -(1 << 63), (1 << 63) - 1])
+    values.flags.writeable = False
+    for strided in (values, values[::-2]):
+        outs = [np.full(len(strided), -77) for _ in range(2)]
+        select(double_loops, "reference")(strided, outs[0])
+        select(double_loops, "cpu")(strided, outs[1])
+        assert outs[0].tolist() == outs[1].tolist()
+    assert outs[0].tolist() == [-2, -(1 << 63), 2]
+
+
+@pytest.mark.parametrize(
+    "loops", [plan_entries_loops, plan_writes_loops, verify_loops, write_loops, oracle_tokens_loops, double_loops]
+)
+def test_one_compilation_an_op(loops: Any) -> None:
+    assert len(select(loops, "cpu").signatures) == 1
+    assert not select(loops, "cpu")._can_compile  # other types are refused, not compiled behind the caller's back
+
+
+def bad_result_loops(values: In64) -> int:
+    return len(values)
+
+
+def bad_parameter_loops(values: list[int]) -> None:
+    values.clear()
+
+
+def test_loops_that_have_no_signature() -> None:
+    with pytest.raises(TypeError, match="expected None"):
+        select(bad_result_loops, "cpu")
+    with pytest.raises(TypeError, match="parameter values"):
+        select(bad_parameter_loops, "cpu")
+
+
+def test_the_cache_folder_is_the_users_choice_first(tmp_path: Path) -> None:
+    folder = dispatch._cache_folder("1.0", str(tmp_path / "mine"))
+    assert folder is not None and folder.parent == tmp_path / "mine" and folder.is_dir()
+    assert dispatch._cache_folder("1.1", str(tmp_path / "mine")) != folder
+    (tmp_path / "file").write_text("")
+    assert dispatch._cache_folder("1.0", str(tmp_path / "file")) is None
+
+
+def test_the_cache_folder_without_a_writable_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "kernels"
+    copy.mkdir()
+    (copy / "dispatch.py").write_text("")
+    (copy / "__pycache__").write_text("a file where the folder should be")
+    monkeypatch.setattr(dispatch, "__file__", str(copy / "dispatch.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = dispatch._cache_folder("1.0", "")
+    assert folder is not None and folder.parent == tmp_path / "cache" / "kvcanary"
+
+
+def test_the_cache_folder_follows_every_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "kernels"
+    shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(dispatch, "__file__", str(copy / "dispatch.py"))
+    before = dispatch._cache_folder("1.0", "")
+    with (copy / "hashing.py").open("a") as source:
+        source.write("# changed\n")
+    assert dispatch._cache_folder("1.0", "") != before
+
+
+PROBE = """
+import sys, numpy as np
+from kvcanary.kernels import oracle, plan, scatter, verify, write
+assert not {"numba", "torch", "triton"} & set(sys.modules), "imported too early"
+ones, out = np.ones(3, np.int64), np.zeros(3, np.int64)
+oracle.oracle_tokens(request_ids=ones, positions=ones, vocab_size=9, out=out, backend="reference")
+assert "numba" not in sys.modules, "the reference backend needs no compiler"
+oracle.oracle_tokens(request_ids=ones, positions=ones * 2, vocab_size=1 << 20, out=out)
+from numba.core import config
+from kvcanary.kernels.dispatch import select
+function = select(oracle.oracle_tokens_loops, "cpu")
+print(out.tolist(), sum(function.stats.cache_hits.values()), config.CACHE_DIR)
+"""
+
+
+def test_compiled_code_is_kept_on_disk(tmp_path: Path) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    runs = [
+        subprocess.run([sys.executable, "-W", "error", "-c", PROBE], env=environment, text=True, capture_output=True)
+        for _ in range(2)
+    ]
+    assert [run.stderr for run in runs] == ["", ""]
+    first, second = (run.stdout.split("]") for run in runs)
+    assert first[0] == second[0]  # the same tokens
+    assert first[1].split() == ["0", str(tmp_path)] and second[1].split() == ["1", str(tmp_path)]
+
+
+def test_without_a_cache_folder_it_compiles_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "file")}
+    run = subprocess.run([sys.executable, "-c", PROBE], env=environment, text=True, capture_output=True)
+    assert run.stderr == "" and run.stdout.split("]")[1].split()[0] == "0"

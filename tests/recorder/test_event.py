@@ -1,0 +1,73 @@
+"""Events and their encoding into batches."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from kvcanary.recorder.encode import encode_events
+from kvcanary.recorder.event import TraceEvent, loss_event
+from kvcanary.recorder.schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS, trace_schema
+
+
+def test_nbytes_counts_what_a_queue_holds():
+    empty = TraceEvent(kind="mark").nbytes
+    assert empty > 0
+    event = TraceEvent(
+        kind="mark",
+        scalars={"note": "x" * 100, "forward": 1},
+        ints={"input_ids": np.zeros(1000, np.int64)},
+        bytes={"kv_bytes": np.zeros(500, np.uint8)},
+    )
+    assert event.nbytes == empty + 400 + 8000 + 500
+
+
+def test_every_kind_and_column_is_accepted():
+    for kind in EVENT_KINDS:
+        event = TraceEvent(
+            kind=kind,
+            scalars={name: default for name, (_, default) in SCALARS.items() if name not in ("event", "kind")},
+            ints={name: np.zeros(2, np.int64) for name in INT_LISTS},
+            bytes={name: np.zeros(2, np.uint8) for name in BYTE_LISTS},
+        )
+        assert event.problem() is None
+        assert encode_events([event], 0, trace_schema()).column("kind").to_pylist() == [kind]
+
+
+@pytest.mark.parametrize("value", [True, 1.0, None, 1 << 63, np.int64(1)])
+def test_a_scalar_of_another_type_is_a_problem(value):
+    assert "forward is" in TraceEvent(kind="mark", scalars={"forward": value}).problem()
+
+
+def test_loss_event():
+    event = loss_event(lost_events=-1, note="why", time_ns=3)
+    assert event.problem() is None
+    assert (event.kind, event.time_ns, event.scalars) == ("loss", 3, {"lost_events": -1, "note": "why"})
+
+
+def test_no_events():
+    batch = encode_events([], 5, trace_schema())
+    assert batch.num_rows == 0
+    batch.validate(full=True)
+
+
+def test_strided_arrays_and_uneven_lengths():
+    source = np.arange(40, dtype=np.int64)
+    events = [TraceEvent(kind="forward", ints={"input_ids": source[::-n]} if n else {}) for n in range(5)]
+    batch = encode_events(events, 100, trace_schema())
+    batch.validate(full=True)
+    assert batch.column("event").to_pylist() == [100, 101, 102, 103, 104]
+    assert batch.column("input_ids").to_pylist() == [source[::-n].tolist() if n else [] for n in range(5)]
+    assert batch.column("kv_bytes").to_pylist() == [[]] * 5
+    assert batch.schema.equals(trace_schema())
+
+
+def test_an_offset_beyond_32_bits_is_refused(monkeypatch):
+    event = TraceEvent(kind="forward", ints={"input_ids": np.zeros(3, np.int64)})
+    monkeypatch.setattr(np, "iinfo", lambda kind: type("Info", (), {"max": 5}))
+    with pytest.raises(ValueError, match="column input_ids would hold 6 values"):
+        encode_events([event, event], 0, trace_schema())
+
+
+def test_nothing_is_null():
+    batch = encode_events([TraceEvent(kind="mark")], 0, trace_schema())
+    assert all(column.null_count == 0 and column.buffers()[0] is None for column in batch.columns)
+    assert isinstance(batch, pa.RecordBatch)

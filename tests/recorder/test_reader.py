@@ -1,0 +1,361 @@
+"""The reader: what it gives, and every kind of file that is no good trace."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+from kvcanary.recorder.checksum import batch_crc32c, column_forms, text_crc32c
+from kvcanary.recorder.encode import batch_metadata, encode_events, header_schema
+from kvcanary.recorder.errors import TraceError, UnreadableTraceError
+from kvcanary.recorder.framing import read_frame
+from kvcanary.recorder.reader import TraceReader, read_events
+from kvcanary.recorder.schema import HEADER_CRC_KEY, HEADER_KEY, trace_schema
+
+
+def craft(path, schema, batches, compression=None):
+    """Write batches, each with its metadata, as a whole Arrow file."""
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_file(file, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer,
+    ):
+        for batch, metadata in batches:
+            writer.write_batch(batch, custom_metadata=metadata)
+    return path
+
+
+def unreadable(path) -> str:
+    with pytest.raises(UnreadableTraceError) as caught:
+        TraceReader(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    return str(caught.value)
+
+
+def test_batch_views(traces):
+    path = traces.write(batches=(4,), compression="none")
+    (batch,), gaps, complete = traces.read(path)
+    assert complete and not gaps
+    assert (batch.first_event, batch.num_events, len(batch)) == (0, 4, 4)
+    assert batch.offsets("input_ids").tolist() == [0, 3, 6, 9, 12]
+    assert batch.offsets("input_ids").dtype == np.int64
+    assert batch.values("input_ids").tolist() == [0, 1, 2, 1000, 1001, 1002, 2000, 2001, 2002, 3000, 3001, 3002]
+    assert batch.values("kv_bytes").dtype == np.uint8 and len(batch.values("kv_bytes")) == 4 * 48
+    assert batch.scalar_ints("forward").tolist() == [0, 1, 2, 3]
+    assert batch.strings("mode") == ["extend", "decode", "extend", "decode"]
+    assert not batch.values("input_ids").flags.writeable and not batch.values("input_ids").flags.owndata
+    view = batch.event(2)
+    assert (view.number, view.kind, view.scalar("forward"), view.scalar("mode")) == (2, "forward", 2, "extend")
+    assert type(view.scalar("forward")) is int
+    assert view.ints("table_slots").shape == (0,)
+    with pytest.raises(IndexError):
+        batch.event(4)
+    with pytest.raises(IndexError):
+        batch.event(-1)
+    with pytest.raises(KeyError):
+        batch.values("nonsense")
+
+
+def test_to_torch(traces):
+    torch = pytest.importorskip("torch")
+    for compression in ("none", "lz4"):
+        (batch,), _, _ = traces.read(traces.write(batches=(3,), compression=compression))
+        for name, dtype in (("input_ids", torch.int64), ("kv_bytes", torch.uint8), ("lut_slots", torch.int64)):
+            values, offsets = batch.to_torch(name)
+            assert values.dtype == dtype and offsets.dtype == torch.int64
+            assert values.tolist() == batch.values(name).tolist()
+            assert offsets.tolist() == batch.offsets(name).tolist()
+
+
+def test_uncompressed_values_are_the_file_itself(traces):
+    path = traces.write(batches=(3,), compression="none")
+    with TraceReader(path) as reader:
+        (batch,) = reader.stream()
+        start = reader._data.address
+        at = batch.values("kv_bytes").__array_interface__["data"][0]
+        assert start <= at < start + reader.size_bytes
+    assert batch.values("kv_bytes")[0] == 0, "good after close"
+
+
+def test_stream_starts_anew(traces):
+    with TraceReader(traces.write(batches=(1, 1))) as reader:
+        assert [len(list(reader.stream())) for _ in range(2)] == [2, 2]
+        assert reader.num_batches_hint == 2
+
+
+def test_read_events_stops_at_a_gap(traces):
+    path = traces.write(batches=(2, 2))
+    os.truncate(path, path.stat().st_size - 20)
+    events = read_events(path)
+    assert [next(events).number for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(TraceError, match="kvcanary recover"):
+        next(events)
+
+
+FOREIGN = {
+    "empty": (b"", "empty, expected a kvcanary trace"),
+    "zeros": (bytes(5000), "not a kvcanary trace"),
+    "jpeg": (b"\xff\xd8\xff\xe0\x00\x10JFIF\x00" + bytes(range(256)) * 9, "a JPEG image"),
+    "text": (b"hello, world\n" * 99, "not a kvcanary trace"),
+    "short": (b"ARR", "torn after 3 bytes"),
+    "magic only": (b"ARROW1\0\0", "torn within its header"),
+    "magic and text": (b"ARROW1\0\0" + b"text" * 99, "its header is damaged"),
+    "gzip": (b"\x1f\x8b" + bytes(99), "gunzip"),
+    "huge metadata": (b"ARROW1\0\0" + struct.pack("<Ii", 0xFFFFFFFF, 0x7FFFFFF8) + bytes(99), "header is damaged"),
+    "negative metadata": (b"ARROW1\0\0" + struct.pack("<Ii", 0xFFFFFFFF, -8) + bytes(99), "header is damaged"),
+    "end mark": (b"ARROW1\0\0" + struct.pack("<Ii", 0xFFFFFFFF, 0) + bytes(99), "no schema"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_files(tmp_path, name):
+    content, message = FOREIGN[name]
+    path = tmp_path / "x.arrow"
+    path.write_bytes(content)
+    assert message in unreadable(path)
+
+
+def test_no_file(tmp_path):
+    assert "no such file" in unreadable(tmp_path / "nowhere.arrow")
+    assert "a folder" in unreadable(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a regular file" in unreadable(tmp_path / "pipe")
+    (tmp_path / "file").write_text("")
+    assert "cannot be opened" in unreadable(tmp_path / "file" / "x")
+
+
+def test_permission(traces):
+    path = traces.write()
+    path.chmod(0)
+    if os.geteuid() == 0:  # root reads everything, so ask as somebody else
+        traces.folder.chmod(0o755)
+        code = f"""
+import sys, os
+sys.path[:] = {sys.path!r}
+from kvcanary.recorder.reader import TraceReader
+os.chdir({str(traces.folder)!r}); os.setuid(65534)
+try:
+    TraceReader({path.name!r})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        assert done.stdout.startswith("UnreadableTraceError trace.arrow: may not be read by this user"), done.stderr
+    else:
+        assert "may not be read by this user" in unreadable(path)
+
+
+def test_other_arrow_files(tmp_path):
+    table = pa.table({"a": [1, 2]})
+    path = tmp_path / "x.arrow"
+    pa.parquet.write_table(table, path)
+    assert "a Parquet file" in unreadable(path)
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+    assert "no kvcanary.header" in unreadable(path)
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+    assert "an Arrow stream" in unreadable(path)
+
+
+def header_with(traces, **changes):
+    text = json.dumps({**json.loads(traces.header().to_json()), **changes}).encode()
+    return trace_schema().with_metadata({HEADER_KEY: text, HEADER_CRC_KEY: str(text_crc32c(text))})
+
+
+def good_batch(traces, schema, first=0, count=2):
+    batch = encode_events([traces.event(n) for n in range(first, first + count)], first, trace_schema())
+    return batch.replace_schema_metadata(schema.metadata)
+
+
+def test_versions(traces):
+    path = traces.folder / "x.arrow"
+    craft(path, header_with(traces, format_major=2), [])
+    assert "format 2.0, this build reads up to 1.x; install a newer kvcanary" in unreadable(path)
+    text = b'{"format_major": 2, "other": "rules"}'
+    craft(path, trace_schema().with_metadata({HEADER_KEY: text}), [])
+    assert "install a newer kvcanary" in unreadable(path)
+    craft(path, header_with(traces, format_minor=7, new_field={"a": 1}), [])
+    with TraceReader(path) as reader:
+        assert reader.complete and reader.header.format_minor == 7
+
+
+def test_a_newer_minor_may_add_columns(traces):
+    path = traces.folder / "x.arrow"
+    schema = header_with(traces, format_minor=1)
+    extra = {
+        "new_list": pa.array([[1.5], []], pa.list_(pa.float32())),
+        "new_text": pa.array(["a", ""]),
+        "new_int": pa.array([1, 2], pa.uint16()),
+    }
+    batch = good_batch(traces, schema)
+    for name, column in extra.items():
+        batch = batch.add_column(3, pa.field(name, column.type), column)
+    craft(path, batch.schema, [(batch, batch_metadata(batch, 0))])
+    (found,), gaps, complete = traces.read(path)
+    assert complete and not gaps
+    assert traces.plain(found.event(1)) == traces.expected(traces.event(1), 1)
+    batch = batch.append_column("odd", pa.array([None, None]))
+    craft(path, batch.schema, [])
+    assert "column odd has type null" in unreadable(path)
+
+
+@pytest.mark.parametrize("name", ["event", "kind", "input_ids", "kv_bytes"])
+def test_missing_and_changed_columns(traces, name):
+    schema = header_with(traces)
+    index = schema.get_field_index(name)
+    path = traces.folder / "x.arrow"
+    craft(path, schema.remove(index), [])
+    assert f"column {name} (" in unreadable(path) and "is missing" in unreadable(path)
+    craft(path, schema.set(index, pa.field(name, pa.int32(), nullable=False)), [])
+    assert f"column {name} is int32, expected " in unreadable(path)
+    craft(path, schema.set(index, schema.field(name).with_nullable(True)), [])
+    assert "with nulls" in unreadable(path)
+    craft(path, schema.append(schema.field(name)), [])
+    assert "there 2 times" in unreadable(path)
+
+
+def test_damaged_header(traces):
+    path = traces.folder / "x.arrow"
+    text = traces.header().to_json().encode()
+    craft(path, trace_schema().with_metadata({HEADER_KEY: text}), [])
+    assert "header fails its CRC" in unreadable(path)
+    for bad in (b"[" * 100_000, b"\xff\xfe", b"[]", b'{"format_major": "1"}', b'{"format_major": 1}'):
+        craft(path, trace_schema().with_metadata({HEADER_KEY: bad, HEADER_CRC_KEY: str(text_crc32c(bad))}), [])
+        assert "header" in unreadable(path)
+
+
+def test_numbers_that_do_not_follow(traces):
+    schema = header_schema(traces.header())
+    path = traces.folder / "x.arrow"
+    parts = [(first, good_batch(traces, schema, first)) for first in (0, 2, 2, 6, 4)]
+    craft(path, schema, [(batch, batch_metadata(batch, first)) for first, batch in parts])
+    with TraceReader(path) as reader:
+        items = list(reader.stream())
+    kinds = [getattr(item, "kind", "batch") for item in items]
+    assert kinds == ["batch", "batch", "numbering", "numbering", "batch", "numbering"]
+    assert "begins with event 2, expected 4: its 2 events are given twice" in items[2].reason
+    assert (items[3].missing_events, items[3].after_event) == (2, 3) and "events 4-5 left out" in items[3].reason
+    assert items[5].missing_events == 0
+
+
+def test_a_batch_without_rows(traces):
+    schema = header_schema(traces.header())
+    full, empty = good_batch(traces, schema), good_batch(traces, schema, count=0)
+    path = traces.folder / "x.arrow"
+    for compression in (None, "lz4"):
+        craft(path, schema, [(empty, batch_metadata(empty, 0)), (full, batch_metadata(full, 0))], compression)
+        batches, gaps, _ = traces.read(path)
+        assert [batch.num_events for batch in batches] == [2]
+        assert [gap.missing_events for gap in gaps] == [0] and "holds no events" in gaps[0].reason
+
+
+def replaced(batch, name, column):
+    """A batch with one column exchanged, without Arrow's own checks; pa.record_batch checks lengths only."""
+    index = batch.schema.get_field_index(name)
+    columns = [*batch.columns[:index], column, *batch.columns[index + 1 :]]
+    return pa.record_batch(columns, schema=batch.schema)
+
+
+@pytest.mark.parametrize("offsets", [[0, 6, 3], [0, 3, 9], [-1, 1, 2], [6, 3, 0], [0, 2**31 - 1, 2**31 - 1], [0, 0, 0]])
+@pytest.mark.parametrize("name", ["input_ids", "kv_bytes", "note"])
+def test_offsets_that_run_backwards_or_away(traces, offsets, name):
+    path = traces.write(batches=(2, 1), compression="none")
+    with TraceReader(path) as reader:
+        frame = read_frame(reader._view, reader._first_batch, reader._limit)
+        column = reader.schema.get_field_index(name)
+        number = sum(form.num_buffers for form in column_forms(reader.schema)[:column]) + 1
+        at = frame.body_start + int(frame.buffers[number, 0])
+    bad = np.array(offsets, "<i8" if name == "kv_bytes" else "<i4").tobytes()
+    data = bytearray(path.read_bytes())
+    assert frame.buffers[number, 1] >= len(bad)
+    data[at : at + len(bad)] = bad
+    path.write_bytes(data)
+    batches, gaps, _ = traces.read(path)
+    assert [batch.first_event for batch in batches] == [2]
+    assert [(gap.kind, gap.missing_events) for gap in gaps] == [("damaged", 2)]
+    assert "batch 0 " in gaps[0].reason and "events 0-1 left out" in gaps[0].reason
+
+
+def test_nulls(traces):
+    schema = header_schema(traces.header())
+    good = good_batch(traces, schema)
+    path = traces.folder / "x.arrow"
+    item = pa.array([1, None], pa.int64())
+    nested = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), item, type=schema.field("input_ids").type)
+    for name, column in {"forward": item, "note": pa.array(["a", None]), "input_ids": nested}.items():
+        bad = replaced(good, name, column)
+        metadata = {**batch_metadata(good, 0)}
+        metadata[b"kvcanary.crc32c"] = str(batch_crc32c(bad, 0, column_forms(schema))).encode()
+        craft(path, schema, [(bad, metadata)])
+        batches, gaps, _ = traces.read(path)
+        assert not batches
+        assert "batch 0 " in gaps[0].reason and gaps[0].missing_events is None
+
+
+@pytest.mark.parametrize("claim", [1 << 40, (1 << 63) - 1, -2, -(1 << 63)])
+def test_a_compressed_buffer_that_claims_terabytes(traces, claim):
+    path = traces.write(batches=(2, 1))
+    with TraceReader(path) as reader:
+        frame = read_frame(reader._view, reader._first_batch, reader._limit)
+        offset = next(int(offset) for offset, length in frame.buffers if length > 8)
+        at = frame.body_start + offset
+    data = bytearray(path.read_bytes())
+    data[at : at + 8] = struct.pack("<q", claim)
+    path.write_bytes(data)
+    batches, gaps, _ = traces.read(path)
+    assert [batch.first_event for batch in batches] == [2]
+    assert "claims an impossible size" in gaps[0].reason and gaps[0].missing_events == 2
+
+
+@pytest.mark.parametrize("error", [MemoryError("2 TB"), OSError("disk"), pa.ArrowInvalid("bad")])
+def test_what_arrow_raises_becomes_a_gap(traces, monkeypatch, error):
+    path = traces.write(batches=(2, 1))
+    read = pa.ipc.read_record_batch
+    calls = []
+
+    def fail(message, schema):
+        calls.append(message)
+        if len(calls) == 1:
+            raise error
+        return read(message, schema)
+
+    monkeypatch.setattr(pa.ipc, "read_record_batch", fail)
+    batches, gaps, _ = traces.read(path)
+    assert [batch.first_event for batch in batches] == [2]
+    assert str(error) in gaps[0].reason and gaps[0].missing_events == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {b"kvcanary.crc32c": b"1"},
+        {b"kvcanary.first_event": b"1"},
+        {b"kvcanary.num_events": b"3"},
+        {b"kvcanary.first_event": b"-1"},
+        {b"kvcanary.crc32c": b"9" * 5000},
+        {b"kvcanary.first_event": None},
+    ],
+)
+def test_batch_metadata_that_lies(traces, change):
+    schema = header_schema(traces.header())
+    batch = good_batch(traces, schema)
+    metadata = {k: v for k, v in {**batch_metadata(batch, 0), **change}.items() if v is not None}
+    craft(traces.folder / "x.arrow", schema, [(batch, metadata)])
+    batches, gaps, _ = traces.read(traces.folder / "x.arrow")
+    assert not batches and [gap.kind for gap in gaps] == ["damaged"]
+
+
+def test_the_crc_does_not_depend_on_slicing(traces):
+    events = [traces.event(n, tokens=n) for n in range(6)]
+    whole = encode_events(events, 0, trace_schema())
+    forms = column_forms(whole.schema)
+    for first in range(6):
+        part = encode_events(events[first:], first, trace_schema())
+        assert batch_crc32c(whole.slice(first), first, forms) == batch_crc32c(part, first, forms)
+        assert batch_crc32c(part, first, forms) != batch_crc32c(part, first + 1, forms)

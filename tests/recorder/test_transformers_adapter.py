@@ -1,0 +1,441 @@
+"""The transformers adapter on the real engine: outputs untouched, clean runs clean, faults in a hook harmless."""
+
+import gc
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvcanary.recorder.engines.transformers import Attachment, attach
+from kvcanary.recorder.engines.transformers_requests import KnownRequests
+from kvcanary.recorder.engines.transformers_session import Session
+from kvcanary.recorder.reader import TraceReader, read_events
+from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
+from transformers.generation.continuous_batching.cache_allocators import cache_allocator
+
+from .documented_engine import contents, judged
+from .tiny_models import PROMPTS, generate, model
+
+MODELS = ("llama", "gemma3_hybrid", "mistral_sliding")
+
+HOOKED = [
+    (continuous_api.ContinuousBatchProcessor, "_generation_step"),
+    (continuous_api.ContinuousBatchProcessor, "reset"),
+    (continuous_api.ContinuousBatchingManager, "stop"),
+    (cache_allocator.CacheAllocator, "free_blocks"),
+    (cache_allocator.CacheAllocator, "mark_complete_blocks"),
+    (cache.PagedAttentionCache, "evict_cached_blocks"),
+    (cache.PagedAttentionCache, "prepare_fork_request"),
+    (cache.PagedAttentionCache, "perform_cache_copy"),
+    (offloading_manager.OffloadingManager, "offload_requests"),
+    (offloading_manager.OffloadingManager, "_offload_to_cpu"),
+    (offloading_manager.OffloadingManager, "restore_scheduled_requests"),
+    (scheduler.Scheduler, "clear_cancelled_requests"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _the_engine_is_left_as_it_was() -> Iterator[None]:
+    before = [owner.__dict__[name] for owner, name in HOOKED]
+    yield
+    if Attachment._attached is not None:
+        Attachment._attached.detach()
+    assert [owner.__dict__[name] for owner, name in HOOKED] == before
+
+
+def _notes(path: Path) -> Counter[str]:
+    return Counter(f"{event.kind} {event.scalar('note')}".strip() for event in read_events(path))
+
+
+def _assert_clean(path: Path) -> Any:
+    summary = judged(path)
+    assert summary.complete
+    assert (summary.violations, summary.findings, summary.gaps, summary.losses) == (0, 0, [], [])
+    assert summary.verified > 0
+    return summary
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_are_identical_and_the_trace_is_clean(tmp_path: Path, name: str) -> None:
+    subject = model(name)
+    expected = generate(subject, max_new_tokens=60, plain=True)
+    before = [owner.__dict__[method] for owner, method in HOOKED]
+    with attach(tmp_path / "trace.arrow") as attachment:
+        assert all(owner.__dict__[m] is not b for (owner, m), b in zip(HOOKED, before, strict=True))
+        assert generate(subject, max_new_tokens=60, plain=True) == expected
+    assert [owner.__dict__[method] for owner, method in HOOKED] == before
+    assert attachment.recorder is not None
+    assert attachment.recorder.stats().off == "closed"
+    summary = _assert_clean(tmp_path / "trace.arrow")
+    assert summary.requests == len(PROMPTS)
+    assert {"extend", "mixed", "decode"} >= set(summary.forwards_by_mode)
+    shared = 24 if name == "llama" else 0  # at most three blocks of a prompt that another request had computed
+    assert 0 <= sum(len(prompt) for prompt in PROMPTS) + 59 * len(PROMPTS) - summary.tokens <= shared
+    # In a healthy engine the change lists hold what the forwards themselves did not say: prompts, nothing else.
+    changes = [event for event in contents(tmp_path / "trace.arrow") if event["kv_change_slot"]]
+    assert changes == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recorded_bytes_are_those_of_the_layers_asked_for(tmp_path: Path, name: str) -> None:
+    with attach(tmp_path / "trace.arrow", layers=(0, 1), capture_bytes=32, kv_watch_every=3):
+        generate(model(name))
+    with TraceReader(tmp_path / "trace.arrow") as reader:
+        streams = {group.name: [(s.half, s.layer) for s in group.streams] for group in reader.header.groups}
+    both = [("K", 0), ("V", 0), ("K", 1), ("V", 1)]
+    only = "full_attention" if name == "llama" else "sliding_attention"
+    assert streams == {"full_attention": [], only: both} if name == "gemma3_hybrid" else {only: both}
+    _assert_clean(tmp_path / "trace.arrow")
+
+
+def test_header_says_what_the_engine_is(tmp_path: Path) -> None:
+    with attach(tmp_path / "trace.arrow"):
+        generate(model("gemma3_hybrid"))
+    with TraceReader(tmp_path / "trace.arrow") as reader:
+        header = reader.header
+    assert header.engine.name == "transformers"
+    sliding, full = header.groups
+    assert (sliding.kind, sliding.window, sliding.reads_before_write, sliding.table) == ("swa", 31, True, 0)
+    assert (full.kind, full.window, full.reads_before_write, full.table) == ("full", 0, False, 1)
+    assert sliding.page_size == full.page_size == 8
+    assert [stream.layer for stream in sliding.streams + full.streams] == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_small_chunks_and_scarce_blocks(tmp_path: Path, name: str) -> None:
+    subject = model(name)
+    options = {"num_blocks": 20, "max_batch_tokens": 13, "safety_margin": 0.0, "max_new_tokens": 40}
+    expected = generate(subject, **options)
+    with attach(tmp_path / "trace.arrow"):
+        assert generate(subject, **options) == expected
+    _assert_clean(tmp_path / "trace.arrow")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forks(tmp_path: Path, name: str) -> None:
+    subject = model(name)
+    options = {"num_return_sequences": 3, "do_sample": True}
+    expected = generate(subject, **options)
+    with attach(tmp_path / "trace.arrow"):
+        assert generate(subject, **options) == expected
+    notes = _notes(tmp_path / "trace.arrow")
+    assert notes["kv_copy fork"] > 0
+    assert _assert_clean(tmp_path / "trace.arrow").requests == 3 * len(PROMPTS)
+    labels = [event.scalar("labels") for event in read_events(tmp_path / "trace.arrow") if event.kind == "request"]
+    assert sum('"parent"' in label for label in labels) == 2 * len(PROMPTS)
+
+
+def test_prefix_sharing_dedup_eviction_and_soft_resets(tmp_path: Path) -> None:
+    subject = model("llama")
+    twin = list(range(100, 140))
+    prompts = [twin, twin, list(range(200, 250)), [*twin, 3], list(range(30, 75)), [*twin, 4, 5]]
+    options = {"num_blocks": 20, "max_batch_tokens": 64, "safety_margin": 0.0, "max_new_tokens": 30}
+    expected = generate(subject, prompts, **options)
+    with attach(tmp_path / "trace.arrow"):
+        assert generate(subject, prompts, **options) == expected
+    notes = _notes(tmp_path / "trace.arrow")
+    for what in ("free dedup", "evict cache pressure", "free offload", "free finish", "alloc"):
+        assert notes[what] > 0, (what, notes)
+    _assert_clean(tmp_path / "trace.arrow")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cpu_offload_and_load_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    empty = torch.empty
+    # Without CUDA torch pins no memory; where the memory lies makes no difference here.
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
+    subject = model(name)
+    options = {
+        "num_blocks": 14 if name == "llama" else 12,
+        "max_batch_tokens": 64,
+        "safety_margin": 0.0,
+        "max_new_tokens": 50,
+        "cpu_offload_space": 0.01,
+        "allow_block_sharing": False,
+    }
+    # A ring of 32 tokens is full soon, so where all layers slide the prompts must leave it room to grow.
+    length = 10 if name == "mistral_sliding" else 30
+    prompts = [list(range(10 + i, 10 + i + length)) for i in range(4)]
+    expected = generate(subject, prompts, **options)
+    with attach(tmp_path / "trace.arrow"):
+        assert generate(subject, prompts, **options) == expected
+    notes = _notes(tmp_path / "trace.arrow")
+    assert notes["kv_copy offload"] > 0
+    assert notes["kv_copy load-back"] > 0
+    _assert_clean(tmp_path / "trace.arrow")
+
+
+def test_each_batch_processor_has_its_own_trace(tmp_path: Path) -> None:
+    subject = model("llama")
+    with attach(tmp_path / "trace.arrow") as attachment:
+        for _ in range(3):
+            generate(subject)
+        assert [path.name for path in attachment.paths] == ["trace.arrow", "trace.1.arrow", "trace.2.arrow"]
+        assert _assert_clean(tmp_path / "trace.arrow").requests == len(PROMPTS)  # closed when its manager stopped
+    for path in attachment.paths:
+        _assert_clean(path)
+
+
+def test_a_kept_manager_goes_on_in_one_trace(tmp_path: Path) -> None:
+    subject = model("llama")
+    with attach(tmp_path / "trace.arrow") as attachment:
+        generate(subject, keep_manager=True)
+        generate(subject, keep_manager=True)
+        subject.destroy_cached_continuous_batching_manager()
+        assert len(attachment.paths) == 1
+    assert _notes(tmp_path / "trace.arrow")["alloc prefix hit"] > 0
+    assert _assert_clean(tmp_path / "trace.arrow").requests == 2 * len(PROMPTS)
+
+
+def test_attached_to_an_engine_that_already_ran(tmp_path: Path) -> None:
+    subject = model("llama")
+    generate(subject, keep_manager=True)
+    with attach(tmp_path / "trace.arrow"):
+        generate(subject, keep_manager=True)
+        subject.destroy_cached_continuous_batching_manager()
+    first = next(read_events(tmp_path / "trace.arrow"))
+    assert (first.kind, first.scalar("lost_events")) == ("loss", -1)
+    summary = judged(tmp_path / "trace.arrow")
+    assert (summary.violations, summary.findings) == (0, 0)
+    assert summary.num_losses == 1
+
+
+def test_a_cancelled_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    prepare = continuous_api.ContinuousBatchProcessor.prepare_next_batch
+
+    def cancel_one(processor: Any) -> bool:
+        steps.append(1)
+        if len(steps) == 9 and len(processor.scheduler.active_requests) > 1:
+            name = sorted(processor.scheduler.active_requests)[0]
+            state = processor.scheduler.active_requests[name]
+            processor.scheduler.set_request_cancellation(name)
+            state.generated_tokens = state.generated_tokens[:]
+            state._status = continuous_api.RequestStatus.FINISHED
+            processor.output_router.deliver(state.to_generation_output())
+        return bool(prepare(processor))
+
+    monkeypatch.setattr(continuous_api.ContinuousBatchProcessor, "prepare_next_batch", cancel_one)
+    with attach(tmp_path / "trace.arrow"):
+        generate(model("llama"))
+    assert _notes(tmp_path / "trace.arrow")["free cancel"] > 0
+    _assert_clean(tmp_path / "trace.arrow")
+
+
+def test_a_model_that_raises_leaves_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = model("llama")
+    calls: list[int] = []
+    forward = type(subject).forward
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 6:
+            raise RuntimeError("out of memory")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(type(subject), "forward", fail_once)
+    with attach(tmp_path / "trace.arrow"), pytest.raises(AssertionError):
+        generate(subject)
+    notes = [event.scalar("note") for event in read_events(tmp_path / "trace.arrow") if event.kind == "forward"]
+    assert notes[-1] == "the model raised RuntimeError: out of memory"
+    assert judged(tmp_path / "trace.arrow").violations == 0
+
+
+# ---- what goes wrong on our side stays on our side ----
+
+SESSION_METHODS = {
+    "before_step": {},
+    "after_step": {},
+    "free_blocks": {},
+    "replaced_blocks": {},
+    "evicted_blocks": {"num_blocks": 20, "safety_margin": 0.0, "max_batch_tokens": 64, "max_new_tokens": 40},
+    "forked": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
+    "copied_blocks": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
+    "restored": {"offload": True},
+    "offloaded": {"offload": True},
+}
+
+
+@pytest.mark.parametrize("name", SESSION_METHODS)
+def test_a_fault_in_a_hook_leaves_the_engine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    options = dict(SESSION_METHODS[name])
+    if options.pop("offload", False):
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
+        options |= {"num_blocks": 14, "safety_margin": 0.0, "max_new_tokens": 50, "cpu_offload_space": 0.01}
+    subject = model("llama")
+    prompts = [list(range(10 + i, 40 + i)) for i in range(4)] if "cpu_offload_space" in options else None
+    expected = generate(subject, prompts, **options)
+    called: list[int] = []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        called.append(1)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Session, name, fail)
+    caplog.set_level(logging.ERROR, "kvcanary")
+    with attach(tmp_path / "trace.arrow") as attachment:
+        assert generate(subject, prompts, **options) == expected
+    assert called
+    assert attachment.recorder is not None
+    assert "injected" in attachment.recorder.stats().off
+    errors = [record for record in caplog.records if record.name == "kvcanary"]
+    assert len(errors) == 1
+    assert "switched itself off" in errors[0].getMessage()
+    kinds = _notes(tmp_path / "trace.arrow")
+    assert any(kind.startswith("loss the recorder switched itself off") for kind in kinds)
+
+
+def test_a_session_that_cannot_begin_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    subject = model("llama")
+    expected = generate(subject)
+    with attach(tmp_path / "trace.arrow", layers=(0, 7)) as attachment:
+        assert generate(subject) == expected
+        assert attachment.recorder is None
+    errors = [record.getMessage() for record in caplog.records if record.name == "kvcanary"]
+    assert errors == ["kvcanary: not recording: ValueError: layers [7] asked for, the model has 2 cached layers"]
+
+
+def test_asynchronous_batching_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    subject = model("llama")
+    expected = generate(subject)
+    begin = Session.__init__
+
+    def pretend(session: Session, path: Path, processor: Any, **options: Any) -> None:
+        # The real thing needs a GPU; the adapter looks at nothing but this flag.
+        processor.use_async_batching = True
+        try:
+            begin(session, path, processor, **options)
+        finally:
+            processor.use_async_batching = False
+
+    monkeypatch.setattr(Session, "__init__", pretend)
+    with attach(tmp_path / "trace.arrow") as attachment:
+        assert generate(subject) == expected
+        assert attachment.recorder is None
+    assert not (tmp_path / "trace.arrow").exists()
+    errors = [record.getMessage() for record in caplog.records if record.name == "kvcanary"]
+    assert len(errors) == 1
+    assert "asynchronous batching cannot be recorded" in errors[0]
+
+
+def test_only_one_attachment_at_a_time(tmp_path: Path) -> None:
+    with attach(tmp_path / "a.arrow") as attachment:
+        with pytest.raises(ValueError, match="already recording to"):
+            attach(tmp_path / "b.arrow")
+        attachment.detach()
+        attachment.detach()
+        with attach(tmp_path / "b.arrow"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capture_bytes": 8}, "multiple of 16"),
+        ({"capture_bytes": 0}, "multiple of 16"),
+        ({"kv_watch_every": -1}, "-1"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path: Path, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attach(tmp_path / "trace.arrow", **options)
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace.arrow").write_text("precious")
+    with pytest.raises(FileExistsError):
+        attach(tmp_path / "trace.arrow")
+
+
+def test_an_engine_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(offloading_manager.OffloadingManager, "_offload_to_cpu")
+    with pytest.raises(ValueError, match=r"no OffloadingManager\._offload_to_cpu"):
+        attach(tmp_path / "trace.arrow")
+    monkeypatch.undo()
+
+
+def test_wrapped_by_someone_else_meanwhile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    owner = continuous_api.ContinuousBatchProcessor
+    original = owner._generation_step
+    attachment = attach(tmp_path / "trace.arrow")
+    ours = owner._generation_step
+    owner._generation_step = lambda processor, subject: ours(processor, subject)
+    subject = model("llama")
+    expected = generate(subject)
+    attachment.detach()
+    assert generate(subject) == expected  # ours still lies below, and passes through
+    assert len(attachment.paths) == 1
+    owner._generation_step = original
+    assert "was wrapped again" in caplog.text
+
+
+def test_the_engines_memory_is_let_go(tmp_path: Path) -> None:
+    found: list[weakref.ref[Any]] = []
+    step = Session.before_step
+
+    def look(session: Session, processor: Any) -> None:
+        if not found:
+            found.extend([weakref.ref(processor.cache), weakref.ref(processor)])
+        step(session, processor)
+
+    with attach(tmp_path / "trace.arrow"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "before_step", look)
+        generate(model("llama"))
+        gc.collect()
+        assert [ref() for ref in found] == [None, None]
+
+
+# ---- rows ----
+
+
+def test_rows_are_lent_and_the_longest_idle_gives_way() -> None:
+    requests = KnownRequests(num_rows=4, num_groups=1)
+    a, b, c, d = (requests.admit(name) for name in "abcd")
+    assert [requests.run(r, 0) for r in (a, b, c)] == [1, 2, 3]
+    assert requests.run(a, 1) == 1
+    assert requests.run(d, 1) == 2  # b and c have been idle as long, b came first
+    assert b.row == 0
+    assert requests.run(b, 2) == 3  # c's
+    requests.retire("a")
+    assert requests.run(c, 2) == 1
+    assert [r.request_id for r in (a, b, c, d)] == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="more requests than"):
+        requests.run(requests.admit("e"), 2) and requests.run(d, 2) and requests.run(requests.admit("f"), 2)
+
+
+def test_few_rows_still_give_a_clean_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = KnownRequests.__init__
+
+    def scarce(requests: KnownRequests, *, num_rows: int, num_groups: int) -> None:
+        made(requests, num_rows=4, num_groups=num_groups)
+
+    monkeypatch.setattr(KnownRequests, "__init__", scarce)
+    prompts = [list(range(10 + i, 30 + 3 * i)) for i in range(7)]
+    with attach(tmp_path / "trace.arrow"):
+        generate(model("llama"), prompts, max_requests_per_batch=3, max_new_tokens=12)
+    assert _assert_clean(tmp_path / "trace.arrow").requests == 7
+    rows = {int(row) for event in read_events(tmp_path / "trace.arrow") for row in event.ints("req_pool_indices")}
+    assert rows <= {1, 2, 3}
+
+
+def test_truth_follows_a_request_that_starts_over() -> None:
+    (request,) = [KnownRequests(num_rows=2, num_groups=1).admit("a")]
+    prompt, output = [1, 2, 3], []
+    assert request.truth(prompt, output).tolist() == [1, 2, 3]
+    for token in range(10, 30):
+        output.append(token)
+        np.testing.assert_array_equal(request.truth(prompt, output), prompt + output)
+    restarted = prompt + output
+    assert request.truth(restarted, [99]).tolist() == [*restarted, 99]
