@@ -4,11 +4,10 @@ import io
 import re
 from pathlib import Path
 
-from rich.console import Console
-from rich.terminal_theme import MONOKAI
-
 from kvcanary.replayer.replay import ReplaySettings, replay
 from kvcanary.replayer.screen import show
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
 
 ROOT = Path(__file__).parent.parent
 

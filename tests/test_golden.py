@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from kvcanary.replayer.replay import ReplaySettings, replay
 
 ROOT = Path(__file__).parent.parent
@@ -107,7 +106,6 @@ def test_the_screen_names_the_injected_forward_slot_and_request() -> None:
 def test_torn_at_many_bytes_then_recovered(tmp_path: Path) -> None:
     """`head -c N` of a faulty trace: a clear verdict at any N, and after recovery it replays."""
     from click.testing import CliRunner
-
     from kvcanary.recorder.commands.recover import recover_command
     from kvcanary.replayer.commands.replay import replay_command
 

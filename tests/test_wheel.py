@@ -43,7 +43,11 @@ def test_the_wheel_replays_a_trace_elsewhere(tmp_path: Path) -> None:
     assert "CORRUPT" in result.stdout
     assert (tmp_path / "kv_flip.report" / "violations.parquet").exists()
     loaded = subprocess.run(
-        [sys.executable, "-c", code.replace("main([", "import atexit; atexit.register(lambda: print(*sys.modules)); main([")],
+        [
+            sys.executable,
+            "-c",
+            code.replace("main([", "import atexit; atexit.register(lambda: print(*sys.modules)); main(["),
+        ],
         capture_output=True,
         text=True,
         cwd=tmp_path,

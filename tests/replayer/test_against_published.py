@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-
 from kvcanary.recorder.writer import TraceWriter
 from kvcanary.replayer.replay import ReplaySettings, replay
 from kvcanary.replayer.violations import VIOLATION_SCHEMA

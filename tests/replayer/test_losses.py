@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from kvcanary.recorder.event import TraceEvent
 from kvcanary.recorder.reader import TraceGap, TraceReader
 from kvcanary.recorder.writer import TraceWriter

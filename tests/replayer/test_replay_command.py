@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
-
 from kvcanary.replayer.commands.replay import replay_command
 
 from .test_against_published import SHAPES, record
@@ -133,7 +132,9 @@ def test_an_unwritable_report_folder_is_named(traces: dict[str, Path], tmp_path:
     assert "--no-report" in result.output
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff\xe0\x00\x10JFIF" + b"\0" * 400, b"hello\n" * 99, b"ARROW1\0\0"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xd8\xff\xe0\x00\x10JFIF" + b"\0" * 400, b"hello\n" * 99, b"ARROW1\0\0"]
+)
 def test_foreign_files_exit_2_and_leave_no_report(content: bytes, traces: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "x.arrow"
     path.write_bytes(content)

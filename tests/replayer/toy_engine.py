@@ -8,7 +8,6 @@ the trace are found here by plain loops, independent of the Recorder.
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from kvcanary.recorder.event import TraceEvent
 from kvcanary.recorder.header import KvStream, PoolGroup, Runner, StateTable, TraceHeader
 
