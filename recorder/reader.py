@@ -93,7 +93,9 @@ class TraceReader:
 
         Each call starts anew. At most one batch is held; drop it before asking for the next.
         """
-        walk = Walk(self._data, self._view, self._schema, self._first_batch, self._limit, self.path.name)
+        walk = Walk(
+            self._data, self._view, self._schema, self._first_batch, self._limit, self.path.name, self.num_batches_hint
+        )
         if self._header_damage:
             yield walk.header_gap(self._header_damage)
         yield from walk.run()

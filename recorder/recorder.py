@@ -72,7 +72,8 @@ def _guarded(
         begin = time.perf_counter_ns()
         try:
             with self._lock:
-                method(self, *args, **kwargs)
+                if not self._off:  # another thread may have closed the recorder meanwhile
+                    method(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
             self.switch_off(f"{method.__name__}: {type(error).__name__}: {error}", error)
         self._engine_thread_ns += time.perf_counter_ns() - begin

@@ -18,7 +18,14 @@ class Walk:
     """
 
     def __init__(
-        self, data: pa.Buffer, view: memoryview, schema: pa.Schema, position: int, limit: int, name: str
+        self,
+        data: pa.Buffer,
+        view: memoryview,
+        schema: pa.Schema,
+        position: int,
+        limit: int,
+        name: str,
+        listed: int | None,
     ) -> None:
         self._data = data
         self._view = view
@@ -26,7 +33,10 @@ class Walk:
         self._forms = column_forms(schema)
         self._position = position
         self._limit = limit
-        self._closed = limit < len(view)  # a right footer
+        self._closed = listed is not None  # a right footer
+        self._listed = listed
+        self._given = 0
+        self._scan = position  # behind the start of the last good batch, whose claimed end may be wrong
         self._name = name
         self._expected = 0
         self._batches = 0
@@ -51,6 +61,7 @@ class Walk:
                     if batch is not None:
                         yield from self._give(batch)
                         self._position = frame.end
+                        self._scan = frame.start + PREFIX_BYTES
                         continue
             self._batches += 1
             found = self._resume()
@@ -92,14 +103,15 @@ class Walk:
 
     def _resume(self) -> TraceBatch | None:
         """Find the next batch that is whole and whose events have not been given."""
-        for frame in find_frames(self._view, self._position + 8, self._limit):
-            if frame.kind != RECORD_BATCH:
+        for frame in find_frames(self._view, self._scan, self._limit):
+            if frame.kind != RECORD_BATCH or frame.start == self._position:
                 continue
             claim = claimed_events(frame)
             if claim is None or not claim[1] or claim[0] < self._expected:
                 continue
             batch = self._decode(frame)
             if batch is not None:
+                self._scan = frame.start + PREFIX_BYTES
                 return batch
             self._batches += 1
         return None
@@ -128,6 +140,7 @@ class Walk:
             lost = "no event is missing" if not missing else f"{_events(self._expected, missing)} left out"
             yield self._gap(missing, kind, f"{cause}; {lost}", recover=True)
         self._expected = batch.first_event + batch.num_events
+        self._given += 1
         yield batch
 
     def _last_gap(self) -> TraceGap:
@@ -144,7 +157,7 @@ class Walk:
                 recover=True,
             )
         cause = self._take_damage()
-        if self._closed and self._position + PREFIX_BYTES == self._limit:  # only the end mark itself
+        if self._given == self._listed:  # only the end mark, or a length in the last batch
             return self._gap(0, "damaged", f"{cause}; no event is missing", recover=True)
         return self._gap(None, "damaged", f"{cause}; events from {self._expected} on are left out", recover=True)
 

@@ -5,11 +5,13 @@ Some bytes by default, from another start on each run; a fuzz run takes every by
 
 import os
 import random
+import struct
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvcanary.recorder.errors import UnreadableTraceError
+from kvcanary.recorder.framing import read_footer
 from kvcanary.recorder.reader import TraceReader
 
 BATCHES = (2, 1)
@@ -121,3 +123,20 @@ def test_a_schema_message_that_swallows_batches(traces):
     batches, gaps, complete = traces.read(path)
     assert [batch.num_events for batch in batches] == [2, 1]
     assert not complete and "length of its schema message" in gaps[0].reason
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("change", [-8, 1, 4, 8, 64, 1 << 40])
+def test_a_wrong_body_length_takes_no_other_batch_with_it(traces, which, change):
+    path = traces.write(batches=(2, 3, 1), compression="none")
+    data = bytearray(path.read_bytes())
+    start, metadata_bytes, body_bytes = read_footer(memoryview(data)).blocks[which].tolist()
+    at = data.index(struct.pack("<q", body_bytes), start, start + metadata_bytes)
+    data[at : at + 8] = struct.pack("<q", body_bytes + change)
+    path.write_bytes(data)
+    batches, gaps, _ = traces.read(path)
+    given = [batch.num_events for batch in batches]
+    others = [count for number, count in enumerate((2, 3, 1)) if number != which]
+    assert gaps and given in ([2, 3, 1], others)
+    if given == [2, 3, 1]:
+        assert all(gap.missing_events == 0 for gap in gaps)

@@ -45,6 +45,7 @@ def config(name: str) -> Any:
 
 
 def model(name: str) -> Any:
+    torch.set_num_threads(1)  # matrices this small only lose by threads, above all on a busy machine
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config(name), attn_implementation="sdpa")
 

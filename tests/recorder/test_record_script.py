@@ -1,0 +1,61 @@
+"""data/record.py: what it records is the same each time and judged as its README says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .documented_engine import contents, judged
+
+DATA = Path(__file__).parents[2] / "data"
+TRACES = sorted(DATA.glob("*.arrow"))
+
+
+def test_a_recording_can_be_repeated(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        command = [sys.executable, str(DATA / "record.py"), "kv_flip", "-o", str(tmp_path / folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert "57 forwards" in done.stdout
+    assert contents(tmp_path / "one" / "kv_flip.arrow") == contents(tmp_path / "two" / "kv_flip.arrow")
+
+
+def test_an_unknown_scenario_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, str(DATA / "record.py"), "sunshine", "-o", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 2
+    assert "sunshine" in done.stderr
+
+
+def test_every_trace_is_described() -> None:
+    text = (DATA / "README.md").read_text(encoding="utf-8")
+    assert len(TRACES) >= 9
+    assert [path.stem for path in TRACES if f"`{path.stem}`" not in text] == []
+    assert sum(path.stat().st_size for path in TRACES) < 2_000_000
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
+def test_the_verdict_names_what_was_injected(path: Path) -> None:
+    summary = judged(path)
+    assert summary.complete
+    assert (summary.gaps, summary.losses, summary.findings) == ([], [], 0)
+    if path.stem.startswith("clean_"):
+        assert summary.violations == 0
+        return
+    (mark,) = summary.marks
+    truth = mark["labels"]
+    first = summary.first_violation
+    assert first is not None
+    # A swapped token is read by the forward after; a block freed too early is written by a later request.
+    late = {"token_swap": 1, "free_too_early": 1}.get(path.stem, 0)
+    assert first["forward"] == truth["forward"] + late, json.dumps(first)
+    assert first["request"] in (truth["request"], truth.get("other"))
+    pairs = [(truth["slot"], truth["position"])]
+    if path.stem == "token_swap":
+        assert set(summary.requests_hit.values()) == {truth["request"], truth["other"]}
+        assert {first["stored_token"], first["expected_token"]} == {truth["token"], truth["instead_of"]}
+    else:
+        assert (first["slot"], first["expected_position"]) in pairs
+        assert list(summary.requests_hit.values()) == [truth["request"]]
