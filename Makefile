@@ -32,9 +32,9 @@ layers: $(VENV)/.tests
 unit: $(VENV)/.tests
 	$(BIN)/pytest
 
-# The long differential runs: every kernel against the published canary, 20,000 cases each.
+# The long runs: every kernel against the published canary, 20,000 cases each; a flipped bit in every byte of a trace.
 fuzz: $(VENV)/.tests
-	$(BIN)/pytest tests/kernels --conformance-cases $(FUZZ_CASES) --timeout 7200
+	$(BIN)/pytest tests/kernels tests/recorder/test_damage.py tests/recorder/test_torn.py --conformance-cases $(FUZZ_CASES) --timeout 7200
 
 bench: $(VENV)/.tests
 	$(BIN)/python benchmarks/cpu_kernels.py

@@ -1,5 +1,7 @@
 """Between recorder and writer: events go in whole or not at all, and what was dropped is said before what follows."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from .event import TraceEvent, loss_event
@@ -9,6 +11,21 @@ from .writer import TraceWriter
 
 QUEUE_FULL = "the writer's queue was full"
 HOST_TIER_LOST = "these slots were loaded back from an offload tier whose content was lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecorderStats:
+    """What the recorder has done so far.
+
+    `engine_thread_ns` is the time spent inside the recorder on the engine's thread. `off` is the reason why it
+    switched itself off, empty while it records.
+    """
+
+    forwards: int
+    events: int
+    dropped_events: int
+    engine_thread_ns: int
+    off: str
 
 
 class Outbox:

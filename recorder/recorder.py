@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec
@@ -23,11 +22,12 @@ from ..kernels import changes, gather
 from ..kernels.kv_source import KvSource
 from .event import TraceEvent
 from .forward_event import forward_event
-from .forward_input import CopiedForward, ForwardInput, KvChange, copy_forward
+from .forward_input import CopiedForward, ForwardInput, copy_forward
 from .header import CaptureInfo, TraceHeader
 from .host_arrays import Int64Array, own_int64
 from .kv_shadow import group_shadows
-from .outbox import Outbox
+from .kv_watch import of_runner, take_forward, watch
+from .outbox import Outbox, RecorderStats
 from .schema import PHASE_AFTER, PHASE_BEFORE, TIER_POOL
 from .slot_runs import runs_to_slots, slots_to_runs
 from .state_shadow import StateShadow
@@ -37,21 +37,6 @@ logger = logging.getLogger("kvcanary")
 
 _P = ParamSpec("_P")
 _NOTHING = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecorderStats:
-    """What the recorder has done so far.
-
-    `engine_thread_ns` is the time spent inside the recorder on the engine's thread. `off` is the reason why it
-    switched itself off, empty while it records.
-    """
-
-    forwards: int
-    events: int
-    dropped_events: int
-    engine_thread_ns: int
-    off: str
 
 
 def prepare_kernels(backend: str = "cpu") -> None:
@@ -162,11 +147,11 @@ class Recorder:
         forward = copy_forward(told, self.header, number=self._forwards, time_ns=self._now())
         self._forwards += 1
         forward.changes = self._state.changes(forward)
-        watch = self._kv_watch_every
-        forward.kv_watched = watch > 0 and forward.number % watch == 0 and any(kv.sources for kv in self._kv)
+        every = self._kv_watch_every
+        forward.kv_watched = every > 0 and forward.number % every == 0 and any(kv.sources for kv in self._kv)
         self._pending = forward
         if forward.kv_watched:
-            self._watch(forward, PHASE_BEFORE)
+            watch(forward, self._kv, PHASE_BEFORE)
 
     @_guarded
     def after_forward(self, *, sampled_tokens: Any = (), sampled_lens: Any = (), note: str = "") -> None:
@@ -312,44 +297,21 @@ class Recorder:
     def _now(self) -> int:
         return self._clock_offset_ns + time.perf_counter_ns()
 
-    def _watch(self, forward: CopiedForward, phase: int) -> None:
-        """Compare the bytes of the slots that the forward reads: before it for ring groups, after it for the others."""
-        stream_base = 0
-        for number, kv in enumerate(self._kv):
-            if kv.group.runner != forward.runner:
-                continue
-            if kv.group.reads_before_write == (phase == PHASE_BEFORE):
-                written = forward.written[number] if phase == PHASE_AFTER else _NOTHING
-                for stream, slots, content in kv.changes(forward.watched[number], written):
-                    change = KvChange(stream=stream_base + stream, phase=phase, slots=slots, content=content)
-                    forward.kv_changes.append(change)
-            stream_base += len(kv.sources)
-
     def _finish_forward(self, sampled_tokens: Int64Array, sampled_lens: Int64Array) -> None:
         forward, self._pending = self._pending, None
         if forward is None:
             return
-        mine = [(number, kv) for number, kv in enumerate(self._kv) if kv.group.runner == forward.runner]
+        mine = of_runner(self._kv, forward.runner)
         gathered = {n: [kv.gather(s, forward.written[n]) for s in range(len(kv.sources))] for n, kv in mine}
         if forward.kv_watched:
-            self._watch(forward, PHASE_AFTER)
+            watch(forward, self._kv, PHASE_AFTER)
         event = forward_event(forward, sampled_tokens, sampled_lens, gathered)
         if not self._put(event):
             for number, kv in mine:
                 kv.lose(forward.written[number])
             return
         self._state.commit(forward, sampled_tokens, sampled_lens)
-        self._take_changes(forward, PHASE_BEFORE)
-        for number, kv in mine:
-            kv.take_written(forward.written[number], gathered[number])
-        self._take_changes(forward, PHASE_AFTER)
-
-    def _take_changes(self, forward: CopiedForward, phase: int) -> None:
-        streams = [(kv, s) for kv in self._kv if kv.group.runner == forward.runner for s in range(len(kv.sources))]
-        for change in forward.kv_changes:
-            if change.phase == phase:
-                kv, stream = streams[change.stream]
-                kv.take_change(stream, change.slots, change.content)
+        take_forward(forward, self._kv, gathered)
 
     def _say(self, kind: str, *, ints: dict[str, Int64Array] | None = None, **scalars: int | str) -> bool:
         return self._put(TraceEvent(kind=kind, time_ns=self._now(), scalars=scalars, ints=ints or {}))
@@ -377,3 +339,6 @@ class Recorder:
 
 def _json(labels: Mapping[str, Any] | None) -> str:
     return json.dumps(dict(labels), sort_keys=True, default=str) if labels else ""
+
+
+__all__ = ["Recorder", "RecorderStats", "prepare_kernels"]

@@ -76,3 +76,19 @@ def contents(path: Path) -> list[dict[str, Any]]:
 def judged(path: Path) -> Any:
     """Return the replay's summary."""
     return replay(path, settings=ReplaySettings(), report=None)
+
+
+def a_forward(**changes: Any) -> ForwardInput:
+    """Return a small prefill for the toy engine's shapes, with some fields changed."""
+    fields: dict[str, Any] = {
+        "mode": "extend",
+        "req_pool_indices": [1],
+        "request_ids": [1],
+        "prefix_lens": [0],
+        "extend_lens": [2],
+        "input_ids": [5, 6],
+        "positions": [0, 1],
+        "out_cache_loc": ([1, 2],),
+        "reads": (np.zeros((5, 64), np.int32),),
+    }
+    return ForwardInput(**{**fields, **changes})

@@ -33,8 +33,10 @@ class Refusing:
 
 def _run(path: Path, refused: set[int], **options: Any) -> Any:
     engine = toy_engine(path, overwrite=True, **options)
-    engine.recorder._outbox._writer = Refusing(engine.recorder._outbox._writer, refused)
+    writer = engine.recorder._outbox._writer
+    engine.recorder._outbox._writer = Refusing(writer, refused)
     run_requests(engine)
+    engine.recorder._outbox._writer = writer  # a real writer that is full to the end says so itself
     engine.recorder.close()
     return engine.recorder
 

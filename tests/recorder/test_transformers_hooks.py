@@ -1,0 +1,207 @@
+"""The transformers adapter's hooks: what goes wrong on our side stays on our side, and nothing is left behind."""
+
+import gc
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvcanary.recorder.engines.transformers import Attachment, attach
+from kvcanary.recorder.engines.transformers_session import Session
+from kvcanary.recorder.reader import read_events
+from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
+from transformers.generation.continuous_batching.cache_allocators import cache_allocator
+
+from .documented_engine import judged
+from .tiny_models import generate, model
+
+MODELS = ("llama", "gemma3_hybrid", "mistral_sliding")
+
+HOOKED = [
+    (continuous_api.ContinuousBatchProcessor, "_generation_step"),
+    (continuous_api.ContinuousBatchProcessor, "reset"),
+    (continuous_api.ContinuousBatchingManager, "stop"),
+    (cache_allocator.CacheAllocator, "free_blocks"),
+    (cache_allocator.CacheAllocator, "mark_complete_blocks"),
+    (cache.PagedAttentionCache, "evict_cached_blocks"),
+    (cache.PagedAttentionCache, "prepare_fork_request"),
+    (cache.PagedAttentionCache, "perform_cache_copy"),
+    (offloading_manager.OffloadingManager, "offload_requests"),
+    (offloading_manager.OffloadingManager, "_offload_to_cpu"),
+    (offloading_manager.OffloadingManager, "restore_scheduled_requests"),
+    (scheduler.Scheduler, "clear_cancelled_requests"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _the_engine_is_left_as_it_was() -> Iterator[None]:
+    before = [owner.__dict__[name] for owner, name in HOOKED]
+    yield
+    if Attachment._attached is not None:
+        Attachment._attached.detach()
+    assert [owner.__dict__[name] for owner, name in HOOKED] == before
+
+
+def _notes(path: Path) -> Counter[str]:
+    return Counter(f"{event.kind} {event.scalar('note')}".strip() for event in read_events(path))
+
+
+def _assert_clean(path: Path) -> Any:
+    summary = judged(path)
+    assert summary.complete
+    assert (summary.violations, summary.findings, summary.gaps, summary.losses) == (0, 0, [], [])
+    assert summary.verified > 0
+    return summary
+
+
+SESSION_METHODS = {
+    "before_step": {},
+    "after_step": {},
+    "free_blocks": {},
+    "replaced_blocks": {},
+    "evicted_blocks": {"num_blocks": 20, "safety_margin": 0.0, "max_batch_tokens": 64, "max_new_tokens": 40},
+    "forked": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
+    "copied_blocks": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
+    "restored": {"offload": True},
+    "offloaded": {"offload": True},
+}
+
+
+@pytest.mark.parametrize("name", SESSION_METHODS)
+def test_a_fault_in_a_hook_leaves_the_engine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    options = dict(SESSION_METHODS[name])
+    if options.pop("offload", False):
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
+        options |= {"num_blocks": 14, "safety_margin": 0.0, "max_new_tokens": 50, "cpu_offload_space": 0.01}
+    subject = model("llama")
+    prompts = [list(range(10 + i, 40 + i)) for i in range(4)] if "cpu_offload_space" in options else None
+    expected = generate(subject, prompts, **options)
+    called: list[int] = []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        called.append(1)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Session, name, fail)
+    caplog.set_level(logging.ERROR, "kvcanary")
+    with attach(tmp_path / "trace.arrow") as attachment:
+        assert generate(subject, prompts, **options) == expected
+    assert called
+    assert attachment.recorder is not None
+    assert "injected" in attachment.recorder.stats().off
+    errors = [record for record in caplog.records if record.name == "kvcanary"]
+    assert len(errors) == 1
+    assert "switched itself off" in errors[0].getMessage()
+    kinds = _notes(tmp_path / "trace.arrow")
+    assert any(kind.startswith("loss the recorder switched itself off") for kind in kinds)
+
+
+def test_a_session_that_cannot_begin_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    subject = model("llama")
+    expected = generate(subject)
+    with attach(tmp_path / "trace.arrow", layers=(0, 7)) as attachment:
+        assert generate(subject) == expected
+        assert attachment.recorder is None
+    errors = [record.getMessage() for record in caplog.records if record.name == "kvcanary"]
+    assert errors == ["kvcanary: not recording: ValueError: layers [7] asked for, the model has 2 cached layers"]
+
+
+def test_asynchronous_batching_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    subject = model("llama")
+    expected = generate(subject)
+    begin = Session.__init__
+
+    def pretend(session: Session, path: Path, processor: Any, **options: Any) -> None:
+        # The real thing needs a GPU; the adapter looks at nothing but this flag.
+        processor.use_async_batching = True
+        try:
+            begin(session, path, processor, **options)
+        finally:
+            processor.use_async_batching = False
+
+    monkeypatch.setattr(Session, "__init__", pretend)
+    with attach(tmp_path / "trace.arrow") as attachment:
+        assert generate(subject) == expected
+        assert attachment.recorder is None
+    assert not (tmp_path / "trace.arrow").exists()
+    errors = [record.getMessage() for record in caplog.records if record.name == "kvcanary"]
+    assert len(errors) == 1
+    assert "asynchronous batching cannot be recorded" in errors[0]
+
+
+def test_only_one_attachment_at_a_time(tmp_path: Path) -> None:
+    with attach(tmp_path / "a.arrow") as attachment:
+        with pytest.raises(ValueError, match="already recording to"):
+            attach(tmp_path / "b.arrow")
+        attachment.detach()
+        attachment.detach()
+        with attach(tmp_path / "b.arrow"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capture_bytes": 8}, "multiple of 16"),
+        ({"capture_bytes": 0}, "multiple of 16"),
+        ({"kv_watch_every": -1}, "-1"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path: Path, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attach(tmp_path / "trace.arrow", **options)
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace.arrow").write_text("precious")
+    with pytest.raises(FileExistsError):
+        attach(tmp_path / "trace.arrow")
+
+
+def test_an_engine_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(offloading_manager.OffloadingManager, "_offload_to_cpu")
+    with pytest.raises(ValueError, match=r"no OffloadingManager\._offload_to_cpu"):
+        attach(tmp_path / "trace.arrow")
+    monkeypatch.undo()
+
+
+def test_wrapped_by_someone_else_meanwhile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    owner = continuous_api.ContinuousBatchProcessor
+    original = owner._generation_step
+    attachment = attach(tmp_path / "trace.arrow")
+    ours = owner._generation_step
+    owner._generation_step = lambda processor, subject: ours(processor, subject)
+    subject = model("llama")
+    expected = generate(subject)
+    attachment.detach()
+    assert generate(subject) == expected  # ours still lies below, and passes through
+    assert len(attachment.paths) == 1
+    owner._generation_step = original
+    assert "was wrapped again" in caplog.text
+
+
+def test_the_engines_memory_is_let_go(tmp_path: Path) -> None:
+    found: list[weakref.ref[Any]] = []
+    step = Session.before_step
+
+    def look(session: Session, processor: Any) -> None:
+        if not found:
+            found.extend([weakref.ref(processor.cache), weakref.ref(processor)])
+        step(session, processor)
+
+    with attach(tmp_path / "trace.arrow"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "before_step", look)
+        generate(model("llama"))
+        gc.collect()
+        assert [ref() for ref in found] == [None, None]
