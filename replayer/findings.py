@@ -25,6 +25,8 @@ FINDING_KINDS = {
     "slot_out_of_pool": "a forward reads or writes a slot that the pool does not have",
     "swa_lut_out_of_range": "a slot has no entry in the full-to-SWA table",
     "entry_out_of_table": "a forward reads a row or position that its block table does not have",
+    "input_not_truth": "the model was fed a token that the scheduler does not have at that position",
+    "input_not_sampled": "the model was fed another token than the one sampled for that position",
 }
 
 

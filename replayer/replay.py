@@ -17,6 +17,7 @@ from ..recorder.errors import TraceError
 from ..recorder.header import TraceHeader
 from ..recorder.reader import EventView, TraceBatch, TraceGap, TraceReader
 from ..recorder.schema import EVENT_KINDS, SLOTS_LISTED
+from .checks import CHECK_NAMES, make_checks
 from .findings import FINDING_SCHEMA, Finding, finding_table
 from .forward import UnusableEventError, read_forward
 from .pools import pool_bytes
@@ -34,9 +35,14 @@ PENDING_ROWS = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """How to replay. `kv_hash` is "auto" (partial where bytes were captured), "none", "partial" or "all"."""
+    """How to replay.
+
+    `kv_hash` is "auto" (partial where bytes were captured), "none", "partial" or "all"; `checks` names the history
+    checks to run.
+    """
 
     kv_hash: str = "auto"
+    checks: tuple[str, ...] = CHECK_NAMES
     backend: str = "cpu"
     max_violations: int | None = None
     fail_fast: bool = False
@@ -126,6 +132,11 @@ class _Replay:
                 book=self._book,
                 on_violations=self._take_violations,
                 on_findings=self._take_findings,
+                checks=make_checks(
+                    settings.checks,
+                    token_offsets=tuple(runner.token_offset for runner in summary.header.runners),
+                    book=self._book,
+                ),
             )
         except MemoryError:
             raise TraceError(
@@ -289,6 +300,7 @@ def _by_tag(counters: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> dict
 def _settings_json(settings: ReplaySettings) -> dict[str, object]:
     return {
         "kv_hash": settings.kv_hash,
+        "checks": list(settings.checks),
         "backend": settings.backend,
         "max_violations": settings.max_violations,
         "fail_fast": settings.fail_fast,

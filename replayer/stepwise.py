@@ -4,7 +4,7 @@ This is section 9 of the canary's semantics. Nothing is skipped for lack of room
 to fit before each launch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from ..recorder.header import PoolGroup, TraceHeader
 from ..recorder.reader import EventView
 from ..recorder.schema import PHASE_AFTER, PHASE_BEFORE
 from .attribution import verify_violations, write_violations
+from .checks import HistoryCheck
 from .findings import Finding
 from .forward import Forward, UnusableEventError
 from .out_of_range import explain_lengths, explain_plan, explain_writes
@@ -63,6 +64,7 @@ class StepwiseExecutor:
         book: RequestBook,
         on_violations: Callable[[LaunchViolations], None],
         on_findings: Callable[[list[Finding]], None],
+        checks: Sequence[HistoryCheck] = (),
     ) -> None:
         self.header = header
         self.tables = StateTables(header, backend=backend)
@@ -78,6 +80,7 @@ class StepwiseExecutor:
         self._book = book
         self._on_violations = on_violations
         self._on_findings = on_findings
+        self._checks = checks
         self._log = ViolationLog.allocate(1024)
         self._verify_plans = [VerifyPlan.allocate(capacity=1024, request_capacity=64) for _ in self.pools]
         self._write_plans = [WritePlan.allocate(request_capacity=64) for _ in self.pools]
@@ -87,6 +90,10 @@ class StepwiseExecutor:
         """Step one forward; raise `UnusableEventError` when its recorded changes contradict themselves."""
         changes = _KvChanges(view, self.header, forward.runner)
         self.tables.apply_changes(view)
+        for check in self._checks:
+            findings = check.forward(forward, self.tables)
+            if findings:
+                self._on_findings(findings)
         steps = [self._plan(pool, forward) for pool in self.pools if pool.group.runner == forward.runner]
         if len(forward.req_pool_indices):
             for step in steps:
@@ -106,6 +113,8 @@ class StepwiseExecutor:
     def forget(self) -> None:
         """Take all state for unknown, after a gap whose events may have changed any of it."""
         self.tables.forget()
+        for check in self._checks:
+            check.forget()
         for pool in self.pools:
             pool.forget()
             pool.forget_host()

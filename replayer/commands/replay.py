@@ -48,6 +48,14 @@ Examples:
     "auto: partial where the trace holds bytes.",
 )
 @click.option(
+    "--checks",
+    default="all",
+    show_default=True,
+    metavar="NAMES",
+    help="History checks beside the canary's: all, none, or names joined by commas (input_not_sampled, "
+    "input_not_truth).",
+)
+@click.option(
     "--backend",
     type=click.Choice(["cpu", "reference"]),
     default="cpu",
@@ -76,6 +84,7 @@ def replay_command(
     report: Path | None,
     no_report: bool,
     kv_hash: str,
+    checks: str,
     backend: str,
     as_json: bool,
     quiet: bool,
@@ -96,7 +105,13 @@ def replay_command(
 
     if report and no_report:
         raise click.UsageError("--report and --no-report exclude one another")
-    settings = ReplaySettings(kv_hash=kv_hash, backend=backend, max_violations=max_violations, fail_fast=fail_fast)
+    settings = ReplaySettings(
+        kv_hash=kv_hash,
+        checks=_check_names(checks),
+        backend=backend,
+        max_violations=max_violations,
+        fail_fast=fail_fast,
+    )
     # A pipe has no width of its own; lines must not be cut at 80 columns there.
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     err = Console(stderr=True, highlight=False)
@@ -129,6 +144,18 @@ def replay_command(
 
         click.echo(json.dumps(summaries if len(traces) > 1 else summaries[0], indent=2, ensure_ascii=False))
     sys.exit(combined_exit_code(codes))
+
+
+def _check_names(text: str) -> tuple[str, ...]:
+    from ..checks import CHECK_NAMES
+
+    if text in ("all", "none"):
+        return CHECK_NAMES if text == "all" else ()
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in CHECK_NAMES]
+    if unknown:
+        raise click.UsageError(f"--checks: no check {unknown[0]!r}; there are {', '.join(CHECK_NAMES)}, all, none")
+    return names
 
 
 def _report_folders(traces: tuple[Path, ...], report: Path | None, no_report: bool) -> list[Path | None]:

@@ -1,0 +1,96 @@
+"""History checks: exact on injected faults, silent on clean engines, and after gaps."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from kvcanary.replayer.checks import CHECK_NAMES
+from kvcanary.replayer.replay import ReplaySettings, replay
+
+from .test_against_published import SHAPES, record
+from .test_losses import write
+from .toy_engine import FAULTS, ToyEngine
+
+
+def findings(trace: Path, folder: Path, **settings) -> list[dict]:
+    folder.mkdir(exist_ok=True)
+    replay(trace, settings=ReplaySettings(**settings), report=folder)
+    return pq.read_table(folder / "findings.parquet").to_pylist()
+
+
+@pytest.mark.parametrize("shape", ["full", "swa"])
+def test_every_wrong_input_token_is_found_in_its_own_forward(shape: str, tmp_path: Path) -> None:
+    sampled = 0
+    for seed in range(8):
+        engine = ToyEngine(SHAPES[shape], seed=seed, fault="token", forwards=40)
+        rows = findings(record(engine, tmp_path / f"{seed}.arrow"), tmp_path / str(seed))
+        expected = []
+        for number, (event, shot) in enumerate(zip(engine.events, engine.snapshots, strict=True)):
+            at = 0
+            for r, row in enumerate(shot.rows):
+                for i in range(shot.extend[r]):
+                    position = int(shot.prefix[r] + i)
+                    if shot.ids[at] != shot.truth[row, position]:
+                        expected.append((number, int(event.ints["request_ids"][r]), position, int(shot.slots[at])))
+                    at += 1
+        found = [
+            (row["forward"], row["request_id"], row["position"], row["slot"])
+            for row in rows
+            if row["kind"] == "input_not_truth"
+        ]
+        assert found == expected
+        assert expected
+        also = {(row["forward"], row["position"]) for row in rows if row["kind"] == "input_not_sampled"}
+        assert also <= {(forward, position) for forward, _, position, _ in expected}
+        sampled += len(also)
+    assert sampled
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "token"])
+@pytest.mark.parametrize("shape", ["full", "swa"])
+def test_other_faults_feed_the_right_tokens(shape: str, fault: str, tmp_path: Path) -> None:
+    for seed in range(4):
+        engine = ToyEngine(SHAPES[shape], seed=seed, fault=fault, forwards=30)
+        assert findings(record(engine, tmp_path / f"{seed}.arrow"), tmp_path / str(seed)) == []
+
+
+def test_sampled_tokens_alone_are_enough(tmp_path: Path) -> None:
+    """Without truth tokens in the trace, sampled(t) = input(t + 1) still holds the engine to its own word."""
+    engine = ToyEngine(SHAPES["full"], seed=3, fault="token", forwards=60, fault_rate=0.6)
+    for event in engine.events:
+        for name in ("truth_lens", "truth_row", "truth_start", "truth_count", "truth_tokens"):
+            event.ints.pop(name)
+    rows = findings(record(engine, tmp_path / "t.arrow"), tmp_path / "r")
+    assert {row["kind"] for row in rows} == {"input_not_sampled"}
+    assert {row["forward"] for row in rows} <= set(engine.faulty_forwards)
+
+
+def test_a_gap_forgets_what_was_sampled(tmp_path: Path) -> None:
+    for seed in range(4):
+        engine = ToyEngine(SHAPES["full"], seed=seed, forwards=30)
+        path = tmp_path / f"{seed}.arrow"
+        ends = write(path, engine.header, engine.events, flush_every=3)
+        data = bytearray(path.read_bytes())
+        data[(ends[3] + ends[4]) // 2] ^= 0x10
+        path.write_bytes(data)
+        assert findings(path, tmp_path / str(seed)) == []
+
+
+def test_checks_can_be_chosen(tmp_path: Path) -> None:
+    engine = ToyEngine(SHAPES["full"], seed=3, fault="token", forwards=60, fault_rate=0.6)
+    trace = record(engine, tmp_path / "t.arrow")
+    assert {row["kind"] for row in findings(trace, tmp_path / "all")} == set(CHECK_NAMES)
+    assert findings(trace, tmp_path / "none", checks=()) == []
+    (only,) = {row["kind"] for row in findings(trace, tmp_path / "one", checks=("input_not_truth",))}
+    assert only == "input_not_truth"
+
+
+def test_the_option_names_what_there_is(tmp_path: Path) -> None:
+    from .test_replay_command import run
+
+    trace = record(ToyEngine(SHAPES["full"], seed=0, forwards=5), tmp_path / "t.arrow")
+    assert run(trace, "--no-report", "--checks", "none").exit_code == 0
+    assert run(trace, "--no-report", "--checks", "input_not_truth,input_not_sampled").exit_code == 0
+    wrong = run(trace, "--no-report", "--checks", "nonsense")
+    assert wrong.exit_code == 2
+    assert "input_not_truth" in wrong.output
