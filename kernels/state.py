@@ -77,11 +77,12 @@ def apply_runs(
 def _apply_forward_loops(rows: In64, prefix_lens: In64, lens: In64, values: In64, table: Out32x2) -> None:
     at = 0
     for r in range(rows.shape[0]):
-        count = max(lens[r], 0)
+        # Never past the values: hostile lengths must add up neither to an overflow nor to an endless loop.
+        count = min(max(lens[r], 0), values.shape[0] - at)
         row = rows[r]
         if row == 0:
             continue  # a padding row takes no part, and its tokens come last
-        for i in range(min(count, values.shape[0] - at)):
+        for i in range(count):
             position = prefix_lens[r] + i
             if 0 < row < table.shape[0] and 0 <= position < table.shape[1]:
                 table[row, position] = values[at + i]

@@ -40,7 +40,7 @@ class TraceReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._map = _open_map(self.path)
+        self._descriptor, self._map = _open_map(self.path)
         self._footer: Footer | None = None
         self._header_damage = ""
         try:
@@ -67,6 +67,9 @@ class TraceReader:
     def close(self) -> None:
         """Close the file; batches that were given stay good."""
         self._map.close()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     @property
     def size_bytes(self) -> int:
@@ -91,14 +94,26 @@ class TraceReader:
     def stream(self) -> Iterator[TraceBatch | TraceGap]:
         """Yield every whole batch in order, and a gap wherever something is missing.
 
-        Each call starts anew. At most one batch is held; drop it before asking for the next.
+        Each call starts anew. At most one batch is held; drop it before asking for the next. A file that somebody
+        cuts short meanwhile is torn from there on.
         """
         walk = Walk(
-            self._data, self._view, self._schema, self._first_batch, self._limit, self.path.name, self.num_batches_hint
+            self._data,
+            self._view,
+            self._schema,
+            self._first_batch,
+            self._limit,
+            self.path.name,
+            self.num_batches_hint,
+            self._size_now,
         )
         if self._header_damage:
             yield walk.header_gap(self._header_damage)
         yield from walk.run()
+
+    def _size_now(self) -> int:
+        """The file's size at this moment: to touch mapped memory behind a file's end kills the process."""
+        return os.fstat(self._descriptor).st_size if self._descriptor >= 0 else self.size_bytes
 
     def _read_header(self) -> TraceHeader:
         try:
@@ -171,7 +186,8 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[EventView]:
             yield from item
 
 
-def _open_map(path: Path) -> pa.MemoryMappedFile:
+def _open_map(path: Path) -> tuple[int, pa.MemoryMappedFile]:
+    descriptor = -1
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -180,7 +196,9 @@ def _open_map(path: Path) -> pa.MemoryMappedFile:
             raise UnreadableTraceError(f"{path}: not a regular file; a trace is memory-mapped, so copy it to one first")
         if path.stat().st_size == 0:
             raise UnreadableTraceError(f"{path}: empty, expected a kvcanary trace; was the recorder ever started?")
-        return pa.memory_map(os.fspath(path), "r")
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # As bytes: a name need not be UTF-8, nor the locale know how to write it.
+        return descriptor, pa.memory_map(os.fsencode(path), "r")
     except FileNotFoundError:
         raise UnreadableTraceError(f"{path}: no such file") from None
     except PermissionError:
@@ -188,6 +206,8 @@ def _open_map(path: Path) -> pa.MemoryMappedFile:
             f"{path}: may not be read by this user; traces are written with mode 0600, so ask their owner"
         ) from None
     except (OSError, pa.ArrowException, ValueError) as error:
+        if descriptor >= 0:
+            os.close(descriptor)
         raise UnreadableTraceError(f"{path}: cannot be opened ({error})") from None
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -56,10 +57,14 @@ def recover(
                 raise TraceError(f"{target}: cannot be written: it exists; pass --force or choose another name")
             if not target.is_file():
                 raise TraceError(f"{target}: cannot be written: it is not a regular file; name another file")
-        partial = target.with_name(f"{target.name}.part")
+        # A name that nobody has, and short: the target's own may be as long as a name can be.
+        partial = target.with_name(f".kvcanary-{uuid.uuid4().hex}.part")
         compression = reader.header.capture.compression
         file = TraceFile(
-            partial, reader.schema, compression=compression if compression in COMPRESSIONS else "lz4", overwrite=True
+            partial,
+            reader.schema,
+            compression=compression if compression in COMPRESSIONS else "lz4",
+            named=target,
         )
         copy = _Copy(reader, file)
         try:

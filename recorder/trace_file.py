@@ -31,10 +31,19 @@ class TraceFile:
     """An Arrow IPC file that is written batch by batch, with mode 0600.
 
     The schema message is written at once. A batch that fails half way is cut off again, so that the file ends with
-    a whole one. Raises `TraceError` when it cannot be made, `ValueError` for an unknown `compression`.
+    a whole one. Raises `TraceError` when it cannot be made, `ValueError` for an unknown `compression`. `named` is how
+    errors name the file, where the user gave another name than `path`.
     """
 
-    def __init__(self, path: Path, schema: pa.Schema, *, compression: str = "lz4", overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        schema: pa.Schema,
+        *,
+        compression: str = "lz4",
+        overwrite: bool = False,
+        named: Path | None = None,
+    ) -> None:
         if compression not in COMPRESSIONS:
             raise ValueError(f"compression is {compression!r}, expected one of {', '.join(COMPRESSIONS)}")
         self.batches = 0
@@ -54,7 +63,7 @@ class TraceFile:
         except OSError as error:
             self.abandon()
             advice = _ADVICE.get(error.errno or 0, os.strerror(error.errno) if error.errno else str(error))
-            raise TraceError(f"{path}: cannot be written: {advice}") from None
+            raise TraceError(f"{named or path}: cannot be written: {advice}") from None
 
     def write(self, batch: pa.RecordBatch, metadata: dict[bytes, bytes]) -> None:
         """Append a batch; on return the operating system has its bytes. Raises `OSError`."""

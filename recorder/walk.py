@@ -1,6 +1,6 @@
 """The walk over a trace's batches: every whole one is given, everything else is told as a gap."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
@@ -26,6 +26,7 @@ class Walk:
         limit: int,
         name: str,
         listed: int | None,
+        size_now: Callable[[], int],
     ) -> None:
         self._data = data
         self._view = view
@@ -33,6 +34,7 @@ class Walk:
         self._forms = column_forms(schema)
         self._position = position
         self._limit = limit
+        self._size_now = size_now
         self._closed = listed is not None  # a right footer
         self._listed = listed
         self._given = 0
@@ -46,6 +48,7 @@ class Walk:
     def run(self) -> Iterator[TraceBatch | TraceGap]:
         """Yield batches and gaps, to the end of the file."""
         while True:
+            self._notice_a_cut()
             try:
                 frame = read_frame(self._view, self._position, self._limit)
             except FramingError as error:
@@ -88,6 +91,14 @@ class Walk:
             return position + PREFIX_BYTES == self._limit
         return all(frame.kind != RECORD_BATCH for frame in find_frames(self._view, position + 8, self._limit))
 
+    def _notice_a_cut(self) -> None:
+        """A file that was cut short since it was opened ends where it ends now; memory behind that must not be read."""
+        size = self._size_now()
+        if size < self._limit:
+            self._limit = size
+            self._closed = False
+            self._torn = not self._damage
+
     def _decode(self, frame: Frame) -> TraceBatch | None:
         where = f"batch {self._batches}"
         if frame.kind != RECORD_BATCH:
@@ -103,6 +114,7 @@ class Walk:
 
     def _resume(self) -> TraceBatch | None:
         """Find the next batch that is whole and whose events have not been given."""
+        self._notice_a_cut()
         for frame in find_frames(self._view, self._scan, self._limit):
             if frame.kind != RECORD_BATCH or frame.start == self._position:
                 continue

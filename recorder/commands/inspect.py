@@ -32,7 +32,7 @@ def inspect_command(trace: Path, as_json: bool) -> None:
     \b
     Examples:
       kvcanary inspect trace.arrow
-      kvcanary inspect --json trace.arrow | jq .events
+      kvcanary inspect --json trace.arrow | jq .events_by_kind
     """
     from ..errors import TraceError
     from ..inspect import inspect_trace

@@ -244,6 +244,18 @@ def test_numbers_that_do_not_follow(traces):
     assert items[5].missing_events == 0
 
 
+@pytest.mark.parametrize("numbers", [[0, 2], [1, 0], [1, 2], [0, 0], [-1, 0]])
+def test_event_numbers_that_contradict_the_batch(traces, numbers):
+    """The column is what other Arrow readers see, so it must agree with the metadata, CRC or not."""
+    schema = header_schema(traces.header())
+    bad = replaced(good_batch(traces, schema), "event", pa.array(numbers, pa.int64()))
+    path = traces.folder / "x.arrow"
+    craft(path, schema, [(bad, batch_metadata(bad, 0))])
+    batches, gaps, _ = traces.read(path)
+    assert not batches
+    assert "event numbers that do not follow one another" in gaps[0].reason
+
+
 def test_a_batch_without_rows(traces):
     schema = header_schema(traces.header())
     full, empty = good_batch(traces, schema), good_batch(traces, schema, count=0)

@@ -122,3 +122,32 @@ def test_the_command(traces):
     assert (traces.folder / "o.arrow").exists()
     run = CliRunner().invoke(recover_command, [str(traces.folder / "nowhere")])
     assert run.exit_code == 2 and "no such file" in run.stderr
+
+
+def test_a_file_that_looks_like_ours_is_left_alone(traces):
+    source = damaged(traces)
+    mine = traces.folder / "new.arrow.part"
+    mine.write_text("mine")
+    recover(source, traces.folder / "new.arrow")
+    assert mine.read_text() == "mine"
+    assert sorted(p.name for p in traces.folder.iterdir()) == ["bad.arrow", "new.arrow", "new.arrow.part"]
+
+
+def test_errors_name_the_file_that_the_user_named_and_any_name_will_do(traces):
+    source = damaged(traces)
+    target = traces.folder / "nowhere" / "x.arrow"
+    with pytest.raises(TraceError, match=rf"^{target}: cannot be written: its folder does not exist"):
+        recover(source, target)
+    longest = traces.folder / ("x" * 249 + ".arrow")
+    assert recover(source, longest).kept_events == 3
+    assert longest.exists()
+
+
+def test_names_that_are_no_utf8(traces):
+    source = damaged(traces)
+    strange = traces.folder / os.fsdecode(b"bad\xff.arrow")
+    source.rename(strange)
+    run = CliRunner().invoke(recover_command, [str(strange)])
+    assert run.exit_code == 0, run.output
+    assert "\\udcff" in run.output
+    assert traces.read(traces.folder / os.fsdecode(b"bad\xff.recovered.arrow"))[2]

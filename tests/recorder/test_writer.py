@@ -361,3 +361,14 @@ for number in itertools.count():
     assert len(numbers) >= flushed >= 5000
     assert all((view.ints("input_ids") == np.arange(100) + view.number).all() for batch in batches for view in batch)
     assert not complete and [gap.kind for gap in gaps] == ["torn"]
+
+
+def test_an_overwritten_trace_is_private_too(traces):
+    path = traces.folder / "t.arrow"
+    path.write_text("everybody's")
+    path.chmod(0o666)
+    TraceWriter(path, traces.header(), overwrite=True).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.unlink()
+    TraceWriter(path, traces.header(), overwrite=True).close()  # nothing there to overwrite
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -44,6 +44,7 @@ HEADER = TraceHeader(
             name="full", num_slots=SLOTS, host_num_slots=HOST, streams=streams("K", 2, 32) + streams("V", 1, 16)
         ),
         PoolGroup(name="swa", kind="swa", window=3, lut=0, num_slots=SLOTS, streams=streams("V", 1, 16)),
+        PoolGroup(name="other swa", kind="swa", window=5, lut=1, num_slots=SLOTS, halves=("V",)),
         PoolGroup(
             name="ring", kind="swa", window=4, table=1, num_slots=SLOTS, halves=("K",), reads_before_write=True,
             streams=streams("K", 3, 16),
@@ -51,7 +52,7 @@ HEADER = TraceHeader(
         PoolGroup(name="draft", runner=1, num_slots=SLOTS, halves=("K",), streams=streams("K", 1, 48)),
     ),
     tables=(StateTable(rows=ROWS, width=WIDTH), StateTable(name="ring", rows=ROWS, width=WIDTH)),
-    lut_lens=(SLOTS,),
+    lut_lens=(SLOTS, SLOTS),
     truth_table=StateTable(name="truth", rows=ROWS, width=WIDTH),
     runners=(Runner(), Runner(name="draft", token_offset=1)),
 )  # fmt: skip
@@ -109,8 +110,8 @@ class Naive:
             for i in range(count):
                 self.table[index, row, start + i] = e["table_slots"][at + i]
             at += count
-        for start, slot in zip(e["lut_start"], e["lut_slots"], strict=True):
-            self.lut[start] = slot
+        for index, start, slot in zip(e["lut_index"], e["lut_start"], e["lut_slots"], strict=True):
+            self.lut[index, start] = slot
         for row, start, token in zip(e["truth_row"], e["truth_start"], e["truth_tokens"], strict=True):
             self.truth[row, start] = token
 
@@ -135,7 +136,7 @@ class Naive:
         tokens = len(e["input_ids"])
 
         def swa(slot: int) -> int:
-            return self.lut[slot] if group.lut >= 0 and slot >= 0 else slot
+            return self.lut[group.lut, slot] if group.lut >= 0 and slot >= 0 else slot
 
         def cell(row: int, position: int) -> int:
             return swa(self.table[group.table, row, position])
@@ -297,7 +298,7 @@ def forward(rng: np.random.Generator, number: int) -> TraceEvent:
             "table_start": starts,
             "table_count": counts,
             "table_slots": column(rng, -2, SLOTS, int(counts.sum())),
-            "lut_index": np.zeros(luts, np.int64),
+            "lut_index": column(rng, 0, 2, luts),
             "lut_start": column(rng, 0, SLOTS, luts),
             "lut_count": np.ones(luts, np.int64),
             "lut_slots": column(rng, -1, SLOTS, luts),

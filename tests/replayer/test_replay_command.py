@@ -105,6 +105,11 @@ def test_limits(traces: dict[str, Path]) -> None:
     assert "--fail-fast" in fast["stopped"]
     some = json.loads(run(traces["faulty"], "--json", "--no-report", "--max-violations", 1).stdout)
     assert 1 <= some["violations"] < whole["violations"]
+    first = fast["violations"]  # all of the first bad forward, which reaches this limit and no higher one
+    for limit in (first, first + 1):
+        limited = json.loads(run(traces["faulty"], "--json", "--no-report", "--max-violations", limit).stdout)
+        assert limited["violations"] >= limit
+        assert (limited["violations"] == first) == (limit == first)
 
 
 def test_default_report_folder_is_beside_the_trace(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""Running a command as a program: whatever fails outside, no traceback, and no exit code that is a verdict."""
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from .text import printable
+
+EXIT_FAILED: Final = 2
+EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT; above 127, so `git bisect run` stops
+EXIT_BROKEN_PIPE: Final = 141  # 128 + SIGPIPE, what a shell shows of any other program whose reader left
+
+
+def run_program(command: click.Command, program: str) -> None:
+    """Run `command` with the process's arguments and exit; 1 and 125 come from the command alone.
+
+    Exits with 130 after Ctrl-C, with 141 when whoever read the output has left, and with 2 when the output cannot be
+    written or something happens that nobody foresaw.
+    """
+    _make_streams_safe()
+    invoke = command.invoke
+
+    # Around `invoke`, not `main`: click itself would end an interrupt and a broken pipe with 1.
+    def guarded(context: click.Context) -> Any:
+        try:
+            try:
+                return invoke(context)
+            finally:
+                sys.stdout.flush()
+        except (click.ClickException, click.exceptions.Exit):
+            raise
+        except SystemExit as end:
+            if not isinstance(end.__context__, BrokenPipeError):  # which rich turns into an exit
+                raise
+            _drop_output()
+            raise SystemExit(EXIT_BROKEN_PIPE) from None
+        except (KeyboardInterrupt, click.Abort):
+            _say("interrupted")
+            raise SystemExit(EXIT_INTERRUPTED) from None
+        except Exception as error:  # noqa: BLE001  # the last resort: its message without the traceback
+            raise SystemExit(_tell(program, error)) from None
+
+    command.invoke = guarded  # type: ignore[assignment, method-assign]
+    command.main(prog_name=program)
+
+
+def _tell(program: str, error: Exception) -> int:
+    """Say what went wrong, and return the exit code."""
+    if isinstance(error, BrokenPipeError):
+        _drop_output()
+        return EXIT_BROKEN_PIPE
+    if isinstance(error, OSError):
+        _drop_output()
+        where = f"{error.filename}: " if error.filename else ""
+        _say(f"{program}: {where}{error.strerror or error}")
+        if error.errno == errno.ENOSPC:
+            _say("the disk is full; make room, then run the same command again")
+        return EXIT_FAILED
+    _say(f"{program}: internal error: {type(error).__name__}: {error} ({_place(error)}); please report it")
+    return EXIT_FAILED
+
+
+def _make_streams_safe() -> None:
+    """Any name can be printed in any locale, and a closed stream takes what is printed to it."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """What is buffered still can never be written; without this the interpreter says so once more at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
+
+
+def _say(line: str) -> None:
+    click.echo(printable(line), err=True)
+
+
+def _place(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "unknown" if trace is None else f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"

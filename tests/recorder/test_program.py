@@ -1,0 +1,93 @@
+"""Commands as programs, in a process of their own: full disks, readers that leave, odd locales, Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+START = """
+import click, os, sys
+from kvcanary.recorder.commands.program import run_program
+"""
+INSPECT = START + "from kvcanary.recorder.commands.inspect import inspect_command as command\n"
+RUN = "run_program(command, 'kvcanary inspect')\n"
+
+
+def start(code, *arguments, **options):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], text=True, **pipes)
+
+
+def own(body):
+    """A command with this body."""
+    return f"{START}\n@click.command()\ndef command():\n    {body}\n{RUN}"
+
+
+def test_a_reader_that_leaves_is_no_verdict(traces):
+    path = traces.write()
+    for arguments in ([path], [path, "--json"]):
+        read, write = os.pipe()
+        os.close(read)
+        process = start(INSPECT + RUN, *arguments, stdout=write)
+        os.close(write)
+        assert process.communicate()[1] == ""
+        assert process.returncode == 141
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_under_the_output(traces):
+    path = traces.write()
+    for arguments in ([path], [path, "--json"]):
+        with Path("/dev/full").open("w") as full:
+            process = start(INSPECT + RUN, *arguments, stdout=full)
+            err = process.communicate()[1]
+        assert process.returncode == 2
+        assert err.splitlines() == [
+            "kvcanary inspect: No space left on device",
+            "the disk is full; make room, then run the same command again",
+        ]
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_closed_stream_changes_nothing(traces, closed):
+    code = f'exec {sys.executable} -c "$0" "$1" {closed}>&-'
+    process = subprocess.run(["bash", "-c", code, INSPECT + RUN, traces.write()], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    assert bool(process.stdout) == (closed == 2)
+
+
+def test_any_name_in_any_locale(traces):
+    path = traces.write().rename(traces.folder / os.fsdecode(b"\xc3\xa9\xff.arrow"))
+    for settings in ({"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
+        process = start(INSPECT + RUN, path, env={**os.environ, **settings})
+        out, err = process.communicate()
+        assert (process.returncode, err) == (0, ""), settings
+        assert "\\udcff.arrow" in out
+
+
+def test_ctrl_c_is_no_verdict():
+    process = start(own("print('ready', flush=True); import time; time.sleep(60)"))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    err = process.communicate()[1]
+    assert process.returncode == 130
+    assert err == "interrupted\n"
+
+
+def test_what_nobody_foresaw_is_one_line_and_no_verdict():
+    process = start(own("{}['\\x1b[31mx']"))
+    err = process.communicate()[1]
+    assert process.returncode == 2
+    assert err.startswith("kvcanary inspect: internal error: KeyError: ") and err.count("\n") == 1
+    assert "(<string>:" in err and "\x1b" not in err
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 125])
+def test_a_commands_own_code_goes_through(code):
+    process = start(own(f"sys.exit({code})"))
+    process.communicate()
+    assert process.returncode == code
