@@ -32,9 +32,11 @@ layers: $(VENV)/.tests
 unit: $(VENV)/.tests
 	$(BIN)/pytest
 
-# The long runs: every kernel against the published canary, 20,000 cases each; a flipped bit in every byte of a trace.
+# The long runs: every kernel against the published canary, 20,000 cases each; a flipped bit in every byte of a trace;
+# 240 random simulated engines, which must all replay clean.
 fuzz: $(VENV)/.tests
 	$(BIN)/pytest tests/kernels tests/recorder/test_damage.py tests/recorder/test_torn.py --conformance-cases $(FUZZ_CASES) --timeout 7200
+	$(BIN)/pytest tests/recorder/simulated/test_clean_runs.py --conformance-cases 3000 --timeout 7200
 
 bench: $(VENV)/.tests
 	$(BIN)/python benchmarks/cpu_kernels.py
@@ -60,4 +62,4 @@ $(VENV)/.tests: $(VENV)/.runtime
 	touch $@
 
 clean:
-	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis kernels/__pycache__

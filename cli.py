@@ -10,12 +10,14 @@ from typing import Final
 import click
 
 from . import __version__
+from .recorder.commands.program import run_program
 
 # command: (module below this package, name of the click command in it, the line that --help shows)
 _COMMANDS: Final = {
     "inspect": ("recorder.commands.inspect", "inspect_command", "Show what a trace holds, and what it lost."),
     "recover": ("recorder.commands.recover", "recover_command", "Rewrite what is whole of a torn trace."),
     "replay": ("replayer.commands.replay", "replay_command", "Replay traces and judge them (kvcanary-replay)."),
+    "simulate": ("recorder.commands.simulate", "simulate_command", "Record a trace from the simulated engine."),
     "completion": ("", "", "Print the shell completion script."),
 }
 
@@ -81,8 +83,13 @@ def _replay() -> click.Command:
     return command
 
 
+def kvcanary_main() -> None:
+    """Entry point of `kvcanary`."""
+    run_program(main, "kvcanary")
+
+
 def replay_main() -> None:
     """Entry point of `kvcanary-replay`."""
     command = click.version_option(__version__, prog_name="kvcanary-replay")(_replay())
     command.context_settings["help_option_names"] = ["-h", "--help"]
-    command.main(prog_name="kvcanary-replay")
+    run_program(command, "kvcanary-replay")

@@ -10,6 +10,9 @@ import numpy.typing as npt
 from .constants import SLOT_OUT_OF_RANGE
 from .dispatch import In8x2, In64, Out8x2, Out32x2, Out64, Out64x2, select
 
+INT32_MIN = -(1 << 31)
+INT32_MAX = (1 << 31) - 1
+
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 ByteArray = npt.NDArray[np.uint8]
@@ -39,7 +42,11 @@ def _apply_runs_loops(
             else:
                 inside = min(count, table.shape[1] - start)
                 for i in range(inside):
-                    table[row, start + i] = values[at + i]
+                    value = values[at + i]
+                    if INT32_MIN <= value <= INT32_MAX:
+                        table[row, start + i] = value
+                    else:
+                        outside[0] += 1
                 outside[0] += count - inside
         at += count
     if at != values.shape[0]:
@@ -67,7 +74,7 @@ def apply_runs(
         backend: see `dispatch.select`.
 
     Returns:
-        How many values fell outside the table, or -1 when `counts` and `values` do not fit one another.
+        How many values fell outside the table or are no int32, or -1 when `counts` and `values` do not fit one another.
     """
     outside = np.zeros(1, dtype=np.int64)
     select(_apply_runs_loops, backend)(index, indices, rows, starts, counts, values, table, outside)

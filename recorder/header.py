@@ -222,6 +222,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 # What a header may ask a reader to allocate at most, so that a damaged or hostile file cannot exhaust memory.
 MAX_SLOTS = 1 << 31
 MAX_TABLE_CELLS = 1 << 36
+MAX_TOKEN_BYTES = 1 << 24
+MAX_PARTS = 64
 
 
 def _check_header(header: TraceHeader) -> None:
@@ -231,13 +233,24 @@ def _check_header(header: TraceHeader) -> None:
     for length in header.lut_lens:
         if not 0 < length <= MAX_SLOTS:
             raise ValueError(f"a full-to-SWA table has length {length}")
+    for what, count in (
+        ("groups", len(header.groups)),
+        ("tables", len(header.tables)),
+        ("full-to-SWA tables", len(header.lut_lens)),
+        ("runners", len(header.runners)),
+    ):
+        if count > MAX_PARTS:
+            raise ValueError(f"{count} {what}, expected at most {MAX_PARTS}")
     if not header.runners:
         raise ValueError("no runner")
+    for runner in header.runners:
+        if runner.token_offset not in (0, 1):
+            raise ValueError(f"runner {runner.name}: token_offset {runner.token_offset}, expected 0 or 1 (EAGLE draft)")
     for number, group in enumerate(header.groups):
         where = f"group {number} ({group.name})"
         if group.kind not in ("full", "swa"):
             raise ValueError(f"{where}: kind is {group.kind!r}, expected 'full' or 'swa'")
-        if (group.window > 0) != (group.kind == "swa") or group.window < 0:
+        if (group.window > 0) != (group.kind == "swa") or not 0 <= group.window <= MAX_SLOTS:
             raise ValueError(f"{where}: window {group.window} does not fit kind {group.kind!r}")
         if not 0 <= group.runner < len(header.runners):
             raise ValueError(f"{where}: runner {group.runner} of {len(header.runners)}")
@@ -257,7 +270,7 @@ def _check_header(header: TraceHeader) -> None:
         for stream in group.streams:
             if stream.half not in group.halves:
                 raise ValueError(f"{where}: a KV source for half {stream.half!r}, halves are {group.halves}")
-            if not 0 < stream.capture_bytes <= stream.bytes_per_token or stream.capture_bytes % 16:
+            if not 0 < stream.capture_bytes <= stream.bytes_per_token <= MAX_TOKEN_BYTES or stream.capture_bytes % 16:
                 raise ValueError(
                     f"{where}: captures {stream.capture_bytes} of {stream.bytes_per_token} bytes a token, expected "
                     "a positive multiple of 16"

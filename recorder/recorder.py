@@ -5,10 +5,12 @@ in the log (logger "kvcanary") and in the trace; the engine goes on. Where the w
 dropped, counted, and a loss event says how many and which slots they wrote.
 """
 
+import atexit
 import dataclasses
 import functools
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -52,7 +54,7 @@ def _guarded(
 
     @functools.wraps(method)
     def call(self: "Recorder", /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if self._off:
+        if self._off or os.getpid() != self._pid:  # a forked child may not even take the lock
             return
         begin = time.perf_counter_ns()
         try:
@@ -108,6 +110,7 @@ class Recorder:
             created_ns=header.created_ns or self._now(),
             capture=CaptureInfo(kv_watch_every=kv_watch_every, truth_tokens=header.truth_table is not None),
         )
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         self._off = ""
         self._closed = False
@@ -117,6 +120,8 @@ class Recorder:
         writer = TraceWriter(self.path, self.header, **writer_options)
         self.header = writer.header
         self._outbox = Outbox(writer, self._kv)
+        # Registered after the writer's own, so run before it: a forward that killed the engine is still told.
+        atexit.register(self.close)
 
     @_guarded
     def request(
@@ -263,6 +268,9 @@ class Recorder:
 
     def close(self, timeout: float = 30.0) -> None:
         """Write out what is queued and the file's end, waiting at most `timeout` seconds; a second call does nothing."""
+        if os.getpid() != self._pid:
+            return
+        atexit.unregister(self.close)
         with self._lock:
             if self._closed:
                 return

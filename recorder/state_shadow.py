@@ -104,8 +104,9 @@ class StateShadow:
 
     def forget(self) -> None:
         """Start anew, as a replay does after a loss that does not say what it may have changed."""
-        self.tables = [np.zeros_like(table) for table in self.tables]
-        self.luts = [np.zeros_like(lut) for lut in self.luts]
+        # Fresh zero pages: `zeros_like` would touch every page of a large table.
+        self.tables = [np.zeros(table.shape, np.int32) for table in self.tables]
+        self.luts = [np.zeros(lut.size, np.int64) for lut in self.luts]
         if self.truth is not None:
             self.truth.fill(-1)
 

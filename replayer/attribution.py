@@ -29,7 +29,7 @@ def verify_violations(
         endpoint,
         half,
         expected_positions=plan.expected_positions[entries],
-        writers=pool.pool.writers[rows[:, _SLOT_FIELD]],
+        writers=pool.last_writers(rows[:, _SLOT_FIELD]),
     )
 
 

@@ -14,6 +14,8 @@ from ..recorder.reader import EventView
 Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
+MAX_PREFIX = 1 << 62
+
 
 class UnusableEventError(Exception):
     """An event whose columns contradict one another or the header; `str()` says which."""
@@ -63,16 +65,28 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
     tokens = len(input_ids)
     positions = _ints_of_length(view, "positions", tokens)
     slots = _ints_of_length(view, "out_cache_loc", tokens * len(header.tables)).reshape(len(header.tables), tokens)
-    written = int(np.where(rows == 0, 0, np.maximum(per_request["extend_lens"], 0)).sum())
+    extend = np.where(rows == 0, 0, np.maximum(per_request["extend_lens"], 0))
+    # Each length on its own first: sums of hostile lengths wrap around.
+    if bool((extend > tokens).any()) or bool((np.abs(per_request["prefix_lens"]) > MAX_PREFIX).any()):
+        raise UnusableEventError(f"a request extends by more than the {tokens} tokens there are, or a prefix is absurd")
+    written = int(extend.sum())
     if written > tokens:
         raise UnusableEventError(f"extend_lens add up to {written} tokens, input_ids has {tokens}")
     truth_lens = view.ints("truth_lens")
     if len(truth_lens) not in (0, bs):
         raise UnusableEventError(f"truth_lens has {len(truth_lens)} entries for {bs} requests")
     sampled_lens = view.ints("sampled_lens")
-    if len(sampled_lens) not in (0, bs) or (len(sampled_lens) and int(sampled_lens.min()) < 0):
-        raise UnusableEventError(f"sampled_lens has {len(sampled_lens)} entries for {bs} requests, or a negative one")
-    sampled_tokens = _ints_of_length(view, "sampled_tokens", int(sampled_lens.sum()))
+    sampled_tokens = view.ints("sampled_tokens")
+    if len(sampled_lens) not in (0, bs):
+        raise UnusableEventError(f"sampled_lens has {len(sampled_lens)} entries for {bs} requests")
+    if bool(((sampled_lens < 0) | (sampled_lens > len(sampled_tokens))).any()):
+        raise UnusableEventError(
+            f"a sampled length is negative or more than the {len(sampled_tokens)} tokens there are"
+        )
+    if int(sampled_lens.sum()) != len(sampled_tokens):
+        raise UnusableEventError(
+            f"sampled_tokens has {len(sampled_tokens)} entries, sampled_lens add up to another number"
+        )
     return Forward(
         event=int(view.scalar("event")),
         forward=int(view.scalar("forward")),

@@ -58,16 +58,27 @@ def explain_writes(
     return findings
 
 
-def explain_lengths(
+def beyond_table(forward: Forward, table_shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+    """Say for each request, `[bs] bool`, whether its row or a position of it is none of the block table's."""
+    rows, prefix = forward.req_pool_indices, forward.prefix_lens
+    ends = prefix + np.maximum(forward.extend_lens, 0)
+    beyond: npt.NDArray[np.bool_] = (rows < 0) | (rows >= table_shape[0]) | (prefix < 0) | (ends > table_shape[1])
+    return beyond & (rows != 0)
+
+
+def explain_requests(
     forward: Forward, pool: GroupPool, table_shape: tuple[int, ...], book: RequestBook
 ) -> list[Finding]:
-    """Return a finding for each request that is longer than its block table's row."""
-    ends = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
+    """Return a finding for each request whose row or positions are none of the block table's."""
     findings = []
-    for request in np.flatnonzero((ends > table_shape[1]) & (forward.req_pool_indices != 0)):
-        end = int(ends[request])
-        detail = f"reaches position {end - 1}, the table's rows hold {table_shape[1]}"
-        findings.append(_finding("entry_out_of_table", detail, forward, pool, int(request), end - 1, -1, book))
+    for request in np.flatnonzero(beyond_table(forward, table_shape)):
+        prefix = int(forward.prefix_lens[request])
+        last = prefix + max(int(forward.extend_lens[request]), 0) - 1
+        detail = (
+            f"has row {int(forward.req_pool_indices[request])} and positions {prefix} to {last}, the table has "
+            f"{table_shape[0]} rows of {table_shape[1]}"
+        )
+        findings.append(_finding("entry_out_of_table", detail, forward, pool, int(request), last, -1, book))
     return findings
 
 

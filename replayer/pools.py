@@ -16,7 +16,6 @@ ByteArray = npt.NDArray[np.uint8]
 Endpoint = Literal["HEAD", "TAIL", "SWEEP"]
 
 RECORD_BYTES = 32
-NO_WRITER = -1
 
 
 def launch_tag(endpoint: Endpoint, half: str, kind: str) -> LaunchTag:
@@ -29,7 +28,7 @@ class Tier:
     """Slots of one memory tier: the pool itself, or the host tier that requests are offloaded to.
 
     `head` and `tail` map a half to `[num_slots, 32] uint8`, `kv` holds `[num_slots, capture_bytes] uint8` per
-    stream, `writers` is `[num_slots, 3] int64` (event, forward, request id; -1 where nobody wrote), `unknown` is
+    stream, `writers` is `[num_slots, 3] int64` (event + 1, forward, request id; event 0 where nobody wrote), `unknown` is
     `[num_slots] bool`: slots whose content the trace does not know because events were lost.
     """
 
@@ -77,6 +76,14 @@ class GroupPool:
         """Return the pool (0) or the host tier (1)."""
         return self.host if number == TIER_HOST else self.pool
 
+    def last_writers(self, slots: Int64Array) -> Int64Array:
+        """Return event, forward and request id of each slot's last writer, `[n, 3] int64`; -1 where nobody wrote."""
+        found = self.pool.writers[slots]
+        written = found[:, 0] > 0
+        found[:, 0] -= 1
+        found[~written] = -1
+        return found
+
     def copy_slots(self, src_tier: int, src: Int64Array, dst_tier: int, dst: Int64Array) -> int:
         """Copy whole slots, records and bytes and writers, as the engine copied them.
 
@@ -110,7 +117,7 @@ def _allocate(group: PoolGroup, num_slots: int) -> Tier:
         head={half: np.zeros((num_slots, RECORD_BYTES), dtype=np.uint8) for half in group.halves},
         tail={half: np.zeros((num_slots, RECORD_BYTES), dtype=np.uint8) for half in group.halves},
         kv=[np.zeros((num_slots, stream.capture_bytes), dtype=np.uint8) for stream in group.streams],
-        writers=np.full((num_slots, 3), NO_WRITER, dtype=np.int64),
+        writers=np.zeros((num_slots, 3), dtype=np.int64),
         unknown=np.zeros(num_slots, dtype=np.bool_),
     )
 

@@ -114,7 +114,6 @@ class _Replay:
     def __init__(self, summary: Summary, settings: ReplaySettings, violations: TableSink, findings: TableSink) -> None:
         self._summary = summary
         self._settings = settings
-        self._tally = Tally(summary)
         self._violations = violations
         self._findings = findings
         self._book = RequestBook()
@@ -125,6 +124,7 @@ class _Replay:
         mode = _kv_hash_mode(settings.kv_hash, summary.header)
         summary.settings["kv_hash"] = mode.name.lower()
         try:
+            self._tally = Tally(summary)
             self._executor = StepwiseExecutor(
                 summary.header,
                 kv_hash_mode=mode,
@@ -252,9 +252,12 @@ class _Replay:
             self._executor.forget()
             self._executor.tables.apply_changes(view)
             return
+        if not len(groups) == len(starts) == len(counts):
+            raise UnusableEventError("the slot columns differ in length")
         for group, start, count in zip(groups.tolist(), starts.tolist(), counts.tolist(), strict=True):
-            if 0 <= group < len(self._executor.pools) and start >= 0 and count >= 0:
-                self._executor.pools[group].forget(slice(start, start + count))
+            if not 0 <= group < len(self._executor.pools) or start < 0 or count < 0:
+                raise UnusableEventError(f"a run of {count} slots from {start} in group {group}")
+            self._executor.pools[group].forget(slice(start, start + count))
 
     def _mark(self, view: EventView) -> None:
         summary = self._summary
@@ -264,7 +267,9 @@ class _Replay:
         mark = {"event": int(view.scalar("event")), "note": str(view.scalar("note"))}
         try:
             labels = json.loads(str(view.scalar("labels")) or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
+            labels = None
+        if not isinstance(labels, dict):
             labels = {"text": str(view.scalar("labels"))}
         summary.marks.append({**mark, "labels": labels})
 

@@ -22,7 +22,7 @@ from .attribution import verify_violations, write_violations
 from .checks import HistoryCheck
 from .findings import Finding
 from .forward import Forward, UnusableEventError
-from .out_of_range import explain_lengths, explain_plan, explain_writes
+from .out_of_range import beyond_table, explain_plan, explain_requests, explain_writes
 from .pools import Endpoint, GroupPool, launch_tag
 from .requests import RequestBook
 from .tables import StateTables
@@ -259,18 +259,17 @@ class StepwiseExecutor:
             slots=step.slots,
             offsets=step.write_plan.offsets[: bs + 1],
             request_ids=forward.request_ids,
-            event=forward.event,
+            event=forward.event + 1,  # 0 stands for nobody, so that untouched slots stay zero pages
             forward=forward.forward,
             writers=step.pool.pool.writers,
             backend=self._backend,
         )
         step.pool.learn(step.slots)
         shape = self.tables.req_to_token[step.pool.group.table].shape
-        ends = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
-        if step.looked_beyond or bool((ends > shape[1]).any()):
+        if step.looked_beyond or bool(beyond_table(forward, shape).any()):
             findings = explain_plan(step.verify_plan, forward, step.pool, shape, self._book)
             findings += explain_writes(step.slots, step.write_plan, forward, step.pool, self._book)
-            findings += explain_lengths(forward, step.pool, shape, self._book)
+            findings += explain_requests(forward, step.pool, shape, self._book)
             self._on_findings(findings)
 
 
@@ -290,11 +289,16 @@ class _KvChanges:
         self._bytes = view.bytes("kv_change_bytes")
         if not len(self._stream) == len(self._slot) == len(self._phase):
             raise UnusableEventError("the kv_change columns differ in length")
+        if not set(np.unique(self._phase).tolist()) <= {PHASE_BEFORE, PHASE_AFTER}:
+            raise UnusableEventError(f"kv_change_phase names a phase other than {PHASE_BEFORE} and {PHASE_AFTER}")
         if len(self._stream) and not 0 <= self._stream.min() <= self._stream.max() < len(self._streams):
             raise UnusableEventError(f"kv_change_stream names stream {self._stream.max()} of {len(self._streams)}")
         widths = np.array([stream.capture_bytes for _, stream in self._streams] or [0], dtype=np.int64)[self._stream]
         if len(self._bytes) != int(widths.sum()):
             raise UnusableEventError(f"kv_change_bytes has {len(self._bytes)} bytes, expected {int(widths.sum())}")
+        slots = np.array([header.groups[group].num_slots for group, _ in self._streams] or [0], dtype=np.int64)
+        if bool(((self._slot < 0) | (self._slot >= slots[self._stream])).any()):
+            raise UnusableEventError("kv_change_slot names a slot that its pool does not have")
         self._offsets = np.cumsum(widths) - widths
 
     def apply(self, phase: int, pools: list[GroupPool]) -> None:

@@ -78,8 +78,9 @@ class Summary:
             doubts.append(f"events that this version cannot judge: {kinds}")
         if self.stopped:
             doubts.append(self.stopped)
-        if not self.forwards and not doubts:
-            doubts.append("the trace holds no forward, so nothing was checked")
+        if not doubts and not self.verified and not self.written:
+            what = "no forward" if not self.forwards else "no forward that reads or writes a slot"
+            doubts.append(f"the trace holds {what}, so nothing was checked")
         return doubts
 
     @property
@@ -107,7 +108,7 @@ class Summary:
 
     def to_json_text(self) -> str:
         """Return `summary.json`'s text."""
-        return json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(self.to_json(), indent=2) + "\n"
 
 
 class Tally:

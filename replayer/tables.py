@@ -29,7 +29,6 @@ class StateTables:
         self.truth: npt.NDArray[np.int32] | None = (
             None if truth is None else np.zeros((truth.rows, truth.width), dtype=np.int32)
         )
-        self.values_outside = 0
 
     def apply_changes(self, view: EventView) -> None:
         """Apply the changes that an event carries; raise `UnusableEventError` when runs and values do not fit."""
@@ -47,6 +46,8 @@ class StateTables:
             raise UnusableEventError(f"the {prefix}_* columns of runs differ in length")
         if not len(starts):
             return
+        if prefix == "table" and not 0 <= indices.min() <= indices.max() < len(self.req_to_token):
+            raise UnusableEventError("table_index names a table that the header does not have")
         outside = apply_runs(
             index=index,
             indices=indices,
@@ -59,7 +60,8 @@ class StateTables:
         )
         if outside < 0:
             raise UnusableEventError(f"the runs in {prefix}_count do not add up to the values in {values}")
-        self.values_outside += outside
+        if outside:
+            raise UnusableEventError(f"{outside} values in {values} lie outside their table, or are no 32-bit numbers")
 
     def _apply_luts(self, view: EventView) -> None:
         indices, starts, counts = (view.ints(f"lut_{column}") for column in ("index", "start", "count"))
@@ -70,9 +72,13 @@ class StateTables:
             raise UnusableEventError("the runs in lut_count do not add up to the values in lut_slots")
         at = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(len(slots))
         of_value = np.repeat(indices, counts)
+        applied = 0
         for index, lut in enumerate(self.luts):
             chosen = (of_value == index) & (at >= 0) & (at < len(lut))
             lut[at[chosen]] = slots[chosen]
+            applied += int(chosen.sum())
+        if applied != len(slots):
+            raise UnusableEventError(f"{len(slots) - applied} values in lut_slots lie outside their table")
 
     def apply_forward(self, forward: Forward) -> None:
         """Apply a forward's own slots and sampled tokens, as the recorder did."""
@@ -101,7 +107,8 @@ class StateTables:
         Slot 0 is never verified and token -1 is never compared, so those are what unknown entries become; what the
         trace says later fills them again.
         """
-        self.req_to_token = [np.zeros_like(table) for table in self.req_to_token]
-        self.luts = [np.zeros_like(lut) for lut in self.luts]
+        # Fresh zero pages: `zeros_like` would touch every page of a large table.
+        self.req_to_token = [np.zeros(table.shape, dtype=np.int32) for table in self.req_to_token]
+        self.luts = [np.zeros(len(lut), dtype=np.int64) for lut in self.luts]
         if self.truth is not None:
             self.truth.fill(UNKNOWN_TOKEN)

@@ -141,7 +141,9 @@ class TableSink:
         self._schema = schema
         self._pending: list[pa.Table] = []
         self._num_pending = 0
-        self._writer = None if path is None else pq.ParquetWriter(path, schema, compression="zstd")
+        # Opened here, not by pyarrow, which takes no path that is not UTF-8.
+        self._file = None if path is None else path.open("wb")
+        self._writer = None if self._file is None else pq.ParquetWriter(self._file, schema, compression="zstd")
 
     def append(self, table: pa.Table) -> None:
         """Add rows; they reach the disk with their row group or at `close`."""
@@ -161,10 +163,14 @@ class TableSink:
 
     def close(self) -> None:
         """Write what is pending and the file's footer."""
-        self._flush()
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            self._flush()
+            if self._writer is not None:
+                self._writer.close()
+        finally:
             self._writer = None
+            if self._file is not None:
+                self._file.close()
 
     def __enter__(self) -> "TableSink":
         return self

@@ -21,6 +21,7 @@ def modules_after(code: str) -> set[str]:
         "main(['replay', '--help'])",
         "main(['inspect', '--help'])",
         "main(['recover', '--help'])",
+        "main(['simulate', '--help'])",
         "replay_command(['--help'])",
     ],
 )
@@ -32,7 +33,7 @@ def test_help_loads_no_heavy_library(arguments: str) -> None:
 
 
 def test_every_command_has_help_with_an_example() -> None:
-    for command in ("replay", "inspect", "recover", "completion"):
+    for command in ("replay", "inspect", "recover", "simulate", "completion"):
         result = subprocess.run(
             [sys.executable, "-c", f"from kvcanary.cli import main; main(['{command}', '--help'])"],
             capture_output=True,

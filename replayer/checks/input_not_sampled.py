@@ -31,6 +31,8 @@ class InputNotSampled:
     def forward(self, forward: Forward, tables: StateTables) -> list[Finding]:
         """Return a finding for each input token that is not the one sampled for its position."""
         self._make_room(tables)
+        if not len(self._last):
+            return []
         findings = self._judge(forward) if forward.runner == 0 else []
         self._remember(forward)
         return findings

@@ -142,7 +142,7 @@ def replay_command(
     if as_json:
         import json
 
-        click.echo(json.dumps(summaries if len(traces) > 1 else summaries[0], indent=2, ensure_ascii=False))
+        click.echo(json.dumps(summaries if len(traces) > 1 else summaries[0], indent=2))
     sys.exit(combined_exit_code(codes))
 
 
@@ -174,15 +174,22 @@ def _report_folders(traces: tuple[Path, ...], report: Path | None, no_report: bo
 def _replay_one(
     trace: Path, settings: ReplaySettings, target: Path | None, *, explicit: bool, err: Console, quiet: bool
 ) -> Summary:
+    from ...recorder.errors import TraceError
     from ...recorder.reader import TraceReader
     from ..replay import replay
 
     TraceReader(trace).close()  # an unreadable trace leaves no empty report behind
     folder = _make_folder(trace, target, explicit=explicit, err=err)
-    if quiet or not err.is_terminal:
-        return replay(trace, settings=settings, report=folder)
-    with _ProgressBar(err) as bar:
-        return replay(trace, settings=settings, report=folder, on_progress=bar.update)
+    try:
+        if quiet or not err.is_terminal:
+            return replay(trace, settings=settings, report=folder)
+        with _ProgressBar(err) as bar:
+            return replay(trace, settings=settings, report=folder, on_progress=bar.update)
+    except OSError as error:
+        raise TraceError(
+            f"{trace}: the report in {folder} cannot be written ({error.strerror or error}); make room, name another "
+            "folder with --report DIR, or use --no-report"
+        ) from None
 
 
 def _make_folder(trace: Path, target: Path | None, *, explicit: bool, err: Console) -> Path | None:

@@ -1,0 +1,219 @@
+"""`kvcanary simulate`: record a trace from the simulated engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from ..engines.simulated.config import EngineConfig
+    from ..engines.simulated.engine import SimulatedEngine
+    from ..engines.simulated.file_workload import FileWorkload
+    from ..engines.simulated.random_workload import RandomWorkload
+
+_EPILOG = """\b
+Examples:
+  kvcanary simulate -o trace.arrow
+      200 random requests through a paged pool with a prefix cache, small enough for evictions
+  kvcanary simulate -o swa.arrow --shape swa --window 128 --page-size 16
+      full and sliding-window layers, as Gemma or Mistral have them
+  kvcanary simulate -o eagle.arrow --eagle --accept-rate 0.7
+      a draft model guesses three tokens a round, the target verifies them
+  kvcanary simulate -o load.arrow --workload conversation_trace.jsonl --fraction 0.01 --page-size 64
+      the first hundredth of a Mooncake trace: real arrivals, lengths and prefix sharing
+  kvcanary simulate -o tight.arrow --pool-tokens 2000 --fork-rate 0.2 --abort-rate 0.1 --priorities 3
+      little memory, much retraction, forks and aborts
+  kvcanary-replay trace.arrow
+      a clean engine must be judged clean
+
+The same options and seed give the same events, apart from their times.
+"""
+
+
+@click.command("simulate", epilog=_EPILOG)
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="Trace to write.")
+@click.option("--force", is_flag=True, help="Replace the output file if it exists.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
+@click.option(
+    "--shape",
+    type=click.Choice(["mha", "mla", "swa", "dsv4"]),
+    default="mha",
+    show_default=True,
+    help="mha: K and V. mla: K only. swa: full and sliding-window layers. dsv4: sliding window, K, no bytes.",
+)
+@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True, help="Tokens a page.")
+@click.option("--pool-tokens", type=click.IntRange(min=1), help="Slots of the pool. [default: from the workload]")
+@click.option("--swa-tokens", type=click.IntRange(min=1), help="Slots of the sliding-window pool. [default: half]")
+@click.option("--window", type=click.IntRange(min=1), default=128, show_default=True, help="Sliding window, tokens.")
+@click.option("--host-tokens", type=click.IntRange(min=0), default=0, help="Slots of a host tier; 0 for none.")
+@click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Radix prefix cache.")
+@click.option("--max-running", type=click.IntRange(min=1), default=16, show_default=True, help="Largest batch.")
+@click.option("--chunk-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per prefill forward.")
+@click.option("--mixed", is_flag=True, help="Decode along with prefills, in mixed forwards.")
+@click.option("--graphs/--no-graphs", default=True, show_default=True, help="Pad decode batches to CUDA graph sizes.")
+@click.option("--eagle", is_flag=True, help="Speculative decoding with a draft model, top-k 1.")
+@click.option("--draft-tokens", type=click.IntRange(min=1), default=3, show_default=True, help="Guesses a round.")
+@click.option("--accept-rate", type=click.FloatRange(0, 1), default=0.6, show_default=True, help="Of each guess.")
+@click.option(
+    "--sampler",
+    type=click.Choice(["oracle", "content", "random"]),
+    default="oracle",
+    show_default=True,
+    help="oracle: a hash of request and position. content: equal contexts, equal tokens. random: neither.",
+)
+@click.option(
+    "--noise/--no-noise", default=True, show_default=True, help="KV bits differ from run to run, as on a GPU."
+)
+@click.option("--requests", type=click.IntRange(min=1), help="How many. [default: 200; all of a workload file's part]")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=300, show_default=True, help="Mean prompt.")
+@click.option("--output-tokens", type=click.IntRange(min=1), default=100, show_default=True, help="Mean answer.")
+@click.option("--sharing", type=click.FloatRange(0, 1), default=0.5, show_default=True, help="Prompts that share.")
+@click.option("--arrival-rate", type=click.FloatRange(0, min_open=True), default=40.0, help="Requests a second.")
+@click.option("--priorities", type=click.IntRange(min=1), default=1, show_default=True, help="Levels, drawn evenly.")
+@click.option("--abort-rate", type=click.FloatRange(0, 1), default=0.0, help="Requests aborted on their way.")
+@click.option("--fork-rate", type=click.FloatRange(0, 1), default=0.0, help="Requests that want several answers.")
+@click.option(
+    "--workload",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Requests from a file instead: Mooncake's .jsonl or Azure's .csv.",
+)
+@click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Read this much of the file.")
+@click.option("--scale-time", type=click.FloatRange(min=0), default=1.0, help="Multiply the file's arrival times.")
+@click.option("--kv-watch-every", type=click.IntRange(min=0), default=1, show_default=True, help="0: never.")
+@click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON.")
+def simulate_command(output: Path, force: bool, as_json: bool, kv_watch_every: int, **options: Any) -> None:
+    """Record a trace from an engine that has no model, only everything around one.
+
+    Paged allocation, prefix cache, chunked prefill, retraction, sliding windows, speculative decoding: what happens to
+    the KV cache happens, and is recorded as in a real engine.
+    """
+    from ..engines.simulated.engine import SimulatedEngine
+    from ..engines.simulated.errors import WorkloadError
+    from ..errors import TraceError
+    from .text import printable
+
+    try:
+        workload = _workload(options)
+        config = _config(options, workload)
+        engine = SimulatedEngine(config, workload, output, kv_watch_every=kv_watch_every, overwrite=force)
+        with engine:
+            seconds = _run(engine, quiet=as_json)
+    except (ValueError, WorkloadError, TraceError) as error:
+        click.echo(f"Error: {printable(str(error))}", err=True)
+        sys.exit(2)
+    stats = engine.recorder.stats()
+    counters = engine.counters
+    size = output.stat().st_size
+    if as_json:
+        import json
+
+        found = {"trace": str(output), "seconds": seconds, "bytes": size, "simulated_seconds": engine.clock_s}
+        found |= {"tokens_per_second": counters.tokens / seconds, "dropped_events": stats.dropped_events}
+        found |= {"recorder_seconds": stats.engine_thread_ns / 1e9, "counters": counters.to_json()}
+        click.echo(json.dumps(found, indent=2))
+        return
+    click.echo(f"wrote   {printable(str(output))}   {size / 1e6:,.1f} MB   {counters.forwards:,} forwards")
+    click.echo(
+        f"ran     {counters.finished:,} requests finished, {counters.aborted:,} aborted   {counters.tokens:,} tokens in "
+        f"{seconds:,.1f} s, {counters.tokens / seconds:,.0f} tokens/s, {stats.engine_thread_ns / 1e9:,.1f} s of it "
+        "recording"
+    )
+    if counters.forwards:
+        click.echo(f"did     {_deeds(counters.to_json())}")
+    if counters.refused:
+        click.echo(f"left    {counters.refused:,} requests out that no row or pool could hold; see --pool-tokens")
+    if stats.dropped_events:
+        click.echo(f"lost    {stats.dropped_events:,} events: the disk was too slow")
+    click.echo(f"next    kvcanary-replay {printable(str(output))}")
+
+
+def _workload(options: dict[str, Any]) -> RandomWorkload | FileWorkload:
+    from ..engines.simulated.file_workload import FileWorkload
+    from ..engines.simulated.random_workload import RandomWorkload
+
+    if options["workload"] is not None:
+        return FileWorkload(
+            path=options["workload"],
+            fraction=options["fraction"],
+            scale_time=options["scale_time"],
+            limit=options["requests"] or 0,
+            seed=options["seed"],
+        )
+    names = ["seed", "prompt_tokens", "output_tokens", "sharing", "arrival_rate"]
+    names += ["priorities", "abort_rate", "fork_rate"]
+    longest = 4 * (options["prompt_tokens"] + options["output_tokens"])
+    pool = options["pool_tokens"]
+    if pool is not None:  # leaves room for the tokens that a verify forward writes ahead
+        longest = max(2, min(longest, pool - options["page_size"] - options["draft_tokens"] - 1))
+    return RandomWorkload(
+        requests=options["requests"] or 200, max_tokens=longest, **{name: options[name] for name in names}
+    )
+
+
+def _config(options: dict[str, Any], workload: RandomWorkload | FileWorkload) -> EngineConfig:
+    """Return an engine whose rows, and unless it was said otherwise whose pool, suit the workload."""
+    from ..engines.simulated.config import GRAPH_BATCH_SIZES, EngineConfig
+    from ..engines.simulated.random_workload import RandomWorkload
+
+    longest = workload.max_tokens if isinstance(workload, RandomWorkload) else max(2, workload.longest())
+    size = options["page_size"]
+    pool = options["pool_tokens"] or max(3 * longest, options["max_running"] * longest // 3)
+    names = ["seed", "shape", "page_size", "window", "prefix_cache", "max_running", "chunk_tokens", "mixed", "eagle"]
+    names += ["draft_tokens", "accept_rate", "sampler", "noise"]
+    return EngineConfig(
+        num_pages=-(-pool // size),
+        swa_num_pages=-(-(options["swa_tokens"] or 0) // size),
+        host_pages=-(-options["host_tokens"] // size),
+        rows=options["max_running"] + 1,
+        width=longest + options["draft_tokens"] + 1,
+        graph_batch_sizes=GRAPH_BATCH_SIZES if options["graphs"] else (),
+        **{name: options[name] for name in names},
+    )
+
+
+def _run(engine: SimulatedEngine, *, quiet: bool) -> float:
+    """Run the engine, with progress on a terminal, and return the seconds that it took."""
+    import time
+
+    from rich.console import Console
+
+    err = Console(stderr=True, highlight=False)
+    begin = time.perf_counter()
+    if quiet or not err.is_terminal:
+        engine.run()
+    else:
+        _run_shown(engine, err, time.perf_counter)
+    engine.close()
+    return time.perf_counter() - begin
+
+
+def _run_shown(engine: SimulatedEngine, err: Console, clock: Callable[[], float]) -> None:
+    next_s = 0.0
+    with err.status("simulating") as status:
+
+        def show(_: SimulatedEngine) -> None:
+            nonlocal next_s
+            if clock() >= next_s:
+                next_s = clock() + 0.2
+                seen = engine.counters
+                status.update(
+                    f"simulating   {engine.clock_s:,.0f} s   {seen.requests:,} requests, {seen.finished:,} finished   "
+                    f"{seen.forwards:,} forwards   {seen.tokens:,} tokens"
+                )
+
+        engine.run(show)
+
+
+def _deeds(counters: dict[str, int]) -> str:
+    """Name the mechanisms that came to act."""
+    plain = {"requests", "finished", "aborted", "refused", "forwards", "tokens"}
+    return ", ".join(
+        f"{count:,} {name.replace('_', ' ')}" for name, count in counters.items() if count and name not in plain
+    )

@@ -1,0 +1,124 @@
+"""A forward's batch: which requests, which tokens, which positions, which slots, and the padding behind them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...host_arrays import ragged_index
+from .config import EngineConfig
+from .requests import Request
+
+Int64Array = npt.NDArray[np.int64]
+
+NO_REQUEST = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a forward gets, padding included; `bs` rows, `T` tokens.
+
+    `rows`, `request_ids`, `prefix_lens`, `extend_lens`, `truth_lens` `[bs] int64`; `input_ids`, `positions`, `slots`
+    `[T] int64`, slots of the full pool; `truth` `[sum(truth_lens)]`. The first `len(requests)` rows are requests.
+    """
+
+    mode: str
+    runner: int
+    requests: Sequence[Request]
+    rows: Int64Array
+    request_ids: Int64Array
+    prefix_lens: Int64Array
+    extend_lens: Int64Array
+    input_ids: Int64Array
+    positions: Int64Array
+    slots: Int64Array
+    truth: npt.NDArray[np.int32]
+    truth_lens: Int64Array
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of requests, padding not counted."""
+        return int(self.extend_lens[: len(self.requests)].sum())
+
+    @property
+    def last_tokens(self) -> Int64Array:
+        """Index of each request's last token, `[len(requests)] int64`."""
+        return np.cumsum(self.extend_lens)[: len(self.requests)] - 1
+
+
+class BatchBuilder:
+    """Puts batches together. Each thing that a forward is fed has a method of its own."""
+
+    def __init__(self, config: EngineConfig, req_to_token: npt.NDArray[np.int32]) -> None:
+        self._sizes = tuple(sorted(config.graph_batch_sizes))
+        self._req_to_token = req_to_token
+
+    def build(
+        self,
+        mode: str,
+        requests: Sequence[Request],
+        *,
+        prefix_lens: Sequence[int],
+        tokens: Sequence[npt.NDArray[np.int32]],
+        runner: int = 0,
+        padded: bool = False,
+    ) -> Batch:
+        """Return the batch in which `requests[r]` gets `tokens[r]` behind its `prefix_lens[r]` cached tokens."""
+        rows = np.array([request.row for request in requests], np.int64)
+        request_ids = np.array([request.request_id for request in requests], np.int64)
+        prefix = np.array(prefix_lens, np.int64)
+        extend = np.array([len(part) for part in tokens], np.int64)
+        input_ids = np.concatenate(tokens, dtype=np.int64) if tokens else np.empty(0, np.int64)
+        positions = self.positions(prefix, extend)
+        slots = self.out_cache_loc(rows, prefix, extend)
+        truth, truth_lens = self.truth(requests)
+        extra = self.graph_batch_size(len(requests)) - len(requests) if padded and requests else 0
+        if extra:
+            per_row = int(extend.max())
+            rows = np.append(rows, np.zeros(extra, np.int64))
+            request_ids = np.append(request_ids, np.full(extra, NO_REQUEST, np.int64))
+            prefix = np.append(prefix, np.zeros(extra, np.int64))
+            extend = np.append(extend, np.full(extra, per_row, np.int64))
+            truth_lens = np.append(truth_lens, np.zeros(extra, np.int64))
+            input_ids = np.append(input_ids, np.zeros(extra * per_row, np.int64))
+            positions = np.append(positions, np.zeros(extra * per_row, np.int64))
+            slots = np.append(slots, self.padding_slots(extra * per_row))
+        return Batch(
+            mode=mode,
+            runner=runner,
+            requests=requests,
+            rows=rows,
+            request_ids=request_ids,
+            prefix_lens=prefix,
+            extend_lens=extend,
+            input_ids=input_ids,
+            positions=positions,
+            slots=slots,
+            truth=truth,
+            truth_lens=truth_lens,
+        )
+
+    def positions(self, prefix_lens: Int64Array, extend_lens: Int64Array) -> Int64Array:
+        """Return the position of each token."""
+        return ragged_index(prefix_lens, extend_lens)
+
+    def out_cache_loc(self, rows: Int64Array, prefix_lens: Int64Array, extend_lens: Int64Array) -> Int64Array:
+        """Return the slot that each token is written to, which the allocator has put in the table before."""
+        places = ragged_index(prefix_lens, extend_lens)
+        return self._req_to_token[np.repeat(rows, extend_lens), places].astype(np.int64)
+
+    def truth(self, requests: Sequence[Request]) -> tuple[npt.NDArray[np.int32], Int64Array]:
+        """Return what the scheduler believes: all tokens of each request one after another, and how many."""
+        if not requests:
+            return np.empty(0, np.int32), np.empty(0, np.int64)
+        flat = np.concatenate([request.known_tokens for request in requests])
+        return flat, np.array([request.num_tokens for request in requests], np.int64)
+
+    def padding_slots(self, count: int) -> Int64Array:
+        """Return the slots that padding tokens are written to."""
+        return np.zeros(count, np.int64)
+
+    def graph_batch_size(self, batch_size: int) -> int:
+        """Return the captured batch size that a decode batch is padded to; its own where none is large enough."""
+        return next((size for size in self._sizes if size >= batch_size), batch_size)

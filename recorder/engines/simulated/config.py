@@ -1,0 +1,139 @@
+"""What a simulated engine is: pool shape, sizes, scheduling policy. Everything that happens follows from it and a seed."""
+
+from dataclasses import dataclass
+from typing import Final
+
+SHAPES: Final = ("mha", "mla", "swa", "dsv4")
+SAMPLERS: Final = ("oracle", "content", "random")
+FREE_ORDERS: Final = ("lifo", "fifo")
+GRAPH_BATCH_SIZES: Final = (1, 2, 4, 8, 16, 24, 32)
+SLIDING_SHAPES: Final = ("swa", "dsv4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine.
+
+    Attributes:
+        seed: of the engine's own choices (numeric noise, random sampling, wrong draft guesses).
+        shape: "mha" (K and V), "mla" (K only), "swa" (a full pool and a sliding-window pool behind a full-to-SWA
+            table), "dsv4" (the canary looks at the sliding-window pool only, K only, no KV bytes).
+        page_size: tokens a page; slot = page * page_size + offset, page 0 is padding.
+        num_pages: pages of the full pool, page 0 not counted.
+        swa_num_pages: pages of the sliding-window pool, page 0 not counted; 0 for `num_pages // 2`, at least what one
+            request needs.
+        window: positions before the prefix's end that a sliding layer reads.
+        rows: rows of req_to_token, the padding row 0 included.
+        width: positions of a row, hence the longest request.
+        kv_bytes_per_token: bytes of one slot in each captured layer and half, a multiple of 16.
+        noise: equal content computed twice gives KV bytes that differ in their low bits, as on a GPU.
+        chunk_tokens: tokens that one prefill forward computes at most.
+        max_running: requests that hold a row at the same time.
+        max_waiting: requests taken off the workload ahead of time.
+        mixed: prefill forwards carry the running requests' decodes too.
+        prefix_cache: keep finished prefixes in a radix tree.
+        host_pages: pages of the host tier that evicted prefixes move to, 0 for none.
+        graph_batch_sizes: batch sizes that decode forwards are padded to, () for no padding.
+        sampler: "oracle" (the hash oracle), "content" (a function of the context: equal prompts, equal answers),
+            "random" (a function of seed, request and position).
+        vocab_size: tokens are 0 .. vocab_size - 1.
+        eagle: draft and verify, top-k 1.
+        draft_tokens: tokens guessed in each round.
+        accept_rate: chance that one guess is right.
+        idle_forwards: record an idle forward whenever there is nothing to do.
+        free_order: "lifo" hands out the page freed last, "fifo" the one freed first.
+    """
+
+    seed: int = 0
+    shape: str = "mha"
+    page_size: int = 1
+    num_pages: int = 1024
+    swa_num_pages: int = 0
+    window: int = 48
+    rows: int = 17
+    width: int = 1024
+    kv_bytes_per_token: int = 32
+    noise: bool = True
+    chunk_tokens: int = 128
+    max_running: int = 12
+    max_waiting: int = 64
+    mixed: bool = False
+    prefix_cache: bool = True
+    host_pages: int = 0
+    graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES
+    sampler: str = "oracle"
+    vocab_size: int = 32_000
+    eagle: bool = False
+    draft_tokens: int = 3
+    accept_rate: float = 0.6
+    idle_forwards: bool = True
+    free_order: str = "lifo"
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` on anything the engine could not run with."""
+        for name, allowed in (("shape", SHAPES), ("sampler", SAMPLERS), ("free_order", FREE_ORDERS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
+        for name in ("page_size", "num_pages", "window", "width", "chunk_tokens", "max_running", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.rows <= self.max_running:
+            raise ValueError(
+                f"rows is {self.rows}, expected more than max_running, {self.max_running}: row 0 is padding"
+            )
+        if self.chunk_tokens < self.page_size:
+            raise ValueError(f"chunk_tokens is {self.chunk_tokens}, expected at least page_size, {self.page_size}")
+        if self.kv_bytes_per_token < 16 or self.kv_bytes_per_token % 16:
+            raise ValueError(f"kv_bytes_per_token is {self.kv_bytes_per_token}, expected a positive multiple of 16")
+        if not 2 <= self.vocab_size < 1 << 31:
+            raise ValueError(f"vocab_size is {self.vocab_size}, expected 2 to {(1 << 31) - 1}")
+        if not 0.0 <= self.accept_rate <= 1.0:
+            raise ValueError(f"accept_rate is {self.accept_rate}, expected 0 to 1")
+        if any(size < 1 for size in self.graph_batch_sizes):
+            raise ValueError(f"graph_batch_sizes are {self.graph_batch_sizes}, expected positive sizes")
+        if self.swa_num_pages and self.swa_num_pages < self.least_swa_pages:
+            raise ValueError(
+                f"swa_num_pages is {self.swa_num_pages}, expected at least {self.least_swa_pages}: "
+                "one window, one chunk and what a decode adds"
+            )
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.host_pages and (self.sliding or not self.prefix_cache):
+            raise ValueError("host_pages needs the prefix cache, and a shape without sliding layers (mha, mla)")
+        if self.eagle and self.draft_tokens < 1:
+            raise ValueError(f"draft_tokens is {self.draft_tokens}, expected at least 1")
+        if self.eagle and self.mixed:
+            raise ValueError("eagle and mixed exclude one another: a verify forward is not mixed with prefill")
+        if self.eagle and self.sampler == "content":
+            raise ValueError("eagle needs the sampler oracle or random, whose next tokens a draft can guess")
+
+    @property
+    def sliding(self) -> bool:
+        """Whether there is a sliding-window pool."""
+        return self.shape in SLIDING_SHAPES
+
+    @property
+    def verify_tokens(self) -> int:
+        """Tokens that one decode step of a request writes at most: a verify forward's, or one."""
+        return self.draft_tokens + 1 if self.eagle else 1
+
+    @property
+    def key_lookahead(self) -> int:
+        """Tokens after a page that its content depends on: a draft's input at position p is the token of p + 1."""
+        return 1 if self.eagle else 0
+
+    @property
+    def least_swa_pages(self) -> int:
+        """Pages of the sliding-window pool without which a single request could not run."""
+        return -(-(self.window + max(self.chunk_tokens, self.verify_tokens)) // self.page_size) + 3
+
+    @property
+    def swa_pages(self) -> int:
+        """Pages of the sliding-window pool, page 0 not counted."""
+        return self.swa_num_pages or max(self.num_pages // 2, self.least_swa_pages)
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens, prompt and output, of the longest request that one row and an otherwise empty pool can hold."""
+        return min(self.width, self.num_pages * self.page_size) - self.verify_tokens

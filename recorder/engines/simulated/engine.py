@@ -1,0 +1,246 @@
+"""The engine: everything put together, stepped until the workload is through."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...recorder import Recorder
+from .batch import Batch, BatchBuilder
+from .config import EngineConfig
+from .counters import Counters
+from .eagle import Eagle
+from .errors import BrokenEngineError
+from .forking import fork
+from .history import History
+from .layout import make_layout
+from .memory import KvMemory
+from .model import Model
+from .pools import Int64Array, KvPool, WordArray, scramble
+from .requests import NEVER, Request, RequestSpec
+from .runner import ForwardRunner
+from .sampler import Sampler
+from .scheduler import Prefill, Scheduler
+
+# Simulated time of a forward: enough to give arrivals a meaning.
+FORWARD_SECONDS = 0.004
+TOKEN_SECONDS = 0.00002
+
+
+class SimulatedEngine:
+    """An engine over one workload, recording into one trace; a context manager, which closes the trace.
+
+    The parts are attributes, and each is made by a `make_...` method: a fault is a subclass of a part, or a wrapper
+    around it.
+
+    Args:
+        config: the engine.
+        workload: requests in the order of their arrival, read as they arrive.
+        path: the trace to write.
+        kv_watch_every: passed to `Recorder`.
+        recorder_options: passed to `Recorder` and its writer.
+
+    Raises:
+        ValueError: options that make no sense.
+        TraceError: the trace cannot be created.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        workload: Iterable[RequestSpec],
+        path: str | Path,
+        *,
+        kv_watch_every: int = 1,
+        **recorder_options: Any,
+    ) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.clock_s = 0.0
+        self._workload: Iterator[RequestSpec] = iter(workload)
+        self._upcoming: RequestSpec | None = next(self._workload, None)
+        self._order = 0
+        layout = make_layout(config)
+        pools = [KvPool(group, index=index) for index, group in enumerate(layout.header.groups)]
+        sources = {(pool.index, number): source for pool in pools for number, source in enumerate(pool.sources())}
+        self.recorder = Recorder(
+            path, layout.header, kv_sources=sources, kv_watch_every=kv_watch_every, **recorder_options
+        )
+        self.history = History(self.recorder, layout, page_size=config.page_size)
+        self.memory = KvMemory(config, layout, pools=pools, history=self.history, counters=self.counters)
+        self.sampler = Sampler(config)
+        self.builder = self.make_builder()
+        self.scheduler = self.make_scheduler()
+        self.runner = self.make_runner()
+        self.eagle = self.make_eagle() if config.eagle else None
+
+    def make_builder(self) -> BatchBuilder:
+        """Return what puts batches together."""
+        return BatchBuilder(self.config, self.memory.req_to_token)
+
+    def make_scheduler(self) -> Scheduler:
+        """Return the scheduler."""
+        return Scheduler(self.config, self.memory, self.counters)
+
+    def make_runner(self) -> ForwardRunner:
+        """Return what runs forwards."""
+        return ForwardRunner(self.recorder, self.memory, Model(self.config, self.memory), self.counters)
+
+    def make_eagle(self) -> Eagle:
+        """Return the speculative decoder."""
+        return Eagle(
+            self.config,
+            memory=self.memory,
+            builder=self.builder,
+            runner=self.runner,
+            sampler=self.sampler,
+            counters=self.counters,
+        )
+
+    def run(self, on_step: Callable[["SimulatedEngine"], None] = lambda _: None) -> Counters:
+        """Step until every request has gone through."""
+        while self.step():
+            on_step(self)
+        return self.counters
+
+    def step(self) -> bool:
+        """Do one scheduling round, one forward or a speculative handful of them; False when nothing is left to do."""
+        self._arrivals()
+        self._aborts()
+        picked = self.scheduler.next_prefill()
+        if picked:
+            self._prefill(picked)
+        elif self.scheduler.running:
+            self._decode()
+        elif self.scheduler.waiting:
+            raise BrokenEngineError(f"nothing runs, and request {self.scheduler.waiting[0].name} is not admitted")
+        elif self._upcoming is not None:
+            self._idle(self._upcoming)
+        return bool(self.scheduler.active or self.scheduler.waiting or self._upcoming)
+
+    def new_request(self, spec: RequestSpec, labels: dict[str, object] | None = None) -> Request:
+        """Return a request with an id of its own, told to the recorder."""
+        seed = np.array([self.config.seed & 0xFFFFFFFF], np.uint64)
+        word = scramble(scramble(seed + np.uint64(1)) ^ np.uint64(self._order))
+        request = Request(spec, request_id=int(word[0] >> np.uint64(1)), order=self._order)
+        self._order += 1
+        self.counters.requests += 1
+        self.recorder.request(
+            request_id=request.request_id, name=request.name, prompt_len=request.prompt_len, labels=labels
+        )
+        return request
+
+    def close(self) -> None:
+        """Close the trace."""
+        self.recorder.close()
+
+    def __enter__(self) -> "SimulatedEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _arrivals(self) -> None:
+        while (
+            self._upcoming is not None
+            and self._upcoming.arrival_s <= self.clock_s
+            and len(self.scheduler.waiting) < self.config.max_waiting
+        ):
+            spec, self._upcoming = self._upcoming, next(self._workload, None)
+            if len(spec.prompt) and len(spec.prompt) + spec.max_new_tokens <= self.config.longest_request:
+                self.scheduler.add(self.new_request(spec))
+            else:
+                self.counters.refused += 1
+
+    def _aborts(self) -> None:
+        for request in [r for r in self.scheduler.waiting if r.abort_at == 0]:
+            self.scheduler.abort(request)
+        for request in [r for r in self.scheduler.active if NEVER < r.abort_at <= r.cached_len]:
+            self.scheduler.abort(request)
+
+    def _prefill(self, picked: list[Prefill]) -> None:
+        decoding = self._mixed_in() if self.config.mixed else []
+        requests = [request for request, _ in picked] + decoding
+        prefix = [request.cached_len for request in requests]
+        extend = [taken for _, taken in picked] + [1] * len(decoding)
+        complete = [p + e == r.num_tokens for r, p, e in zip(requests, prefix, extend, strict=True)]
+        batch = self.builder.build(
+            "mixed" if decoding else "extend",
+            requests,
+            prefix_lens=prefix,
+            tokens=[r.tokens[p : p + e] for r, p, e in zip(requests, prefix, extend, strict=True)],
+        )
+        self._run(batch, np.array(complete))
+        self.counters.mixed_forwards += bool(decoding)
+        self.counters.prefill_tokens += sum(taken for _, taken in picked)
+        self.counters.prefill_chunks += len(complete) - sum(complete)
+        if self.eagle is not None:
+            self.eagle.draft_extend(requests, prefix, extend)
+        for (request, _), ready in zip(picked, complete, strict=False):
+            self.memory.cache.insert(request)
+            if ready:
+                self.scheduler.running.append(request)
+                self._forks(request)
+        self._settle(requests)
+
+    def _mixed_in(self) -> list[Request]:
+        """Return the running requests that decode along with a prefill: those that there is a slot for."""
+        return [r for r in self.scheduler.running if self.memory.extend(r, r.cached_len + 1)]
+
+    def _decode(self) -> None:
+        self.scheduler.make_decode_room()
+        requests = list(self.scheduler.running)
+        if self.eagle is not None:
+            self.eagle.decode(requests)
+            self.clock_s += FORWARD_SECONDS
+        else:
+            batch = self.builder.build(
+                "decode",
+                requests,
+                prefix_lens=[r.cached_len for r in requests],
+                tokens=[r.tokens[r.num_tokens - 1 : r.num_tokens] for r in requests],
+                padded=True,
+            )
+            self._run(batch, np.ones(len(requests), np.bool_))
+        self._settle(requests)
+
+    def _run(self, batch: Batch, samples: "np.ndarray[Any, np.dtype[np.bool_]]") -> None:
+        """Run a forward of the target in which the requests that `samples` names get a token."""
+        sampled: list[int] = []
+        last = batch.last_tokens[samples]
+
+        def pick(content: WordArray) -> tuple[Int64Array, Int64Array]:
+            ids = batch.request_ids[: len(batch.requests)][samples]
+            tokens = self.sampler.tokens(ids, batch.positions[last] + 1, content[last])
+            sampled.extend(tokens.tolist())
+            return tokens, samples.astype(np.int64)
+
+        self.runner.run(batch, pick)
+        self.clock_s += FORWARD_SECONDS + TOKEN_SECONDS * batch.num_tokens
+        for request, count in zip(batch.requests, batch.extend_lens.tolist(), strict=False):
+            request.cached_len += count
+        for request, token in zip([r for r, s in zip(batch.requests, samples, strict=True) if s], sampled, strict=True):
+            request.append(token)
+        self.counters.output_tokens += len(sampled)
+
+    def _forks(self, request: Request) -> None:
+        for _ in range(request.copies_left):
+            fork(self, request)
+        request.copies_left = 0
+
+    def _settle(self, requests: list[Request]) -> None:
+        """After a forward: give back what has left the window, let the finished go."""
+        for request in requests:
+            if request.done:
+                self.scheduler.finish(request)
+            else:
+                self.memory.slide(request)
+        for request in [r for r in self.scheduler.running if r.done]:  # a fork of a request that wanted one token
+            self.scheduler.finish(request)
+
+    def _idle(self, upcoming: RequestSpec) -> None:
+        if self.config.idle_forwards:
+            self.runner.run(self.builder.build("idle", [], prefix_lens=[], tokens=[]))
+            self.counters.idle_forwards += 1
+        self.clock_s = max(self.clock_s, upcoming.arrival_s)

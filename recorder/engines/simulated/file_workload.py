@@ -1,0 +1,161 @@
+"""Workloads from published request traces: Mooncake's jsonl, Azure's csv. They carry lengths and block hashes; tokens
+are made from the hashes, so that equal blocks are equal tokens.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import WorkloadError
+from .pools import scramble
+from .requests import RequestSpec
+
+BLOCK_TOKENS: Final = 512
+MAX_TOKENS: Final = 1 << 22  # of one request; more is a damaged line
+MAX_LINE_BYTES: Final = 1 << 20
+AZURE_COLUMNS: Final = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileWorkload:
+    """The requests of a file, read as they are wanted.
+
+    `path` ends in .jsonl (Mooncake) or .csv (Azure). `fraction` is how much of the file is read, from its start.
+    `scale_time` multiplies arrival times: 0.1 is ten times the load. `limit` is the number of requests at most, 0 for
+    all. Tokens are below `vocab_size` and follow from `seed`. Iterating raises `WorkloadError` on a line that cannot be
+    used.
+    """
+
+    path: Path
+    fraction: float = 1.0
+    scale_time: float = 1.0
+    limit: int = 0
+    seed: int = 0
+    vocab_size: int = 32_000
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` on numbers without a meaning, `WorkloadError` on a file of another kind."""
+        if not 0.0 < self.fraction <= 1.0:
+            raise ValueError(f"fraction is {self.fraction}, expected more than 0, at most 1")
+        if not (0.0 <= self.scale_time < math.inf):
+            raise ValueError(f"scale_time is {self.scale_time}, expected 0 or more")
+        if self.path.suffix not in (".jsonl", ".csv"):
+            raise WorkloadError(
+                f"{self.path}: expected a name that ends in .jsonl (Mooncake's format) or .csv (Azure's), "
+                f"came {self.path.suffix or 'no ending'!r}"
+            )
+
+    def __iter__(self) -> Iterator[RequestSpec]:
+        """Yield the requests, in the order of the file."""
+        for number, (arrival_s, blocks, tokens, answer) in enumerate(self._entries()):
+            # An Azure request has no block hashes: every one of its blocks is its own.
+            hashes = blocks if blocks is not None else np.arange(-(-tokens // BLOCK_TOKENS)) + ((number + 1) << 32)
+            yield RequestSpec(
+                arrival_s=arrival_s * self.scale_time,
+                prompt=block_tokens(hashes, seed=self.seed, vocab_size=self.vocab_size)[:tokens],
+                max_new_tokens=answer,
+            )
+
+    def longest(self) -> int:
+        """Return the tokens, prompt and answer, of the longest request."""
+        return max((tokens + answer for _, _, tokens, answer in self._entries()), default=0)
+
+    def _entries(self) -> Iterator[tuple[float, npt.NDArray[np.int64] | None, int, int]]:
+        """Yield `(arrival in seconds, block hashes, prompt tokens, answer tokens)`."""
+        read = self._mooncake if self.path.suffix == ".jsonl" else self._azure
+        try:
+            with self.path.open("rb") as file:
+                for number, entry in enumerate(read(file)):
+                    if self.limit and number >= self.limit:
+                        return
+                    yield entry
+        except OSError as error:
+            raise WorkloadError(f"{self.path}: cannot be read: {error.strerror}") from None
+
+    def _lines(self, file: BinaryIO) -> Iterator[tuple[int, str]]:
+        """Yield `(line number, text)` of the lines that begin within the fraction."""
+        end = self.path.stat().st_size * self.fraction
+        number, at = 0, 0
+        while at < end and (line := file.readline(MAX_LINE_BYTES)):
+            number += 1
+            at += len(line)
+            if len(line) == MAX_LINE_BYTES:
+                raise self._bad(number, f"a line of less than {MAX_LINE_BYTES:,} bytes", "a longer one")
+            try:
+                text = line.decode("utf-8").strip()
+            except UnicodeDecodeError:
+                raise self._bad(number, "text in UTF-8", f"{line[:40]!r}") from None
+            if text:
+                yield number, text
+
+    def _mooncake(self, file: BinaryIO) -> Iterator[tuple[float, npt.NDArray[np.int64] | None, int, int]]:
+        expected = '{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [one for each 512 tokens]}'
+        for number, line in self._lines(file):
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                raise self._bad(number, expected, line) from None
+            if not isinstance(entry, dict):
+                raise self._bad(number, expected, line)
+            tokens = self._length(number, "input_length", entry.get("input_length"))
+            answer = self._length(number, "output_length", entry.get("output_length"))
+            stamp, hashes = entry.get("timestamp"), entry.get("hash_ids")
+            if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < 1e15:
+                raise self._bad(number, "a timestamp in milliseconds", repr(stamp))
+            blocks = -(-tokens // BLOCK_TOKENS)
+            if not isinstance(hashes, list) or len(hashes) < blocks or not all(_is_hash(h) for h in hashes):
+                came = f"{len(hashes)} entries" if isinstance(hashes, list) else repr(hashes)
+                raise self._bad(number, f"hash_ids with {blocks} numbers, one for each 512 tokens", came)
+            yield stamp / 1000, np.array(hashes[:blocks], np.int64), tokens, answer
+
+    def _azure(self, file: BinaryIO) -> Iterator[tuple[float, npt.NDArray[np.int64] | None, int, int]]:
+        first: datetime | None = None
+        for number, line in self._lines(file):
+            fields = next(csv.reader([line]))
+            if number == 1:
+                if fields != AZURE_COLUMNS:
+                    raise self._bad(number, f"the columns {','.join(AZURE_COLUMNS)}", line)
+                continue
+            try:
+                stamp, context, generated = fields
+                # Seven digits of a second's fraction; datetime takes six.
+                time = datetime.fromisoformat(stamp[:26])
+                lengths = int(context), int(generated)
+            except ValueError:
+                raise self._bad(number, "a line as 2023-11-16 18:17:03.9799600,4808,10", line) from None
+            first = first or time
+            tokens = self._length(number, "ContextTokens", lengths[0])
+            answer = self._length(number, "GeneratedTokens", lengths[1])
+            try:
+                arrival_s = max(0.0, (time - first).total_seconds())
+            except TypeError:
+                raise self._bad(number, "a time zone in every line or in none", line) from None
+            yield arrival_s, None, tokens, answer
+
+    def _length(self, number: int, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TOKENS:
+            raise self._bad(number, f"{name} from 1 to {MAX_TOKENS:,}", repr(value))
+        return value
+
+    def _bad(self, number: int, expected: str, came: str) -> WorkloadError:
+        return WorkloadError(f"{self.path}: line {number}: expected {expected}, came {came[:120]}")
+
+
+def block_tokens(hashes: npt.NDArray[np.int64], *, seed: int, vocab_size: int) -> npt.NDArray[np.int32]:
+    """Return the tokens of blocks, 512 for each hash, `[512 * n] int32`."""
+    offsets = np.arange(BLOCK_TOKENS, dtype=np.uint64)
+    base = scramble(hashes.view(np.uint64) ^ (np.uint64(seed & 0xFFFFFFFF) << np.uint64(24)))
+    words = scramble(base[:, None] + offsets)
+    return (words % np.uint64(vocab_size)).astype(np.int32).reshape(-1)
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62

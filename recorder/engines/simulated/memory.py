@@ -1,0 +1,161 @@
+"""Who holds which slot: requests get pages, the prefix cache keeps them, and all give them back."""
+
+import numpy as np
+import numpy.typing as npt
+
+from .allocator import PageAllocator
+from .config import EngineConfig
+from .counters import Counters
+from .history import History
+from .host_tier import HostTier
+from .layout import Layout
+from .pools import KvPool
+from .prefix_cache import PrefixCache
+from .requests import Request
+from .sliding import SlidingWindowPool
+
+Int64Array = npt.NDArray[np.int64]
+
+_NO_PAGES = np.empty(0, np.int64)
+
+
+class KvMemory:
+    """The state that a canary watches.
+
+    `req_to_token` `[rows, width] int32`; `lut` `[full slots] int64`, empty without sliding layers; one `KvPool` for
+    each of the header's groups; the allocators; the prefix cache.
+    """
+
+    def __init__(
+        self, config: EngineConfig, layout: Layout, *, pools: list[KvPool], history: History, counters: Counters
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.history = history
+        self.counters = counters
+        self.page_size = config.page_size
+        self.req_to_token = np.zeros((config.rows, config.width), np.int32)
+        self.lut = np.zeros((config.num_pages + 1) * config.page_size if config.sliding else 0, np.int64)
+        self.pools = pools
+        self.allocator = PageAllocator(config.num_pages, free_order=config.free_order)
+        self.swa = SlidingWindowPool(config, self.lut) if config.sliding else None
+        self.cache = PrefixCache(self)
+        self.host = HostTier(
+            config.host_pages,
+            page_size=config.page_size,
+            tree=self.cache.tree,
+            pools=[self.pools[group] for group in layout.full_groups],
+            history=history,
+            counters=counters,
+        )
+
+    def pages_for(self, tokens: int) -> int:
+        """Return how many pages hold that many tokens."""
+        return -(-tokens // self.page_size)
+
+    def row_pages(self, row: int, first: int, last: int) -> Int64Array:
+        """Return pages `first .. last - 1` of a row, as req_to_token has them."""
+        size = self.page_size
+        return self.req_to_token[row, first * size : last * size : size].astype(np.int64) // size
+
+    def page_slots(self, pages: Int64Array) -> Int64Array:
+        """Return the slots of pages, in their order."""
+        return (pages[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int64)).reshape(-1)
+
+    def alloc(self, count: int, request: Request | None) -> Int64Array | None:
+        """Return `count` pages, of both pools where there are two; evicts from the prefix cache to get them.
+
+        None where there are not as many, and nothing was given.
+        """
+        if not self.cache.make_room(count):
+            return None
+        pages = self.allocator.alloc(count)
+        if pages is None:
+            return None
+        request_id, row = (request.request_id, request.row) if request is not None else (-1, -1)
+        self.history.tell("alloc", pages, request_id=request_id, row=row)
+        if self.swa is not None:
+            swa_pages = self.swa.pages.alloc(count)
+            if swa_pages is None:  # cannot be: room was made in both
+                self.give_back(pages, request, note="no page in the sliding-window pool")
+                return None
+            self.swa.pair(pages, swa_pages)
+            self.history.tell("alloc", swa_pages, swa=True, request_id=request_id, row=row)
+        return pages
+
+    def give_back(self, pages: Int64Array, request: Request | None, *, note: str) -> None:
+        """Return pages, with their sliding-window halves, to the allocators."""
+        if not pages.size:
+            return
+        self.give_back_window(pages, request, note=note)
+        self.allocator.free(pages)
+        self._tell_free(pages, request, swa=False, note=note)
+
+    def give_back_window(self, pages: Int64Array, request: Request | None, *, note: str) -> int:
+        """Return the sliding-window halves of full pages; how many there were."""
+        if self.swa is None:
+            return 0
+        parted = self.swa.part(pages)
+        self._tell_free(parted, request, swa=True, note=note)
+        return int(parted.size)
+
+    def extend(self, request: Request, upto: int) -> bool:
+        """Give a request slots up to position `upto`, excluded; False where the pool has none left."""
+        have = self.pages_for(request.allocated_len)
+        start, size = request.allocated_len, self.page_size
+        if upto <= start:
+            return True
+        missing = self.pages_for(upto) - have
+        pages = self.alloc(missing, request) if missing else _NO_PAGES
+        if pages is None:
+            return False
+        row = self.req_to_token[request.row]
+        if start % size:  # the last page has room left: its slots go on from the last one
+            end = min(upto, have * size)
+            row[start:end] = row[start - 1] + 1 + np.arange(end - start)
+        if pages.size:
+            row[have * size : upto] = self.page_slots(pages)[: upto - have * size]
+        request.allocated_len = upto
+        return True
+
+    def trim(self, request: Request, upto: int, *, note: str) -> None:
+        """Take back the whole pages behind position `upto`: what a verify forward wrote and rejected."""
+        first, last = self.pages_for(upto), self.pages_for(request.allocated_len)
+        self.give_back(self.row_pages(request.row, first, last), request, note=note)
+        request.allocated_len = upto
+
+    def slide(self, request: Request) -> None:
+        """Give back the sliding-window halves that no forward of this request reads any more."""
+        if self.swa is None:
+            return
+        needed = self.swa.first_needed_page(request.cached_len)
+        self.cache.unlock_window(request, upto=needed)
+        first = max(request.window_start, request.shared_pages)
+        if needed > first:
+            gone = self.give_back_window(self.row_pages(request.row, first, needed), request, note="window")
+            self.counters.window_freed_pages += gone
+            request.window_start = needed
+
+    def release(self, request: Request, *, note: str) -> None:
+        """Take everything from a request that the prefix cache does not hold: its own pages, its locks."""
+        own = self.row_pages(request.row, request.shared_pages, self.pages_for(request.allocated_len))
+        self.cache.unlock(request)
+        self.give_back(own, request, note=note)
+
+    def copy_tail(self, parent: Request, child: Request, *, note: str) -> None:
+        """Copy what a fork cannot share, in every pool; whatever has left the window stays behind."""
+        first, last = child.shared_pages * self.page_size, parent.cached_len
+        src, dst = (self.req_to_token[r.row, first:last].astype(np.int64) for r in (parent, child))
+        for pool in self.pools:
+            from_slots, to_slots = src, dst
+            if pool.index == self.layout.swa_group:
+                live = (self.lut[src] > 0) & (self.lut[dst] > 0)
+                from_slots, to_slots = self.lut[src[live]], self.lut[dst[live]]
+            if from_slots.size:
+                pool.copy(from_slots, to_slots)
+                self.history.copied(pool.index, from_slots, to_slots, request_id=child.request_id, note=note)
+        self.counters.fork_copied_slots += src.size
+
+    def _tell_free(self, pages: Int64Array, request: Request | None, *, swa: bool, note: str) -> None:
+        request_id, row = (request.request_id, request.row) if request is not None else (-1, -1)
+        self.history.tell("free", pages, swa=swa, request_id=request_id, row=row, note=note)

@@ -1,0 +1,220 @@
+"""The prefix cache's tree: one node a page of tokens, lock counts, least recently used leaves first out."""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import BrokenEngineError
+
+NO_PAGE = -1
+
+
+class Node:
+    """One page of a cached prefix.
+
+    `page` is its page in the pool, `host_page` its page in the host tier; exactly one of them is set, except in the
+    root. `lock` counts the requests that stand on this node or below it, `live_children` the children with a page in
+    the pool. `windowed` says that the page's sliding-window half is still there, `window_lock` who needs it.
+    """
+
+    __slots__ = (
+        "children",
+        "depth",
+        "host_page",
+        "key",
+        "last_used",
+        "live_children",
+        "lock",
+        "page",
+        "parent",
+        "queued",
+        "window_lock",
+        "window_queued",
+        "windowed",
+    )
+
+    def __init__(self, *, key: bytes, parent: "Node | None", page: int, last_used: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: dict[bytes, Node] = {}
+        self.page = page
+        self.host_page = NO_PAGE
+        self.lock = 0
+        self.live_children = 0
+        self.last_used = last_used
+        self.queued = False
+        self.windowed = False
+        self.window_lock = 0
+        self.window_queued = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inserted:
+    """What came of putting a prefix into the tree, page by page.
+
+    `nodes` is the whole path, `new` the nodes made by it, `duplicates` `(page index, the page brought along)` where the
+    tree had the prefix in another page, `taken` the nodes that had a host page only and took the one brought along.
+    """
+
+    nodes: list[Node]
+    new: list[Node]
+    duplicates: list[tuple[int, int]]
+    taken: list[Node]
+
+
+class RadixTree:
+    """The tree itself: it knows pages as numbers and touches no pool."""
+
+    def __init__(self, *, page_size: int, lookahead: int) -> None:
+        self.page_size = page_size
+        self.lookahead = lookahead
+        self.root = Node(key=b"", parent=None, page=0, last_used=0)
+        self._tick = 0
+        self._entry = 0
+        self._leaves: list[tuple[int, int, Node]] = []
+        self._windows: list[tuple[int, int, Node]] = []
+
+    def key(self, raw: bytes, index: int) -> bytes:
+        """Return the key of page `index` of a token sequence's bytes (int32): its tokens, and the look-ahead."""
+        size = 4 * self.page_size
+        return raw[index * size : (index + 1) * size + 4 * self.lookahead]
+
+    def whole_pages(self, num_tokens: int) -> int:
+        """Return how many pages of a sequence of that many known tokens have a key."""
+        return max(0, num_tokens - self.lookahead) // self.page_size
+
+    def match(self, tokens: npt.NDArray[np.int32], max_pages: int) -> list[Node]:
+        """Return the path of the longest cached prefix of at most `max_pages` pages, and mark it as used."""
+        self._tick += 1
+        raw = tokens.tobytes()
+        node, path = self.root, []
+        for index in range(min(max_pages, self.whole_pages(len(tokens)))):
+            child = node.children.get(self.key(raw, index))
+            if child is None:
+                break
+            child.last_used = self._tick
+            path.append(child)
+            node = child
+        return path
+
+    def insert(self, tokens: npt.NDArray[np.int32], pages: list[int]) -> Inserted:
+        """Put a prefix into the tree, `pages[i]` holding its i-th page; what the tree has already stays."""
+        self._tick += 1
+        raw = tokens.tobytes()
+        done = Inserted(nodes=[], new=[], duplicates=[], taken=[])
+        node = self.root
+        for index, page in enumerate(pages):
+            key = self.key(raw, index)
+            child = node.children.get(key)
+            if child is None:
+                child = Node(key=key, parent=node, page=page, last_used=self._tick)
+                node.children[key] = child
+                node.live_children += 1
+                done.new.append(child)
+            elif child.page == NO_PAGE:
+                child.page = page
+                node.live_children += 1
+                done.taken.append(child)
+            elif child.page != page:
+                done.duplicates.append((index, page))
+            child.last_used = self._tick
+            done.nodes.append(child)
+            node = child
+        self.offer(node)
+        return done
+
+    def lock(self, node: Node | None) -> None:
+        """Hold a node and all above it in place."""
+        while node is not None:
+            node.lock += 1
+            node = node.parent
+
+    def unlock(self, node: Node | None) -> None:
+        """Let go of what `lock` held."""
+        while node is not None:
+            node.lock -= 1
+            if node.lock < 0:
+                raise BrokenEngineError(f"the prefix cache: page {node.page} is unlocked more often than locked")
+            self.offer(node)
+            node = node.parent
+
+    def evictable(self, node: Node) -> bool:
+        """Whether a node's page may go: nobody stands on it, nothing in the pool hangs below it."""
+        return node.lock == 0 and node.live_children == 0 and node.page != NO_PAGE and node.parent is not None
+
+    def offer(self, node: Node) -> None:
+        """Queue a node for eviction if its page may go now."""
+        if not node.queued and self.evictable(node):
+            node.queued = True
+            self._push(self._leaves, node)
+
+    def next_leaf(self) -> Node | None:
+        """Return the leaf used longest ago whose page may go, or None."""
+        while self._leaves:
+            used, _, node = heapq.heappop(self._leaves)
+            node.queued = False
+            if self.evictable(node):
+                if used == node.last_used:
+                    return node
+                self.offer(node)  # used since it was queued
+        return None
+
+    def drop(self, node: Node) -> None:
+        """Take a node out of the tree."""
+        self.leave_pool(node)
+        parent = node.parent
+        if parent is None or node.children:
+            raise BrokenEngineError("the prefix cache: a node is dropped that is the root or has children")
+        del parent.children[node.key]
+        node.parent = None
+
+    def leave_pool(self, node: Node) -> None:
+        """Note that a node's page is no longer the node's."""
+        if node.page != NO_PAGE and node.parent is not None:
+            node.page = NO_PAGE
+            node.parent.live_children -= 1
+            self.offer(node.parent)
+
+    def offer_window(self, node: Node) -> None:
+        """Queue a node's sliding-window half for eviction if it may go now."""
+        if node.windowed and not node.window_lock and not node.window_queued:
+            node.window_queued = True
+            self._push(self._windows, node)
+
+    def next_window(self) -> Node | None:
+        """Return the node used longest ago whose sliding-window half may go, or None."""
+        while self._windows:
+            used, _, node = heapq.heappop(self._windows)
+            node.window_queued = False
+            if node.windowed and not node.window_lock and node.parent is not None:
+                if used == node.last_used:
+                    return node
+                self.offer_window(node)
+        return None
+
+    def walk(self) -> Iterator[Node]:
+        """Yield every node below the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _push(self, heap: list[tuple[int, int, Node]], node: Node) -> None:
+        self._entry += 1
+        heapq.heappush(heap, (node.last_used, self._entry, node))
+
+
+def window_prefix(nodes: list[Node], *, page_size: int, window: int) -> int:
+    """Return how many of a path's nodes a sliding-window layer can go on from: those before the end are all there."""
+    last_gap, usable = -1, 0
+    for index, node in enumerate(nodes):
+        if not node.windowed:
+            last_gap = index
+        if last_gap < max(0, (index + 1) * page_size - window) // page_size:
+            usable = index + 1
+    return usable

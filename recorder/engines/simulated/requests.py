@@ -1,0 +1,112 @@
+"""A request as the workload gives it, and as the scheduler carries it along."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .radix import Node
+
+Int32Array = npt.NDArray[np.int32]
+
+NO_ROW = -1
+NEVER = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """What a client asks for.
+
+    `arrival_s` is simulated time, `prompt` `[n] int32`. `copies` is the number of answers wanted (more than one:
+    forks after the prefill). `abort_at` aborts the request once that many of its tokens are in the cache, 0 at once,
+    -1 never.
+    """
+
+    arrival_s: float
+    prompt: Int32Array
+    max_new_tokens: int
+    priority: int = 0
+    copies: int = 1
+    abort_at: int = NEVER
+
+
+class Request:
+    """A request in the engine.
+
+    `tokens[:num_tokens]` is prompt and output so far; `cached_len` of them have their KV in the cache (positions
+    0 .. cached_len - 1 of `row`), `allocated_len` have a slot, the first `shared_pages` pages of which belong to the
+    prefix cache, which `node` holds in place. `window_start` is the first page whose sliding-window half is still held.
+    """
+
+    __slots__ = (
+        "abort_at",
+        "allocated_len",
+        "cached_len",
+        "copies_left",
+        "max_tokens",
+        "name",
+        "node",
+        "num_tokens",
+        "order",
+        "priority",
+        "prompt_len",
+        "request_id",
+        "retracted",
+        "row",
+        "shared_pages",
+        "tokens",
+        "window_nodes",
+        "window_start",
+    )
+
+    def __init__(self, spec: RequestSpec, *, request_id: int, order: int) -> None:
+        self.request_id = request_id
+        self.name = f"{request_id & 0xFFFFFFFF:08x}"
+        self.order = order
+        self.priority = spec.priority
+        self.prompt_len = len(spec.prompt)
+        self.max_tokens = self.prompt_len + spec.max_new_tokens
+        # One more than a request can ever hold, so that a page key's look-ahead stays inside.
+        self.tokens: Int32Array = np.zeros(self.max_tokens + 1, np.int32)
+        self.tokens[: self.prompt_len] = spec.prompt
+        self.num_tokens = self.prompt_len
+        self.copies_left = spec.copies - 1
+        self.abort_at = spec.abort_at
+        self.retracted = False
+        self.row = NO_ROW
+        self.cached_len = 0
+        self.allocated_len = 0
+        self.shared_pages = 0
+        self.node: Node | None = None
+        self.window_nodes: list[Node] = []
+        self.window_start = 0
+
+    @property
+    def known_tokens(self) -> Int32Array:
+        """Prompt and output so far, a view."""
+        return self.tokens[: self.num_tokens]
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether all that is left to compute is the token sampled last."""
+        return self.cached_len >= self.num_tokens - 1 and self.num_tokens > self.prompt_len
+
+    @property
+    def done(self) -> bool:
+        """Whether everything asked for has been sampled."""
+        return self.num_tokens >= self.max_tokens
+
+    def append(self, token: int) -> None:
+        """Take a sampled token."""
+        self.tokens[self.num_tokens] = token
+        self.num_tokens += 1
+
+    def leave_row(self) -> None:
+        """Forget everything that was held in pools and tables."""
+        self.row = NO_ROW
+        self.cached_len = 0
+        self.allocated_len = 0
+        self.shared_pages = 0
+        self.node = None
+        self.window_nodes = []
+        self.window_start = 0

@@ -1,0 +1,63 @@
+"""One forward: told to the recorder, computed, sampled, told again. What an integrator writes, and nothing else."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from ...forward_input import ForwardInput, TruthTokens
+from ...recorder import Recorder
+from .batch import Batch
+from .counters import Counters
+from .memory import KvMemory
+from .model import Model
+from .pools import WordArray
+
+Int64Array = npt.NDArray[np.int64]
+
+# From the content of each token to (sampled tokens, how many each request got).
+Pick = Callable[[WordArray], tuple[Int64Array, Int64Array]]
+
+
+class ForwardRunner:
+    """Runs batches of the target or the draft model under the recorder."""
+
+    def __init__(self, recorder: Recorder, memory: KvMemory, model: Model, counters: Counters) -> None:
+        self._recorder = recorder
+        self._memory = memory
+        self._model = model
+        self._counters = counters
+
+    def run(self, batch: Batch, pick: Pick | None = None) -> None:
+        """Run one forward; `pick` samples from it."""
+        self.tell(batch)
+        content = self._model.run(batch) if batch.input_ids.size else np.empty(0, np.uint64)
+        if pick is None:
+            self._recorder.after_forward()
+        else:
+            tokens, lens = pick(content)
+            padding = np.zeros(batch.rows.size - lens.size, np.int64)
+            self._recorder.after_forward(sampled_tokens=tokens, sampled_lens=np.append(lens, padding))
+        self._counters.forwards += 1
+        self._counters.padded_forwards += batch.rows.size > len(batch.requests)
+        if batch.runner == 0:
+            self._counters.tokens += batch.num_tokens
+
+    def tell(self, batch: Batch) -> None:
+        """Tell the recorder what is about to run."""
+        self._recorder.before_forward(
+            ForwardInput(
+                mode=batch.mode,
+                runner=batch.runner,
+                req_pool_indices=batch.rows,
+                request_ids=batch.request_ids,
+                prefix_lens=batch.prefix_lens,
+                extend_lens=batch.extend_lens,
+                input_ids=batch.input_ids,
+                positions=batch.positions,
+                out_cache_loc=(batch.slots,),
+                reads=(self._memory.req_to_token,),
+                luts=(self._memory.lut,) if self._memory.swa is not None else (),
+                truth=TruthTokens(flat=batch.truth, lens=batch.truth_lens),
+            )
+        )

@@ -1,0 +1,159 @@
+"""The scheduler: who waits, who runs, who is put back, who is stopped. First come first served within a priority."""
+
+from .config import EngineConfig
+from .counters import Counters
+from .errors import BrokenEngineError
+from .memory import KvMemory
+from .requests import Request
+
+Prefill = tuple[Request, int]  # a request, and how many of its tokens the next forward computes
+
+
+class Scheduler:
+    """The queues, and the rows of req_to_token.
+
+    `waiting` is kept in the order in which it is served; `prefilling` is the one request whose prompt is computed in
+    parts; `running` have one sampled token to go on from.
+    """
+
+    def __init__(self, config: EngineConfig, memory: KvMemory, counters: Counters) -> None:
+        self._config = config
+        self._memory = memory
+        self._counters = counters
+        self.waiting: list[Request] = []
+        self.prefilling: Request | None = None
+        self.running: list[Request] = []
+        self.free_rows = list(range(config.rows - 1, 0, -1))
+        # After a retraction nobody is let in until somebody has finished: what was put back would come straight back.
+        self._hold = False
+
+    @property
+    def active(self) -> list[Request]:
+        """The requests that hold a row."""
+        return self.running + ([self.prefilling] if self.prefilling else [])
+
+    def add(self, request: Request) -> None:
+        """Queue a request behind those of its priority, a retracted one before those that came after it."""
+        self.waiting.append(request)
+        self.waiting.sort(key=lambda r: (-r.priority, r.order))
+
+    def next_prefill(self) -> list[Prefill]:
+        """Return the requests of the next prefill forward, slots allotted, within the chunk budget."""
+        budget = self._config.chunk_tokens
+        picked: list[Prefill] = []
+        request, self.prefilling = self.prefilling, None
+        if request is not None:
+            taken = self.take(request, budget)
+            if self._memory.extend(request, request.cached_len + taken):
+                picked.append((request, taken))
+                budget -= taken
+            else:
+                self.running.append(request)  # so that it is found where retract looks
+                self.retract(request)
+        while budget >= self._config.page_size and self.waiting and self.lets_in(picked):
+            request = self.waiting[0]
+            taken = self.admit(request, budget, len(picked))
+            if not taken:
+                if not self.preempt_for(request):
+                    break
+                continue
+            self.waiting.remove(request)
+            picked.append((request, taken))
+            budget -= taken
+        for request, taken in picked:
+            if request.cached_len + taken < request.num_tokens:
+                self.prefilling = request
+        return picked
+
+    def lets_in(self, picked: list[Prefill]) -> bool:
+        """Whether a waiting request may be admitted beside those picked already."""
+        return self.prefilling is None and not (self._hold and (self.running or picked))
+
+    def take(self, request: Request, budget: int) -> int:
+        """Return how many tokens of a request fit the budget; a part of a prompt ends where a page ends."""
+        rest = request.num_tokens - request.cached_len
+        if rest <= budget:
+            return rest
+        end = (request.cached_len + budget) // self._config.page_size * self._config.page_size
+        return max(0, end - request.cached_len)
+
+    def admit(self, request: Request, budget: int, num_picked: int) -> int:
+        """Give a waiting request row, cached prefix and slots; how many tokens it computes next, 0 if it must wait."""
+        if not self.free_rows or len(self.running) + num_picked >= self._config.max_running:
+            return 0
+        request.row = self.free_rows.pop()
+        self._memory.cache.attach(request)
+        taken = self.take(request, budget)
+        if not taken or not self._memory.extend(request, request.cached_len + taken):
+            self.leave(request, note="not admitted")
+            return 0
+        self._counters.resumed += request.retracted
+        request.retracted = False
+        return taken
+
+    def preempt_for(self, request: Request) -> bool:
+        """Put the least important running request back if the waiting one is more important."""
+        victim = min(self.running, key=lambda r: (r.priority, -r.order), default=None)
+        if victim is None or victim.priority >= request.priority:
+            return False
+        self._counters.preemptions += 1
+        self.retract(victim, hold=False)
+        return True
+
+    def make_decode_room(self) -> None:
+        """Give every running request the slots of its next decode; those that memory does not carry are put back."""
+        # All that will be missing is evicted at once; where that cannot be had, each request is on its own.
+        memory, ahead = self._memory, self._config.verify_tokens
+        needed = (memory.pages_for(r.cached_len + ahead) - memory.pages_for(r.allocated_len) for r in self.running)
+        memory.cache.make_room(sum(needed))
+        for request in list(self.running):
+            while request in self.running and not self._memory.extend(
+                request, request.cached_len + self._config.verify_tokens
+            ):
+                self.retract(self.victim())
+
+    def victim(self) -> Request:
+        """Return whom to put back: the least important, with the least output, that came last."""
+        candidates = self.running if self.prefilling is None else [self.prefilling]
+        if len(self.active) < 2:
+            raise BrokenEngineError(f"the pool of {self._config.num_pages} pages cannot carry a single request")
+        return min(candidates, key=lambda r: (r.priority, r.num_tokens - r.prompt_len, -r.order))
+
+    def retract(self, request: Request, *, hold: bool = True) -> None:
+        """Take everything from a request and queue it again; it will be computed anew."""
+        self._counters.retractions += 1
+        self._hold = self._hold or hold
+        self._forget(request)
+        self.leave(request, note="retracted")
+        request.retracted = True
+        self.add(request)
+
+    def abort(self, request: Request) -> None:
+        """Stop a request wherever it is; what it has computed is not kept."""
+        self._counters.aborted += 1
+        if request in self.waiting:
+            self.waiting.remove(request)
+            return
+        self._forget(request)
+        self.leave(request, note="aborted")
+        self._hold = False
+
+    def finish(self, request: Request) -> None:
+        """Let a finished request go; the prefix cache keeps what it has computed."""
+        self._counters.finished += 1
+        self._memory.cache.insert(request)
+        self._forget(request)
+        self.leave(request, note="finished")
+        self._hold = False
+
+    def leave(self, request: Request, *, note: str) -> None:
+        """Take slots, locks and row from a request."""
+        self._memory.release(request, note=note)
+        self.free_rows.append(request.row)
+        request.leave_row()
+
+    def _forget(self, request: Request) -> None:
+        if request is self.prefilling:
+            self.prefilling = None
+        elif request in self.running:
+            self.running.remove(request)

@@ -1,0 +1,46 @@
+"""A clean engine is judged clean, whatever its shape, its schedule and what interferes with it."""
+
+import pytest
+from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+
+from .engines import Interference, assert_clean, random_config, random_workload
+
+NORMAL_RUNS = 40
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "run_seed" in metafunc.fixturenames:
+        cases = metafunc.config.getoption("--conformance-cases")
+        metafunc.parametrize("run_seed", range(max(NORMAL_RUNS, NORMAL_RUNS * cases // 500)))
+
+
+def test_clean_whatever_the_schedule(run_seed, tmp_path):
+    config = random_config(run_seed)
+    path = tmp_path / "trace.arrow"
+    with SimulatedEngine(config, random_workload(run_seed, config), path) as engine:
+        # Interference evicts and retracts where the engine itself would not come to it; every third run goes without.
+        engine.run(Interference(run_seed, rate=0.1 if run_seed % 3 else 0.0))
+    counters = engine.counters
+    assert counters.finished + counters.aborted == counters.requests
+    # Nothing is held but by the prefix cache, and all of that may go.
+    memory = engine.memory
+    memory.cache.make_room(config.num_pages)
+    assert memory.allocator.free_pages == config.num_pages
+    if memory.swa is not None:
+        assert memory.swa.pages.free_pages == config.swa_pages
+        assert not memory.lut.any()
+    assert_clean(path, engine)
+
+
+def test_together_they_exercise_everything(tmp_path):
+    """What the runs above prove is worth what happens in them."""
+    total: dict[str, int] = {}
+    for seed in range(20, 40):
+        config = random_config(seed)
+        path = tmp_path / "trace.arrow"
+        with SimulatedEngine(config, random_workload(seed, config), path, kv_watch_every=0, overwrite=True) as engine:
+            engine.run()
+        for name, count in engine.counters.to_json().items():
+            total[name] = total.get(name, 0) + count
+    missing = [name for name, count in total.items() if count < 5]
+    assert not missing, total

@@ -1,0 +1,105 @@
+"""`kvcanary simulate`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+from kvcanary.recorder.commands.simulate import simulate_command
+
+from .engines import judge
+
+SMALL = ["--requests", "12", "--prompt-tokens", "40", "--output-tokens", "10"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(simulate_command, [str(a) for a in arguments])
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--shape", "swa", "--window", "16"], ["--eagle"], ["--shape", "mla", "--host-tokens", "256"]]
+)
+def test_records_a_clean_trace(tmp_path, options):
+    path = tmp_path / "trace.arrow"
+    result = run("-o", path, *SMALL, *options, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["counters"]["finished"] == 12
+    assert told["dropped_events"] == 0
+    assert told["tokens_per_second"] > 0
+    summary = judge(path)
+    assert summary.verdict.value == "clean"
+    assert summary.forwards == told["counters"]["forwards"]
+
+
+def test_screen_says_what_happened_and_what_next(tmp_path):
+    path = tmp_path / "trace.arrow"
+    result = run("-o", path, *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "12 requests finished" in result.stdout
+    assert "tokens/s" in result.stdout
+    assert f"next    kvcanary-replay {path}" in result.stdout
+    assert not result.stderr
+
+
+def test_workload_file(tmp_path):
+    workload, path = tmp_path / "w.jsonl", tmp_path / "trace.arrow"
+    line = '{"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [1, 2]}\n'
+    workload.write_text(line * 8)
+    result = run("-o", path, "--workload", workload, "--fraction", "0.5", "--json")
+    assert result.exit_code == 0, result.output
+    counters = json.loads(result.stdout)["counters"]
+    assert counters["finished"] == 4
+    assert counters["cache_hit_tokens"] >= 512
+    assert judge(path).verdict.value == "clean"
+
+
+def test_usage_errors_exit_2_and_leave_no_trace(tmp_path):
+    path = tmp_path / "trace.arrow"
+    bad = tmp_path / "w.jsonl"
+    bad.write_text('{"timestamp": 0}\n')
+    for options, message in (
+        (["--workload", bad], f"{bad}: line 1: expected input_length"),
+        (["--workload", tmp_path / "none.jsonl"], "cannot be read"),
+        (["--eagle", "--mixed"], "exclude one another"),
+        (["--shape", "swa", "--swa-tokens", "16"], "swa_num_pages"),
+        (["--chunk-tokens", "4", "--page-size", "8"], "chunk_tokens"),
+        (["--shape", "gqa"], "gqa"),
+        (["--fraction", "0"], "fraction"),
+    ):
+        result = run("-o", path, *options)
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+        assert not path.exists()
+
+
+def test_existing_file_is_kept_unless_forced(tmp_path):
+    path = tmp_path / "trace.arrow"
+    path.write_text("mine")
+    assert run("-o", path, *SMALL).exit_code == 2
+    assert path.read_text() == "mine"
+    assert run("-o", path, *SMALL, "--force").exit_code == 0
+    assert judge(path).verdict.value == "clean"
+
+
+def test_help_teaches_and_loads_nothing_heavy():
+    code = (
+        "import sys\nfrom kvcanary.recorder.commands.simulate import simulate_command\n"
+        "try:\n    simulate_command(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'numba', 'pyarrow', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--workload conversation_trace.jsonl" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_running_it_never_loads_torch(tmp_path):
+    code = (
+        "import sys\nfrom kvcanary.recorder.commands.simulate import simulate_command\n"
+        f"simulate_command(['-o', {str(tmp_path / 't.arrow')!r}, '--requests', '3'], standalone_mode=False)\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
