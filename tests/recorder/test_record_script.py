@@ -40,7 +40,10 @@ def test_every_trace_is_described() -> None:
 def test_the_verdict_names_what_was_injected(path: Path) -> None:
     summary = judged(path)
     assert summary.complete
-    assert (summary.gaps, summary.losses, summary.findings) == ([], [], 0)
+    assert (summary.gaps, summary.losses) == ([], [])
+    # Swapped inputs contradict what was sampled and what the scheduler has, for both requests.
+    inputs = {"input_not_sampled": 2, "input_not_truth": 2} if path.stem == "token_swap" else {}
+    assert summary.findings_by_kind == inputs
     if path.stem.startswith("clean_"):
         assert summary.violations == 0
         return
