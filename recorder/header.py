@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import UnreadableTraceError
-from .schema import FORMAT_MAJOR, FORMAT_MINOR
+from .schema import FORMAT_MAJOR, FORMAT_MINOR, ROLES, SLOT_HISTORIES
 
 MAX_KV_SOURCES = 4
 
@@ -123,7 +123,12 @@ class CaptureInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """Everything a reader must know before the first event."""
+    """Everything a reader must know before the first event.
+
+    `role` is "prefill" or "decode" where the two are engines of their own. `slot_history` "complete" promises that every
+    alloc, free, evict, hand-over to the prefix cache and request status is told. `sweep_interval`: the prefix cache is
+    walked every so many forwards of the first runner, 0 never.
+    """
 
     format_major: int = FORMAT_MAJOR
     format_minor: int = FORMAT_MINOR
@@ -140,6 +145,9 @@ class TraceHeader:
     runners: tuple[Runner, ...] = (Runner(),)
     ranks: Ranks = field(default_factory=Ranks)
     oracle: Oracle | None = None
+    role: str = ""
+    slot_history: str = ""
+    sweep_interval: int = 0
     capture: CaptureInfo = field(default_factory=CaptureInfo)
     notes: tuple[str, ...] = ()
 
@@ -227,6 +235,11 @@ MAX_PARTS = 64
 
 
 def _check_header(header: TraceHeader) -> None:
+    for name, allowed in (("role", ROLES), ("slot_history", SLOT_HISTORIES)):
+        if getattr(header, name) not in allowed:
+            raise ValueError(f"{name} is {getattr(header, name)!r}, expected one of {', '.join(map(repr, allowed))}")
+    if header.sweep_interval < 0:
+        raise ValueError(f"sweep_interval is {header.sweep_interval}, expected 0 (never) or a number of forwards")
     for number, table in enumerate([*header.tables, *([header.truth_table] if header.truth_table else [])]):
         if not (table.rows > 0 and table.width > 0 and table.rows * table.width <= MAX_TABLE_CELLS):
             raise ValueError(f"table {number} ({table.name}) has shape [{table.rows}, {table.width}]")

@@ -5,70 +5,33 @@ in the log (logger "kvcanary") and in the trace; the engine goes on. Where the w
 dropped, counted, and a loss event says how many and which slots they wrote.
 """
 
-import atexit
-import dataclasses
-import functools
 import json
-import logging
-import os
-import threading
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from ..kernels import changes, gather
-from ..kernels.kv_source import KvSource
-from .event import TraceEvent
+from .engine_events import (
+    sample_event,
+    slots_event,
+    status_event,
+    sweep_entries,
+    sweep_event,
+    transfer_event,
+)
 from .forward_event import forward_event
-from .forward_input import CopiedForward, ForwardInput, copy_forward
-from .header import CaptureInfo, TraceHeader
+from .forward_input import ForwardInput, copy_forward
 from .host_arrays import Int64Array, own_int64
-from .kv_shadow import group_shadows
 from .kv_watch import of_runner, take_forward, watch
-from .outbox import Outbox, RecorderStats
-from .schema import PHASE_AFTER, PHASE_BEFORE, TIER_POOL
-from .slot_runs import runs_to_slots, slots_to_runs
-from .state_shadow import StateShadow
-from .writer import TraceWriter
+from .outbox import RecorderStats
+from .recording import Recording, guarded, prepare_kernels
+from .schema import PHASE_AFTER, PHASE_BEFORE, SEND, TIER_POOL
+from .slot_runs import runs_to_slots
 
-logger = logging.getLogger("kvcanary")
-
-_P = ParamSpec("_P")
 _NOTHING = np.empty(0, np.int64)
 
 
-def prepare_kernels(backend: str = "cpu") -> None:
-    """Compile the recorder's kernels, or load them from the disk cache; done once, before the engine runs."""
-    gather.prepare(backend)
-    changes.prepare(backend)
-
-
-def _guarded(
-    method: Callable[Concatenate["Recorder", _P], None],
-) -> Callable[Concatenate["Recorder", _P], None]:
-    """Make a method harmless: nothing is raised, and after the first fault nothing is done."""
-
-    @functools.wraps(method)
-    def call(self: "Recorder", /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if self._off or os.getpid() != self._pid:  # a forked child may not even take the lock
-            return
-        begin = time.perf_counter_ns()
-        try:
-            with self._lock:
-                if not self._off:  # another thread may have closed the recorder meanwhile
-                    method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"{method.__name__}: {type(error).__name__}: {error}", error)
-        self._engine_thread_ns += time.perf_counter_ns() - begin
-
-    return call
-
-
-class Recorder:
+class Recorder(Recording):
     """Records one engine's forwards into one trace; a context manager.
 
     Args:
@@ -86,44 +49,7 @@ class Recorder:
         TraceError: the file cannot be created.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        header: TraceHeader,
-        *,
-        kv_sources: Mapping[tuple[int, int], KvSource] | None = None,
-        kv_watch_every: int = 1,
-        backend: str = "cpu",
-        **writer_options: Any,
-    ) -> None:
-        if kv_watch_every < 0:
-            raise ValueError(f"kv_watch_every is {kv_watch_every}, expected 0 (never) or a number of forwards")
-        prepare_kernels(backend)
-        self.path = Path(path)
-        self._kv = group_shadows(header, kv_sources or {}, backend=backend)
-        self._state = StateShadow(header, backend=backend)
-        self._kv_watch_every = kv_watch_every
-        # Wall-clock time that cannot run backwards: one reading of the clock, then the monotonic one.
-        self._clock_offset_ns = time.time_ns() - time.perf_counter_ns()
-        self.header = dataclasses.replace(
-            header,
-            created_ns=header.created_ns or self._now(),
-            capture=CaptureInfo(kv_watch_every=kv_watch_every, truth_tokens=header.truth_table is not None),
-        )
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._off = ""
-        self._closed = False
-        self._pending: CopiedForward | None = None
-        self._forwards = 0
-        self._engine_thread_ns = 0
-        writer = TraceWriter(self.path, self.header, **writer_options)
-        self.header = writer.header
-        self._outbox = Outbox(writer, self._kv)
-        # Registered after the writer's own, so run before it: a forward that killed the engine is still told.
-        atexit.register(self.close)
-
-    @_guarded
+    @guarded
     def request(
         self,
         *,
@@ -143,7 +69,7 @@ class Recorder:
             labels=_json(labels),
         )
 
-    @_guarded
+    @guarded
     def before_forward(self, told: ForwardInput) -> None:
         """Take down what a forward is about to read and write; `after_forward` completes it."""
         if self._pending is not None:
@@ -158,7 +84,7 @@ class Recorder:
         if forward.kv_watched:
             watch(forward, self._kv, PHASE_BEFORE)
 
-    @_guarded
+    @guarded
     def after_forward(self, *, sampled_tokens: Any = (), sampled_lens: Any = (), note: str = "") -> None:
         """Complete the event of the forward that `before_forward` began.
 
@@ -178,7 +104,7 @@ class Recorder:
         self._pending.note = note
         self._finish_forward(tokens, lens)
 
-    @_guarded
+    @guarded
     def slots(
         self,
         kind: str,
@@ -188,6 +114,7 @@ class Recorder:
         runs: tuple[Any, Any] | None = None,
         request_id: int = -1,
         row: int = -1,
+        status: str = "",
         note: str = "",
     ) -> None:
         """Say that slots were given to a request ("alloc"), given back ("free") or dropped by a cache ("evict").
@@ -199,17 +126,124 @@ class Recorder:
             runs: `(starts, counts)`, `[n]` each.
             request_id: whose they are or were; -1 for nobody's.
             row: the request's row, -1 for none.
+            status: of an alloc: "" fresh from the pool, "shared" where the request joined slots that somebody holds,
+                "cached" where it handed its slots to the prefix cache.
             note: why.
         """
-        if kind not in ("alloc", "free", "evict"):
-            raise ValueError(f"kind is {kind!r}, expected alloc, free or evict")
-        starts, counts = (own_int64(part) for part in runs) if runs is not None else slots_to_runs(own_int64(slots))
-        ints = {"slot_group": np.full(starts.size, group, np.int64), "slot_start": starts, "slot_count": counts}
-        if row >= 0:
-            ints["req_pool_indices"] = np.array([row], np.int64)
-        self._say(kind, ints=ints, request_id=int(request_id), note=note)
+        self._put(
+            slots_event(
+                kind,
+                time_ns=self._now(),
+                group=group,
+                slots=slots,
+                runs=runs,
+                request_id=request_id,
+                row=row,
+                status=status,
+                note=note,
+            )
+        )
 
-    @_guarded
+    @guarded
+    def request_status(self, *, request_id: int, status: str, row: int = -1, note: str = "") -> None:
+        """Say that a request got its row ("admitted") or gave it back ("retracted", "finished", "aborted").
+
+        Told after the frees that belong to it: what a request still owns then has leaked.
+        """
+        self._put(status_event(time_ns=self._now(), request_id=request_id, status=status, row=row, note=note))
+
+    @guarded
+    def sampled(self, *, forward: int, sampled_tokens: Any, sampled_lens: Any) -> None:
+        """Say what an earlier forward sampled, where its `after_forward` could not know it yet (overlap scheduling).
+
+        Args:
+            forward: the forward's number, which `next_forward` gave before it.
+            sampled_tokens: `[sum(sampled_lens)]`, request by request.
+            sampled_lens: `[bs]` of that forward.
+        """
+        self._put(
+            sample_event(time_ns=self._now(), forward=forward, sampled_tokens=sampled_tokens, sampled_lens=sampled_lens)
+        )
+
+    @guarded
+    def sweep(self, *, groups: Any, slots: Any, positions: Any, prev_slots: Any, locked: Any, runner: int = 0) -> None:
+        """Say what the prefix cache holds; the bytes of those slots are compared with those that were written.
+
+        Args:
+            groups: `[n]` index into the header's groups, or one for all; groups of `runner` only.
+            slots: `[n]` in the group's own numbering; 0 where a sliding-window half is gone.
+            positions: `[n]`.
+            prev_slots: `[n]` slot of the position before, -1 at position 0.
+            locked: `[n]` whether a running request stands on it.
+            runner: index into the header's runners.
+        """
+        entries = sweep_entries(groups, slots, positions, prev_slots, locked)
+        event = sweep_event(entries, time_ns=self._now(), runner=runner)
+        self._put_watched(
+            event, runner, [(int(g), entries.slots[entries.groups == g]) for g in np.unique(entries.groups)]
+        )
+
+    @guarded
+    def transfer(
+        self,
+        status: str,
+        *,
+        direction: str,
+        room: int,
+        group: int,
+        slots: Any,
+        start_position: int = 0,
+        request_id: int = -1,
+        row: int = -1,
+        peer: str = "",
+        num_bytes: int = 0,
+        note: str = "",
+    ) -> None:
+        """Say that slots are being sent to another engine or received from one; the two sides meet by `room`.
+
+        A sender's bytes are compared with those that were written; a receiver's are taken down when they have landed.
+
+        Args:
+            status: "start", "end" or "failed".
+            direction: "send" or "receive".
+            room: what both sides call the transfer.
+            group: index into the header's groups.
+            slots: `[n]` in order of position, in the group's own numbering.
+            start_position: position of the first slot.
+            request_id: whose they are.
+            row: the request's row, -1 for none.
+            peer: the other side's name.
+            num_bytes: bytes moved so far.
+            note: why it failed.
+        """
+        own, kv = own_int64(slots), self._kv[group]
+        event = transfer_event(
+            status,
+            time_ns=self._now(),
+            runner=kv.group.runner,
+            direction=direction,
+            room=room,
+            group=group,
+            slots=own,
+            start_position=start_position,
+            request_id=request_id,
+            row=row,
+            peer=peer,
+            num_bytes=num_bytes,
+            note=note,
+        )
+        if direction == SEND:
+            self._put_watched(event, kv.group.runner, [(group, own)])
+            return
+        landed = [kv.gather(stream, own) for stream in range(len(kv.sources))] if status == "end" else []
+        if landed:
+            event.bytes["kv_bytes"] = np.concatenate([rows.reshape(-1) for rows in landed])
+        if not self._put(event):
+            kv.lose(own)
+        elif status == "end":
+            kv.take_written(own, landed)
+
+    @guarded
     def kv_copy(
         self,
         *,
@@ -253,12 +287,12 @@ class Recorder:
         else:
             kv.lose(written, tier=dst_tier)
 
-    @_guarded
+    @guarded
     def mark(self, note: str, labels: Mapping[str, Any] | None = None) -> None:
         """Leave a note in the trace, with labels as JSON; an injected fault's ground truth, for one."""
         self._say("mark", note=note, labels=_json(labels))
 
-    @_guarded
+    @guarded
     def lost(self, note: str) -> None:
         """Say that something is missing here, nobody knows what; nothing before it is held against what follows."""
         if self._outbox.put_unknown_loss(note, self._now()):
@@ -266,44 +300,9 @@ class Recorder:
             for kv in self._kv:
                 kv.forget()
 
-    def close(self, timeout: float = 30.0) -> None:
-        """Write out what is queued and the file's end, waiting at most `timeout` seconds; a second call does nothing."""
-        if os.getpid() != self._pid:
-            return
-        atexit.unregister(self.close)
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            if self._pending is not None:
-                self.after_forward(note="recording ended during this forward")
-            self._off = self._off or "closed"
-        try:
-            self._outbox.close(self._now(), timeout)
-        except Exception:
-            logger.exception("kvcanary: the trace %s could not be closed", self.path)
-        self._kv.clear()  # the engine's pools must not live on through our views of them
-
-    def __enter__(self) -> "Recorder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def stats(self) -> RecorderStats:
-        """Return what the recorder has done so far."""
-        return RecorderStats(
-            forwards=self._forwards,
-            events=self._outbox.taken,
-            dropped_events=self._outbox.dropped,
-            engine_thread_ns=self._engine_thread_ns,
-            off=self._off,
-        )
-
-    def _now(self) -> int:
-        return self._clock_offset_ns + time.perf_counter_ns()
+    def _end_pending(self, note: str) -> None:
+        if self._pending is not None:
+            self.after_forward(note=note)
 
     def _finish_forward(self, sampled_tokens: Int64Array, sampled_lens: Int64Array) -> None:
         forward, self._pending = self._pending, None
@@ -320,29 +319,6 @@ class Recorder:
             return
         self._state.commit(forward, sampled_tokens, sampled_lens)
         take_forward(forward, self._kv, gathered)
-
-    def _say(self, kind: str, *, ints: dict[str, Int64Array] | None = None, **scalars: int | str) -> bool:
-        return self._put(TraceEvent(kind=kind, time_ns=self._now(), scalars=scalars, ints=ints or {}))
-
-    def _put(self, event: TraceEvent) -> bool:
-        if self._outbox.put(event):
-            return True
-        if self._outbox.failed:  # the writer has logged it
-            self._off = f"the writer stopped: {self._outbox.failed}"
-        return False
-
-    def switch_off(self, reason: str, error: BaseException | None = None) -> None:
-        """Stop recording for good and say so in the log and the trace: for an integrator whose own hook failed."""
-        try:
-            with self._lock:
-                if self._off:
-                    return
-                self._off = reason
-                self._pending = None
-            logger.error("kvcanary: the recorder of %s switched itself off: %s", self.path, reason, exc_info=error)
-            self._outbox.put_unknown_loss(f"the recorder switched itself off: {reason}", self._now())
-        except Exception:  # nothing may reach the engine
-            logger.exception("kvcanary: switching off failed")
 
 
 def _json(labels: Mapping[str, Any] | None) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 0
+FORMAT_MINOR: Final = 1
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -22,6 +22,7 @@ EVENT_KINDS: Final = (
     "forward",  # one forward pass: batch, table changes before it, tokens, slots written, bytes, sampled tokens
     "sample",  # sampled tokens of an earlier forward that arrived after its event was closed (overlap scheduling)
     "request",  # a request became known: its names, prompt length, room, labels
+    "status",  # a request got its row, or gave it back: admitted, retracted, finished, aborted
     "alloc",  # slots given to a request
     "free",  # slots given back by a request, with the reason in `note`
     "evict",  # slots dropped by the prefix cache
@@ -120,6 +121,27 @@ PHASE_AFTER: Final = 1  # ... seen after it
 # `status` of a loss event that lists every slot which the lost events may have written. Without it, all state is
 # unknown after the loss.
 SLOTS_LISTED: Final = "slots_listed"
+
+# `status` of an alloc event: fresh from the pool; the request joined slots that somebody holds; the request handed
+# its slots to the prefix cache.
+ALLOC_FRESH: Final = ""
+ALLOC_SHARED: Final = "shared"
+ALLOC_CACHED: Final = "cached"
+ALLOC_STATUSES: Final = (ALLOC_FRESH, ALLOC_SHARED, ALLOC_CACHED)
+
+# `status` of a status event. The last three give the row back.
+REQUEST_STATUSES: Final = ("admitted", "retracted", "finished", "aborted")
+
+# `status` and `mode` of a transfer event.
+TRANSFER_STATUSES: Final = ("start", "end", "failed")
+SEND: Final = "send"
+RECEIVE: Final = "receive"
+TRANSFER_DIRECTIONS: Final = (SEND, RECEIVE)
+
+# What a header may promise of the history of slots: nothing, or that every alloc, free, evict, hand-over to the prefix
+# cache and request status is told.
+SLOT_HISTORIES: Final = ("", "complete")
+ROLES: Final = ("", "prefill", "decode")
 
 TIER_POOL: Final = 0
 TIER_HOST: Final = 1

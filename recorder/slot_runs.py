@@ -8,12 +8,15 @@ from .host_arrays import Int64Array, ragged_index
 
 def slots_to_runs(slots: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return `(starts, counts)`, `[n] int64` each, of the runs that hold each slot of `slots` once, ascending."""
-    slots = np.unique(slots)
+    return ordered_runs(np.unique(slots))
+
+
+def ordered_runs(slots: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return `(starts, counts)` of the runs whose slots, one after another, are `slots` in the same order."""
     if not slots.size:
-        return slots, slots.copy()
+        return slots.copy(), slots.copy()
     first = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
-    counts = np.diff(first, append=slots.size)
-    return slots[first], counts.astype(np.int64)
+    return slots[first], np.diff(first, append=slots.size).astype(np.int64)
 
 
 def mask_to_runs(mask: npt.NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:

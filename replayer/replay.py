@@ -134,7 +134,7 @@ class _Replay:
                 on_findings=self._take_findings,
                 checks=make_checks(
                     settings.checks,
-                    token_offsets=tuple(runner.token_offset for runner in summary.header.runners),
+                    header=summary.header,
                     book=self._book,
                 ),
             )
@@ -187,6 +187,7 @@ class _Replay:
             if kind == "forward":
                 self._forward(view)
                 return
+            self._executor.check_event(view)
             self._executor.tables.apply_changes(view)  # any event may carry what it was the first to see
             if kind == "request":
                 self._request(view)

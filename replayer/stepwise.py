@@ -20,6 +20,7 @@ from ..recorder.reader import EventView
 from ..recorder.schema import PHASE_AFTER, PHASE_BEFORE
 from .attribution import verify_violations, write_violations
 from .checks import HistoryCheck
+from .checks.view import ForwardView, GroupReads
 from .findings import Finding
 from .forward import Forward, UnusableEventError
 from .out_of_range import beyond_table, explain_plan, explain_requests, explain_writes
@@ -90,11 +91,8 @@ class StepwiseExecutor:
         """Step one forward; raise `UnusableEventError` when its recorded changes contradict themselves."""
         changes = _KvChanges(view, self.header, forward.runner)
         self.tables.apply_changes(view)
-        for check in self._checks:
-            findings = check.forward(forward, self.tables)
-            if findings:
-                self._on_findings(findings)
         steps = [self._plan(pool, forward) for pool in self.pools if pool.group.runner == forward.runner]
+        self._check(forward, steps)
         if len(forward.req_pool_indices):
             for step in steps:
                 for half in step.pool.group.halves:
@@ -109,6 +107,39 @@ class StepwiseExecutor:
         for step in steps:
             self._finish(step, forward)
         self.tables.apply_forward(forward)
+
+    def check_event(self, view: EventView) -> None:
+        """Let the history checks judge an event that is no forward, before it changes anything."""
+        for check in self._checks:
+            findings = check.event(view)
+            if findings:
+                self._on_findings(findings)
+
+    def finish(self) -> None:
+        """Let the history checks judge the end of a complete trace."""
+        for check in self._checks:
+            findings = check.finish()
+            if findings:
+                self._on_findings(findings)
+
+    def _check(self, forward: Forward, steps: list[GroupStep]) -> None:
+        if not self._checks:
+            return
+        bs = len(forward.req_pool_indices)
+        groups = [
+            GroupReads(
+                pool=step.pool,
+                plan=step.verify_plan,
+                written=step.slots,
+                write_offsets=step.write_plan.offsets[: bs + 1],
+            )
+            for step in steps
+        ]
+        view = ForwardView(forward=forward, tables=self.tables, groups=groups)
+        for check in self._checks:
+            findings = check.forward(view)
+            if findings:
+                self._on_findings(findings)
 
     def forget(self) -> None:
         """Take all state for unknown, after a gap whose events may have changed any of it."""

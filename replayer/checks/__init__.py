@@ -3,19 +3,28 @@
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
+from ...recorder.header import TraceHeader
+from ...recorder.reader import EventView
 from ..findings import Finding
-from ..forward import Forward
 from ..requests import RequestBook
-from ..tables import StateTables
 from .input_not_sampled import InputNotSampled
 from .input_not_truth import InputNotTruth
+from .view import ForwardView
 
 
 class HistoryCheck(Protocol):
-    """Looks at every forward, in order, and says what contradicts what came before."""
+    """Looks at every event, in order, and says what contradicts what came before."""
 
-    def forward(self, forward: Forward, tables: StateTables) -> list[Finding]:
-        """Judge a forward; `tables` are as the forward saw them."""
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Judge a forward that is about to run."""
+        ...
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Judge any other event; raise `UnusableEventError` where it contradicts itself."""
+        ...
+
+    def finish(self) -> list[Finding]:
+        """Judge the end of a trace that has its end."""
         ...
 
     def forget(self) -> None:
@@ -31,7 +40,8 @@ _CHECKS: Final[dict[str, Callable[..., HistoryCheck]]] = {
 CHECK_NAMES: Final = tuple(_CHECKS)
 
 
-def make_checks(names: Iterable[str], *, token_offsets: tuple[int, ...], book: RequestBook) -> list[HistoryCheck]:
-    """Return the named checks, in their own order; `token_offsets` holds one value a runner."""
+def make_checks(names: Iterable[str], *, header: TraceHeader, book: RequestBook) -> list[HistoryCheck]:
+    """Return the named checks, in their own order."""
     chosen = set(names)
+    token_offsets = tuple(runner.token_offset for runner in header.runners)
     return [make(token_offsets=token_offsets, book=book) for name, make in _CHECKS.items() if name in chosen]

@@ -10,11 +10,13 @@ target-verify forward accepts is judged by the truth tokens instead.
 import numpy as np
 import numpy.typing as npt
 
+from ...recorder.reader import EventView
 from ..findings import Finding
 from ..forward import Forward
 from ..requests import RequestBook
 from ..tables import StateTables
 from .batch_tokens import batch_tokens, input_finding
+from .view import ForwardView
 
 _REQUEST, _POSITION, _TOKEN, _FORWARD = range(4)
 _NOTHING = (-1, -1, -1, -1)
@@ -28,14 +30,23 @@ class InputNotSampled:
         self._book = book
         self._last: npt.NDArray[np.int64] = np.full((0, 4), -1, dtype=np.int64)
 
-    def forward(self, forward: Forward, tables: StateTables) -> list[Finding]:
+    def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each input token that is not the one sampled for its position."""
+        forward, tables = view.forward, view.tables
         self._make_room(tables)
         if not len(self._last):
             return []
         findings = self._judge(forward) if forward.runner == 0 else []
         self._remember(forward)
         return findings
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Nothing but forwards is looked at."""
+        return []
+
+    def finish(self) -> list[Finding]:
+        """Nothing is left to say at the end."""
+        return []
 
     def forget(self) -> None:
         """Take every sampled token for unknown."""

@@ -8,11 +8,12 @@ what the scheduler has committed (drafted tokens, an overlapped step's own token
 
 import numpy as np
 
+from ...recorder.reader import EventView
 from ..findings import Finding
-from ..forward import Forward
 from ..requests import RequestBook
-from ..tables import UNKNOWN_TOKEN, StateTables
+from ..tables import UNKNOWN_TOKEN
 from .batch_tokens import batch_tokens, input_finding
+from .view import ForwardView
 
 
 class InputNotTruth:
@@ -22,9 +23,9 @@ class InputNotTruth:
         self._token_offsets = token_offsets
         self._book = book
 
-    def forward(self, forward: Forward, tables: StateTables) -> list[Finding]:
+    def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each input token that contradicts the truth tokens."""
-        truth = tables.truth
+        forward, truth = view.forward, view.tables.truth
         if truth is None or forward.truth_lens is None:
             return []
         tokens = batch_tokens(forward)
@@ -47,6 +48,14 @@ class InputNotTruth:
             )
             for token in wrong
         ]
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Nothing but forwards is looked at."""
+        return []
+
+    def finish(self) -> list[Finding]:
+        """Nothing is left to say at the end."""
+        return []
 
     def forget(self) -> None:
         """Nothing is remembered here: the truth tokens are the state tables' own."""

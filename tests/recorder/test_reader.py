@@ -16,7 +16,7 @@ from kvcanary.recorder.encode import batch_metadata, encode_events, header_schem
 from kvcanary.recorder.errors import TraceError, UnreadableTraceError
 from kvcanary.recorder.framing import read_frame
 from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.schema import HEADER_CRC_KEY, HEADER_KEY, trace_schema
+from kvcanary.recorder.schema import FORMAT_MINOR, HEADER_CRC_KEY, HEADER_KEY, trace_schema
 
 
 def craft(path, schema, batches, compression=None):
@@ -176,7 +176,7 @@ def good_batch(traces, schema, first=0, count=2):
 def test_versions(traces):
     path = traces.folder / "x.arrow"
     craft(path, header_with(traces, format_major=2), [])
-    assert "format 2.0, this build reads up to 1.x; install a newer kvcanary" in unreadable(path)
+    assert f"format 2.{FORMAT_MINOR}, this build reads up to 1.x; install a newer kvcanary" in unreadable(path)
     text = b'{"format_major": 2, "other": "rules"}'
     craft(path, trace_schema().with_metadata({HEADER_KEY: text}), [])
     assert "install a newer kvcanary" in unreadable(path)

@@ -1,0 +1,180 @@
+"""What keeps a recorder harmless: nothing is raised into the engine, nothing waits, a fault switches it off once.
+
+Also the recorder's way out: every event goes through the outbox, which counts what the writer refuses.
+"""
+
+import atexit
+import dataclasses
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from ..kernels import changes, gather
+from ..kernels.kv_source import KvSource
+from .engine_events import add_changes, seen_changes
+from .event import TraceEvent
+from .forward_input import CopiedForward
+from .header import CaptureInfo, TraceHeader
+from .host_arrays import Int64Array
+from .kv_shadow import group_shadows
+from .outbox import Outbox, RecorderStats
+from .state_shadow import StateShadow
+from .writer import TraceWriter
+
+logger = logging.getLogger("kvcanary")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R", bound="Recording")
+
+
+def prepare_kernels(backend: str = "cpu") -> None:
+    """Compile the recorder's kernels, or load them from the disk cache; done once, before the engine runs."""
+    gather.prepare(backend)
+    changes.prepare(backend)
+
+
+def guarded(
+    method: Callable[Concatenate[_R, _P], None],
+) -> Callable[Concatenate[_R, _P], None]:
+    """Make a method harmless: nothing is raised, and after the first fault nothing is done."""
+
+    @functools.wraps(method)
+    def call(self: _R, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if self._off or os.getpid() != self._pid:  # a forked child may not even take the lock
+            return
+        begin = time.perf_counter_ns()
+        try:
+            with self._lock:
+                if not self._off:  # another thread may have closed the recorder meanwhile
+                    method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"{method.__name__}: {type(error).__name__}: {error}", error)
+        self._engine_thread_ns += time.perf_counter_ns() - begin
+
+    return call
+
+
+class Recording:
+    """An open trace and the state of what was told so far; `Recorder` adds what an engine tells."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        header: TraceHeader,
+        *,
+        kv_sources: Mapping[tuple[int, int], KvSource] | None = None,
+        kv_watch_every: int = 1,
+        backend: str = "cpu",
+        **writer_options: Any,
+    ) -> None:
+        if kv_watch_every < 0:
+            raise ValueError(f"kv_watch_every is {kv_watch_every}, expected 0 (never) or a number of forwards")
+        prepare_kernels(backend)
+        self.path = Path(path)
+        self._kv = group_shadows(header, kv_sources or {}, backend=backend)
+        self._state = StateShadow(header, backend=backend)
+        self._kv_watch_every = kv_watch_every
+        # Wall-clock time that cannot run backwards: one reading of the clock, then the monotonic one.
+        self._clock_offset_ns = time.time_ns() - time.perf_counter_ns()
+        self.header = dataclasses.replace(
+            header,
+            created_ns=header.created_ns or self._now(),
+            capture=CaptureInfo(kv_watch_every=kv_watch_every, truth_tokens=header.truth_table is not None),
+        )
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._off = ""
+        self._closed = False
+        self._pending: CopiedForward | None = None
+        self._forwards = 0
+        self._engine_thread_ns = 0
+        writer = TraceWriter(self.path, self.header, **writer_options)
+        self.header = writer.header
+        self._outbox = Outbox(writer, self._kv)
+        # Registered after the writer's own, so run before it: a forward that killed the engine is still told.
+        atexit.register(self.close)
+
+    def _end_pending(self, note: str) -> None:
+        """Complete a forward that was begun, where the recording ends during it."""
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Write out what is queued and the file's end, waiting at most `timeout` seconds; a second call does nothing."""
+        if os.getpid() != self._pid:
+            return
+        atexit.unregister(self.close)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._end_pending("recording ended during this forward")
+            self._off = self._off or "closed"
+        try:
+            self._outbox.close(self._now(), timeout)
+        except Exception:
+            logger.exception("kvcanary: the trace %s could not be closed", self.path)
+        self._kv.clear()  # the engine's pools must not live on through our views of them
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def next_forward(self) -> int:
+        """The number that the next `before_forward` will get."""
+        return self._forwards
+
+    def stats(self) -> RecorderStats:
+        """Return what the recorder has done so far."""
+        return RecorderStats(
+            forwards=self._forwards,
+            events=self._outbox.taken,
+            dropped_events=self._outbox.dropped,
+            engine_thread_ns=self._engine_thread_ns,
+            off=self._off,
+        )
+
+    def _now(self) -> int:
+        return self._clock_offset_ns + time.perf_counter_ns()
+
+    def _put_watched(self, event: TraceEvent, runner: int, looked_at: list[tuple[int, Int64Array]]) -> None:
+        """Send an event off with what changed, without a write, of the slots that it names."""
+        changes = []
+        if self._kv_watch_every:
+            changes = [change for group, slots in looked_at for change in seen_changes(self._kv, group, slots)]
+            add_changes(event, changes, self._kv, runner)
+        if self._put(event):
+            for change in changes:
+                self._kv[change.group].take_change(change.stream, change.slots, change.content)
+
+    def _say(self, kind: str, *, ints: dict[str, Int64Array] | None = None, **scalars: int | str) -> bool:
+        return self._put(TraceEvent(kind=kind, time_ns=self._now(), scalars=scalars, ints=ints or {}))
+
+    def _put(self, event: TraceEvent) -> bool:
+        if self._outbox.put(event):
+            return True
+        if self._outbox.failed:  # the writer has logged it
+            self._off = f"the writer stopped: {self._outbox.failed}"
+        return False
+
+    def switch_off(self, reason: str, error: BaseException | None = None) -> None:
+        """Stop recording for good and say so in the log and the trace: for an integrator whose own hook failed."""
+        try:
+            with self._lock:
+                if self._off:
+                    return
+                self._off = reason
+                self._pending = None
+            logger.error("kvcanary: the recorder of %s switched itself off: %s", self.path, reason, exc_info=error)
+            self._outbox.put_unknown_loss(f"the recorder switched itself off: {reason}", self._now())
+        except Exception:  # nothing may reach the engine
+            logger.exception("kvcanary: switching off failed")

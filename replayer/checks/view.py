@@ -1,0 +1,47 @@
+"""What a history check sees of a forward: the batch, the tables, and for each group what it reads and writes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.plan import VerifyPlan
+from ..forward import Forward
+from ..pools import GroupPool
+from ..tables import StateTables
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReads:
+    """One pool group's part of a forward, before it runs.
+
+    `plan`'s first `num_valid` entries are the prefix positions that it reads, request by request (`request_offsets`);
+    slot 0 stands for entries that nobody can judge. `written` `[T] int64`: slots that the tokens go to, in the pool's
+    own numbering; request r's are `write_offsets[r]` to `write_offsets[r + 1]`, padding comes behind them.
+    """
+
+    pool: GroupPool
+    plan: VerifyPlan
+    written: Int64Array
+    write_offsets: Int64Array
+
+    @property
+    def slots(self) -> Int64Array:
+        """The slots read, `[n] int64`."""
+        return self.plan.slots[: int(self.plan.num_valid[0])]
+
+    @property
+    def positions(self) -> Int64Array:
+        """The position of each slot read, `[n] int64`."""
+        return self.plan.expected_positions[: int(self.plan.num_valid[0])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardView:
+    """A forward about to run; `groups` are those of its runner."""
+
+    forward: Forward
+    tables: StateTables
+    groups: list[GroupReads]
