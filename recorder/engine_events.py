@@ -83,8 +83,8 @@ def sweep_entries(groups: Any, slots: Any, positions: Any, prev_slots: Any, lock
     return entries
 
 
-def sweep_event(entries: SweepEntries, *, time_ns: int, runner: int) -> TraceEvent:
-    """Return the event of a walk of the prefix cache."""
+def sweep_event(entries: SweepEntries, *, time_ns: int, forward: int, runner: int) -> TraceEvent:
+    """Return the event of a walk of the prefix cache after `forward`."""
     ints = {
         "sweep_group": entries.groups,
         "sweep_slot": entries.slots,
@@ -95,7 +95,7 @@ def sweep_event(entries: SweepEntries, *, time_ns: int, runner: int) -> TraceEve
     return TraceEvent(
         kind="sweep",
         time_ns=time_ns,
-        scalars={"runner": runner},
+        scalars={"forward": forward, "runner": runner},
         ints={name: values for name, values in ints.items() if values.size},
     )
 
@@ -104,6 +104,7 @@ def transfer_event(
     status: str,
     *,
     time_ns: int,
+    forward: int,
     runner: int,
     direction: str,
     room: int,
@@ -116,7 +117,7 @@ def transfer_event(
     num_bytes: int,
     note: str,
 ) -> TraceEvent:
-    """Return the event of a transfer between two engines; raise `ValueError` for another status or direction."""
+    """Return the event of a transfer between two engines, after `forward`; raise `ValueError` for another status or direction."""
     _one_of("status", status, TRANSFER_STATUSES)
     _one_of("direction", direction, TRANSFER_DIRECTIONS)
     starts, counts = ordered_runs(slots)
@@ -131,6 +132,7 @@ def transfer_event(
     scalars: dict[str, int | str] = {
         "status": status,
         "mode": direction,
+        "forward": forward,
         "runner": runner,
         "room": int(room),
         "request_id": int(request_id),

@@ -178,7 +178,7 @@ class Recorder(Recording):
             runner: index into the header's runners.
         """
         entries = sweep_entries(groups, slots, positions, prev_slots, locked)
-        event = sweep_event(entries, time_ns=self._now(), runner=runner)
+        event = sweep_event(entries, time_ns=self._now(), forward=self._forwards - 1, runner=runner)
         self._put_watched(
             event, runner, [(int(g), entries.slots[entries.groups == g]) for g in np.unique(entries.groups)]
         )
@@ -220,6 +220,7 @@ class Recorder(Recording):
         event = transfer_event(
             status,
             time_ns=self._now(),
+            forward=self._forwards - 1,
             runner=kv.group.runner,
             direction=direction,
             room=room,

@@ -7,6 +7,7 @@ from ..kernels.plan import VerifyPlan, WritePlan
 from ..kernels.records import ViolationLog
 from .forward import Forward
 from .pools import Endpoint, GroupPool
+from .sweep import Sweep
 from .violations import LaunchViolations
 
 Int64Array = npt.NDArray[np.int64]
@@ -28,6 +29,29 @@ def verify_violations(
         pool,
         endpoint,
         half,
+        expected_positions=plan.expected_positions[entries],
+        writers=pool.last_writers(rows[:, _SLOT_FIELD]),
+    )
+
+
+def sweep_violations(
+    log: ViolationLog, *, plan: VerifyPlan, sweep: Sweep, pool: GroupPool, half: str
+) -> LaunchViolations:
+    """Return the violations that a sweep launch left in `log`; no request reads what it looks at."""
+    rows, entries = log.rows[: log.num_rows].copy(), log.entries[: log.num_rows]
+    nobody = np.full(len(rows), -1, dtype=np.int64)
+    return LaunchViolations(
+        event=sweep.event,
+        forward=sweep.forward,
+        time_ns=sweep.time_ns,
+        mode="sweep",
+        runner=sweep.runner,
+        group=pool.index,
+        endpoint="SWEEP",
+        half=half,
+        rows=rows,
+        request_ids=nobody,
+        req_pool_indices=nobody,
         expected_positions=plan.expected_positions[entries],
         writers=pool.last_writers(rows[:, _SLOT_FIELD]),
     )

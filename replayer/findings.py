@@ -1,7 +1,10 @@
-"""Findings: faults that are no violation row of the canary, each with the event that proves it."""
+"""Findings: faults that are no violation row of the canary, each with the events that prove it."""
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 
 FINDING_SCHEMA = pa.schema(
@@ -18,6 +21,8 @@ FINDING_SCHEMA = pa.schema(
         ("position", pa.int64()),
         ("slot", pa.int64()),
         ("detail", pa.utf8()),
+        ("count", pa.int64()),
+        ("evidence", pa.utf8()),
     ]
 )
 
@@ -25,6 +30,25 @@ FINDING_KINDS = {
     "slot_out_of_pool": "a forward reads or writes a slot that the pool does not have",
     "swa_lut_out_of_range": "a slot has no entry in the full-to-SWA table",
     "entry_out_of_table": "a forward reads a row or position that its block table does not have",
+    "slot_double_allocated": "the allocator gave out a slot that somebody holds",
+    "slot_freed_twice": "a slot that is free was given back again",
+    "foreign_slot_freed": "a request gave back a slot that it does not hold",
+    "slot_leaked": "a request is gone, or its row has moved on, and still holds a slot",
+    "read_after_free": "a forward reads a slot that is free",
+    "read_of_foreign_slot": "a forward reads a slot that belongs to another request alone",
+    "write_to_foreign_slot": "a forward writes a slot that is not the writing request's",
+    "padded_write": "a padding token writes a slot that is in use",
+    "row_reassigned": "a forward reads a row for a request that the row was not given to",
+    "hit_never_written": "a forward reads a slot that nobody has written since it was given out",
+    "hit_differs": "a request starts from slots that hold other tokens or positions than its own",
+    "seq_len_backwards": "a request's length went back without its being retracted",
+    "swa_mapping_stale": "two full slots in use lead to one SWA slot, or one inside the window leads nowhere",
+    "freed_during_transfer": "slots were given back or given out while a transfer of them was under way",
+    "transfer_not_held": "a transfer reads or fills slots that its request does not hold",
+    "launch_missing": "the canary did not look where it should have: a launch is missing",
+    "transfer_source_damaged": "slots no longer held the bytes written when they were sent to the decode side",
+    "transfer_source_changed": "slots changed while they were being sent to the decode side",
+    "transfer_differs": "what the decode side received is not what the prefill side sent",
     "input_not_truth": "the model was fed a token that the scheduler does not have at that position",
     "input_not_sampled": "the model was fed another token than the one sampled for that position",
 }
@@ -32,7 +56,11 @@ FINDING_KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One finding; -1 where a field does not apply."""
+    """One finding; -1 where a field does not apply.
+
+    `count` is how many slots or tokens of the same forward (or event) and request it stands for, the first of which
+    `position` and `slot` name; `evidence` is a JSON list of the numbers of the events that prove it, ascending.
+    """
 
     kind: str
     event: int
@@ -46,6 +74,19 @@ class Finding:
     position: int
     slot: int
     detail: str
+    count: int = 1
+    evidence: str = "[]"
+
+
+MAX_EVIDENCE = 16
+
+
+def evidence(*events: int | Iterable[int]) -> str:
+    """Return event numbers as the JSON list that `Finding.evidence` holds; negative ones stand for "none"."""
+    flat: set[int] = set()
+    for item in events:
+        flat.update([int(item)] if isinstance(item, (int, np.integer)) else (int(event) for event in item))
+    return json.dumps(sorted(event for event in flat if event >= 0)[:MAX_EVIDENCE])
 
 
 def finding_table(findings: list[Finding]) -> pa.Table:

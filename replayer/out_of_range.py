@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..kernels.constants import SLOT_OUT_OF_RANGE
 from ..kernels.plan import VerifyPlan, WritePlan
-from .findings import Finding
+from .findings import Finding, evidence
 from .forward import Forward
 from .pools import GroupPool
 from .requests import RequestBook
@@ -20,23 +20,33 @@ Int64Array = npt.NDArray[np.int64]
 def explain_plan(
     plan: VerifyPlan, forward: Forward, pool: GroupPool, table_shape: tuple[int, ...], book: RequestBook
 ) -> list[Finding]:
-    """Return a finding for each entry of a verify plan whose slot the pool does not have."""
-    count = int(plan.num_valid[0])
+    """Return a finding for each slot that a verify plan looks up and the pool does not have.
+
+    That is every entry's own slot, and the predecessor's where a window begins: any other predecessor is the entry
+    before, which speaks for itself.
+    """
+    count, bs = int(plan.num_valid[0]), len(forward.request_ids)
     slots = plan.slots[:count]
+    starts = plan.request_offsets[:bs]
+    starts = starts[starts < plan.request_offsets[1 : bs + 1]]
+    prevs = plan.prev_slots[starts]
+    beyond_prevs = prevs >= pool.num_slots
+    beyond = np.flatnonzero((slots < 0) | (slots >= pool.num_slots))
+    looked_up = [
+        *((int(entry), int(slot), 1) for entry, slot in zip(starts[beyond_prevs], prevs[beyond_prevs], strict=True)),
+        *((int(entry), int(slots[entry]), 0) for entry in beyond),
+    ]
     findings = []
-    for entry in np.flatnonzero((slots < 0) | (slots >= pool.num_slots)):
-        request = int(np.searchsorted(plan.request_offsets[1 : len(forward.request_ids) + 1], entry, side="right"))
-        row, position, slot = (
-            int(forward.req_pool_indices[request]),
-            int(plan.expected_positions[entry]),
-            int(slots[entry]),
-        )
+    for entry, slot, back in sorted(looked_up, key=lambda found: (found[0], -found[2])):
+        request = int(np.searchsorted(plan.request_offsets[1 : bs + 1], entry, side="right"))
+        row, position = int(forward.req_pool_indices[request]), int(plan.expected_positions[entry]) - back
+        what = "the slot before its window, " if back else ""
         if slot != SLOT_OUT_OF_RANGE:
-            kind, detail = "slot_out_of_pool", f"reads slot {slot}, the pool has {pool.num_slots}"
+            kind, detail = "slot_out_of_pool", f"reads {what}slot {slot}, the pool has {pool.num_slots}"
         elif not 0 <= row < table_shape[0] or position >= table_shape[1]:
             kind, detail = "entry_out_of_table", f"reads row {row}, position {position} of a table {list(table_shape)}"
         else:
-            kind, detail = "swa_lut_out_of_range", "reads a slot beyond the full-to-SWA table"
+            kind, detail = "swa_lut_out_of_range", f"reads {what}a slot beyond the full-to-SWA table"
         findings.append(_finding(kind, detail, forward, pool, request, position, slot, book))
     return findings
 
@@ -99,4 +109,5 @@ def _finding(
         position=position,
         slot=slot if slot != SLOT_OUT_OF_RANGE else -1,
         detail=detail,
+        evidence=evidence(forward.event),
     )

@@ -1,66 +1,112 @@
-"""From a trace to a summary: every event in engine order, through the executor, into the report.
+"""From traces to summaries: each trace's events in engine order, through the executor, into its report.
 
-This is the one place that knows what each kind of event does to the replay. Whatever cannot be judged is counted and
-named; nothing is passed over in silence.
+Traces of a prefill and a decode engine are replayed together: what one sent is handed to the other.
 """
 
-import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
-
-from ..kernels.constants import KvHashMode, LaunchTag
 from ..recorder.errors import TraceError
-from ..recorder.header import TraceHeader
-from ..recorder.reader import EventView, TraceBatch, TraceGap, TraceReader
-from ..recorder.schema import EVENT_KINDS, SLOTS_LISTED
-from .checks import CHECK_NAMES, make_checks
-from .findings import FINDING_SCHEMA, Finding, finding_table
-from .forward import UnusableEventError, read_forward
+from ..recorder.reader import TraceReader
+from .event_replay import EventReplay
+from .exchange import Exchange
 from .pools import pool_bytes
-from .requests import RequestBook
-from .stepwise import StepwiseExecutor
-from .summary import MAX_LISTED, Summary, Tally
-from .violations import VIOLATION_SCHEMA, LaunchViolations, TableSink, violation_table
+from .report import ReportSinks
+from .settings import Progress, ReplaySettings, StopReplayError, resolve_kv_hash
+from .summary import Summary
 
-# Events that carry history for later checks and change no state here.
-_HISTORY_KINDS = frozenset({"alloc", "free", "evict"})
-
-# Violations go on in tables of about this many rows: a table for each launch would cost more than the launch.
-PENDING_ROWS = 16_384
+PREFILL, DECODE = "prefill", "decode"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplaySettings:
-    """How to replay.
+class ReplayRun:
+    """The replay of one trace, which may be taken a batch of events at a time; a context manager.
 
-    `kv_hash` is "auto" (partial where bytes were captured), "none", "partial" or "all"; `checks` names the history
-    checks to run.
+    Args:
+        trace: the trace file.
+        settings: how to replay.
+        report: the report directory, which must exist; None to write nothing.
+        exchange: where its transfers meet those of other traces; None for a trace on its own.
+
+    Raises:
+        TraceError: the trace cannot be read at all, or not with these settings.
     """
 
-    kv_hash: str = "auto"
-    checks: tuple[str, ...] = CHECK_NAMES
-    backend: str = "cpu"
-    max_violations: int | None = None
-    fail_fast: bool = False
+    def __init__(
+        self, trace: Path, *, settings: ReplaySettings, report: Path | None, exchange: Exchange | None = None
+    ) -> None:
+        self._started = time.perf_counter()
+        self._report = report
+        self._busy = False
+        self._ended = False
+        with ExitStack() as stack:
+            self._reader = stack.enter_context(TraceReader(trace))
+            header = self._reader.header
+            mode = resolve_kv_hash(settings.kv_hash, header)
+            self.summary = Summary(trace=str(trace), header=header, settings=settings.to_json())
+            self.summary.settings["kv_hash"] = mode.name.lower()
+            sinks = stack.enter_context(ReportSinks(report, sliding=bool(header.lut_lens)))
+            try:
+                self._events = EventReplay(self.summary, settings, sinks, kv_hash_mode=mode, exchange=exchange)
+            except MemoryError:
+                raise TraceError(
+                    f"{trace}: its pools and tables need {pool_bytes(header) / 2**30:.1f} GiB, which this "
+                    "machine does not have; replay on a larger one"
+                ) from None
+            self._sinks = sinks
+            self._stream = self._reader.stream()
+            self._resources = stack.pop_all()
 
+    def step(self) -> bool:
+        """Replay the next batch of events; False when nothing is left, or while a step is under way already."""
+        if self._busy or self._ended:
+            return False
+        self._busy = True
+        try:
+            item = next(self._stream, None)
+            if item is not None:
+                self._events.take(item)
+                return True
+            self.summary.complete = self._reader.complete
+        except StopReplayError as stop:
+            self.summary.stopped = str(stop)
+        finally:
+            self._busy = False
+        self._ended = True
+        return False
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a replay has come."""
+    def interrupt(self) -> None:
+        """End the replay here, at the user's wish."""
+        if not self._ended:
+            self.summary.stopped = f"interrupted after {self.summary.forwards:,} forwards"
+            self._ended = True
 
-    bytes_read: int
-    bytes_total: int
-    forwards: int
-    tokens: int
-    violations: int
+    def progress(self) -> Progress:
+        """Return how far the replay has come."""
+        return Progress(
+            bytes_read=self._events.bytes_read,
+            bytes_total=self._reader.size_bytes,
+            forwards=self.summary.forwards,
+            tokens=self.summary.tokens,
+            violations=self.summary.violations,
+        )
 
+    def finish(self) -> Summary:
+        """Judge the end, write the report's files, and return the summary."""
+        self._events.finish()
+        self._sinks.close()
+        self.summary.seconds = time.perf_counter() - self._started
+        if self._report:
+            self.summary.report = str(self._report)
+            (self._report / "summary.json").write_text(self.summary.to_json_text(), encoding="utf-8")
+        return self.summary
 
-class _StopReplayError(Exception):
-    """Ends a replay early on the user's own terms; `str()` says why."""
+    def __enter__(self) -> "ReplayRun":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
 
 
 def replay(
@@ -84,250 +130,52 @@ def replay(
     Raises:
         TraceError: the trace cannot be read at all, or not with these settings.
     """
-    started = time.perf_counter()
-    with TraceReader(trace) as reader:
-        summary = Summary(trace=str(trace), header=reader.header, settings=_settings_json(settings))
-        violations = TableSink(report / "violations.parquet" if report else None, VIOLATION_SCHEMA)
-        findings = TableSink(report / "findings.parquet" if report else None, FINDING_SCHEMA)
-        with violations, findings:
-            run = _Replay(summary, settings, violations, findings)
-            try:
-                for item in reader.stream():
-                    run.take(item)
-                    on_progress(run.progress(reader))
-                summary.complete = reader.complete
-            except _StopReplayError as stop:
-                summary.stopped = str(stop)
-            except KeyboardInterrupt:
-                summary.stopped = f"interrupted after {summary.forwards:,} forwards"
-            run.finish()
-    summary.seconds = time.perf_counter() - started
-    if report:
-        summary.report = str(report)
-        (report / "summary.json").write_text(summary.to_json_text(), encoding="utf-8")
-    return summary
+    with ReplayRun(trace, settings=settings, report=report) as run:
+        _run_all([run], on_progress)
+        return run.finish()
 
 
-class _Replay:
-    """The running replay of one trace."""
+def replay_joined(
+    traces: Sequence[Path],
+    *,
+    settings: ReplaySettings,
+    reports: Sequence[Path | None],
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> list[Summary]:
+    """Replay traces of prefill and decode engines together; transfers meet by room.
 
-    def __init__(self, summary: Summary, settings: ReplaySettings, violations: TableSink, findings: TableSink) -> None:
-        self._summary = summary
-        self._settings = settings
-        self._violations = violations
-        self._findings = findings
-        self._book = RequestBook()
-        self._request_ids: set[int] = set()
-        self._bytes_read = 0
-        self._launches: list[LaunchViolations] = []
-        self._pending_rows = 0
-        mode = _kv_hash_mode(settings.kv_hash, summary.header)
-        summary.settings["kv_hash"] = mode.name.lower()
-        try:
-            self._tally = Tally(summary)
-            self._executor = StepwiseExecutor(
-                summary.header,
-                kv_hash_mode=mode,
-                backend=settings.backend,
-                book=self._book,
-                on_violations=self._take_violations,
-                on_findings=self._take_findings,
-                checks=make_checks(
-                    settings.checks,
-                    header=summary.header,
-                    book=self._book,
-                ),
-            )
-        except MemoryError:
-            raise TraceError(
-                f"{summary.trace}: its pools and tables need {pool_bytes(summary.header) / 2**30:.1f} GiB, which this "
-                "machine does not have; replay on a larger one"
-            ) from None
+    Args:
+        traces: the trace files, of any number of engines on either side.
+        settings: how to replay.
+        reports: a report directory each, or None.
+        on_progress: called after every batch of events, of whichever trace.
 
-    def take(self, item: TraceBatch | TraceGap) -> None:
-        """Replay one batch of events, or note a gap."""
-        if isinstance(item, TraceGap):
-            self._summary.num_gaps += 1
-            self._note(self._summary.gaps, item.reason)
-            if item.missing_events != 0:  # a damaged end mark, or a batch given twice, takes no event away
-                self._executor.forget()
-            return
-        for view in item:
-            self._event(view)
-        self._bytes_read = item.end_byte
+    Returns:
+        A summary each, in the same order.
 
-    def progress(self, reader: TraceReader) -> Progress:
-        """Return how far the replay has come."""
-        return Progress(
-            bytes_read=self._bytes_read,
-            bytes_total=reader.size_bytes,
-            forwards=self._summary.forwards,
-            tokens=self._summary.tokens,
-            violations=self._summary.violations,
-        )
-
-    def finish(self) -> None:
-        """Fold the executor's counters into the summary."""
-        self._pass_on_violations()
-        summary, executor = self._summary, self._executor
-        summary.requests = len(self._request_ids)
-        summary.slot_counters = _by_tag(executor.slot_counters)
-        summary.kernel_counters = _by_tag(executor.kernel_counters)
-        summary.verified = executor.verified
-        summary.written = executor.written
-        summary.unknown_entries = executor.unknown_entries
-
-    def _event(self, view: EventView) -> None:
-        summary, kind = self._summary, view.kind
-        summary.events[kind] = summary.events.get(kind, 0) + 1
-        time_ns = int(view.scalar("time_ns"))
-        summary.first_time_ns = summary.first_time_ns or time_ns
-        summary.last_time_ns = max(summary.last_time_ns, time_ns)
-        try:
-            if kind == "forward":
-                self._forward(view)
-                return
-            self._executor.check_event(view)
-            self._executor.tables.apply_changes(view)  # any event may carry what it was the first to see
-            if kind == "request":
-                self._request(view)
-            elif kind == "kv_copy":
-                self._kv_copy(view)
-            elif kind == "loss":
-                self._loss(view)
-            elif kind == "mark":
-                self._mark(view)
-            elif kind not in _HISTORY_KINDS:
-                name = kind if kind in EVENT_KINDS else f"unknown kind {kind!r}"
-                summary.unjudged[name] = summary.unjudged.get(name, 0) + 1
-        except UnusableEventError as error:
-            summary.num_gaps += 1
-            self._note(summary.gaps, f"event {view.scalar('event')} ({kind}) contradicts itself: {error}; left out")
-            self._executor.forget()
-
-    def _forward(self, view: EventView) -> None:
-        summary = self._summary
-        forward = read_forward(view, summary.header)
-        before = summary.violations + summary.findings
-        self._executor.forward(forward, view)
-        summary.forwards += 1
-        summary.forwards_by_mode[forward.mode] = summary.forwards_by_mode.get(forward.mode, 0) + 1
-        summary.forwards_watched += forward.kv_watched
-        summary.tokens += forward.num_tokens
-        self._request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
-        found = summary.violations + summary.findings
-        if self._settings.fail_fast and found > before:
-            raise _StopReplayError(f"stopped at the first bad forward, {forward.forward:,} (--fail-fast)")
-        if self._settings.max_violations is not None and summary.violations >= self._settings.max_violations:
-            raise _StopReplayError(f"stopped after {summary.violations:,} violations (--max-violations)")
-
-    def _request(self, view: EventView) -> None:
-        request_id = int(view.scalar("request_id"))
-        self._request_ids.add(request_id)
-        self._book.names[request_id] = str(view.scalar("name"))
-        self._book.prompt_lens[request_id] = int(view.scalar("prompt_len"))
-
-    def _kv_copy(self, view: EventView) -> None:
-        columns = [view.ints(f"copy_{c}") for c in ("group", "src_tier", "src", "dst_tier", "dst", "count")]
-        if len({len(column) for column in columns}) != 1:
-            raise UnusableEventError("the copy columns differ in length")
-        for group, src_tier, src, dst_tier, dst, count in zip(*(c.tolist() for c in columns), strict=True):
-            if not 0 <= group < len(self._executor.pools) or src_tier not in (0, 1) or dst_tier not in (0, 1):
-                raise UnusableEventError(f"a copy in group {group} from tier {src_tier} to tier {dst_tier}")
-            pool = self._executor.pools[group]
-            limit = max(pool.group.num_slots, pool.group.host_num_slots)
-            if not 0 <= count <= limit:
-                raise UnusableEventError(f"a copy of {count} slots, the larger tier has {limit}")
-            span = np.arange(count, dtype=np.int64)
-            if pool.copy_slots(src_tier, src + span, dst_tier, dst + span):
-                raise UnusableEventError(f"a copy of slots {src}+{count} to {dst}+{count} leaves its tier")
-
-    def _loss(self, view: EventView) -> None:
-        summary = self._summary
-        lost = int(view.scalar("lost_events"))
-        summary.num_losses += 1
-        summary.lost_events += max(lost, 0)
-        self._note(summary.losses, str(view.scalar("note")) or f"{lost} events lost")
-        groups, starts, counts = (view.ints(f"slot_{c}") for c in ("group", "start", "count"))
-        if view.scalar("status") != SLOTS_LISTED:
-            self._executor.forget()
-            self._executor.tables.apply_changes(view)
-            return
-        if not len(groups) == len(starts) == len(counts):
-            raise UnusableEventError("the slot columns differ in length")
-        for group, start, count in zip(groups.tolist(), starts.tolist(), counts.tolist(), strict=True):
-            if not 0 <= group < len(self._executor.pools) or start < 0 or count < 0:
-                raise UnusableEventError(f"a run of {count} slots from {start} in group {group}")
-            self._executor.pools[group].forget(slice(start, start + count))
-
-    def _mark(self, view: EventView) -> None:
-        summary = self._summary
-        summary.num_marks += 1
-        if len(summary.marks) >= MAX_LISTED:
-            return
-        mark = {"event": int(view.scalar("event")), "note": str(view.scalar("note"))}
-        try:
-            labels = json.loads(str(view.scalar("labels")) or "{}")
-        except (ValueError, RecursionError):
-            labels = None
-        if not isinstance(labels, dict):
-            labels = {"text": str(view.scalar("labels"))}
-        summary.marks.append({**mark, "labels": labels})
-
-    def _note(self, notes: list[str], text: str) -> None:
-        if len(notes) < MAX_LISTED:
-            notes.append(text)
-
-    def _take_violations(self, launch: LaunchViolations) -> None:
-        self._launches.append(launch)
-        self._summary.violations += len(launch.rows)
-        self._pending_rows += len(launch.rows)
-        if self._pending_rows >= PENDING_ROWS:
-            self._pass_on_violations()
-
-    def _pass_on_violations(self) -> None:
-        """Turn the pending launches into one table: for the report, and for the tally."""
-        if self._launches:
-            table = violation_table(self._launches, self._book)
-            self._launches = []
-            self._pending_rows = 0
-            self._violations.append(table)
-            self._tally.violations(table)
-
-    def _take_findings(self, findings: list[Finding]) -> None:
-        self._findings.append(finding_table(findings))
-        self._tally.findings(findings)
+    Raises:
+        TraceError: a trace cannot be read at all, or not with these settings.
+    """
+    exchange = Exchange()
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(ReplayRun(trace, settings=settings, report=report, exchange=exchange))
+            for trace, report in zip(traces, reports, strict=True)
+        ]
+        exchange.senders = [run.step for run in runs]
+        # The receiving side leads: it lets the others go on as far as it needs them.
+        _run_all(sorted(runs, key=lambda run: run.summary.header.role != DECODE), on_progress)
+        return [run.finish() for run in runs]
 
 
-def _by_tag(counters: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> dict[str, int]:
-    return {tag.name: int(counters[tag]) for tag in LaunchTag if counters[tag]}
+def _run_all(runs: Sequence[ReplayRun], on_progress: Callable[[Progress], None]) -> None:
+    try:
+        for run in runs:
+            while run.step():
+                on_progress(run.progress())
+    except KeyboardInterrupt:
+        for run in runs:
+            run.interrupt()
 
 
-def _settings_json(settings: ReplaySettings) -> dict[str, object]:
-    return {
-        "kv_hash": settings.kv_hash,
-        "checks": list(settings.checks),
-        "backend": settings.backend,
-        "max_violations": settings.max_violations,
-        "fail_fast": settings.fail_fast,
-        "executor": "stepwise",
-    }
-
-
-def _kv_hash_mode(name: str, header: TraceHeader) -> KvHashMode:
-    """Resolve `--kv-hash` against what the trace holds; raise `TraceError` where it holds too little."""
-    streams = [stream for group in header.groups for stream in group.streams]
-    if name == "auto":
-        return KvHashMode.PARTIAL if streams else KvHashMode.NONE
-    mode = KvHashMode[name.upper()]
-    if mode is KvHashMode.NONE:
-        return mode
-    if not streams:
-        raise TraceError("the trace holds no KV bytes; replay with --kv-hash none, or record with capture_bytes=16")
-    short = [stream for stream in streams if stream.capture_bytes < stream.bytes_per_token]
-    if mode is KvHashMode.ALL and short:
-        raise TraceError(
-            f"--kv-hash all needs every byte of a slot; the trace holds {short[0].capture_bytes} of "
-            f"{short[0].bytes_per_token}; use --kv-hash partial, or record with capture_bytes=None"
-        )
-    return mode
+__all__ = ["DECODE", "PREFILL", "Progress", "ReplayRun", "ReplaySettings", "replay", "replay_joined"]

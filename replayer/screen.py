@@ -24,10 +24,15 @@ _REASONS = {
 }
 
 
+_PLACES = (("row", "req_pool_idx"), ("position", "position"), ("slot", "slot"))
+
+
 def show(console: Console, summary: Summary) -> None:
     """Print a summary; plain text where the console is no terminal."""
     console.print(_headline(summary), soft_wrap=True)
     console.print(_checks(summary), soft_wrap=True)
+    for line in _more_checks(summary):
+        console.print(Text(line, style="dim"), soft_wrap=True)
     console.print()
     console.print(_verdict(summary), soft_wrap=True)
     if summary.first_violation:
@@ -75,6 +80,26 @@ def _checks(summary: Summary) -> Text:
     return Text("checked   " + "   ".join(parts), style="dim")
 
 
+def _more_checks(summary: Summary) -> list[str]:
+    """Say what only some traces have: sweeps, transfers, a sliding-window pool."""
+    lines = []
+    swept = sum(count for tag, count in summary.slot_counters.items() if tag.startswith("SWEEP"))
+    if summary.events.get("sweep"):
+        lines.append(f"swept     {_count(summary.events['sweep'], 'time')}   {swept:,} slots of the prefix cache")
+    if summary.transfers_sent or summary.transfers_received:
+        lines.append(
+            f"moved     {_count(summary.transfers_sent, 'transfer')} sent, {summary.transfers_received:,} received, "
+            f"{summary.transfers_unmatched:,} of them from a trace that was not given"
+        )
+    for name, figures in (summary.swa_divergence or {"groups": {}})["groups"].items():
+        last = {figure: values["last"] for figure, values in figures.items()}
+        lines.append(
+            f"sliding   {name}: {last['out_of_window_tokens']:,} tokens out of the window, "
+            f"{last['full_idx_divergence']:,} at another index, in the last forward"
+        )
+    return lines
+
+
 def _verdict(summary: Summary) -> Text:
     verdict = summary.verdict
     text = Text(verdict.name, style=_STYLES[verdict])
@@ -111,7 +136,7 @@ def _violation(summary: Summary, row: dict[str, Any]) -> Table:
     rows = [
         ("first seen", f"forward {row['forward']:,} (+{_duration(since)}, {row['mode']})   {row['launch']}"),
         ("what", f"{reasons}   [{' + '.join(row['reasons'])}]"),
-        ("request", f"{row['request']}   row {row['req_pool_idx']:,}, position {row['expected_position']:,}"),
+        ("request", f"{_whose(row)}, position {row['expected_position']:,}"),
         ("in slot", f"{row['slot']:,} of pool {group.name}, half {row['half']}"),
     ]
     if row["endpoint"] == "HEAD" and row["writer_event"] == row["event"]:
@@ -135,6 +160,12 @@ def _violation(summary: Summary, row: dict[str, Any]) -> Table:
     return _grid([*rows, ("spread", spread)])
 
 
+def _whose(row: dict[str, Any]) -> str:
+    if row["mode"] == "sweep":
+        return "none: the prefix cache holds it"
+    return f"{row['request']}   row {row['req_pool_idx']:,}"
+
+
 def _writer(row: dict[str, Any]) -> str:
     if row["writer_event"] < 0:
         return "never written in this trace"
@@ -150,10 +181,10 @@ def _counts(summary: Summary) -> Table:
 
 def _finding(summary: Summary, finding: dict[str, Any]) -> Table:
     kinds = [(f"{kind} {count:,}", FINDING_KINDS[kind]) for kind, count in summary.findings_by_kind.items()]
-    first = (
-        f"forward {finding['forward']:,}, request {finding['request']}, row {finding['req_pool_idx']:,}, "
-        f"position {finding['position']:,}: {finding['detail']}"
-    )
+    where = [f"forward {finding['forward']:,}"]
+    where += [f"request {finding['request']}"] if finding["request"] else []
+    where += [f"{name} {finding[key]:,}" for name, key in _PLACES if finding[key] >= 0]
+    first = f"{', '.join(where)}: {finding['detail']}"
     return _grid([*kinds, ("the first", first)])
 
 

@@ -15,6 +15,7 @@ from .findings import Finding
 from .verdict import Verdict
 
 MAX_LISTED = 100
+NOBODY = -1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +40,10 @@ class Summary:
     verified: int = 0
     written: int = 0
     unknown_entries: int = 0
+    swa_divergence: dict[str, Any] | None = None
+    transfers_sent: int = 0
+    transfers_received: int = 0
+    transfers_unmatched: int = 0
     gaps: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
     num_gaps: int = 0
@@ -73,6 +78,11 @@ class Summary:
             doubts.append(f"{count} lost while recording")
         if not self.complete and not self.num_gaps and not self.stopped:
             doubts.append("the trace has no end: it was torn, or is still being written")
+        if self.transfers_unmatched:
+            doubts.append(
+                f"{self.transfers_unmatched:,} transfer(s) received whose sender is in no trace given; replay them "
+                "together: kvcanary-replay prefill.arrow decode.arrow"
+            )
         if self.unjudged:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.unjudged.items()))
             doubts.append(f"events that this version cannot judge: {kinds}")
@@ -139,6 +149,8 @@ class Tally:
         summary.forwards_hit += len(forwards) - int(forwards[0] == self._last_forward_hit)
         self._last_forward_hit = summary.last_violation_forward = int(forwards[-1])
         for request_id, name in zip(*_distinct_requests(table), strict=True):
+            if request_id == NOBODY:  # what a sweep finds is nobody's yet
+                continue
             summary.requests_hit.setdefault(request_id, name)
         groups, slots = table["group"].to_numpy(), table["slot"].to_numpy()
         for group, hit in enumerate(self._slots):
@@ -155,7 +167,8 @@ class Tally:
         summary.findings += len(findings)
         for finding in findings:
             _add(summary.findings_by_kind, finding.kind, 1)
-            summary.requests_hit.setdefault(finding.request_id, finding.request)
+            if finding.request_id != NOBODY:
+                summary.requests_hit.setdefault(finding.request_id, finding.request)
 
 
 def _add(counts: dict[str, int], key: str, count: int) -> None:

@@ -34,6 +34,8 @@ VIOLATION_SCHEMA = pa.schema(
         # the same in words
         ("launch", pa.dictionary(pa.int8(), pa.utf8())),
         ("reasons", pa.dictionary(pa.int8(), pa.utf8())),
+        # who knew better: "truth" the scheduler's tokens, "hash" the hash oracle, "" where only the record speaks
+        ("oracle", pa.dictionary(pa.int8(), pa.utf8())),
         # where and when
         ("event", pa.int64()),
         ("forward", pa.int64()),
@@ -63,6 +65,12 @@ VIOLATION_SCHEMA = pa.schema(
 _FIELDS = VIOLATION_SCHEMA.names[:8]
 _REASON_NAMES = pa.array(
     ["+".join(r.name or "" for r in FailReason if bits & r) or "NONE" for bits in range(1 << len(FailReason))]
+)
+_ORACLE_NAMES = pa.array(
+    [
+        "truth" if bits & FailReason.VERIFY_TOKEN else "hash" if bits & FailReason.WRITE_TOKEN else ""
+        for bits in range(1 << len(FailReason))
+    ]
 )
 _LAUNCH_NAMES = pa.array([tag.name for tag in LaunchTag])
 
@@ -110,6 +118,7 @@ def violation_table(launches: Sequence[LaunchViolations], book: RequestBook) -> 
         "half": spread("half"),
         "launch": pa.DictionaryArray.from_arrays(pa.array(rows[:, 0].astype(np.int8)), _LAUNCH_NAMES),
         "reasons": pa.DictionaryArray.from_arrays(pa.array(rows[:, 7].astype(np.int8)), _REASON_NAMES),
+        "oracle": pa.DictionaryArray.from_arrays(pa.array(rows[:, 7].astype(np.int8)), _ORACLE_NAMES),
         "request_id": request_ids,
         "request": book.name_column(request_ids),
         "req_pool_idx": np.concatenate([launch.req_pool_indices for launch in launches]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +13,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..replay import Progress, ReplaySettings
+    from ..settings import Progress, ReplaySettings
     from ..summary import Summary
 
 _EPILOG = """\b
@@ -27,6 +29,8 @@ Examples:
   kvcanary-replay --json trace.arrow | jq .first_violation
   kvcanary-replay --fail-fast --quiet golden/*.arrow
   kvcanary-replay --kv-hash none --report /tmp/report trace.arrow
+  kvcanary-replay prefill.arrow decode.arrow
+      two engines of one deployment: what the one sent is compared with what the other received
 """
 
 
@@ -100,7 +104,7 @@ def replay_command(
 
     from ...recorder.commands.text import printable
     from ...recorder.errors import TraceError
-    from ..replay import ReplaySettings
+    from ..settings import ReplaySettings
     from ..verdict import EXIT_UNREADABLE, combined_exit_code
 
     if report and no_report:
@@ -118,26 +122,28 @@ def replay_command(
     codes: list[int] = []
     summaries: list[dict[str, object]] = []
     targets = _report_folders(traces, report, no_report)
-    for trace, target in zip(traces, targets, strict=True):
+    for group in _together(list(zip(traces, targets, strict=True))):
+        names = ", ".join(str(trace) for trace, _ in group)
         try:
-            summary = _replay_one(trace, settings, target, explicit=report is not None, err=err, quiet=as_json or quiet)
+            done = _replay(group, settings, explicit=report is not None, err=err, quiet=as_json or quiet)
         except TraceError as error:
             codes.append(EXIT_UNREADABLE)
-            summaries.append({"trace": str(trace), "error": str(error), "exit_code": EXIT_UNREADABLE})
-            message = str(error) if str(trace) in str(error) else f"{trace}: {error}"
+            summaries.append({"trace": names, "error": str(error), "exit_code": EXIT_UNREADABLE})
+            message = str(error) if any(str(trace) in str(error) for trace, _ in group) else f"{names}: {error}"
             err.print(printable(message), style="red", markup=False, soft_wrap=True)
             continue
-        codes.append(summary.verdict.exit_code)
-        summaries.append(summary.to_json())
-        if quiet and not as_json:
-            click.echo(_one_line(summary))
-        elif not as_json:
-            from ..screen import show
+        for summary in done:
+            codes.append(summary.verdict.exit_code)
+            summaries.append(summary.to_json())
+            if quiet and not as_json:
+                click.echo(_one_line(summary))
+            elif not as_json:
+                from ..screen import show
 
-            if len(codes) > 1:
-                out.rule(style="dim")
-            show(out, summary)
-        if summary.stopped.startswith("interrupted"):
+                if len(codes) > 1:
+                    out.rule(style="dim")
+                show(out, summary)
+        if any(summary.stopped.startswith("interrupted") for summary in done):
             break
     if as_json:
         import json
@@ -171,24 +177,51 @@ def _report_folders(traces: tuple[Path, ...], report: Path | None, no_report: bo
     return list(folders)
 
 
-def _replay_one(
-    trace: Path, settings: ReplaySettings, target: Path | None, *, explicit: bool, err: Console, quiet: bool
-) -> Summary:
+def _together(jobs: list[tuple[Path, Path | None]]) -> list[list[tuple[Path, Path | None]]]:
+    """Return what is replayed together: prefill and decode traces as one, at the place of the first, others alone."""
     from ...recorder.errors import TraceError
     from ...recorder.reader import TraceReader
-    from ..replay import replay
 
-    TraceReader(trace).close()  # an unreadable trace leaves no empty report behind
-    folder = _make_folder(trace, target, explicit=explicit, err=err)
+    pair: list[tuple[Path, Path | None]] = []
+    groups = []
+    for job in jobs:
+        try:
+            with TraceReader(job[0]) as reader:
+                role = reader.header.role
+        except TraceError:
+            role = ""  # said when its turn comes
+        if not role:
+            groups.append([job])
+            continue
+        if not pair:
+            groups.append(pair)
+        pair.append(job)
+    return groups
+
+
+def _replay(
+    jobs: list[tuple[Path, Path | None]], settings: ReplaySettings, *, explicit: bool, err: Console, quiet: bool
+) -> list[Summary]:
+    from ...recorder.errors import TraceError
+    from ...recorder.reader import TraceReader
+    from ..replay import replay_joined
+    from ..settings import resolve_kv_hash
+
+    folders = []
+    for trace, target in jobs:
+        with TraceReader(trace) as reader:  # a trace that cannot be judged leaves no empty report behind
+            resolve_kv_hash(settings.kv_hash, reader.header)
+        folders.append(_make_folder(trace, target, explicit=explicit, err=err))
+    traces = [trace for trace, _ in jobs]
     try:
         if quiet or not err.is_terminal:
-            return replay(trace, settings=settings, report=folder)
+            return replay_joined(traces, settings=settings, reports=folders)
         with _ProgressBar(err) as bar:
-            return replay(trace, settings=settings, report=folder, on_progress=bar.update)
+            return replay_joined(traces, settings=settings, reports=folders, on_progress=bar.update)
     except OSError as error:
         raise TraceError(
-            f"{trace}: the report in {folder} cannot be written ({error.strerror or error}); make room, name another "
-            "folder with --report DIR, or use --no-report"
+            f"{', '.join(map(str, traces))}: the report in {', '.join(map(str, folders))} cannot be written "
+            f"({error.strerror or error}); make room, name another folder with --report DIR, or use --no-report"
         ) from None
 
 
@@ -202,8 +235,8 @@ def _make_folder(trace: Path, target: Path | None, *, explicit: bool, err: Conso
     for folder in candidates:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / "summary.json"
-            probe.touch()
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             failure = error
             continue

@@ -1,0 +1,145 @@
+"""Prefill and decode traces replayed together: records and bytes go along, and the side that went wrong is named."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from kvcanary.replayer.commands.replay import replay_command
+from kvcanary.replayer.replay import ReplaySettings, replay, replay_joined
+from kvcanary.replayer.verdict import Verdict
+
+from .pd_engine import Side, carry
+
+PROMPT = [11, 12, 13, 14, 15]
+SENT, RECEIVED = [9, 8, 20, 21, 4], [30, 31, 32, 40, 39]  # not in order: the order of the slots is that of positions
+
+
+def pair(folder: Path, *, spoil: str = "", decode_first: bool = False):
+    """Prefill, send, decode; `spoil` names where a byte goes wrong."""
+    folder.mkdir(exist_ok=True)
+    prefill = Side(folder / "prefill.arrow", role="prefill", room=5)
+    decode = Side(folder / "decode.arrow", role="decode", room=5, request=107)
+    prefill.forward(PROMPT, SENT, truth=PROMPT, sampled=[16])
+    if spoil == "source":
+        prefill.kv[0][20, 3] ^= 0xFF
+    prefill.transfer("start", "send", SENT)
+    decode.transfer("start", "receive", RECEIVED)
+    carry(prefill, SENT, decode, RECEIVED)
+    if spoil == "during":
+        prefill.kv[1][8, 0] ^= 0xFF
+    if spoil == "wire":
+        decode.kv[1][40, 9] ^= 0xFF
+    decode.table[1, :5] = RECEIVED
+    short = RECEIVED[:4] if spoil == "short" else RECEIVED
+    if spoil == "failed":
+        decode.transfer("failed", "receive", RECEIVED)
+        prefill.transfer("failed", "send", SENT)
+    else:
+        decode.transfer("end", "receive", short)
+        prefill.transfer("end", "send", SENT)
+    if spoil == "after":
+        decode.kv[0][31, 0] ^= 0xFF
+    if spoil == "table":
+        decode.table[1, 2] = RECEIVED[1]
+    if spoil != "failed":
+        decode.forward([16], [50], start=5, mode="decode", truth=[*PROMPT, 16], sampled=[17])
+        decode.forward([17], [51], start=6, mode="decode", truth=[*PROMPT, 16, 17], sampled=[18])
+    paths = [prefill.close(), decode.close()]
+    return paths[::-1] if decode_first else paths
+
+
+def judge(paths, folder):
+    reports = [folder / path.stem for path in paths]
+    for report in reports:
+        report.mkdir()
+    found = replay_joined(paths, settings=ReplaySettings(), reports=reports)
+    rows = {p.stem: pq.read_table(r / "findings.parquet").to_pylist() for p, r in zip(paths, reports, strict=True)}
+    return {summary.header.role: summary for summary in found}, rows
+
+
+@pytest.mark.parametrize("decode_first", [False, True])
+def test_a_clean_pair_is_clean_and_its_slots_are_verified(decode_first, tmp_path):
+    summaries, rows = judge(pair(tmp_path, decode_first=decode_first), tmp_path)
+    assert [s.verdict for s in summaries.values()] == [Verdict.CLEAN] * 2
+    assert rows == {"prefill": [], "decode": []}
+    decode = summaries["decode"]
+    assert (decode.transfers_received, decode.transfers_unmatched, decode.unknown_entries) == (1, 0, 0)
+    assert summaries["prefill"].transfers_sent == 1
+    # Five slots in the first decode and six in the second, in HEAD and TAIL, K and V.
+    assert decode.verified == (5 + 6) * 4
+
+
+def test_the_decode_side_alone_is_inconclusive_and_says_what_to_do(tmp_path):
+    _, decode = pair(tmp_path)
+    summary = replay(decode, settings=ReplaySettings(), report=None)
+    assert summary.verdict is Verdict.INCONCLUSIVE
+    assert summary.unknown_entries == 2 * 5
+    assert "kvcanary-replay prefill.arrow decode.arrow" in summary.doubts[0]
+
+
+def test_bytes_damaged_before_they_were_sent(tmp_path):
+    """The canary's own view: the decode side sees it, the prefill side's launches stay clean; we know where it began."""
+    summaries, rows = judge(pair(tmp_path, spoil="source"), tmp_path)
+    assert summaries["prefill"].violations == 0
+    (finding,) = rows["prefill"]
+    assert (finding["kind"], finding["slot"], finding["position"]) == ("transfer_source_damaged", 20, 2)
+    assert set(summaries["decode"].violations_by_launch) == {"TAIL_K_FULL"}
+    first = summaries["decode"].first_violation
+    assert (first["slot"], first["reasons"], first["request_id"]) == (32, ["VERIFY_KV_HASH"], 107)
+    assert rows["decode"] == []  # what landed is what was sent
+
+
+def test_bytes_damaged_on_the_wire(tmp_path):
+    summaries, rows = judge(pair(tmp_path, spoil="wire"), tmp_path)
+    assert summaries["prefill"].verdict is Verdict.CLEAN
+    (finding,) = rows["decode"]
+    assert (finding["kind"], finding["slot"], finding["position"]) == ("transfer_differs", 40, 3)
+    assert "the prefill side sent what it had written" in finding["detail"]
+    assert "slot 21" in finding["detail"]
+    assert set(summaries["decode"].violations_by_launch) == {"TAIL_V_FULL"}
+
+
+def test_bytes_that_change_while_they_are_sent(tmp_path):
+    summaries, rows = judge(pair(tmp_path, spoil="during"), tmp_path)
+    (finding,) = rows["prefill"]
+    assert (finding["kind"], finding["slot"]) == ("transfer_source_changed", 8)
+    assert summaries["decode"].verdict is Verdict.CLEAN  # the bytes had left
+
+
+def test_bytes_damaged_after_they_landed_are_the_decode_sides_fault(tmp_path):
+    summaries, rows = judge(pair(tmp_path, spoil="after"), tmp_path)
+    assert summaries["prefill"].verdict is Verdict.CLEAN
+    assert rows["decode"] == []
+    assert summaries["decode"].violations_by_reason == {"VERIFY_KV_HASH": 2}  # in both decodes, K only
+    assert summaries["decode"].first_violation["slot"] == 31
+
+
+def test_a_wrong_table_entry_on_the_decode_side(tmp_path):
+    summaries, _ = judge(pair(tmp_path, spoil="table"), tmp_path)
+    first = summaries["decode"].first_violation
+    assert (first["endpoint"], first["slot"], first["position"], first["expected_position"]) == ("HEAD", 31, 1, 2)
+    assert {"VERIFY_CHAIN_HASH", "VERIFY_POSITION", "VERIFY_TOKEN"} <= set(first["reasons"])
+
+
+def test_fewer_slots_than_were_sent(tmp_path):
+    _, rows = judge(pair(tmp_path, spoil="short"), tmp_path)
+    kinds = [row["kind"] for row in rows["decode"]]
+    assert "transfer_differs" in kinds
+    assert "received 4 slots where" in rows["decode"][kinds.index("transfer_differs")]["detail"]
+
+
+def test_a_failed_transfer_is_no_transfer(tmp_path):
+    summaries, rows = judge(pair(tmp_path, spoil="failed"), tmp_path)
+    assert rows == {"prefill": [], "decode": []}
+    assert summaries["decode"].transfers_received == summaries["prefill"].transfers_sent == 0
+
+
+def test_the_command_joins_them(tmp_path):
+    prefill, decode = pair(tmp_path, spoil="wire")
+    result = CliRunner().invoke(replay_command, ["--no-report", str(decode), str(prefill)])
+    assert result.exit_code == 1, result.output
+    assert "transfer_differs" in result.output
+    assert "1 received, 0 of them from a trace that was not given" in result.output
+    alone = CliRunner().invoke(replay_command, ["--no-report", "--quiet", str(decode)])
+    assert alone.exit_code == 125
