@@ -29,6 +29,8 @@ Examples:
   kvcanary-replay --json trace.arrow | jq .first_violation
   kvcanary-replay --fail-fast --quiet golden/*.arrow
   kvcanary-replay --kv-hash none --report /tmp/report trace.arrow
+  kvcanary-replay --checks -slot_leaked,-seq_len_backwards trace.arrow
+      all checks but two
   kvcanary-replay prefill.arrow decode.arrow
       two engines of one deployment: what the one sent is compared with what the other received
 """
@@ -56,8 +58,15 @@ Examples:
     default="all",
     show_default=True,
     metavar="NAMES",
-    help="History checks beside the canary's: all, none, or names joined by commas (input_not_sampled, "
-    "input_not_truth).",
+    help="History checks beside the canary's: all, none, or names joined by commas; -name leaves one out of all.",
+)
+@click.option(
+    "--list-checks",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _, value: _list_checks(context) if value else None,
+    help="List the history checks, and exit.",
 )
 @click.option(
     "--backend",
@@ -152,16 +161,34 @@ def replay_command(
     sys.exit(combined_exit_code(codes))
 
 
+def _list_checks(context: click.Context) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..checks import CHECK_NAMES
+    from ..findings import FINDING_KINDS
+
+    table = Table.grid(padding=(0, 2))
+    for name in CHECK_NAMES:
+        table.add_row(name, FINDING_KINDS[name])
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+    context.exit()
+
+
 def _check_names(text: str) -> tuple[str, ...]:
     from ..checks import CHECK_NAMES
 
     if text in ("all", "none"):
         return CHECK_NAMES if text == "all" else ()
-    names = tuple(name.strip() for name in text.split(","))
-    unknown = [name for name in names if name not in CHECK_NAMES]
+    asked = [name.strip() for name in text.split(",")]
+    unknown = [name for name in asked if name.removeprefix("-") not in CHECK_NAMES]
     if unknown:
-        raise click.UsageError(f"--checks: no check {unknown[0]!r}; there are {', '.join(CHECK_NAMES)}, all, none")
-    return names
+        raise click.UsageError(
+            f"--checks: no check {unknown[0].removeprefix('-')!r}; there are {', '.join(CHECK_NAMES)}, all, none"
+        )
+    left_out = {name[1:] for name in asked if name.startswith("-")}
+    chosen = {name for name in asked if not name.startswith("-")} or set(CHECK_NAMES)
+    return tuple(name for name in CHECK_NAMES if name in chosen - left_out)
 
 
 def _report_folders(traces: tuple[Path, ...], report: Path | None, no_report: bool) -> list[Path | None]:
