@@ -1,5 +1,6 @@
 """Between recorder and writer: events go in whole or not at all, and what was dropped is said before what follows."""
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from .schema import SLOTS_LISTED
 from .writer import TraceWriter
 
 QUEUE_FULL = "the writer's queue was full"
+MAX_REQUESTS_KEPT = 1024
 HOST_TIER_LOST = "these slots were loaded back from an offload tier whose content was lost"
 
 
@@ -32,27 +34,46 @@ class Outbox:
     """Hands events to a writer that may refuse them, and keeps account of what it refused.
 
     Before the first event that is taken after a refusal goes a loss event with the number of events dropped and the
-    slots that they may have written, as the groups' shadows remember them.
+    slots that they may have written, as the groups' shadows remember them. Behind it go the request events that were
+    dropped, the last of them: they name what all others speak of.
     """
 
-    __slots__ = ("_groups", "_unsaid", "_writer", "dropped", "taken")
+    __slots__ = ("_groups", "_requests", "_unsaid", "_writer", "dropped", "taken")
 
     def __init__(self, writer: TraceWriter, groups: list[GroupKvShadow]) -> None:
         self._writer = writer
         self._groups = groups
         self._unsaid = 0
+        self._requests: deque[TraceEvent] = deque(maxlen=MAX_REQUESTS_KEPT)
         self.dropped = 0
         self.taken = 0
 
     def put(self, event: TraceEvent) -> bool:
         """Hand over an event; return whether the trace will hold it. Never waits."""
         due = self._unsaid > 0 or any(group.any_lost for group in self._groups)
-        if (not due or self._put_loss(event.time_ns)) and self._writer.append(event):
+        said = not due or self._put_loss(event.time_ns)
+        if said and self._put_requests(event.time_ns) and self._writer.append(event):
             self.taken += 1
             return True
+        self._drop()
+        if event.kind == "request":
+            self._requests.append(event)
+        return False
+
+    def _drop(self) -> None:
         self.dropped += 1
         self._unsaid += 1
-        return False
+
+    def _put_requests(self, time_ns: int) -> bool:
+        """Hand over the request events that were dropped, now that there is room."""
+        while self._requests:
+            self._requests[0].time_ns = time_ns  # time never runs backwards in a trace
+            if not self._writer.append(self._requests[0]):
+                self._drop()
+                return False
+            self._requests.popleft()
+            self.taken += 1
+        return True
 
     def put_unknown_loss(self, note: str, time_ns: int) -> bool:
         """Hand over a loss event that says that nobody knows what is missing; all state is unknown after it."""
@@ -85,6 +106,7 @@ class Outbox:
 
     def close(self, time_ns: int, timeout: float) -> None:
         """Say what is not yet said and close the writer, waiting at most `timeout` seconds."""
+        self._put_requests(time_ns)
         if self._unsaid:
             self._put_loss(time_ns)  # where the queue is full still, the writer says it when it closes
         self._writer.close(timeout)

@@ -60,6 +60,15 @@ def test_a_dropped_prefill_is_said_with_the_slots_it_wrote(tmp_path: Path) -> No
     assert summary.unknown_entries > 0
 
 
+def test_a_dropped_request_is_named_again(tmp_path: Path) -> None:
+    recorder = _run(tmp_path / "trace.arrow", {2, 3})  # the second request, then the loss before the third
+    assert recorder.stats().dropped_events == 2
+    events = contents(tmp_path / "trace.arrow")
+    names = [event["name"] for event in events if event["kind"] == "request"]
+    assert names == [f"request-{n}" for n in range(len(names))]
+    assert [event["lost_events"] for event in events if event["kind"] == "loss"] == [2]
+
+
 def test_a_dropped_loss_event_is_added_up(tmp_path: Path) -> None:
     recorder = _run(tmp_path / "trace.arrow", {4, 5, 6})  # the forward, then twice the loss that was due
     assert recorder.stats().dropped_events == 3
