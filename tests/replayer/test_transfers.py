@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from kvcanary.recorder.event import TraceEvent
 from kvcanary.replayer.commands.replay import replay_command
 from kvcanary.replayer.replay import ReplaySettings, replay, replay_joined
 from kvcanary.replayer.verdict import Verdict
 
-from .pd_engine import Side, carry
+from .pd_engine import SLOTS, Side, carry
+from .test_losses import write
 
 PROMPT = [11, 12, 13, 14, 15]
 SENT, RECEIVED = [9, 8, 20, 21, 4], [30, 31, 32, 40, 39]  # not in order: the order of the slots is that of positions
@@ -143,3 +146,43 @@ def test_the_command_joins_them(tmp_path):
     assert "1 received, 0 of them from a trace that was not given" in result.output
     alone = CliRunner().invoke(replay_command, ["--no-report", "--quiet", str(decode)])
     assert alone.exit_code == 125
+
+
+GOOD = {"slot_group": [0, 0], "slot_start": [1, 9], "slot_count": [2, 1], "prefix_lens": [0]}
+
+
+@pytest.mark.parametrize(
+    ("scalars", "ints", "what"),
+    [
+        ({"status": "maybe"}, {}, "status 'maybe'"),
+        ({"mode": "sideways"}, {}, "direction 'sideways'"),
+        ({}, {"slot_start": [1]}, "differ in length"),
+        ({}, {"slot_group": [0, 1]}, "of several"),
+        ({}, {"slot_group": [7, 7]}, "of no group"),
+        ({}, {"slot_start": [1, SLOTS]}, "does not have"),
+        ({}, {"slot_start": [-1, 2]}, "does not have"),
+        ({}, {"slot_count": [2, -1]}, "does not have"),
+        ({}, {"slot_count": [2, 1 << 62]}, "does not have"),
+        ({}, {"slot_start": [0] * 40, "slot_count": [SLOTS] * 40, "slot_group": [0] * 40}, "the pool has"),
+        ({}, {}, "kv_bytes has 0 bytes, expected 96"),
+        (
+            {"mode": "send"},
+            {"kv_change_stream": [9], "kv_change_slot": [1], "kv_change_phase": [1]},
+            "kv_change_stream",
+        ),
+    ],
+)
+def test_hostile_transfers_are_left_out_and_said(scalars, ints, what, tmp_path):
+    side = Side(tmp_path / "s.arrow", role="decode")
+    side.close()
+    event = TraceEvent(
+        kind="transfer",
+        scalars={"status": "end", "mode": "receive", "room": 5, **scalars},
+        ints={name: np.array(values, np.int64) for name, values in {**GOOD, **ints}.items()},
+    )
+    path = tmp_path / "t.arrow"
+    write(path, side.header, [event], flush_every=10)
+    summary = replay(path, settings=ReplaySettings(checks=()), report=None)
+    assert summary.verdict is Verdict.INCONCLUSIVE
+    assert what in summary.gaps[0]
+    assert (summary.violations, summary.findings) == (0, 0)
