@@ -15,6 +15,7 @@ from .recorder.commands.program import run_program
 # command: (module below this package, name of the click command in it, the line that --help shows)
 _COMMANDS: Final = {
     "inspect": ("recorder.commands.inspect", "inspect_command", "Show what a trace holds, and what it lost."),
+    "lab": ("replayer.commands.lab", "lab_command", "Break an engine on purpose, and see what is noticed."),
     "recover": ("recorder.commands.recover", "recover_command", "Rewrite what is whole of a torn trace."),
     "replay": ("replayer.commands.replay", "replay_command", "Replay traces and judge them (kvcanary-replay)."),
     "simulate": ("recorder.commands.simulate", "simulate_command", "Record a trace from the simulated engine."),

@@ -4,12 +4,16 @@ The recorder logs only these differences; `write_rows` then brings the shadow up
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from .dispatch import In8, In8x2, In32x2, In64, Out8x2, Out32x2, Out64, select
+from .dispatch import In8, In8x2, In32x2, In64, InU64x2, Out8x2, Out32x2, Out64, select
 from .kv_source import KvSource
+
+
+WORD_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +144,71 @@ def kv_changes(
     )
 
 
+def kv_same(
+    *,
+    source: KvSource,
+    slots: npt.NDArray[np.int64],
+    shadow: npt.NDArray[np.uint8],
+    known: npt.NDArray[np.uint8],
+    backend: str = "cpu",
+) -> bool:
+    """Return whether it is plain that `kv_changes` would list nothing: much sooner said than which slots it would list.
+
+    False where a slot differs, and where the bytes do not lie as 64-bit words, slot after slot. Slot 0, negative slots
+    and those beyond the shadow or the source are passed over. Shapes as `kv_changes`.
+    """
+    tensor_words, shadow_words = _slot_words(source), _as_words(shadow)
+    if tensor_words is None or shadow_words is None or shadow_words.shape[1] < 2:
+        return False
+    differing = np.zeros(1, np.int64)
+    select(_kv_same_loops, backend)(tensor_words, slots, shadow_words, known, differing)
+    return not differing[0]
+
+
+def cell_changes(
+    *,
+    cells: npt.NDArray[np.int64],
+    table: npt.NDArray[np.int64],
+    shadow: npt.NDArray[np.int64],
+    out: npt.NDArray[np.int64],
+    size: npt.NDArray[np.int64],
+    backend: str = "cpu",
+) -> None:
+    """List the cells at which a table is no longer as its shadow.
+
+    Args:
+        cells: `[n] int64`; those outside the table or the shadow are passed over.
+        table: `[length] int64`.
+        shadow: `[length] int64`.
+        out: `[n] int64`, the cells that differ, in their order, as often as they come.
+        size: `[1] int64`: how many were listed.
+        backend: "cpu" or "reference".
+    """
+    select(_cell_changes_loops, backend)(cells, table, shadow, out, size)
+
+
 def prepare(backend: str) -> None:
     """Compile what there is to compile now, so that no engine waits for it later."""
-    for loops in (_row_changes_loops, _write_rows_loops, _new_slots_loops, _kv_changes_loops):
+    for loops in (_row_changes_loops, _write_rows_loops, _new_slots_loops, _cell_changes_loops):
         select(loops, backend)
+    select(_kv_changes_loops, backend)
+    select(_kv_same_loops, backend)
+
+
+def _slot_words(source: KvSource) -> npt.NDArray[np.uint64] | None:
+    """Return a source as `[num_slots, words] uint64` without a copy, or None where its slots do not lie so."""
+    rows, row_bytes = source.tensor.shape
+    if row_bytes != source.page_size * source.bytes_per_token or not source.tensor.flags.c_contiguous:
+        return None
+    return _as_words(source.tensor.reshape(rows * source.page_size, source.bytes_per_token))
+
+
+def _as_words(array: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64] | None:
+    """Return bytes as 64-bit words without a copy, or None where they do not lie so."""
+    if array.shape[1] % WORD_BYTES or array.strides[0] % WORD_BYTES or array.strides[1] != 1:
+        return None
+    words = array.view(np.uint64)
+    return words if words.flags.aligned else None
 
 
 def _require_values(counts: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> None:
@@ -172,7 +237,12 @@ def _row_changes_loops(
         count = max(counts[r], 0)
         in_run = False
         if 0 < row < shadow.shape[0]:
-            for i in range(count):
+            # Most rows have not changed, and nothing tells so sooner than this.
+            same = 0
+            if 0 <= starts[r] and starts[r] + count <= shadow.shape[1]:
+                while same < count and shadow[row, starts[r] + same] == values[offset + same]:
+                    same += 1
+            for i in range(same, count):
                 position = starts[r] + i
                 if position < 0 or position >= shadow.shape[1] or shadow[row, position] == values[offset + i]:
                     in_run = False
@@ -213,6 +283,30 @@ def _new_slots_loops(slots: In64, stamps: Out64, stamp: int, out: Out64, size: O
             out[listed] = slot
             listed += 1
     size[0] = listed
+
+
+def _cell_changes_loops(cells: In64, table: In64, shadow: In64, out: Out64, size: Out64) -> None:
+    listed = 0
+    for i in range(cells.shape[0]):
+        cell = cells[i]
+        if 0 <= cell < table.shape[0] and cell < shadow.shape[0] and table[cell] != shadow[cell]:
+            out[listed] = cell
+            listed += 1
+    size[0] = listed
+
+
+def _kv_same_loops(tensor: InU64x2, slots: In64, shadow: InU64x2, known: In8, differing: Out64) -> None:
+    end = min(tensor.shape[0], shadow.shape[0])
+    for i in range(slots.shape[0]):
+        slot = slots[i]
+        if slot <= 0 or slot >= end:
+            continue
+        differs = tensor[slot, 0] != shadow[slot, 0] or tensor[slot, 1] != shadow[slot, 1]
+        for w in range(2, shadow.shape[1]):
+            differs = differs or tensor[slot, w] != shadow[slot, w]
+        if differs and known[slot] != 0:
+            differing[0] += 1
+            return
 
 
 def _kv_changes_loops(

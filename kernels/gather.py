@@ -1,9 +1,9 @@
-"""Gather: the bytes of listed slots out of a KV source; a slot that does not exist gives zeros."""
+"""Gather: what lies at listed places; the bytes of slots, cells of state tables. What does not exist gives zeros or -1."""
 
 import numpy as np
 import numpy.typing as npt
 
-from .dispatch import In8x2, In64, Out8x2, select
+from .dispatch import In8x2, In32x2, In64, In64x2, Out8x2, Out64, select
 from .kv_source import KvSource
 
 
@@ -29,9 +29,52 @@ def gather_kv(
     select(_gather_kv_loops, backend)(source.tensor, source.page_size, source.bytes_per_token, slots, out)
 
 
+def read_runs(
+    *,
+    table: npt.NDArray[np.int32] | npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    out: npt.NDArray[np.int64],
+    backend: str = "cpu",
+) -> None:
+    """Read `table[rows[r], starts[r] : starts[r] + counts[r]]` for each r, one after another.
+
+    Args:
+        table: `[height, width] int32` or `int64`.
+        rows: `[n] int64`.
+        starts: `[n] int64`.
+        counts: `[n] int64`; a negative count is none.
+        out: `[sum(max(counts, 0))] int64`; -1 for a cell that the table does not have.
+        backend: "cpu" or "reference".
+
+    Raises:
+        ValueError: `out` has another length, or the table another type.
+    """
+    wanted = int(np.maximum(counts, 0).sum())
+    if out.shape[0] != wanted:
+        raise ValueError(f"out has length {out.shape[0]}, expected sum(counts), {wanted}")
+    if table.dtype == np.int32:
+        select(_read_runs_32_loops, backend)(table, rows, starts, counts, out)
+    elif table.dtype == np.int64:
+        select(_read_runs_64_loops, backend)(table, rows, starts, counts, out)
+    else:
+        raise ValueError(f"table has dtype {table.dtype}, expected int32 or int64")
+
+
+def look_up(
+    *, table: npt.NDArray[np.int64], places: npt.NDArray[np.int64], out: npt.NDArray[np.int64], backend: str = "cpu"
+) -> None:
+    """Read `table[places[i]]`; -1 for a place that the table does not have. All `[n] int64`, the table of any length."""
+    if out.shape[0] != places.shape[0]:
+        raise ValueError(f"out has length {out.shape[0]}, expected {places.shape[0]}, one for each place")
+    select(_look_up_loops, backend)(table, places, out)
+
+
 def prepare(backend: str) -> None:
     """Compile what there is to compile now, so that no engine waits for it later."""
-    select(_gather_kv_loops, backend)
+    for loops in (_gather_kv_loops, _read_runs_32_loops, _read_runs_64_loops, _look_up_loops):
+        select(loops, backend)
 
 
 def _gather_kv_loops(tensor: In8x2, page_size: int, bytes_per_token: int, slots: In64, out: Out8x2) -> None:
@@ -46,3 +89,49 @@ def _gather_kv_loops(tensor: In8x2, page_size: int, bytes_per_token: int, slots:
             column = (slot % page_size) * bytes_per_token
             for b in range(out.shape[1]):
                 out[i, b] = tensor[row, column + b]
+
+
+def _read_runs_32_loops(table: In32x2, rows: In64, starts: In64, counts: In64, out: Out64) -> None:
+    at = 0
+    for r in range(rows.shape[0]):
+        row = rows[r]
+        start = starts[r]
+        count = max(counts[r], 0)
+        # Of the run, the part [first, end) lies in the table.
+        first = min(max(-start, 0), count)
+        end = max(min(table.shape[1] - start, count), first)
+        if row < 0 or row >= table.shape[0]:
+            end = first
+        for i in range(first):
+            out[at + i] = -1
+        for i in range(first, end):
+            out[at + i] = table[row, start + i]
+        for i in range(end, count):
+            out[at + i] = -1
+        at += count
+
+
+def _read_runs_64_loops(table: In64x2, rows: In64, starts: In64, counts: In64, out: Out64) -> None:
+    at = 0
+    for r in range(rows.shape[0]):
+        row = rows[r]
+        start = starts[r]
+        count = max(counts[r], 0)
+        # Of the run, the part [first, end) lies in the table.
+        first = min(max(-start, 0), count)
+        end = max(min(table.shape[1] - start, count), first)
+        if row < 0 or row >= table.shape[0]:
+            end = first
+        for i in range(first):
+            out[at + i] = -1
+        for i in range(first, end):
+            out[at + i] = table[row, start + i]
+        for i in range(end, count):
+            out[at + i] = -1
+        at += count
+
+
+def _look_up_loops(table: In64, places: In64, out: Out64) -> None:
+    for i in range(places.shape[0]):
+        place = places[i]
+        out[i] = table[place] if 0 <= place < table.shape[0] else -1

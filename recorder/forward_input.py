@@ -5,8 +5,20 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..kernels.gather import look_up
 from .header import TraceHeader
-from .host_arrays import ByteArray, Int64Array, own_int64, ragged_index, read_cells, saturated
+from .host_arrays import (
+    ByteArray,
+    Int64Array,
+    host_table,
+    own_int64,
+    ragged_index,
+    read_cells,
+    read_runs,
+    saturated,
+)
+
+_NOTHING = np.empty(0, np.int64)
 
 MODES: Final = ("extend", "decode", "mixed", "target_verify", "draft_extend", "idle")
 
@@ -114,8 +126,8 @@ class CopiedForward:
     reads: tuple[RowValues, ...]
     luts: tuple[Any, ...]  # as told, not copied: read before the forward only
     truth: RowValues | None
-    written: tuple[Int64Array, ...] = ()  # of each group, its own slots (through its full-to-SWA table)
-    watched: tuple[Int64Array, ...] = ()  # of each group, the slots of the prefix that this forward reads
+    written: tuple[Int64Array, ...] = ()  # of each group of the runner, its own slots (through its full-to-SWA table)
+    watched: tuple[Int64Array, ...] = ()  # of each group of the runner, the slots of the prefix that this forward reads
     changes: dict[str, Int64Array] = field(default_factory=dict)
     kv_watched: bool = False
     kv_changes: list[KvChange] = field(default_factory=list)
@@ -170,6 +182,10 @@ def copy_forward(told: ForwardInput, header: TraceHeader, *, number: int, time_n
         truth=None if told.truth is None else _copy_truth(told.truth, rows),
     )
     for group in header.groups:
+        if group.runner != told.runner:
+            copied.written += (_NOTHING,)
+            copied.watched += (_NOTHING,)
+            continue
         lut = told.luts[group.lut] if group.lut >= 0 else None
         copied.written += (translate(lut, out_cache_loc[group.table]),)
         copied.watched += (translate(lut, _window_slots(copied, copied.reads[group.table], group.window)),)
@@ -180,6 +196,11 @@ def translate(lut: Any, slots: Int64Array) -> Int64Array:
     """Return slots through a full-to-SWA tensor (None: as they are); -1 where it has no entry for one."""
     if lut is None:
         return slots
+    table = host_table(lut)
+    if table is not None and table.dtype == np.int64:
+        translated = np.empty(slots.shape, np.int64)
+        look_up(table=table.reshape(-1), places=slots, out=translated)
+        return translated
     inside = (slots >= 0) & (slots < int(lut.shape[0]))
     translated = np.full(slots.shape, -1, np.int64)
     translated[inside] = read_cells(lut.reshape(1, -1), np.zeros(1, np.int64), slots[inside])
@@ -191,6 +212,8 @@ def _window_slots(forward: CopiedForward, read: RowValues, window: int) -> Int64
     first = np.maximum(forward.prefix_lens - window, 0) if window else np.zeros_like(forward.prefix_lens)
     low = np.maximum(read.starts, first)
     high = np.minimum(read.starts + read.counts, forward.prefix_lens)
+    if np.array_equal(low, read.starts) and np.array_equal(high, read.starts + read.counts):
+        return read.values
     offsets = np.cumsum(read.counts) - read.counts
     return read.values[ragged_index(offsets + low - read.starts, np.maximum(high - low, 0))]
 
@@ -213,7 +236,9 @@ def _copy_read(read: Any, rows: Int64Array, prefix_lens: Int64Array, first: Int6
         starts = first
         # Row 0 is padding whatever its prefix says, and a prefix beyond the table's width has no cell there.
         counts = np.where(rows == 0, 0, np.clip(np.minimum(prefix_lens, int(read.shape[1])) - first, 0, None))
-        slots = read_cells(read, np.repeat(rows, counts), ragged_index(starts, counts))
+        slots = read_runs(read, rows, starts, counts)
+        if _is_int32(read):
+            return RowValues(rows=rows, starts=starts, counts=counts, values=slots)
     return RowValues(rows=rows, starts=starts, counts=np.maximum(counts, 0), values=saturated(slots))
 
 
@@ -222,7 +247,13 @@ def _copy_truth(truth: TruthTokens, rows: Int64Array) -> RowValues:
     flat = own_int64(truth.flat)
     _check_length("TruthTokens.lens", lens.size, rows.size, "one for each of req_pool_indices")
     _check_length("TruthTokens.flat", flat.size, int(np.maximum(lens, 0).sum()), "sum(lens)")
-    return RowValues(rows=rows, starts=np.zeros_like(lens), counts=np.maximum(lens, 0), values=saturated(flat))
+    values = flat if _is_int32(truth.flat) else saturated(flat)
+    return RowValues(rows=rows, starts=np.zeros_like(lens), counts=np.maximum(lens, 0), values=values)
+
+
+def _is_int32(told: Any) -> bool:
+    """Whether an array, numpy's or torch's, holds nothing that a state table could not hold."""
+    return str(getattr(told, "dtype", "")).removeprefix("torch.") == "int32"
 
 
 def _check_length(name: str, came: int, expected: int, what: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.changes import kv_changes, new_slots
+from ..kernels.changes import kv_changes, kv_same, new_slots
 from ..kernels.gather import gather_kv
 from ..kernels.kv_source import KvSource
 from .device_kv import gather_device, on_device
@@ -54,6 +54,8 @@ class GroupKvShadow:
         Returns:
             `(stream, slots [n] int64, bytes [n, capture_bytes] uint8)` for each stream with a change.
         """
+        if all(self._same(stream, read) for stream in range(len(self.sources))):
+            return []
         self._stamp += 1
         fresh = np.empty(max(read.size, written.size), np.int64)
         size = np.zeros(1, np.int64)
@@ -66,6 +68,15 @@ class GroupKvShadow:
             if changed.size:
                 found.append((stream, changed, content))
         return found
+
+    def _same(self, stream: int, slots: Int64Array) -> bool:
+        """Return whether it is plain that no slot's bytes have changed, which is nearly always."""
+        source, pool = self.sources[stream], self._tiers[TIER_POOL]
+        if on_device(source):
+            return False
+        return kv_same(
+            source=source, slots=slots, shadow=pool.content[stream], known=pool.known, backend=self._backend
+        )
 
     def _stream_changes(self, stream: int, slots: Int64Array) -> tuple[Int64Array, ByteArray]:
         pool = self._tiers[TIER_POOL]

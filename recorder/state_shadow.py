@@ -4,13 +4,15 @@ A forward's event carries only where the engine disagrees with this picture. The
 the recorder calls only once the writer took the event, so that what a dropped event said is said again by the next.
 """
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.changes import RowRuns, row_changes, write_rows
+from ..kernels.changes import RowRuns, cell_changes, row_changes, write_rows
 from .forward_input import CopiedForward, RowValues
 from .header import TraceHeader
-from .host_arrays import Int64Array, read_cells, wrapped
+from .host_arrays import Int64Array, host_table, read_cells, wrapped
 from .slot_runs import slots_to_runs
 
 _NOTHING = np.empty(0, np.int64)
@@ -128,24 +130,36 @@ class StateShadow:
 
     def _lut_changes(self, forward: CopiedForward) -> dict[str, Int64Array]:
         """Compare the cells of the full-to-SWA tables through which this forward's slots go."""
-        parts = [*(read.values for read in forward.reads), *forward.out_cache_loc]
-        touched = np.unique(np.concatenate(parts))
+        touched = np.concatenate([*(read.values for read in forward.reads), *forward.out_cache_loc])
         index, starts, counts, slots = [_NOTHING], [_NOTHING], [_NOTHING], [_NOTHING]
         for number, (told, shadow) in enumerate(zip(forward.luts, self.luts, strict=True)):
-            cells = touched[(touched >= 0) & (touched < min(shadow.size, int(told.shape[0])))]
-            values = read_cells(told.reshape(1, -1), np.zeros(1, np.int64), cells)
-            changed = values != shadow[cells]
-            run_starts, run_counts = slots_to_runs(cells[changed])
+            changed, values = self._changed_cells(told, shadow, touched)
+            run_starts, run_counts = slots_to_runs(changed)
             index.append(np.full(run_starts.size, number, np.int64))
             starts.append(run_starts)
             counts.append(run_counts)
-            slots.append(values[changed])
+            slots.append(values)
         return {
             "lut_index": _joined(index),
             "lut_start": _joined(starts),
             "lut_count": _joined(counts),
             "lut_slots": _joined(slots),
         }
+
+    def _changed_cells(self, told: Any, shadow: Int64Array, touched: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the touched cells at which a table differs from its shadow, each once, ascending, and what they hold."""
+        table = host_table(told)
+        if table is not None and table.dtype == np.int64:
+            table = table.reshape(-1)
+            differ, size = np.empty(touched.size, np.int64), np.zeros(1, np.int64)
+            cell_changes(cells=touched, table=table, shadow=shadow, out=differ, size=size, backend=self._backend)
+            cells = np.unique(differ[: size[0]])
+            return cells, table[cells]
+        cells = np.unique(touched)
+        cells = cells[(cells >= 0) & (cells < min(shadow.size, int(told.shape[0])))]
+        values = read_cells(told.reshape(1, -1), np.zeros(1, np.int64), cells)
+        changed = values != shadow[cells]
+        return cells[changed], values[changed]
 
     def _write(self, told: RowValues, shadow: npt.NDArray[np.int32]) -> None:
         write_rows(

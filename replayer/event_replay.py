@@ -12,6 +12,7 @@ import numpy as np
 from ..kernels.constants import KvHashMode, LaunchTag
 from ..recorder.reader import EventView, TraceBatch, TraceGap
 from ..recorder.schema import EVENT_KINDS, SLOTS_LISTED
+from ..recorder.slot_runs import runs_to_slots
 from .checks import make_checks
 from .exchange import Exchange
 from .findings import Finding, finding_table
@@ -62,7 +63,7 @@ class EventReplay:
             book=self._book,
             on_violations=self._take_violations,
             on_findings=self._take_findings,
-            checks=make_checks(settings.checks, header=header, book=self._book),
+            checks=make_checks(settings.checks, header=header, book=self._book, backend=settings.backend),
         )
         self._transfers = Transfers(
             header,
@@ -183,16 +184,24 @@ class EventReplay:
         columns = [view.ints(f"copy_{c}") for c in ("group", "src_tier", "src", "dst_tier", "dst", "count")]
         if len({len(column) for column in columns}) != 1:
             raise UnusableEventError("the copy columns differ in length")
+        runs: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
         for group, src_tier, src, dst_tier, dst, count in zip(*(c.tolist() for c in columns), strict=True):
             if not 0 <= group < len(self._executor.pools) or src_tier not in (0, 1) or dst_tier not in (0, 1):
                 raise UnusableEventError(f"a copy in group {group} from tier {src_tier} to tier {dst_tier}")
-            pool = self._executor.pools[group]
-            limit = max(pool.group.num_slots, pool.group.host_num_slots)
+            limit = self._executor.pools[group].largest_tier
             if not 0 <= count <= limit:
                 raise UnusableEventError(f"a copy of {count} slots, the larger tier has {limit}")
-            span = np.arange(count, dtype=np.int64)
-            if pool.copy_slots(src_tier, src + span, dst_tier, dst + span):
-                raise UnusableEventError(f"a copy of slots {src}+{count} to {dst}+{count} leaves its tier")
+            runs.setdefault((group, src_tier, dst_tier), []).append((src, dst, count))
+        for (group, src_tier, dst_tier), given in runs.items():
+            # Everything is read before anything is written: a run may begin where another one ends.
+            starts, targets, counts = np.array(given, dtype=np.int64).T
+            pool = self._executor.pools[group]
+            if int(counts.sum()) > pool.largest_tier:
+                raise UnusableEventError(
+                    f"a copy of {int(counts.sum())} slots, the larger tier has {pool.largest_tier}"
+                )
+            if pool.copy_slots(src_tier, runs_to_slots(starts, counts), dst_tier, runs_to_slots(targets, counts)):
+                raise UnusableEventError(f"a copy of {int(counts.sum())} slots leaves its tier")
 
     def _loss(self, view: EventView) -> None:
         summary = self._summary

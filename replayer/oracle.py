@@ -1,8 +1,8 @@
 """What a forward under the hash oracle must have been fed, for the write-input assert.
 
-The oracle's tokens are known wherever the engine generates: the inputs of decodes, and of a draft model's extends past
-the prompt. A prompt, a draft model's own guesses and what a target verifies are taken as fed, as the published canary
-takes them.
+The oracle's tokens are known wherever the engine generates: the inputs of decodes, wherever they stand, and of a draft
+model's extends past the prompt. A prompt that is extended, a draft model's own guesses and what a target verifies are
+taken as fed, as the published canary takes them.
 """
 
 import numpy as np
@@ -42,9 +42,9 @@ def expected_tokens(forward: Forward, header: TraceHeader, book: RequestBook, *,
         out=foretold,
         backend=backend,
     )
-    if forward.mode == "draft_extend":
-        told &= prompts >= 0  # its inputs may be the prompt's
-    known = told[tokens.request] & (at >= prompts[tokens.request])
+    known = told[tokens.request]
+    if forward.mode == "draft_extend":  # its inputs may be the prompt's
+        known &= (prompts >= 0)[tokens.request] & (at >= prompts[tokens.request])
     expected = forward.input_ids.copy()
     expected[: len(at)][known] = foretold[known]
     return expected

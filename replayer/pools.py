@@ -72,6 +72,11 @@ class GroupPool:
         """Slots of the pool, slot 0 (padding) included."""
         return self.group.num_slots
 
+    @property
+    def largest_tier(self) -> int:
+        """Slots of the larger tier; no copy writes more."""
+        return max(self.group.num_slots, self.group.host_num_slots)
+
     def tier(self, number: int) -> Tier:
         """Return the pool (0) or the host tier (1)."""
         return self.host if number == TIER_HOST else self.pool

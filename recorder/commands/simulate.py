@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..engines.simulated.config import EngineConfig
     from ..engines.simulated.engine import SimulatedEngine
     from ..engines.simulated.file_workload import FileWorkload
+    from ..engines.simulated.pd_pair import PdPair
     from ..engines.simulated.random_workload import RandomWorkload
 
 _EPILOG = """\b
@@ -26,6 +27,8 @@ Examples:
       full and sliding-window layers, as Gemma or Mistral have them
   kvcanary simulate -o eagle.arrow --eagle --accept-rate 0.7
       a draft model guesses three tokens a round, the target verifies them
+  kvcanary simulate --pd -o pair --failure-rate 0.05
+      a prefill engine and a decode engine, KV sent between them: pair/prefill.arrow and pair/decode.arrow
   kvcanary simulate -o load.arrow --workload conversation_trace.jsonl --fraction 0.01 --page-size 64
       the first hundredth of a Mooncake trace: real arrivals, lengths and prefix sharing
   kvcanary simulate -o tight.arrow --pool-tokens 2000 --fork-rate 0.2 --abort-rate 0.1 --priorities 3
@@ -38,8 +41,10 @@ The same options and seed give the same events, apart from their times.
 
 
 @click.command("simulate", epilog=_EPILOG)
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="Trace to write.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Trace to write; a folder with --pd.")
 @click.option("--force", is_flag=True, help="Replace the output file if it exists.")
+@click.option("--pd", is_flag=True, help="A prefill engine and a decode engine: prefill.arrow and decode.arrow.")
+@click.option("--failure-rate", type=click.FloatRange(0, 1), default=0.0, help="Transfers that fail, with --pd.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
 @click.option(
     "--shape",
@@ -58,6 +63,8 @@ The same options and seed give the same events, apart from their times.
 @click.option("--chunk-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per prefill forward.")
 @click.option("--mixed", is_flag=True, help="Decode along with prefills, in mixed forwards.")
 @click.option("--graphs/--no-graphs", default=True, show_default=True, help="Pad decode batches to CUDA graph sizes.")
+@click.option("--overlap", is_flag=True, help="Launch a forward before the host has seen the last one's tokens.")
+@click.option("--sweep-interval", type=click.IntRange(min=0), default=0, help="Walk the cache every N forwards.")
 @click.option("--eagle", is_flag=True, help="Speculative decoding with a draft model, top-k 1.")
 @click.option("--draft-tokens", type=click.IntRange(min=1), default=3, show_default=True, help="Guesses a round.")
 @click.option("--accept-rate", type=click.FloatRange(0, 1), default=0.6, show_default=True, help="Of each guess.")
@@ -88,7 +95,9 @@ The same options and seed give the same events, apart from their times.
 @click.option("--scale-time", type=click.FloatRange(min=0), default=1.0, help="Multiply the file's arrival times.")
 @click.option("--kv-watch-every", type=click.IntRange(min=0), default=1, show_default=True, help="0: never.")
 @click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON.")
-def simulate_command(output: Path, force: bool, as_json: bool, kv_watch_every: int, **options: Any) -> None:
+def simulate_command(  # one parameter an option
+    output: Path, force: bool, pd: bool, failure_rate: float, as_json: bool, kv_watch_every: int, **options: Any
+) -> None:
     """Record a trace from an engine that has no model, only everything around one.
 
     Paged allocation, prefix cache, chunked prefill, retraction, sliding windows, speculative decoding: what happens to
@@ -96,30 +105,51 @@ def simulate_command(output: Path, force: bool, as_json: bool, kv_watch_every: i
     """
     from ..engines.simulated.engine import SimulatedEngine
     from ..engines.simulated.errors import WorkloadError
+    from ..engines.simulated.pd_pair import PairSettings, PdPair
     from ..errors import TraceError
     from .text import printable
 
+    recording = {"kv_watch_every": kv_watch_every, "overwrite": force}
+    runs: SimulatedEngine | PdPair
     try:
         workload = _workload(options)
         config = _config(options, workload)
-        engine = SimulatedEngine(config, workload, output, kv_watch_every=kv_watch_every, overwrite=force)
-        with engine:
-            seconds = _run(engine, quiet=as_json)
-    except (ValueError, WorkloadError, TraceError) as error:
+        if pd:
+            settings = PairSettings(failure_rate=failure_rate)
+            runs = PdPair(config, workload, output, settings=settings, **recording)
+            engines: list[SimulatedEngine] = [runs.prefill, runs.decode]
+        else:
+            runs = SimulatedEngine(config, workload, output, **recording)
+            engines = [runs]
+        with runs:
+            seconds = _run(runs, engines, quiet=as_json)
+    except (ValueError, OSError, WorkloadError, TraceError) as error:
         click.echo(f"Error: {printable(str(error))}", err=True)
         sys.exit(2)
-    stats = engine.recorder.stats()
-    counters = engine.counters
-    size = output.stat().st_size
     if as_json:
         import json
 
-        found = {"trace": str(output), "seconds": seconds, "bytes": size, "simulated_seconds": engine.clock_s}
-        found |= {"tokens_per_second": counters.tokens / seconds, "dropped_events": stats.dropped_events}
-        found |= {"recorder_seconds": stats.engine_thread_ns / 1e9, "counters": counters.to_json()}
-        click.echo(json.dumps(found, indent=2))
+        told = [_as_json(engine, seconds) for engine in engines]
+        click.echo(json.dumps(told[0] if not pd else {"prefill": told[0], "decode": told[1]}, indent=2))
         return
-    click.echo(f"wrote   {printable(str(output))}   {size / 1e6:,.1f} MB   {counters.forwards:,} forwards")
+    for engine in engines:
+        _show(engine, seconds)
+    click.echo(f"next    kvcanary-replay {' '.join(printable(str(engine.recorder.path)) for engine in engines)}")
+
+
+def _as_json(engine: SimulatedEngine, seconds: float) -> dict[str, Any]:
+    stats, counters, path = engine.recorder.stats(), engine.counters, engine.recorder.path
+    found = {"trace": str(path), "seconds": seconds, "bytes": path.stat().st_size, "simulated_seconds": engine.clock_s}
+    found |= {"tokens_per_second": counters.tokens / seconds, "dropped_events": stats.dropped_events}
+    return found | {"recorder_seconds": stats.engine_thread_ns / 1e9, "counters": counters.to_json()}
+
+
+def _show(engine: SimulatedEngine, seconds: float) -> None:
+    from .text import printable
+
+    stats, counters, path = engine.recorder.stats(), engine.counters, engine.recorder.path
+    size = path.stat().st_size / 1e6
+    click.echo(f"wrote   {printable(str(path))}   {size:,.1f} MB   {counters.forwards:,} forwards")
     click.echo(
         f"ran     {counters.finished:,} requests finished, {counters.aborted:,} aborted   {counters.tokens:,} tokens in "
         f"{seconds:,.1f} s, {counters.tokens / seconds:,.0f} tokens/s, {stats.engine_thread_ns / 1e9:,.1f} s of it "
@@ -131,7 +161,6 @@ def simulate_command(output: Path, force: bool, as_json: bool, kv_watch_every: i
         click.echo(f"left    {counters.refused:,} requests out that no row or pool could hold; see --pool-tokens")
     if stats.dropped_events:
         click.echo(f"lost    {stats.dropped_events:,} events: the disk was too slow")
-    click.echo(f"next    kvcanary-replay {printable(str(output))}")
 
 
 def _workload(options: dict[str, Any]) -> RandomWorkload | FileWorkload:
@@ -166,7 +195,7 @@ def _config(options: dict[str, Any], workload: RandomWorkload | FileWorkload) ->
     size = options["page_size"]
     pool = options["pool_tokens"] or max(3 * longest, options["max_running"] * longest // 3)
     names = ["seed", "shape", "page_size", "window", "prefix_cache", "max_running", "chunk_tokens", "mixed", "eagle"]
-    names += ["draft_tokens", "accept_rate", "sampler", "noise"]
+    names += ["draft_tokens", "accept_rate", "sampler", "noise", "overlap", "sweep_interval"]
     return EngineConfig(
         num_pages=-(-pool // size),
         swa_num_pages=-(-(options["swa_tokens"] or 0) // size),
@@ -178,8 +207,8 @@ def _config(options: dict[str, Any], workload: RandomWorkload | FileWorkload) ->
     )
 
 
-def _run(engine: SimulatedEngine, *, quiet: bool) -> float:
-    """Run the engine, with progress on a terminal, and return the seconds that it took."""
+def _run(runs: SimulatedEngine | PdPair, engines: list[SimulatedEngine], *, quiet: bool) -> float:
+    """Run an engine or a pair, with progress on a terminal, and return the seconds that it took."""
     import time
 
     from rich.console import Console
@@ -187,33 +216,36 @@ def _run(engine: SimulatedEngine, *, quiet: bool) -> float:
     err = Console(stderr=True, highlight=False)
     begin = time.perf_counter()
     if quiet or not err.is_terminal:
-        engine.run()
+        runs.run()
     else:
-        _run_shown(engine, err, time.perf_counter)
-    engine.close()
+        _run_shown(runs, engines, err, time.perf_counter)
+    runs.close()
     return time.perf_counter() - begin
 
 
-def _run_shown(engine: SimulatedEngine, err: Console, clock: Callable[[], float]) -> None:
+def _run_shown(
+    runs: SimulatedEngine | PdPair, engines: list[SimulatedEngine], err: Console, clock: Callable[[], float]
+) -> None:
     next_s = 0.0
     with err.status("simulating") as status:
 
-        def show(_: SimulatedEngine) -> None:
+        def show(_: SimulatedEngine | PdPair) -> None:
             nonlocal next_s
             if clock() >= next_s:
                 next_s = clock() + 0.2
-                seen = engine.counters
+                first, last = engines[0].counters, engines[-1].counters
+                forwards, tokens = (sum(getattr(e.counters, n) for e in engines) for n in ("forwards", "tokens"))
                 status.update(
-                    f"simulating   {engine.clock_s:,.0f} s   {seen.requests:,} requests, {seen.finished:,} finished   "
-                    f"{seen.forwards:,} forwards   {seen.tokens:,} tokens"
+                    f"simulating   {runs.clock_s:,.0f} s   {first.requests:,} requests, {last.finished:,} finished   "
+                    f"{forwards:,} forwards   {tokens:,} tokens"
                 )
 
-        engine.run(show)
+        runs.run(show)
 
 
 def _deeds(counters: dict[str, int]) -> str:
     """Name the mechanisms that came to act."""
-    plain = {"requests", "finished", "aborted", "refused", "forwards", "tokens"}
+    plain = {"requests", "finished", "aborted", "refused", "forwards", "target_forwards", "tokens"}
     return ", ".join(
         f"{count:,} {name.replace('_', ' ')}" for name, count in counters.items() if count and name not in plain
     )

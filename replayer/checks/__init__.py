@@ -1,47 +1,70 @@
 """History checks: faults that no canary record shows, found in the order of events. One check a module."""
 
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol
+from typing import Final
 
 from ...recorder.header import TraceHeader
-from ...recorder.reader import EventView
-from ..findings import Finding
 from ..requests import RequestBook
+from .check import HistoryCheck
+from .foreign_slot_freed import ForeignSlotFreed
+from .freed_during_transfer import FreedDuringTransfer
+from .history import History
+from .hit_differs import HitDiffers
+from .hit_never_written import HitNeverWritten
 from .input_not_sampled import InputNotSampled
 from .input_not_truth import InputNotTruth
-from .view import ForwardView
+from .padded_write import PaddedWrite
+from .panel import Panel
+from .read_after_free import ReadAfterFree
+from .read_of_foreign_slot import ReadOfForeignSlot
+from .row_reassigned import RowReassigned
+from .seq_len_backwards import SeqLenBackwards
+from .slot_double_allocated import SlotDoubleAllocated
+from .slot_freed_twice import SlotFreedTwice
+from .slot_leaked import SlotLeaked
+from .swa_mapping_stale import SwaMappingStale
+from .transfer_not_held import TransferNotHeld
+from .write_to_foreign_slot import WriteToForeignSlot
 
+__all__ = ["CHECK_NAMES", "HistoryCheck", "make_checks"]
 
-class HistoryCheck(Protocol):
-    """Looks at every event, in order, and says what contradicts what came before."""
-
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Judge a forward that is about to run."""
-        ...
-
-    def event(self, view: EventView) -> list[Finding]:
-        """Judge any other event; raise `UnusableEventError` where it contradicts itself."""
-        ...
-
-    def finish(self) -> list[Finding]:
-        """Judge the end of a trace that has its end."""
-        ...
-
-    def forget(self) -> None:
-        """Take all that was remembered for unknown, after a gap in the trace."""
-        ...
-
-
-_CHECKS: Final[dict[str, Callable[..., HistoryCheck]]] = {
-    "input_not_sampled": InputNotSampled,
+# Each check is named after the one kind of finding that it makes.
+_CHECKS: Final[dict[str, Callable[[History], HistoryCheck]]] = {
+    "slot_double_allocated": SlotDoubleAllocated,
+    "slot_freed_twice": SlotFreedTwice,
+    "foreign_slot_freed": ForeignSlotFreed,
+    "slot_leaked": SlotLeaked,
+    "read_after_free": ReadAfterFree,
+    "read_of_foreign_slot": ReadOfForeignSlot,
+    "write_to_foreign_slot": WriteToForeignSlot,
+    "padded_write": PaddedWrite,
+    "row_reassigned": RowReassigned,
+    "hit_never_written": HitNeverWritten,
+    "hit_differs": HitDiffers,
+    "seq_len_backwards": SeqLenBackwards,
+    "swa_mapping_stale": SwaMappingStale,
+    "freed_during_transfer": FreedDuringTransfer,
+    "transfer_not_held": TransferNotHeld,
     "input_not_truth": InputNotTruth,
+    "input_not_sampled": InputNotSampled,
 }
 
 CHECK_NAMES: Final = tuple(_CHECKS)
 
 
-def make_checks(names: Iterable[str], *, header: TraceHeader, book: RequestBook) -> list[HistoryCheck]:
-    """Return the named checks, in their own order."""
+def make_checks(
+    names: Iterable[str], *, header: TraceHeader, book: RequestBook, backend: str = "cpu"
+) -> list[HistoryCheck]:
+    """Return the named checks as one that must be given every forward and every other event, in order; none for none.
+
+    Args:
+        names: out of `CHECK_NAMES`; the checks keep their own order.
+        header: the trace's.
+        book: what is known of the requests.
+        backend: what the ledger's loops run on, see `kernels.dispatch.select`.
+    """
     chosen = set(names)
-    token_offsets = tuple(runner.token_offset for runner in header.runners)
-    return [make(token_offsets=token_offsets, book=book) for name, make in _CHECKS.items() if name in chosen]
+    if not chosen:
+        return []
+    history = History(header, book, backend=backend)
+    return [Panel(history, [make(history) for name, make in _CHECKS.items() if name in chosen])]

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..findings import Finding
 from ..forward import Forward
-from ..requests import RequestBook
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -29,25 +27,3 @@ def batch_tokens(forward: Forward) -> BatchTokens:
     request = np.repeat(np.arange(len(lens)), lens)
     within = np.arange(len(request)) - np.repeat(np.cumsum(lens) - lens, lens)
     return BatchTokens(request=request, position=forward.prefix_lens[request] + within)
-
-
-def input_finding(
-    kind: str, detail: str, forward: Forward, tokens: BatchTokens, token: int, book: RequestBook
-) -> Finding:
-    """Return the finding that token `token` of the batch is wrong."""
-    request = int(tokens.request[token])
-    request_id = int(forward.request_ids[request])
-    return Finding(
-        kind=kind,
-        event=forward.event,
-        forward=forward.forward,
-        time_ns=forward.time_ns,
-        runner=forward.runner,
-        group=-1,
-        request_id=request_id,
-        request=book.name(request_id),
-        req_pool_idx=int(forward.req_pool_indices[request]),
-        position=int(tokens.position[token]),
-        slot=int(forward.out_cache_loc[0][token]) if forward.out_cache_loc else -1,
-        detail=detail,
-    )

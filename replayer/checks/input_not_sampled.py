@@ -1,69 +1,108 @@
 """The model is fed a token that was not sampled: sampled(t) != input(t + 1).
 
 Invariant: when a request samples a token for position p, the next forward of that request that takes position p is fed
-that token. Evidence: the forward that sampled and the forward that was fed, both in the trace; no special sampler and
-no truth tokens are needed. Legitimate exceptions: a request that starts over (retracted, resumed, forked) is fed the
-same tokens again and so still agrees; drafts are not samples, so only the target runner is judged, and what a
-target-verify forward accepts is judged by the truth tokens instead.
+that token. Evidence: the forward that sampled, the event that told of it where it came later (overlapped scheduling),
+and the forward that was fed; no special sampler and no truth tokens are needed. Legitimate exceptions: a request that
+starts over (retracted, resumed, forked) is fed the same tokens again and so still agrees; drafts are not samples, so
+only the target runner is judged, and what a target-verify forward accepts is judged by the truth tokens instead.
 """
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...recorder.reader import EventView
 from ..findings import Finding
-from ..forward import Forward
-from ..requests import RequestBook
-from ..tables import StateTables
-from .batch_tokens import batch_tokens, input_finding
+from ..forward import Forward, UnusableEventError
+from ..slot_events import SampleEvent
+from .batch_tokens import BatchTokens
+from .check import HistoryCheck
+from .history import History
+from .reporting import input_finding
 from .view import ForwardView
 
-_REQUEST, _POSITION, _TOKEN, _FORWARD = range(4)
-_NOTHING = (-1, -1, -1, -1)
+Int64Array = npt.NDArray[np.int64]
+
+_REQUEST, _POSITION, _TOKEN, _FORWARD, _EVENT = range(5)
+_NOTHING = (-1, -1, -1, -1, -1)
+
+# How many forwards back a sample event may reach: no engine overlaps that many.
+MAX_LATE: Final = 64
 
 
-class InputNotSampled:
-    """Remembers the last token sampled for each row, and whose it was."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fed:
+    """A target forward that may yet be told what was sampled before it, or by it."""
 
-    def __init__(self, *, token_offsets: tuple[int, ...], book: RequestBook) -> None:
-        del token_offsets
-        self._book = book
-        self._last: npt.NDArray[np.int64] = np.full((0, 4), -1, dtype=np.int64)
+    forward: Forward
+    tokens: BatchTokens
+
+
+class InputNotSampled(HistoryCheck):
+    """Remembers the last token sampled for each row, and whose it was; and what the last forwards were fed."""
+
+    judges = frozenset({"sample"})
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        rows = max((table.rows for table in history.header.tables), default=0)
+        self._last: npt.NDArray[np.int64] = np.full((rows, 5), -1, dtype=np.int64)
+        self._fed: deque[_Fed] = deque(maxlen=MAX_LATE)
 
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each input token that is not the one sampled for its position."""
-        forward, tables = view.forward, view.tables
-        self._make_room(tables)
-        if not len(self._last):
+        forward = view.forward
+        if forward.runner != 0 or not len(forward.req_pool_indices):
             return []
-        findings = self._judge(forward) if forward.runner == 0 else []
-        self._remember(forward)
+        tokens = self._history.tokens(view)
+        findings = self._judge(forward, tokens)
+        if len(forward.sampled_lens):
+            self._remember(forward, forward.sampled_lens, forward.sampled_tokens, forward.event)
+        self._fed.append(_Fed(forward=_slim_copy(forward), tokens=tokens))
         return findings
 
     def event(self, view: EventView) -> list[Finding]:
-        """Nothing but forwards is looked at."""
-        return []
+        """Learn tokens that arrive late; return a finding for each that a later forward was fed wrongly.
 
-    def finish(self) -> list[Finding]:
-        """Nothing is left to say at the end."""
-        return []
+        Raises:
+            UnusableEventError: they do not fit the forward that sampled them.
+        """
+        del view
+        event = self._history.known
+        if not isinstance(event, SampleEvent):
+            return []
+        at = next((i for i, fed in enumerate(self._fed) if fed.forward.forward == event.forward), None)
+        if at is None:
+            return []
+        sampler = self._fed[at].forward
+        if len(event.lens) != len(sampler.req_pool_indices):
+            raise UnusableEventError(
+                f"sampled_lens has {len(event.lens)} entries, forward {event.forward} had "
+                f"{len(sampler.req_pool_indices)} requests"
+            )
+        self._remember(sampler, event.lens, event.tokens, event.event)
+        findings = []
+        for fed in list(self._fed)[at + 1 :]:
+            findings += self._judge(fed.forward, fed.tokens, only=event.event)
+        return findings
 
     def forget(self) -> None:
         """Take every sampled token for unknown."""
         self._last[:] = _NOTHING
+        self._fed.clear()
 
-    def _make_room(self, tables: StateTables) -> None:
-        rows = max((len(table) for table in tables.req_to_token), default=0)
-        if rows > len(self._last):
-            self._last = np.full((rows, 4), -1, dtype=np.int64)
-
-    def _judge(self, forward: Forward) -> list[Finding]:
-        tokens = batch_tokens(forward)
+    def _judge(self, forward: Forward, tokens: BatchTokens, *, only: int = -1) -> list[Finding]:
+        """Compare what a forward was fed with what was sampled, as event `only` told it or any."""
         rows = forward.req_pool_indices[tokens.request]
         inside = (rows > 0) & (rows < len(self._last))
         last = self._last[np.where(inside, rows, 0)]
-        same = inside & (last[:, _REQUEST] == forward.request_ids[tokens.request])
-        due = same & (last[:, _POSITION] == tokens.position)
+        due = inside & (last[:, _REQUEST] == forward.request_ids[tokens.request])
+        due &= (last[:, _POSITION] == tokens.position) & (last[:, _FORWARD] < forward.forward)
+        if only >= 0:
+            due &= last[:, _EVENT] == only
         fed = forward.input_ids[: len(rows)]
         wrong = np.flatnonzero(due & (fed != last[:, _TOKEN]))
         return [
@@ -73,24 +112,40 @@ class InputNotSampled:
                 forward,
                 tokens,
                 int(token),
-                self._book,
+                self._history.book,
+                [int(last[token, _EVENT])],
             )
             for token in wrong
         ]
 
-    def _remember(self, forward: Forward) -> None:
-        counts = forward.sampled_lens
-        if forward.runner != 0 or not len(counts):
-            return
-        if forward.mode == "target_verify":
-            rows = forward.req_pool_indices
-            self._last[rows[(rows > 0) & (rows < len(self._last))]] = _NOTHING
-            return
-        ends = np.cumsum(counts)
+    def _remember(self, forward: Forward, counts: Int64Array, sampled: Int64Array, event: int) -> None:
         rows = forward.req_pool_indices
-        chosen = np.flatnonzero((counts > 0) & (rows > 0) & (rows < len(self._last)))
+        inside = (rows > 0) & (rows < len(self._last))
+        # What was sampled by a later forward is news already.
+        inside &= self._last[np.where(inside, rows, 0), _FORWARD] <= forward.forward
+        if forward.mode == "target_verify":
+            self._last[rows[inside]] = _NOTHING
+            return
+        chosen = np.flatnonzero((counts > 0) & inside)
+        ends = np.cumsum(counts)
         after = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
         self._last[rows[chosen], _REQUEST] = forward.request_ids[chosen]
         self._last[rows[chosen], _POSITION] = (after + counts - 1)[chosen]
-        self._last[rows[chosen], _TOKEN] = forward.sampled_tokens[ends[chosen] - 1]
+        self._last[rows[chosen], _TOKEN] = sampled[ends[chosen] - 1]
         self._last[rows[chosen], _FORWARD] = forward.forward
+        self._last[rows[chosen], _EVENT] = event
+
+
+def _slim_copy(forward: Forward) -> Forward:
+    """Return a forward without what keeps its batch of events in memory."""
+    names = ("req_pool_indices", "request_ids", "prefix_lens", "extend_lens", "input_ids", "positions")
+    nothing = np.empty(0, np.int64)
+    return replace(
+        forward,
+        **{name: getattr(forward, name).copy() for name in names},
+        out_cache_loc=tuple(slots.copy() for slots in forward.out_cache_loc[:1]),
+        truth_lens=None,
+        sampled_lens=nothing,
+        sampled_tokens=nothing,
+        kv_bytes=(),
+    )

@@ -8,27 +8,27 @@ what the scheduler has committed (drafted tokens, an overlapped step's own token
 
 import numpy as np
 
-from ...recorder.reader import EventView
 from ..findings import Finding
-from ..requests import RequestBook
 from ..tables import UNKNOWN_TOKEN
-from .batch_tokens import batch_tokens, input_finding
+from .check import HistoryCheck
+from .history import History
+from .reporting import input_finding
 from .view import ForwardView
 
 
-class InputNotTruth:
-    """Compares each forward's input tokens with the truth tokens."""
+class InputNotTruth(HistoryCheck):
+    """Compares each forward's input tokens with the truth tokens, which are the state tables' own."""
 
-    def __init__(self, *, token_offsets: tuple[int, ...], book: RequestBook) -> None:
-        self._token_offsets = token_offsets
-        self._book = book
+    def __init__(self, history: History) -> None:
+        self._token_offsets = tuple(runner.token_offset for runner in history.header.runners)
+        self._history = history
 
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each input token that contradicts the truth tokens."""
         forward, truth = view.forward, view.tables.truth
         if truth is None or forward.truth_lens is None:
             return []
-        tokens = batch_tokens(forward)
+        tokens = self._history.tokens(view)
         rows = forward.req_pool_indices[tokens.request]
         at = tokens.position + self._token_offsets[forward.runner]
         known = (at >= 0) & (at < np.minimum(forward.truth_lens[tokens.request], truth.shape[1]))
@@ -44,18 +44,7 @@ class InputNotTruth:
                 forward,
                 tokens,
                 int(token),
-                self._book,
+                self._history.book,
             )
             for token in wrong
         ]
-
-    def event(self, view: EventView) -> list[Finding]:
-        """Nothing but forwards is looked at."""
-        return []
-
-    def finish(self) -> list[Finding]:
-        """Nothing is left to say at the end."""
-        return []
-
-    def forget(self) -> None:
-        """Nothing is remembered here: the truth tokens are the state tables' own."""

@@ -1,6 +1,7 @@
 """Small traces for the tests of this folder."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -96,3 +97,12 @@ def traces(tmp_path) -> TraceMaker:
 def every_byte(request) -> bool:
     """Whether this is a fuzz run, which takes every byte where a normal one takes some."""
     return request.config.getoption("--conformance-cases") > 500
+
+
+@pytest.fixture
+def engine_left_as_it_was() -> Iterator[None]:
+    """For tests of the transformers adapter: afterwards the engine's methods are its own again."""
+    from .hooked_engine import left_as_it_was
+
+    with left_as_it_was():
+        yield

@@ -1,71 +1,35 @@
 """The transformers adapter on the real engine: outputs untouched, clean runs clean."""
 
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kvcanary.recorder.engines.transformers import Attachment, attach
+from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.reader import TraceReader, read_events
-from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
-from transformers.generation.continuous_batching.cache_allocators import cache_allocator
+from transformers.generation.continuous_batching import continuous_api
 
 from .documented_engine import contents, judged
+from .hooked_engine import assert_clean, event_notes, hooked_methods
 from .tiny_models import PROMPTS, generate, model
 
 MODELS = ("llama", "gemma3_hybrid", "mistral_sliding")
 
-HOOKED = [
-    (continuous_api.ContinuousBatchProcessor, "_generation_step"),
-    (continuous_api.ContinuousBatchProcessor, "reset"),
-    (continuous_api.ContinuousBatchingManager, "stop"),
-    (cache_allocator.CacheAllocator, "free_blocks"),
-    (cache_allocator.CacheAllocator, "mark_complete_blocks"),
-    (cache.PagedAttentionCache, "evict_cached_blocks"),
-    (cache.PagedAttentionCache, "prepare_fork_request"),
-    (cache.PagedAttentionCache, "perform_cache_copy"),
-    (offloading_manager.OffloadingManager, "offload_requests"),
-    (offloading_manager.OffloadingManager, "_offload_to_cpu"),
-    (offloading_manager.OffloadingManager, "restore_scheduled_requests"),
-    (scheduler.Scheduler, "clear_cancelled_requests"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _the_engine_is_left_as_it_was() -> Iterator[None]:
-    before = [owner.__dict__[name] for owner, name in HOOKED]
-    yield
-    if Attachment._attached is not None:
-        Attachment._attached.detach()
-    assert [owner.__dict__[name] for owner, name in HOOKED] == before
-
-
-def _notes(path: Path) -> Counter[str]:
-    return Counter(f"{event.kind} {event.scalar('note')}".strip() for event in read_events(path))
-
-
-def _assert_clean(path: Path) -> Any:
-    summary = judged(path)
-    assert summary.complete
-    assert (summary.violations, summary.findings, summary.gaps, summary.losses) == (0, 0, [], [])
-    assert summary.verified > 0
-    return summary
+pytestmark = pytest.mark.usefixtures("engine_left_as_it_was")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_are_identical_and_the_trace_is_clean(tmp_path: Path, name: str) -> None:
     subject = model(name)
     expected = generate(subject, max_new_tokens=60, plain=True)
-    before = [owner.__dict__[method] for owner, method in HOOKED]
+    before = hooked_methods()
     with attach(tmp_path / "trace.arrow") as attachment:
-        assert all(owner.__dict__[m] is not b for (owner, m), b in zip(HOOKED, before, strict=True))
+        assert all(now is not own for now, own in zip(hooked_methods(), before, strict=True))
         assert generate(subject, max_new_tokens=60, plain=True) == expected
-    assert [owner.__dict__[method] for owner, method in HOOKED] == before
+    assert hooked_methods() == before
     assert attachment.recorder is not None
     assert attachment.recorder.stats().off == "closed"
-    summary = _assert_clean(tmp_path / "trace.arrow")
+    summary = assert_clean(tmp_path / "trace.arrow")
     assert summary.requests == len(PROMPTS)
     assert {"extend", "mixed", "decode"} >= set(summary.forwards_by_mode)
     shared = 24 if name == "llama" else 0  # at most three blocks of a prompt that another request had computed
@@ -84,7 +48,7 @@ def test_recorded_bytes_are_those_of_the_layers_asked_for(tmp_path: Path, name: 
     both = [("K", 0), ("V", 0), ("K", 1), ("V", 1)]
     only = "full_attention" if name == "llama" else "sliding_attention"
     assert streams == {"full_attention": [], only: both} if name == "gemma3_hybrid" else {only: both}
-    _assert_clean(tmp_path / "trace.arrow")
+    assert_clean(tmp_path / "trace.arrow")
 
 
 def test_header_says_what_the_engine_is(tmp_path: Path) -> None:
@@ -107,7 +71,7 @@ def test_small_chunks_and_scarce_blocks(tmp_path: Path, name: str) -> None:
     expected = generate(subject, **options)
     with attach(tmp_path / "trace.arrow"):
         assert generate(subject, **options) == expected
-    _assert_clean(tmp_path / "trace.arrow")
+    assert_clean(tmp_path / "trace.arrow")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -117,9 +81,9 @@ def test_forks(tmp_path: Path, name: str) -> None:
     expected = generate(subject, **options)
     with attach(tmp_path / "trace.arrow"):
         assert generate(subject, **options) == expected
-    notes = _notes(tmp_path / "trace.arrow")
+    notes = event_notes(tmp_path / "trace.arrow")
     assert notes["kv_copy fork"] > 0
-    assert _assert_clean(tmp_path / "trace.arrow").requests == 3 * len(PROMPTS)
+    assert assert_clean(tmp_path / "trace.arrow").requests == 3 * len(PROMPTS)
     labels = [event.scalar("labels") for event in read_events(tmp_path / "trace.arrow") if event.kind == "request"]
     assert sum('"parent"' in label for label in labels) == 2 * len(PROMPTS)
 
@@ -132,10 +96,10 @@ def test_prefix_sharing_dedup_eviction_and_soft_resets(tmp_path: Path) -> None:
     expected = generate(subject, prompts, **options)
     with attach(tmp_path / "trace.arrow"):
         assert generate(subject, prompts, **options) == expected
-    notes = _notes(tmp_path / "trace.arrow")
+    notes = event_notes(tmp_path / "trace.arrow")
     for what in ("free dedup", "evict cache pressure", "free offload", "free finish", "alloc"):
         assert notes[what] > 0, (what, notes)
-    _assert_clean(tmp_path / "trace.arrow")
+    assert_clean(tmp_path / "trace.arrow")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -158,10 +122,10 @@ def test_cpu_offload_and_load_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     expected = generate(subject, prompts, **options)
     with attach(tmp_path / "trace.arrow"):
         assert generate(subject, prompts, **options) == expected
-    notes = _notes(tmp_path / "trace.arrow")
+    notes = event_notes(tmp_path / "trace.arrow")
     assert notes["kv_copy offload"] > 0
     assert notes["kv_copy load-back"] > 0
-    _assert_clean(tmp_path / "trace.arrow")
+    assert_clean(tmp_path / "trace.arrow")
 
 
 def test_each_batch_processor_has_its_own_trace(tmp_path: Path) -> None:
@@ -170,9 +134,9 @@ def test_each_batch_processor_has_its_own_trace(tmp_path: Path) -> None:
         for _ in range(3):
             generate(subject)
         assert [path.name for path in attachment.paths] == ["trace.arrow", "trace.1.arrow", "trace.2.arrow"]
-        assert _assert_clean(tmp_path / "trace.arrow").requests == len(PROMPTS)  # closed when its manager stopped
+        assert assert_clean(tmp_path / "trace.arrow").requests == len(PROMPTS)  # closed when its manager stopped
     for path in attachment.paths:
-        _assert_clean(path)
+        assert_clean(path)
 
 
 def test_a_kept_manager_goes_on_in_one_trace(tmp_path: Path) -> None:
@@ -182,8 +146,8 @@ def test_a_kept_manager_goes_on_in_one_trace(tmp_path: Path) -> None:
         generate(subject, keep_manager=True)
         subject.destroy_cached_continuous_batching_manager()
         assert len(attachment.paths) == 1
-    assert _notes(tmp_path / "trace.arrow")["alloc prefix hit"] > 0
-    assert _assert_clean(tmp_path / "trace.arrow").requests == 2 * len(PROMPTS)
+    assert event_notes(tmp_path / "trace.arrow")["alloc prefix hit"] > 0
+    assert assert_clean(tmp_path / "trace.arrow").requests == 2 * len(PROMPTS)
 
 
 def test_attached_to_an_engine_that_already_ran(tmp_path: Path) -> None:
@@ -217,8 +181,8 @@ def test_a_cancelled_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(continuous_api.ContinuousBatchProcessor, "prepare_next_batch", cancel_one)
     with attach(tmp_path / "trace.arrow"):
         generate(model("llama"))
-    assert _notes(tmp_path / "trace.arrow")["free cancel"] > 0
-    _assert_clean(tmp_path / "trace.arrow")
+    assert event_notes(tmp_path / "trace.arrow")["free cancel"] > 0
+    assert_clean(tmp_path / "trace.arrow")
 
 
 def test_a_model_that_raises_leaves_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,60 +3,21 @@
 import gc
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kvcanary.recorder.engines.transformers import Attachment, attach
+from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.engines.transformers_session import Session
-from kvcanary.recorder.reader import read_events
-from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
-from transformers.generation.continuous_batching.cache_allocators import cache_allocator
+from transformers.generation.continuous_batching import continuous_api, offloading_manager
 
-from .documented_engine import judged
+from .hooked_engine import event_notes
 from .tiny_models import generate, model
 
 MODELS = ("llama", "gemma3_hybrid", "mistral_sliding")
 
-HOOKED = [
-    (continuous_api.ContinuousBatchProcessor, "_generation_step"),
-    (continuous_api.ContinuousBatchProcessor, "reset"),
-    (continuous_api.ContinuousBatchingManager, "stop"),
-    (cache_allocator.CacheAllocator, "free_blocks"),
-    (cache_allocator.CacheAllocator, "mark_complete_blocks"),
-    (cache.PagedAttentionCache, "evict_cached_blocks"),
-    (cache.PagedAttentionCache, "prepare_fork_request"),
-    (cache.PagedAttentionCache, "perform_cache_copy"),
-    (offloading_manager.OffloadingManager, "offload_requests"),
-    (offloading_manager.OffloadingManager, "_offload_to_cpu"),
-    (offloading_manager.OffloadingManager, "restore_scheduled_requests"),
-    (scheduler.Scheduler, "clear_cancelled_requests"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _the_engine_is_left_as_it_was() -> Iterator[None]:
-    before = [owner.__dict__[name] for owner, name in HOOKED]
-    yield
-    if Attachment._attached is not None:
-        Attachment._attached.detach()
-    assert [owner.__dict__[name] for owner, name in HOOKED] == before
-
-
-def _notes(path: Path) -> Counter[str]:
-    return Counter(f"{event.kind} {event.scalar('note')}".strip() for event in read_events(path))
-
-
-def _assert_clean(path: Path) -> Any:
-    summary = judged(path)
-    assert summary.complete
-    assert (summary.violations, summary.findings, summary.gaps, summary.losses) == (0, 0, [], [])
-    assert summary.verified > 0
-    return summary
-
+pytestmark = pytest.mark.usefixtures("engine_left_as_it_was")
 
 SESSION_METHODS = {
     "before_step": {},
@@ -99,7 +60,7 @@ def test_a_fault_in_a_hook_leaves_the_engine_alone(
     errors = [record for record in caplog.records if record.name == "kvcanary"]
     assert len(errors) == 1
     assert "switched itself off" in errors[0].getMessage()
-    kinds = _notes(tmp_path / "trace.arrow")
+    kinds = event_notes(tmp_path / "trace.arrow")
     assert any(kind.startswith("loss the recorder switched itself off") for kind in kinds)
 
 

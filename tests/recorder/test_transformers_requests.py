@@ -1,7 +1,6 @@
 """Which rows and tokens the transformers adapter gives to requests that come, go, idle and start over."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,16 +8,8 @@ from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.engines.transformers_requests import KnownRequests
 from kvcanary.recorder.reader import read_events
 
-from .documented_engine import judged
+from .hooked_engine import assert_clean
 from .tiny_models import generate, model
-
-
-def _assert_clean(path: Path) -> Any:
-    summary = judged(path)
-    assert summary.complete
-    assert (summary.violations, summary.findings, summary.gaps, summary.losses) == (0, 0, [], [])
-    assert summary.verified > 0
-    return summary
 
 
 def test_rows_are_lent_and_the_longest_idle_gives_way() -> None:
@@ -46,7 +37,7 @@ def test_few_rows_still_give_a_clean_trace(tmp_path: Path, monkeypatch: pytest.M
     prompts = [list(range(10 + i, 30 + 3 * i)) for i in range(7)]
     with attach(tmp_path / "trace.arrow"):
         generate(model("llama"), prompts, max_requests_per_batch=3, max_new_tokens=12)
-    assert _assert_clean(tmp_path / "trace.arrow").requests == 7
+    assert assert_clean(tmp_path / "trace.arrow").requests == 7
     rows = {int(row) for event in read_events(tmp_path / "trace.arrow") for row in event.ints("req_pool_indices")}
     assert rows <= {1, 2, 3}
 

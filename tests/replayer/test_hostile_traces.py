@@ -44,8 +44,7 @@ COLUMNS = [
 def test_any_value_in_any_column(column: str, value: int, tmp_path: Path) -> None:
     def change(event: TraceEvent) -> None:
         values = event.ints[column].copy()
-        if not len(values):
-            pytest.skip("nothing to bend")
+        assert len(values)
         values[-1] = value
         event.ints[column] = values
 

@@ -17,11 +17,14 @@ class PageAllocator:
     the page to its free list and hand it out twice.
     """
 
-    def __init__(self, num_pages: int, *, free_order: str = "lifo", name: str = "full") -> None:
+    def __init__(self, num_pages: int, *, free_order: str = "lifo", name: str = "full", seed: int = 0) -> None:
         self.num_pages = num_pages
         self.name = name
         self._fifo = free_order == "fifo"
-        self._free: deque[int] = deque(range(1, num_pages + 1) if self._fifo else range(num_pages, 0, -1))
+        order = np.arange(1, num_pages + 1) if self._fifo else np.arange(num_pages, 0, -1)
+        if free_order == "shuffled":
+            np.random.default_rng([seed, 0xA110]).shuffle(order)
+        self._free: deque[int] = deque(order.tolist())
         self._held = np.zeros(num_pages + 1, np.bool_)
 
     @property
@@ -34,12 +37,18 @@ class PageAllocator:
         if count > len(self._free):
             return None
         take = self._free.popleft if self._fifo else self._free.pop
+        if count == 1:  # by far the most frequent: a decode's next page
+            page = take()
+            self._held[page] = True
+            return np.array([page], np.int64)
         pages = np.array([take() for _ in range(count)], np.int64)
         self._held[pages] = True
         return pages
 
     def free(self, pages: Int64Array) -> None:
         """Take pages back."""
+        if not pages.size:
+            return
         self.check_free(pages)
         self._held[pages] = False
         self._free.extend(pages.tolist())

@@ -5,8 +5,10 @@ from typing import Final
 
 SHAPES: Final = ("mha", "mla", "swa", "dsv4")
 SAMPLERS: Final = ("oracle", "content", "random")
-FREE_ORDERS: Final = ("lifo", "fifo")
+FREE_ORDERS: Final = ("lifo", "fifo", "shuffled")
+ROLES: Final = ("", "prefill", "decode")
 GRAPH_BATCH_SIZES: Final = (1, 2, 4, 8, 16, 24, 32)
+SLIDE_TOKENS: Final = 8
 SLIDING_SHAPES: Final = ("swa", "dsv4")
 
 
@@ -41,7 +43,11 @@ class EngineConfig:
         draft_tokens: tokens guessed in each round.
         accept_rate: chance that one guess is right.
         idle_forwards: record an idle forward whenever there is nothing to do.
-        free_order: "lifo" hands out the page freed last, "fifo" the one freed first.
+        free_order: "lifo" hands out the page freed last, "fifo" the one freed first, "shuffled" as "lifo" from an
+            order by seed, so that pages do not follow one another.
+        sweep_interval: target forwards between two walks of the prefix cache, 0 for none.
+        overlap: a forward is launched before the host has seen what the one before it sampled.
+        role: "prefill" or "decode" for the half of a pair, "" for an engine that does both.
     """
 
     seed: int = 0
@@ -68,10 +74,14 @@ class EngineConfig:
     accept_rate: float = 0.6
     idle_forwards: bool = True
     free_order: str = "lifo"
+    sweep_interval: int = 0
+    overlap: bool = False
+    role: str = ""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` on anything the engine could not run with."""
-        for name, allowed in (("shape", SHAPES), ("sampler", SAMPLERS), ("free_order", FREE_ORDERS)):
+        named = {"shape": SHAPES, "sampler": SAMPLERS, "free_order": FREE_ORDERS, "role": ROLES}
+        for name, allowed in named.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
         for name in ("page_size", "num_pages", "window", "width", "chunk_tokens", "max_running", "max_waiting"):
@@ -89,6 +99,8 @@ class EngineConfig:
             raise ValueError(f"vocab_size is {self.vocab_size}, expected 2 to {(1 << 31) - 1}")
         if not 0.0 <= self.accept_rate <= 1.0:
             raise ValueError(f"accept_rate is {self.accept_rate}, expected 0 to 1")
+        if self.sweep_interval < 0:
+            raise ValueError(f"sweep_interval is {self.sweep_interval}, expected 0 (never) or a number of forwards")
         if any(size < 1 for size in self.graph_batch_sizes):
             raise ValueError(f"graph_batch_sizes are {self.graph_batch_sizes}, expected positive sizes")
         if self.swa_num_pages and self.swa_num_pages < self.least_swa_pages:
@@ -105,6 +117,10 @@ class EngineConfig:
             raise ValueError(f"draft_tokens is {self.draft_tokens}, expected at least 1")
         if self.eagle and self.mixed:
             raise ValueError("eagle and mixed exclude one another: a verify forward is not mixed with prefill")
+        if self.sweep_interval and not self.prefix_cache:
+            raise ValueError("sweep_interval needs the prefix cache: it is what a sweep walks")
+        if self.eagle and self.overlap:
+            raise ValueError("eagle and overlap exclude one another: a verify forward needs what was sampled before it")
         if self.eagle and self.sampler == "content":
             raise ValueError("eagle needs the sampler oracle or random, whose next tokens a draft can guess")
 
@@ -124,9 +140,15 @@ class EngineConfig:
         return 1 if self.eagle else 0
 
     @property
+    def slide_pages(self) -> int:
+        """Pages that have to leave a request's window before they are freed, several at a time where pages are small."""
+        return -(-SLIDE_TOKENS // self.page_size)
+
+    @property
     def least_swa_pages(self) -> int:
         """Pages of the sliding-window pool without which a single request could not run."""
-        return -(-(self.window + max(self.chunk_tokens, self.verify_tokens)) // self.page_size) + 3
+        ahead = max(self.chunk_tokens, self.verify_tokens + self.overlap)
+        return -(-(self.window + ahead) // self.page_size) + 2 + self.slide_pages
 
     @property
     def swa_pages(self) -> int:

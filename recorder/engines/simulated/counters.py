@@ -12,6 +12,7 @@ class Counters:
     aborted: int = 0
     refused: int = 0  # too long for a row or the pool
     forwards: int = 0
+    target_forwards: int = 0
     tokens: int = 0  # computed by target forwards, padding not counted
     prefill_tokens: int = 0
     output_tokens: int = 0
@@ -38,6 +39,11 @@ class Counters:
     offloaded_pages: int = 0
     loaded_pages: int = 0
     host_dropped_pages: int = 0
+    sweeps: int = 0
+    swept_slots: int = 0
+    transfers: int = 0
+    failed_transfers: int = 0
+    overruns: int = 0  # forwards of a request that had finished, overlap scheduling
 
     def to_json(self) -> dict[str, int]:
         """Return the counters by name."""

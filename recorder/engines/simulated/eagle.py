@@ -77,7 +77,7 @@ class Eagle:
         """Return the draft's guesses `[bs, draft_tokens]`: the target's token, or by a coin another one."""
         steps = np.arange(1, self._config.draft_tokens + 1, dtype=np.int64)
         positions = np.array([request.cached_len for request in requests], np.int64)[:, None] + steps
-        ids = np.repeat([request.request_id for request in requests], steps.size)
+        ids = np.repeat([request.sampling_id for request in requests], steps.size)
         tokens = self._sampler.tokens(ids, positions.reshape(-1), None)
         wrong = self._coin.random(tokens.size) >= self._config.accept_rate
         tokens[wrong] = (tokens[wrong] + 1) % self._config.vocab_size
@@ -105,7 +105,8 @@ class Eagle:
                 for token in mine[: counts[-1]].tolist():
                     request.append(token)
             taken = np.arange(sampled.shape[1]) < np.array(counts)[:, None]
-            return sampled[taken], np.array(counts, np.int64)
+            padding = [0] * (batch.rows.size - len(counts))
+            return sampled[taken], np.array(counts + padding, np.int64)
 
         self._runner.run(batch, pick)
         self._counters.drafted += guesses.size
@@ -117,6 +118,6 @@ class Eagle:
     def _sample_all(self, batch: Batch, content: WordArray) -> Int64Array:
         """Return the target's next token at each position of the chain, `[bs, draft_tokens + 1]`."""
         total = batch.num_tokens
-        ids = np.repeat(batch.request_ids[: len(batch.requests)], self._config.verify_tokens)
+        ids = np.repeat([request.sampling_id for request in batch.requests], self._config.verify_tokens)
         sampled = self._sampler.tokens(ids, batch.positions[:total] + 1, content[:total])
         return sampled.reshape(len(batch.requests), -1)

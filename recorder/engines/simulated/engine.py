@@ -1,6 +1,6 @@
 """The engine: everything put together, stepped until the workload is through."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from .history import History
 from .layout import make_layout
 from .memory import KvMemory
 from .model import Model
+from .overlap import BoolArray, FutureMap, InFlight, Launched
 from .pools import Int64Array, KvPool, WordArray, scramble
-from .requests import NEVER, Request, RequestSpec
+from .requests import NEVER, NO_FUTURE, NO_ROOM, NO_ROW, Request, RequestSpec
 from .runner import ForwardRunner
 from .sampler import Sampler
 from .scheduler import Prefill, Scheduler
+from .sweeping import Sweeper
 
 # Simulated time of a forward: enough to give arrivals a meaning.
 FORWARD_SECONDS = 0.004
@@ -72,8 +74,13 @@ class SimulatedEngine:
         self.sampler = Sampler(config)
         self.builder = self.make_builder()
         self.scheduler = self.make_scheduler()
+        self.scheduler.drain = self.drain
         self.runner = self.make_runner()
         self.eagle = self.make_eagle() if config.eagle else None
+        self.sweeper = self.make_sweeper()
+        self.futures = self.make_futures()
+        self.in_flight = InFlight()
+        self._swept = 0
 
     def make_builder(self) -> BatchBuilder:
         """Return what puts batches together."""
@@ -98,6 +105,14 @@ class SimulatedEngine:
             counters=self.counters,
         )
 
+    def make_sweeper(self) -> Sweeper:
+        """Return what walks the prefix cache."""
+        return Sweeper(self.recorder, self.memory)
+
+    def make_futures(self) -> FutureMap:
+        """Return where sampled tokens wait on the device: two forwards' worth, the one in flight and the next."""
+        return FutureMap(2 * self.config.rows)
+
     def run(self, on_step: Callable[["SimulatedEngine"], None] = lambda _: None) -> Counters:
         """Step until every request has gone through."""
         while self.step():
@@ -111,23 +126,34 @@ class SimulatedEngine:
         picked = self.scheduler.next_prefill()
         if picked:
             self._prefill(picked)
-        elif self.scheduler.running:
+        elif self.scheduler.decoding:
             self._decode()
-        elif self.scheduler.waiting:
-            raise BrokenEngineError(f"nothing runs, and request {self.scheduler.waiting[0].name} is not admitted")
-        elif self._upcoming is not None:
-            self._idle(self._upcoming)
+        elif not self.drain():
+            self._nothing_to_run()
+        self._sweep()
         return bool(self.scheduler.active or self.scheduler.waiting or self._upcoming)
 
-    def new_request(self, spec: RequestSpec, labels: dict[str, object] | None = None) -> Request:
+    def drain(self, keep: int = 0) -> bool:
+        """Hear back from the forwards in flight, but for the newest `keep`; False where there was none to hear from."""
+        if len(self.in_flight) <= keep:
+            return False
+        while len(self.in_flight) > keep:
+            launched = self.in_flight.pop()
+            self._take(launched)
+            self._settle(launched.batch.requests)
+        return True
+
+    def new_request(
+        self, spec: RequestSpec, labels: dict[str, object] | None = None, *, room: int = NO_ROOM
+    ) -> Request:
         """Return a request with an id of its own, told to the recorder."""
         seed = np.array([self.config.seed & 0xFFFFFFFF], np.uint64)
         word = scramble(scramble(seed + np.uint64(1)) ^ np.uint64(self._order))
-        request = Request(spec, request_id=int(word[0] >> np.uint64(1)), order=self._order)
+        request = Request(spec, request_id=int(word[0] >> np.uint64(1)), order=self._order, room=room)
         self._order += 1
         self.counters.requests += 1
         self.recorder.request(
-            request_id=request.request_id, name=request.name, prompt_len=request.prompt_len, labels=labels
+            request_id=request.request_id, name=request.name, prompt_len=request.prompt_len, room=room, labels=labels
         )
         return request
 
@@ -157,19 +183,21 @@ class SimulatedEngine:
         for request in [r for r in self.scheduler.waiting if r.abort_at == 0]:
             self.scheduler.abort(request)
         for request in [r for r in self.scheduler.active if NEVER < r.abort_at <= r.cached_len]:
-            self.scheduler.abort(request)
+            if request not in self.scheduler.parked:  # its KV is under way: whoever parked it waits for that
+                self.scheduler.abort(request)
 
     def _prefill(self, picked: list[Prefill]) -> None:
         decoding = self._mixed_in() if self.config.mixed else []
         requests = [request for request, _ in picked] + decoding
         prefix = [request.cached_len for request in requests]
         extend = [taken for _, taken in picked] + [1] * len(decoding)
-        complete = [p + e == r.num_tokens for r, p, e in zip(requests, prefix, extend, strict=True)]
+        complete = [p + e >= r.num_tokens for r, p, e in zip(requests, prefix, extend, strict=True)]
         batch = self.builder.build(
             "mixed" if decoding else "extend",
             requests,
             prefix_lens=prefix,
-            tokens=[r.tokens[p : p + e] for r, p, e in zip(requests, prefix, extend, strict=True)],
+            tokens=[r.tokens[p : p + e] for r, p, e in zip([r for r, _ in picked], prefix, extend, strict=False)]
+            + [self.next_input(request) for request in decoding],
         )
         self._run(batch, np.array(complete))
         self.counters.mixed_forwards += bool(decoding)
@@ -180,67 +208,140 @@ class SimulatedEngine:
         for (request, _), ready in zip(picked, complete, strict=False):
             self.memory.cache.insert(request)
             if ready:
-                self.scheduler.running.append(request)
-                self._forks(request)
+                self._prefilled(request)
         self._settle(requests)
+
+    def _prefilled(self, request: Request) -> None:
+        """A prompt is computed, its first token sampled: go on from there."""
+        self.scheduler.running.append(request)
+        self._forks(request)
 
     def _mixed_in(self) -> list[Request]:
         """Return the running requests that decode along with a prefill: those that there is a slot for."""
-        return [r for r in self.scheduler.running if self.memory.extend(r, r.cached_len + 1)]
+        return [r for r in self.scheduler.decoding if self.memory.extend(r, r.cached_len + 1)]
 
     def _decode(self) -> None:
         self.scheduler.make_decode_room()
-        requests = list(self.scheduler.running)
+        requests = self.scheduler.decoding
         if self.eagle is not None:
             self.eagle.decode(requests)
             self.clock_s += FORWARD_SECONDS
-        else:
+        elif requests:  # making room may have heard that they have all finished
             batch = self.builder.build(
                 "decode",
                 requests,
                 prefix_lens=[r.cached_len for r in requests],
-                tokens=[r.tokens[r.num_tokens - 1 : r.num_tokens] for r in requests],
+                tokens=[self.next_input(request) for request in requests],
                 padded=True,
             )
             self._run(batch, np.ones(len(requests), np.bool_))
         self._settle(requests)
 
-    def _run(self, batch: Batch, samples: "np.ndarray[Any, np.dtype[np.bool_]]") -> None:
-        """Run a forward of the target in which the requests that `samples` names get a token."""
-        sampled: list[int] = []
+    def next_input(self, request: Request) -> "np.ndarray[Any, np.dtype[np.int32]]":
+        """Return the token that a running request goes on from, `[1] int32`: known to the host, or on the device only."""
+        if request.cached_len < request.num_tokens:
+            return request.tokens[request.cached_len : request.cached_len + 1]
+        return self.futures.read(request.future)
+
+    def _run(self, batch: Batch, samples: BoolArray) -> None:
+        """Run a forward of the target in which the requests that `samples` names get a token.
+
+        With overlap scheduling, the host hears of a decode's tokens only when the next forward is on its way.
+        """
+        overlap = self.config.overlap
+        launched = self._launch(batch, samples)
+        self.clock_s += FORWARD_SECONDS + TOKEN_SECONDS * batch.num_tokens
+        if not overlap:
+            self._take(launched)
+            return
+        self.in_flight.push(launched)
+        self.drain(keep=1)
+        if batch.mode != "decode":  # what follows needs to know what came of it
+            self._take(self.in_flight.pop())
+
+    def _launch(self, batch: Batch, samples: BoolArray) -> Launched:
+        """Run a forward; each of its requests has its tokens in the cache then."""
+        sampled: list[Int64Array] = []
         last = batch.last_tokens[samples]
+        padding = np.zeros(batch.rows.size - samples.size, np.int64)
+        forward = self.recorder.next_forward
 
         def pick(content: WordArray) -> tuple[Int64Array, Int64Array]:
-            ids = batch.request_ids[: len(batch.requests)][samples]
+            ids = np.array([r.sampling_id for r in batch.requests], np.int64)[samples]
             tokens = self.sampler.tokens(ids, batch.positions[last] + 1, content[last])
-            sampled.extend(tokens.tolist())
-            return tokens, samples.astype(np.int64)
+            sampled.append(tokens)
+            if self.config.overlap:
+                return tokens[:0], padding[:0]
+            return tokens, np.append(samples.astype(np.int64), padding)
 
         self.runner.run(batch, pick)
-        self.clock_s += FORWARD_SECONDS + TOKEN_SECONDS * batch.num_tokens
         for request, count in zip(batch.requests, batch.extend_lens.tolist(), strict=False):
             request.cached_len += count
-        for request, token in zip([r for r, s in zip(batch.requests, samples, strict=True) if s], sampled, strict=True):
-            request.append(token)
-        self.counters.output_tokens += len(sampled)
+        if self.config.overlap:
+            places = iter(self.futures.store(sampled[0]))
+            for request, gets in zip(batch.requests, samples.tolist(), strict=True):
+                request.future = next(places) if gets else NO_FUTURE
+        return Launched(forward=forward, batch=batch, samples=samples, tokens=sampled[0])
+
+    def _take(self, launched: Launched) -> None:
+        """Give a forward's tokens to its requests; one that had finished before gets none."""
+        if self.config.overlap:
+            self.recorder.sampled(
+                forward=launched.forward, sampled_tokens=launched.tokens, sampled_lens=launched.sampled_lens
+            )
+        tokens = iter(launched.tokens.tolist())
+        for request, gets in zip(launched.batch.requests, launched.samples.tolist(), strict=True):
+            if not gets:
+                continue
+            token = next(tokens)
+            if not request.done:
+                request.append(token)
+                self.counters.output_tokens += 1
 
     def _forks(self, request: Request) -> None:
         for _ in range(request.copies_left):
             fork(self, request)
         request.copies_left = 0
 
-    def _settle(self, requests: list[Request]) -> None:
-        """After a forward: give back what has left the window, let the finished go."""
+    def _settle(self, requests: Sequence[Request]) -> None:
+        """After a forward was heard of: give back what has left the window, let the finished go."""
         for request in requests:
-            if request.done:
-                self.scheduler.finish(request)
+            if request.row == NO_ROW:
+                continue
+            if request.done and request in self.scheduler.running:
+                self._let_go(request)
             else:
                 self.memory.slide(request)
         for request in [r for r in self.scheduler.running if r.done]:  # a fork of a request that wanted one token
-            self.scheduler.finish(request)
+            self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        """Finish a request, once no forward in flight reads its row or its slots."""
+        if request.in_flight:
+            return
+        if request.cached_len >= request.num_tokens:  # one forward too many, launched before its end was known
+            request.cached_len = request.num_tokens - 1
+            self.memory.trim(request, request.cached_len, note="overrun")
+            self.counters.overruns += 1
+        self.scheduler.finish(request)
+
+    def _sweep(self) -> None:
+        interval = self.config.sweep_interval
+        if interval and self.counters.target_forwards >= self._swept + interval:
+            self._swept = self.counters.target_forwards
+            self.sweeper.sweep()
+
+    def _nothing_to_run(self) -> None:
+        if self.scheduler.waiting:
+            raise BrokenEngineError(f"nothing runs, and request {self.scheduler.waiting[0].name} is not admitted")
+        if self._upcoming is not None:
+            self._idle(self._upcoming)
+
+    def _idle_forward(self) -> None:
+        self.runner.run(self.builder.build("idle", [], prefix_lens=[], tokens=[]))
+        self.counters.idle_forwards += 1
 
     def _idle(self, upcoming: RequestSpec) -> None:
         if self.config.idle_forwards:
-            self.runner.run(self.builder.build("idle", [], prefix_lens=[], tokens=[]))
-            self.counters.idle_forwards += 1
+            self._idle_forward()
         self.clock_s = max(self.clock_s, upcoming.arrival_s)

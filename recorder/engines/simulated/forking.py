@@ -28,7 +28,7 @@ def fork(engine: "SimulatedEngine", parent: Request) -> Request:
     if engine.eagle is not None or not share(engine, parent, child):
         scheduler.add(child)
         return child
-    ids = np.array([child.request_id], np.int64)
+    ids = np.array([child.sampling_id], np.int64)
     last = engine.memory.req_to_token[child.row, child.cached_len - 1]
     content = engine.memory.pools[0].content[engine.memory.lut[[last]] if engine.config.shape == "dsv4" else [last]]
     child.append(int(engine.sampler.tokens(ids, np.array([child.cached_len], np.int64), content)[0]))
@@ -49,10 +49,15 @@ def share(engine: "SimulatedEngine", parent: Request, child: Request) -> bool:
     child.window_nodes = list(parent.window_nodes)
     for node in child.window_nodes:
         node.window_lock += 1
-    child.cached_len = child.allocated_len = child.window_start = child.shared_pages * memory.page_size
-    child.window_start = child.shared_pages
+    child.cached_len = child.allocated_len = child.shared_pages * memory.page_size
+    child.window_start = min(child.shared_pages, parent.window_start)
     shared = slice(0, child.cached_len)
     memory.req_to_token[child.row, shared] = memory.req_to_token[parent.row, shared]
+    if not memory.has_room(child, parent.cached_len):
+        memory.cache.unlock(child)
+        scheduler.give_up_row(child)
+        return False
+    scheduler.tell_admitted(child)
     if not memory.extend(child, parent.cached_len):
         scheduler.leave(child, note="not forked")
         return False

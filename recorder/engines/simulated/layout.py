@@ -85,6 +85,9 @@ def make_layout(config: EngineConfig) -> Layout:
         lut_lens=(num_slots,) if config.sliding else (),
         truth_table=StateTable(name="truth", rows=config.rows, width=config.width),
         runners=runners,
+        role=config.role,
+        slot_history="complete",
+        sweep_interval=config.sweep_interval,
         oracle=Oracle(vocab_size=config.vocab_size) if config.sampler == "oracle" else None,
     )
     return Layout(header=header, full_group=found["full"], swa_group=found["swa"], draft_group=found["draft"])

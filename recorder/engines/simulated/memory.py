@@ -34,10 +34,11 @@ class KvMemory:
         self.history = history
         self.counters = counters
         self.page_size = config.page_size
+        self._offsets = np.arange(config.page_size, dtype=np.int64)
         self.req_to_token = np.zeros((config.rows, config.width), np.int32)
         self.lut = np.zeros((config.num_pages + 1) * config.page_size if config.sliding else 0, np.int64)
         self.pools = pools
-        self.allocator = PageAllocator(config.num_pages, free_order=config.free_order)
+        self.allocator = PageAllocator(config.num_pages, free_order=config.free_order, seed=config.seed)
         self.swa = SlidingWindowPool(config, self.lut) if config.sliding else None
         self.cache = PrefixCache(self)
         self.host = HostTier(
@@ -60,14 +61,14 @@ class KvMemory:
 
     def page_slots(self, pages: Int64Array) -> Int64Array:
         """Return the slots of pages, in their order."""
-        return (pages[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int64)).reshape(-1)
+        return (pages[:, None] * self.page_size + self._offsets).reshape(-1)
 
-    def alloc(self, count: int, request: Request | None) -> Int64Array | None:
+    def alloc(self, count: int, request: Request | None, *, windowless: int = 0) -> Int64Array | None:
         """Return `count` pages, of both pools where there are two; evicts from the prefix cache to get them.
 
-        None where there are not as many, and nothing was given.
+        The first `windowless` of them get no sliding-window half. None where there are not as many, and nothing was given.
         """
-        if not self.cache.make_room(count):
+        if not self.cache.make_room(count, halves=count - windowless):
             return None
         pages = self.allocator.alloc(count)
         if pages is None:
@@ -75,11 +76,11 @@ class KvMemory:
         request_id, row = (request.request_id, request.row) if request is not None else (-1, -1)
         self.history.tell("alloc", pages, request_id=request_id, row=row)
         if self.swa is not None:
-            swa_pages = self.swa.pages.alloc(count)
+            swa_pages = self.swa.pages.alloc(count - windowless)
             if swa_pages is None:  # cannot be: room was made in both
                 self.give_back(pages, request, note="no page in the sliding-window pool")
                 return None
-            self.swa.pair(pages, swa_pages)
+            self.swa.pair(pages[windowless:], swa_pages)
             self.history.tell("alloc", swa_pages, swa=True, request_id=request_id, row=row)
         return pages
 
@@ -99,24 +100,41 @@ class KvMemory:
         self._tell_free(parted, request, swa=True, note=note)
         return int(parted.size)
 
-    def extend(self, request: Request, upto: int) -> bool:
-        """Give a request slots up to position `upto`, excluded; False where the pool has none left."""
+    def halves(self, pages: Int64Array) -> Int64Array:
+        """Return the sliding-window pages that full pages lead to, those that have one."""
+        if self.swa is None or not pages.size:
+            return _NO_PAGES
+        paired = self.swa.paired(pages)
+        return paired[paired > 0]
+
+    def extend(self, request: Request, upto: int, *, windowless: int = 0) -> bool:
+        """Give a request slots up to position `upto`, excluded; False where the pool has none left.
+
+        Of the pages that this takes, the first `windowless` get no sliding-window half.
+        """
         have = self.pages_for(request.allocated_len)
         start, size = request.allocated_len, self.page_size
         if upto <= start:
             return True
         missing = self.pages_for(upto) - have
-        pages = self.alloc(missing, request) if missing else _NO_PAGES
+        pages = self.alloc(missing, request, windowless=windowless) if missing else _NO_PAGES
         if pages is None:
             return False
         row = self.req_to_token[request.row]
         if start % size:  # the last page has room left: its slots go on from the last one
             end = min(upto, have * size)
             row[start:end] = row[start - 1] + 1 + np.arange(end - start)
-        if pages.size:
+        if pages.size == 1:
+            row[have * size : upto] = pages[0] * size + self._offsets[: upto - have * size]
+        elif pages.size:
             row[have * size : upto] = self.page_slots(pages)[: upto - have * size]
         request.allocated_len = upto
         return True
+
+    def has_room(self, request: Request, upto: int, *, windowless: int = 0) -> bool:
+        """Whether a request could be given slots up to position `upto`; evicts from the prefix cache to make it so."""
+        count = self.pages_for(upto) - self.pages_for(request.allocated_len)
+        return self.cache.make_room(count, halves=count - windowless)
 
     def trim(self, request: Request, upto: int, *, note: str) -> None:
         """Take back the whole pages behind position `upto`: what a verify forward wrote and rejected."""
@@ -128,13 +146,16 @@ class KvMemory:
         """Give back the sliding-window halves that no forward of this request reads any more."""
         if self.swa is None:
             return
-        needed = self.swa.first_needed_page(request.cached_len)
+        # A forward in flight, one token each, still reads what it was launched with.
+        needed = self.swa.first_needed_page(request.cached_len - request.in_flight)
+        if needed < request.window_start + self.config.slide_pages:
+            return
         self.cache.unlock_window(request, upto=needed)
         first = max(request.window_start, request.shared_pages)
         if needed > first:
             gone = self.give_back_window(self.row_pages(request.row, first, needed), request, note="window")
             self.counters.window_freed_pages += gone
-            request.window_start = needed
+        request.window_start = needed
 
     def release(self, request: Request, *, note: str) -> None:
         """Take everything from a request that the prefix cache does not hold: its own pages, its locks."""

@@ -1,16 +1,19 @@
 """The prefix cache at work: hits, insertions with de-duplication, locks, evictions from both pools."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from .radix import NO_PAGE, Inserted, Node, RadixTree, window_prefix
 from .requests import Request
 
 if TYPE_CHECKING:
     from .memory import KvMemory
+
+Int64Array = npt.NDArray[np.int64]
 
 
 class PrefixCache:
@@ -22,7 +25,10 @@ class PrefixCache:
         self.tree = RadixTree(page_size=memory.page_size, lookahead=memory.config.key_lookahead)
 
     def attach(self, request: Request) -> None:
-        """Let a request that just got its row start from the longest cached prefix; one token is left to compute."""
+        """Let a request that just got its row start from the longest cached prefix; one token is left to compute.
+
+        `tell_attached` tells of it, once it is sure that the request stays.
+        """
         if not self._config.prefix_cache:
             return
         memory = self._memory
@@ -34,18 +40,27 @@ class PrefixCache:
             return
         self.tree.lock(path[-1])
         self._hold(request, path)
-        pages = np.array([node.page for node in path], np.int64)
+        pages = _pages(path)
         memory.req_to_token[request.row, : pages.size * memory.page_size] = memory.page_slots(pages)
         request.cached_len = request.allocated_len = pages.size * memory.page_size
-        request.window_start = request.shared_pages
+        if memory.swa is not None:
+            request.window_start = memory.swa.first_needed_page(request.cached_len)
         self._lock_window(request, path)
-        memory.counters.cache_hits += 1
-        memory.counters.cache_hit_tokens += request.cached_len
 
-    def insert(self, request: Request) -> None:
+    def tell_attached(self, request: Request) -> None:
+        """Say which pages of the tree a request begins with, and which of their sliding-window halves it reads."""
+        if request.shared_pages:
+            memory = self._memory
+            pages = memory.row_pages(request.row, 0, request.shared_pages)
+            memory.history.passed(request, "shared", pages, memory.halves(_pages(request.window_nodes)))
+            memory.counters.cache_hits += 1
+            memory.counters.cache_hit_tokens += request.cached_len
+
+    def insert(self, request: Request, *, stays: bool = True) -> None:
         """Hand the whole pages that a request has computed to the tree, and let the request stand on them.
 
         Where the tree has a prefix already, in other pages, the request's row is moved to those and its own are freed.
+        `stays` says that the request goes on from them.
         """
         if not self._config.prefix_cache:
             return
@@ -53,19 +68,27 @@ class PrefixCache:
         count = min(self.tree.whole_pages(request.num_tokens), request.cached_len // memory.page_size)
         if count <= request.shared_pages:
             return
-        pages = memory.row_pages(request.row, 0, count)
-        done = self.tree.insert(request.known_tokens, pages.tolist())
-        for node in done.new + done.taken:
+        fresh = request.shared_pages
+        pages = memory.row_pages(request.row, fresh, count)
+        done = self.tree.insert(request.known_tokens, pages.tolist(), below=request.node)
+        handed = done.new + done.taken
+        for node in done.taken:
             memory.host.leave(node)
-            node.windowed = memory.swa is not None and bool(memory.swa.paired(np.array([node.page]))[0])
+        handed_pages = _pages(handed)
+        if memory.swa is not None:
+            for node, half in zip(handed, memory.swa.paired(handed_pages).tolist(), strict=True):
+                node.windowed = half > 0
+        memory.history.passed(request, "cached", handed_pages, memory.halves(handed_pages))
         memory.counters.inserted_pages += len(done.new)
-        old, fresh = request.node, request.shared_pages
-        self.tree.lock(done.nodes[-1])
-        self._deduplicate(request, done)
+        self.tree.lock(done.nodes[-1], below=request.node)
+        duplicates = self._deduplicate(request, done)
         self._hold(request, done.nodes)
-        self.tree.unlock(old)
         self._lock_window(request, done.nodes)
-        for node in done.nodes[fresh:]:  # those that came with a sliding-window half, or were moved one
+        if stays:
+            read = [node for node in request.window_nodes if node.depth > fresh]
+            memory.history.passed(request, "shared", _pages(done.nodes), memory.halves(_pages(read)))
+        memory.give_back(duplicates, request, note="duplicate")
+        for node in done.nodes:  # those that came with a sliding-window half, or were moved one
             self.tree.offer_window(node)
 
     def unlock(self, request: Request) -> None:
@@ -85,82 +108,98 @@ class PrefixCache:
             done += 1
         del request.window_nodes[:done]
 
-    def make_room(self, count: int) -> bool:
-        """Evict until both pools have `count` free pages; whether they have."""
+    def make_room(self, count: int, *, halves: int | None = None) -> bool:
+        """Evict until the full pool has `count` free pages, the sliding-window pool `halves` (None: as many); whether so."""
         memory = self._memory
+        halves = count if halves is None else halves
         while (missing := count - memory.allocator.free_pages) > 0:
-            leaves = self._next(self.tree.next_leaf, missing)
-            if not leaves:
+            if not self.evict(self._next(self.tree.next_leaf, missing)):
                 return False
-            self.evict(leaves)
-        while memory.swa is not None and (missing := count - memory.swa.pages.free_pages) > 0:
-            nodes = self._next(self.tree.next_window, missing)
-            if not nodes:
+        while memory.swa is not None and (missing := halves - memory.swa.pages.free_pages) > 0:
+            if not self.evict_window(self._next(self.tree.next_window, missing)):
                 return False
-            self.evict_window(nodes)
         return True
 
-    def evict(self, leaves: list[Node]) -> None:
-        """Drop leaves' pages from the pool; the host tier may keep their content."""
+    def evict(self, leaves: Iterable[Node]) -> int:
+        """Drop leaves' pages from the pool, and return how many; the host tier may keep their content.
+
+        `leaves` is gone through once: where one has been dropped, its parent may be the next.
+        """
         memory = self._memory
-        pages = np.array([node.page for node in leaves], np.int64)
-        self.evict_window([node for node in leaves if node.windowed])
+        dropped, halved = [], []
         for node in leaves:
+            dropped.append(node.page)
+            if node.windowed:
+                halved.append(node.page)
+                node.windowed = False
             if memory.host.offload(node):
                 self.tree.leave_pool(node)
             else:
                 memory.host.drop_below(node)
                 self.tree.drop(node)
+        self._part(halved)
+        pages = np.array(dropped, np.int64)
         memory.allocator.free(pages)
         memory.history.tell("evict", pages)
         memory.counters.evicted_pages += pages.size
+        return pages.size
 
-    def evict_window(self, nodes: list[Node]) -> None:
-        """Drop the sliding-window halves of nodes' pages; the full halves stay."""
-        memory = self._memory
-        if memory.swa is None or not nodes:
-            return
+    def evict_window(self, nodes: Iterable[Node]) -> int:
+        """Drop the sliding-window halves of nodes' pages, and return how many; the full halves stay."""
+        pages = []
         for node in nodes:
             node.windowed = False
-        parted = memory.swa.part(np.array([node.page for node in nodes], np.int64))
+            pages.append(node.page)
+        self._part(pages)
+        return len(pages)
+
+    def _part(self, pages: list[int]) -> None:
+        memory = self._memory
+        if memory.swa is None or not pages:
+            return
+        parted = memory.swa.part(np.array(pages, np.int64))
         memory.history.tell("evict", parted, swa=True, note="window")
         memory.counters.window_evicted_pages += parted.size
 
-    def _next(self, source: Callable[[], Node | None], count: int) -> list[Node]:
-        """Return up to `count` nodes that may go; those of one call do not depend on one another."""
-        return list(itertools.islice(iter(source, None), count))
+    def _next(self, source: Callable[[], Node | None], count: int) -> Iterator[Node]:
+        """Yield up to `count` nodes that may go, each found once the one before it has been dealt with."""
+        return itertools.islice(iter(source, None), count)
 
-    def _deduplicate(self, request: Request, done: Inserted) -> None:
+    def _deduplicate(self, request: Request, done: Inserted) -> Int64Array:
+        """Move the request's row to the tree's pages where the tree had them, and return the request's own."""
         memory, size = self._memory, self._memory.page_size
-        if not done.duplicates:
-            return
-        for index, page in done.duplicates:
-            node = done.nodes[index]
-            if memory.swa is not None and not node.windowed and memory.swa.paired(np.array([page]))[0]:
+        pages = np.array([page for _, page in done.duplicates], np.int64)
+        halves = memory.swa.paired(pages).tolist() if memory.swa is not None else [0] * pages.size
+        moved = []
+        for (index, page), half in zip(done.duplicates, halves, strict=True):
+            node = done.nodes[index - request.shared_pages]
+            if memory.swa is not None and half and not node.windowed:
                 # The tree's page has lost its sliding-window half, the request's has one: it moves over.
                 memory.swa.move(page, node.page)
                 node.windowed = True
-                memory.counters.window_remapped_pages += 1
-            slots = memory.page_slots(np.array([node.page], np.int64))
-            memory.req_to_token[request.row, index * size : (index + 1) * size] = slots
-        pages = np.array([page for _, page in done.duplicates], np.int64)
-        memory.give_back(pages, request, note="duplicate")
+                moved.append(half)
+            begin = node.page * size
+            memory.req_to_token[request.row, index * size : (index + 1) * size] = range(begin, begin + size)
+        memory.history.passed(request, "cached", pages[:0], np.array(moved, np.int64))
+        memory.counters.window_remapped_pages += len(moved)
         memory.counters.deduplicated_pages += pages.size
+        return pages
 
     def _hold(self, request: Request, path: list[Node]) -> None:
         request.node = path[-1]
-        request.shared_pages = len(path)
+        request.shared_pages = path[-1].depth
 
     def _lock_window(self, request: Request, path: list[Node]) -> None:
-        """Hold the sliding-window halves that the request's next forward reads, and let go of those held before."""
+        """Hold the sliding-window halves on a path that the request's next forward reads, and let go of those before."""
         memory = self._memory
         if memory.swa is None:
             return
-        nodes = path[memory.swa.first_needed_page(request.cached_len) :]
+        needed = memory.swa.first_needed_page(request.cached_len)
+        nodes = path[max(0, needed - path[0].depth + 1) :]
         for node in nodes:
             node.window_lock += 1
-        self.unlock_window(request, upto=1 << 62)
-        request.window_nodes = nodes
+        self.unlock_window(request, upto=needed)
+        request.window_nodes += nodes
 
     def _load_back(self, path: list[Node]) -> list[Node]:
         """Bring the host pages of a path into the pool, as many as there is room for, and return what is in the pool."""
@@ -181,3 +220,7 @@ class PrefixCache:
             here += still
         self.tree.unlock(stand)
         return here
+
+
+def _pages(nodes: list[Node]) -> Int64Array:
+    return np.array([node.page for node in nodes], np.int64)

@@ -56,7 +56,7 @@ class Node:
 class Inserted:
     """What came of putting a prefix into the tree, page by page.
 
-    `nodes` is the whole path, `new` the nodes made by it, `duplicates` `(page index, the page brought along)` where the
+    `nodes` is the path below where it began, `new` the nodes made by it, `duplicates` `(page index, the page brought along)` where the
     tree had the prefix in another page, `taken` the nodes that had a host page only and took the one brought along.
     """
 
@@ -101,12 +101,16 @@ class RadixTree:
             node = child
         return path
 
-    def insert(self, tokens: npt.NDArray[np.int32], pages: list[int]) -> Inserted:
-        """Put a prefix into the tree, `pages[i]` holding its i-th page; what the tree has already stays."""
+    def insert(self, tokens: npt.NDArray[np.int32], pages: list[int], *, below: Node | None = None) -> Inserted:
+        """Put a prefix into the tree, `pages[i]` holding its i-th page below the node `below` (None: from the root).
+
+        What the tree has already stays. `below` must stand for the tokens before.
+        """
         self._tick += 1
-        raw = tokens.tobytes()
         done = Inserted(nodes=[], new=[], duplicates=[], taken=[])
-        node = self.root
+        node = self.root if below is None else below
+        first = node.depth
+        raw = tokens[first * self.page_size :].tobytes()
         for index, page in enumerate(pages):
             key = self.key(raw, index)
             child = node.children.get(key)
@@ -120,16 +124,16 @@ class RadixTree:
                 node.live_children += 1
                 done.taken.append(child)
             elif child.page != page:
-                done.duplicates.append((index, page))
+                done.duplicates.append((first + index, page))
             child.last_used = self._tick
             done.nodes.append(child)
             node = child
         self.offer(node)
         return done
 
-    def lock(self, node: Node | None) -> None:
-        """Hold a node and all above it in place."""
-        while node is not None:
+    def lock(self, node: Node | None, *, below: Node | None = None) -> None:
+        """Hold a node and all above it in place, down to `below`, which is held already."""
+        while node is not None and node is not below:
             node.lock += 1
             node = node.parent
 

@@ -10,6 +10,8 @@ from .radix import Node
 Int32Array = npt.NDArray[np.int32]
 
 NO_ROW = -1
+NO_ROOM = -1
+NO_FUTURE = -1
 NEVER = -1
 
 
@@ -35,7 +37,9 @@ class Request:
 
     `tokens[:num_tokens]` is prompt and output so far; `cached_len` of them have their KV in the cache (positions
     0 .. cached_len - 1 of `row`), `allocated_len` have a slot, the first `shared_pages` pages of which belong to the
-    prefix cache, which `node` holds in place. `window_start` is the first page whose sliding-window half is still held.
+    prefix cache, which `node` holds in place. `window_start` is the first page whose sliding-window half may still be held.
+    `room` is what the two halves of a prefill/decode pair call it, -1 for none. `in_flight` counts the forwards with it
+    that the host has not heard back from, and `future` is where the token sampled last lies on the device.
     """
 
     __slots__ = (
@@ -43,6 +47,8 @@ class Request:
         "allocated_len",
         "cached_len",
         "copies_left",
+        "future",
+        "in_flight",
         "max_tokens",
         "name",
         "node",
@@ -52,6 +58,7 @@ class Request:
         "prompt_len",
         "request_id",
         "retracted",
+        "room",
         "row",
         "shared_pages",
         "tokens",
@@ -59,8 +66,9 @@ class Request:
         "window_start",
     )
 
-    def __init__(self, spec: RequestSpec, *, request_id: int, order: int) -> None:
+    def __init__(self, spec: RequestSpec, *, request_id: int, order: int, room: int = NO_ROOM) -> None:
         self.request_id = request_id
+        self.room = room
         self.name = f"{request_id & 0xFFFFFFFF:08x}"
         self.order = order
         self.priority = spec.priority
@@ -80,6 +88,13 @@ class Request:
         self.node: Node | None = None
         self.window_nodes: list[Node] = []
         self.window_start = 0
+        self.in_flight = 0
+        self.future = NO_FUTURE
+
+    @property
+    def sampling_id(self) -> int:
+        """The id that a sampler goes by: the room where there is one, so that both halves of a pair sample alike."""
+        return self.room if self.room >= 0 else self.request_id
 
     @property
     def known_tokens(self) -> Int32Array:

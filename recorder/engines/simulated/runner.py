@@ -9,13 +9,15 @@ from ...forward_input import ForwardInput, TruthTokens
 from ...recorder import Recorder
 from .batch import Batch
 from .counters import Counters
+from .layout import TARGET
 from .memory import KvMemory
 from .model import Model
 from .pools import WordArray
 
 Int64Array = npt.NDArray[np.int64]
 
-# From the content of each token to (sampled tokens, how many each request got).
+# From the content of each token to (sampled tokens, how many each row of the batch got); nothing of either where the
+# host hears of them later.
 Pick = Callable[[WordArray], tuple[Int64Array, Int64Array]]
 
 
@@ -36,11 +38,11 @@ class ForwardRunner:
             self._recorder.after_forward()
         else:
             tokens, lens = pick(content)
-            padding = np.zeros(batch.rows.size - lens.size, np.int64)
-            self._recorder.after_forward(sampled_tokens=tokens, sampled_lens=np.append(lens, padding))
+            self._recorder.after_forward(sampled_tokens=tokens, sampled_lens=lens)
         self._counters.forwards += 1
         self._counters.padded_forwards += batch.rows.size > len(batch.requests)
-        if batch.runner == 0:
+        if batch.runner == TARGET:
+            self._counters.target_forwards += 1
             self._counters.tokens += batch.num_tokens
 
     def tell(self, batch: Batch) -> None:

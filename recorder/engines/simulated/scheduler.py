@@ -1,10 +1,12 @@
 """The scheduler: who waits, who runs, who is put back, who is stopped. First come first served within a priority."""
 
+from collections.abc import Callable
+
 from .config import EngineConfig
 from .counters import Counters
 from .errors import BrokenEngineError
 from .memory import KvMemory
-from .requests import Request
+from .requests import NO_ROW, Request
 
 Prefill = tuple[Request, int]  # a request, and how many of its tokens the next forward computes
 
@@ -13,7 +15,8 @@ class Scheduler:
     """The queues, and the rows of req_to_token.
 
     `waiting` is kept in the order in which it is served; `prefilling` is the one request whose prompt is computed in
-    parts; `running` have one sampled token to go on from.
+    parts; `running` have one sampled token to go on from; `parked` hold a row and wait for a transfer. `drain` waits for
+    the forwards in flight and says whether there were any.
     """
 
     def __init__(self, config: EngineConfig, memory: KvMemory, counters: Counters) -> None:
@@ -23,6 +26,8 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.prefilling: Request | None = None
         self.running: list[Request] = []
+        self.parked: list[Request] = []
+        self.drain: Callable[[], bool] = lambda: False
         self.free_rows = list(range(config.rows - 1, 0, -1))
         # After a retraction nobody is let in until somebody has finished: what was put back would come straight back.
         self._hold = False
@@ -30,7 +35,12 @@ class Scheduler:
     @property
     def active(self) -> list[Request]:
         """The requests that hold a row."""
-        return self.running + ([self.prefilling] if self.prefilling else [])
+        return self.running + self.parked + ([self.prefilling] if self.prefilling else [])
+
+    @property
+    def decoding(self) -> list[Request]:
+        """The running requests that want another token."""
+        return [request for request in self.running if not request.done]
 
     def add(self, request: Request) -> None:
         """Queue a request behind those of its priority, a retracted one before those that came after it."""
@@ -67,7 +77,7 @@ class Scheduler:
 
     def lets_in(self, picked: list[Prefill]) -> bool:
         """Whether a waiting request may be admitted beside those picked already."""
-        return self.prefilling is None and not (self._hold and (self.running or picked))
+        return self.prefilling is None and not (self._hold and (self.running or self.parked or picked))
 
     def take(self, request: Request, budget: int) -> int:
         """Return how many tokens of a request fit the budget; a part of a prompt ends where a page ends."""
@@ -79,17 +89,26 @@ class Scheduler:
 
     def admit(self, request: Request, budget: int, num_picked: int) -> int:
         """Give a waiting request row, cached prefix and slots; how many tokens it computes next, 0 if it must wait."""
-        if not self.free_rows or len(self.running) + num_picked >= self._config.max_running:
+        if not self.has_row(num_picked):
             return 0
         request.row = self.free_rows.pop()
         self._memory.cache.attach(request)
         taken = self.take(request, budget)
-        if not taken or not self._memory.extend(request, request.cached_len + taken):
+        if not taken or not self._memory.has_room(request, request.cached_len + taken):
+            self._memory.cache.unlock(request)
+            self.give_up_row(request)
+            return 0
+        self.tell_admitted(request)
+        if not self._memory.extend(request, request.cached_len + taken):
             self.leave(request, note="not admitted")
             return 0
         self._counters.resumed += request.retracted
         request.retracted = False
         return taken
+
+    def has_row(self, num_picked: int = 0) -> bool:
+        """Whether another request may run, beside those picked already."""
+        return bool(self.free_rows) and len(self.running) + len(self.parked) + num_picked < self._config.max_running
 
     def preempt_for(self, request: Request) -> bool:
         """Put the least important running request back if the waiting one is more important."""
@@ -104,13 +123,14 @@ class Scheduler:
         """Give every running request the slots of its next decode; those that memory does not carry are put back."""
         # All that will be missing is evicted at once; where that cannot be had, each request is on its own.
         memory, ahead = self._memory, self._config.verify_tokens
-        needed = (memory.pages_for(r.cached_len + ahead) - memory.pages_for(r.allocated_len) for r in self.running)
+        needed = (memory.pages_for(r.cached_len + ahead) - memory.pages_for(r.allocated_len) for r in self.decoding)
         memory.cache.make_room(sum(needed))
-        for request in list(self.running):
-            while request in self.running and not self._memory.extend(
-                request, request.cached_len + self._config.verify_tokens
+        for request in self.decoding:
+            while (
+                request in self.running and not request.done and not memory.extend(request, request.cached_len + ahead)
             ):
-                self.retract(self.victim())
+                if not self.drain():  # those that have finished meanwhile may have left enough
+                    self.retract(self.victim())
 
     def victim(self) -> Request:
         """Return whom to put back: the least important, with the least output, that came last."""
@@ -121,6 +141,8 @@ class Scheduler:
 
     def retract(self, request: Request, *, hold: bool = True) -> None:
         """Take everything from a request and queue it again; it will be computed anew."""
+        if not self.still_held(request):
+            return
         self._counters.retractions += 1
         self._hold = self._hold or hold
         self._forget(request)
@@ -130,30 +152,53 @@ class Scheduler:
 
     def abort(self, request: Request) -> None:
         """Stop a request wherever it is; what it has computed is not kept."""
+        held = request.row != NO_ROW
+        if held and not self.still_held(request):
+            return  # it has finished meanwhile
         self._counters.aborted += 1
-        if request in self.waiting:
-            self.waiting.remove(request)
+        if not held:
+            if request in self.waiting:
+                self.waiting.remove(request)
+            self._memory.history.request_status(request, "aborted")
             return
         self._forget(request)
-        self.leave(request, note="aborted")
+        self.leave(request, note="aborted", status="aborted")
         self._hold = False
 
     def finish(self, request: Request) -> None:
         """Let a finished request go; the prefix cache keeps what it has computed."""
         self._counters.finished += 1
-        self._memory.cache.insert(request)
+        self._memory.cache.insert(request, stays=False)
         self._forget(request)
-        self.leave(request, note="finished")
+        self.leave(request, note="finished", status="finished")
         self._hold = False
 
-    def leave(self, request: Request, *, note: str) -> None:
-        """Take slots, locks and row from a request."""
+    def tell_admitted(self, request: Request) -> None:
+        """Say that a request has its row, and which pages it begins with."""
+        self._memory.history.request_status(request, "admitted")
+        self._memory.cache.tell_attached(request)
+
+    def leave(self, request: Request, *, note: str, status: str = "retracted") -> None:
+        """Take slots, locks and row from a request that was admitted, and say what became of it."""
         self._memory.release(request, note=note)
+        self._memory.history.request_status(request, status, note=note)
+        self.give_up_row(request)
+
+    def give_up_row(self, request: Request) -> None:
+        """Let the next request have the row."""
         self.free_rows.append(request.row)
         request.leave_row()
+
+    def still_held(self, request: Request) -> bool:
+        """Wait until no forward with this request is in flight; whether it has its row still."""
+        if request.in_flight:
+            self.drain()
+        return request.row != NO_ROW
 
     def _forget(self, request: Request) -> None:
         if request is self.prefilling:
             self.prefilling = None
         elif request in self.running:
             self.running.remove(request)
+        elif request in self.parked:
+            self.parked.remove(request)

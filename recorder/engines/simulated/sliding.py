@@ -15,7 +15,9 @@ class SlidingWindowPool:
     def __init__(self, config: EngineConfig, lut: Int64Array) -> None:
         self.window = config.window
         self.lut = lut
-        self.pages = PageAllocator(config.swa_pages, free_order=config.free_order, name="sliding-window")
+        self.pages = PageAllocator(
+            config.swa_pages, free_order=config.free_order, name="sliding-window", seed=config.seed
+        )
         self._page_size = config.page_size
         self._by_page = lut.reshape(-1, config.page_size)
         self._offsets = np.arange(config.page_size, dtype=np.int64)

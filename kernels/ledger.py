@@ -1,0 +1,334 @@
+"""Passes over the slots of a forward that ask who holds each, whose it was, and when its content was written.
+
+The ledger is one row of eight int64 a slot, so that a look-up costs one cache line. Event numbers in it are the
+event's number + 1; 0 stands for "none in this trace". Loops note only what is wrong: entry index and what is wrong
+with it as bits, for Python to spell out.
+"""
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .constants import RECORD_POSITION, RECORD_TOKEN
+from .dispatch import In32x2, In64, In64x2, Out64, Out64x2, select
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+
+# Columns of a ledger row.
+STATE: Final = 0
+OWNER: Final = 1  # the request that got the slot last; -1 for the prefix cache or nobody
+ALLOC: Final = 2  # event + 1 of the last allocation from the pool
+LEFT: Final = 3  # event + 1 at which the slot last left its holder: free, evict, hand-over to the cache
+CONTENT: Final = 4  # event + 1 of the last write, copy or transfer that landed
+STAMP: Final = 5  # serial of the last forward that writes it
+STAMP_REQUEST: Final = 6  # the request that writes it in that forward
+TRANSFER: Final = 7  # event + 1 of the start of the transfer that is under way
+LEDGER_COLUMNS: Final = 8
+
+# States. A slot is UNKNOWN where the trace promises nothing or lost events.
+UNKNOWN: Final = 0
+FREE: Final = 1
+HELD: Final = 2
+SHARED: Final = 3
+CACHED: Final = 4
+
+PADDING_WRITER: Final = -2
+
+# What may be wrong with a read.
+READ_FREE: Final = 1
+READ_FOREIGN: Final = 2
+NEVER_WRITTEN: Final = 4
+BEING_WRITTEN: Final = 8
+PADDED: Final = 16
+DIFFERS: Final = 32
+
+# What may be wrong with a write.
+WRITE_FREE: Final = 1
+WRITE_CACHED: Final = 2
+WRITE_FOREIGN: Final = 4
+WRITTEN_TWICE: Final = 8
+PADDED_LIVE: Final = 16
+PADDED_WRITTEN: Final = 32  # padding writes what a request of the same forward writes
+
+
+def _judge_writes_loops(
+    slots: In64,
+    offsets: In64,
+    request_ids: In64,
+    serial: int,
+    ledger: Out64x2,
+    found: Out64,
+    bits: Out64,
+    count: Out64,
+) -> None:
+    bs = request_ids.shape[0]
+    total = 0
+    for r in range(bs):
+        request = request_ids[r]
+        for i in range(offsets[r], min(offsets[r + 1], slots.shape[0])):
+            slot = slots[i]
+            if slot <= 0 or slot >= ledger.shape[0]:
+                continue
+            state = ledger[slot, STATE]
+            flags = 0
+            if state == FREE:
+                flags = WRITE_FREE
+            elif request >= 0:
+                if state == CACHED:
+                    flags = WRITE_CACHED
+                elif state in (HELD, SHARED) and ledger[slot, OWNER] != request:
+                    flags = WRITE_FOREIGN
+            if ledger[slot, STAMP] == serial and ledger[slot, STAMP_REQUEST] != request:
+                flags += WRITTEN_TWICE
+            ledger[slot, STAMP] = serial
+            ledger[slot, STAMP_REQUEST] = request
+            if flags != 0:
+                found[total] = i
+                bits[total] = flags
+                total += 1
+    for i in range(offsets[bs], slots.shape[0]):
+        slot = slots[i]
+        if slot <= 0 or slot >= ledger.shape[0]:
+            continue
+        state = ledger[slot, STATE]
+        flags = 0
+        if state in (HELD, SHARED, CACHED):
+            flags = PADDED_LIVE
+        if ledger[slot, STAMP] == serial and ledger[slot, STAMP_REQUEST] != PADDING_WRITER:
+            flags += PADDED_WRITTEN
+        if flags != 0:
+            found[total] = i
+            bits[total] = flags
+            total += 1
+        ledger[slot, STAMP] = serial
+        ledger[slot, STAMP_REQUEST] = PADDING_WRITER
+    count[0] = total
+
+
+def judge_writes(
+    *,
+    slots: Int64Array,
+    offsets: Int64Array,
+    request_ids: Int64Array,
+    serial: int,
+    ledger: Int64Array,
+    backend: str = "cpu",
+) -> tuple[Int64Array, Int64Array]:
+    """Find the tokens whose slot is not the writing request's, and stamp every slot with who writes it.
+
+    Args:
+        slots: `[tokens] int64`; slot 0 and slots outside the pool are passed over.
+        offsets: `[bs + 1] int64`: request r writes `offsets[r] .. offsets[r + 1]`; what comes behind is padding.
+        request_ids: `[bs] int64`; a negative one is nobody's and not judged by owner.
+        serial: the forward's own number among those judged, > 0.
+        ledger: `[num_slots, 8] int64`, see above; stamps are changed in place.
+        backend: see `dispatch.select`.
+
+    Returns:
+        `(found, bits)`, `[n] int64` each: the tokens, ascending, and what is wrong with each.
+    """
+    found, bits = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
+    count = np.zeros(1, np.int64)
+    loops = select(_judge_writes_loops, backend)
+    loops(slots, offsets, request_ids, serial, ledger, found, bits, count)
+    return found[: count[0]], bits[: count[0]]
+
+
+def _judge_reads_loops(
+    slots: In64,
+    positions: In64,
+    tokens: In64,
+    offsets: In64,
+    request_ids: In64,
+    fresh_from: In64,
+    serial: int,
+    complete: int,
+    ledger: In64x2,
+    writers: In64x2,
+    records: In64x2,
+    found: Out64,
+    bits: Out64,
+    count: Out64,
+) -> None:
+    total = 0
+    for r in range(request_ids.shape[0]):
+        request = request_ids[r]
+        for i in range(offsets[r], min(offsets[r + 1], slots.shape[0])):
+            slot = slots[i]
+            if slot <= 0 or slot >= ledger.shape[0]:
+                continue
+            state = ledger[slot, STATE]
+            content = ledger[slot, CONTENT]
+            flags = 0
+            if complete != 0:
+                if state == FREE:
+                    flags = READ_FREE
+                elif content < ledger[slot, ALLOC]:
+                    flags = NEVER_WRITTEN
+                if state == HELD and request >= 0 and ledger[slot, OWNER] != request:
+                    flags += READ_FOREIGN
+            elif state == HELD and ledger[slot, OWNER] != request and 0 < content < ledger[slot, ALLOC]:
+                flags = NEVER_WRITTEN
+            if ledger[slot, STAMP] == serial:
+                if ledger[slot, STAMP_REQUEST] == PADDING_WRITER:
+                    flags += PADDED
+                elif ledger[slot, STAMP_REQUEST] != request:
+                    flags += BEING_WRITTEN
+            hit = positions[i] >= fresh_from[r] and writers[slot, 0] > 0 and writers[slot, 2] != request
+            if hit and (
+                records[slot, RECORD_POSITION] != positions[i]
+                or (tokens[i] != -1 and records[slot, RECORD_TOKEN] != tokens[i])
+            ):
+                flags += DIFFERS
+            if flags != 0:
+                found[total] = i
+                bits[total] = flags
+                total += 1
+    count[0] = total
+
+
+def judge_reads(
+    *,
+    slots: Int64Array,
+    positions: Int64Array,
+    tokens: Int64Array,
+    offsets: Int64Array,
+    request_ids: Int64Array,
+    fresh_from: Int64Array,
+    serial: int,
+    complete: bool,
+    ledger: Int64Array,
+    writers: Int64Array,
+    records: Int64Array,
+    backend: str = "cpu",
+) -> tuple[Int64Array, Int64Array]:
+    """Find the prefix entries that a request has no business to read, or that do not hold what it expects.
+
+    Args:
+        slots, positions, tokens: `[n] int64`: a verify plan's valid entries; token -1 is unknown.
+        offsets: `[>= bs + 1] int64`: request r reads entries `offsets[r] .. offsets[r + 1]`.
+        request_ids: `[bs] int64`.
+        fresh_from: `[bs] int64`: the first position that the request has neither read nor written before.
+        serial: as given to `judge_writes`, which must have run before.
+        complete: whether the trace tells of every slot; else only what no missing event excuses is found.
+        ledger: `[num_slots, 8] int64`.
+        writers: `[num_slots, 3] int64`: event + 1, forward, request id of the last write.
+        records: `[num_slots, 4] int64`, the canary records of one half.
+        backend: see `dispatch.select`.
+
+    Returns:
+        `(found, bits)`, `[m] int64` each: the entries, ascending, and what is wrong with each.
+    """
+    found, bits = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
+    count = np.zeros(1, np.int64)
+    loops = select(_judge_reads_loops, backend)
+    loops(
+        slots,
+        positions,
+        tokens,
+        offsets,
+        request_ids,
+        fresh_from,
+        serial,
+        int(complete),
+        ledger,
+        writers,
+        records,
+        found,
+        bits,
+        count,
+    )
+    return found[: count[0]], bits[: count[0]]
+
+
+def _note_writes_loops(slots: In64, end: int, event: int, ledger: Out64x2) -> None:
+    for i in range(min(end, slots.shape[0])):
+        slot = slots[i]
+        if 0 < slot < ledger.shape[0]:
+            ledger[slot, CONTENT] = event
+
+
+def note_writes(*, slots: Int64Array, end: int, event: int, ledger: Int64Array, backend: str = "cpu") -> None:
+    """Note that event `event` (+ 1) wrote the first `end` of `slots` `[tokens] int64`; ledger changed in place."""
+    select(_note_writes_loops, backend)(slots, end, event, ledger)
+
+
+def _shared_halves_loops(
+    slots: In64,
+    positions: In64,
+    offsets: In64,
+    rows: In64,
+    table: In32x2,
+    written: In64,
+    written_full: In64,
+    end: int,
+    serial: int,
+    partners: Out64x2,
+    found: Out64,
+    count: Out64,
+) -> None:
+    total = 0
+    for r in range(rows.shape[0]):
+        row = rows[r]
+        for i in range(offsets[r], min(offsets[r + 1], slots.shape[0])):
+            slot = slots[i]
+            if slot <= 0 or slot >= partners.shape[0]:
+                continue
+            if row < 0 or row >= table.shape[0] or positions[i] < 0 or positions[i] >= table.shape[1]:
+                continue
+            full = table[row, positions[i]]
+            if partners[slot, 0] == serial and partners[slot, 1] != full:
+                found[total] = i
+                total += 1
+            else:
+                partners[slot, 0] = serial
+                partners[slot, 1] = full
+    for i in range(min(end, written.shape[0])):
+        slot = written[i]
+        if slot <= 0 or slot >= partners.shape[0]:
+            continue
+        if partners[slot, 0] == serial and partners[slot, 1] != written_full[i]:
+            found[total] = slots.shape[0] + i
+            total += 1
+        else:
+            partners[slot, 0] = serial
+            partners[slot, 1] = written_full[i]
+    count[0] = total
+
+
+def shared_halves(
+    *,
+    slots: Int64Array,
+    positions: Int64Array,
+    offsets: Int64Array,
+    rows: Int64Array,
+    table: Int32Array,
+    written: Int64Array,
+    written_full: Int64Array,
+    end: int,
+    serial: int,
+    partners: Int64Array,
+    backend: str = "cpu",
+) -> Int64Array:
+    """Find the entries and tokens of a forward whose SWA slot another full slot of the same forward leads to, too.
+
+    Args:
+        slots, positions: `[n] int64`: SWA slots that are read, and their positions; slot 0 is passed over.
+        offsets: `[>= bs + 1] int64`, request by request.
+        rows: `[bs] int64`.
+        table: `[rows, width] int32`: full slots by row and position.
+        written, written_full: `[tokens] int64`: SWA and full slots of the tokens; the first `end` are requests'.
+        serial: a number > 0 that no earlier call had.
+        partners: `[swa slots, 2] int64`, kept between calls: serial and full slot last seen.
+        backend: see `dispatch.select`.
+
+    Returns:
+        `[m] int64`: entry i, or `n + i` for token i.
+    """
+    found = np.empty(len(slots) + len(written), np.int64)
+    count = np.zeros(1, np.int64)
+    loops = select(_shared_halves_loops, backend)
+    loops(slots, positions, offsets, rows, table, written, written_full, end, serial, partners, found, count)
+    return found[: count[0]]

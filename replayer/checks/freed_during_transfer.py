@@ -1,0 +1,51 @@
+"""Slots are given back, or given to somebody else, while a transfer of them is under way.
+
+Invariant: between a transfer's start and its end or failure its slots stay where they are. An abort that frees the
+pages of a request whose transfer has not stopped shows here, before the late write lands on the next owner. Evidence:
+the transfer's start and the event that gave the slots away. Legitimate exceptions: handing the slots to the prefix
+cache keeps them; after "failed" they may go. Judged only where the trace promises to tell of every slot.
+"""
+
+import numpy as np
+
+from ...kernels.ledger import TRANSFER
+from ...recorder.reader import EventView
+from ..findings import Finding
+from ..slot_events import SlotEvent
+from .check import HistoryCheck
+from .history import History
+from .reporting import by_row, event_finding
+
+
+class FreedDuringTransfer(HistoryCheck):
+    """Looks at everything that changes hands."""
+
+    judges = frozenset({"alloc", "free", "evict"})
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Return a finding for each transfer whose slots this event gives away."""
+        del view
+        event, history = self._history.known, self._history
+        if not history.complete or not isinstance(event, SlotEvent) or (event.kind == "alloc" and event.status):
+            return []
+        findings = []
+        for part in history.touched:
+            moving = np.flatnonzero(part.rows[:, TRANSFER])
+            slots, rows = part.slots[moving], part.rows[moving]
+            verb = {"alloc": "is given out", "free": "is given back", "evict": "is evicted"}[event.kind]
+            for start, mine in by_row(rows, TRANSFER) if len(slots) else []:
+                findings.append(
+                    event_finding(
+                        "freed_during_transfer",
+                        event,
+                        history,
+                        group=part.group,
+                        slots=slots[mine],
+                        detail=f"{verb} while the transfer that began in event {start - 1} is under way",
+                        events=[start - 1],
+                    )
+                )
+        return findings

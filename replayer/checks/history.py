@@ -1,0 +1,173 @@
+"""What the history checks share: the slot ledger, the rows, the event being judged, and one look at each forward."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.arrays import record_words
+from ...kernels.ledger import judge_reads, judge_writes, note_writes
+from ...recorder.header import TraceHeader
+from ...recorder.reader import EventView
+from ..ledger import SlotLedger
+from ..requests import RequestBook
+from ..slot_events import CopyEvent, KnownEvent, SlotEvent, StatusEvent, TransferEvent, read_known_event
+from .batch_tokens import BatchTokens, batch_tokens
+from .row_book import RowBook
+from .view import ForwardView, GroupReads
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What is wrong with one group's part of a forward.
+
+    `reads` are indices of plan entries, `writes` of tokens, ascending; `read_bits` and `write_bits` say what is wrong
+    with each, by the constants of `kernels/ledger.py`. `ledger` is the group's, as before this forward.
+    """
+
+    group: GroupReads
+    ledger: Int64Array
+    reads: Int64Array
+    read_bits: Int64Array
+    writes: Int64Array
+    write_bits: Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Touched:
+    """Slots that the event being judged names, with their ledger rows `[n, 8] int64` as before it."""
+
+    group: int
+    slots: Int64Array
+    repeated: Int64Array
+    rows: Int64Array
+
+
+class History:
+    """Everything that was told so far, as the checks need it.
+
+    `complete` says that the trace promises to tell of every slot; `known` is the event being judged, None for one
+    that says nothing about slots, `touched` the slots it names where the trace is complete; `last_forward` the number of the last forward, -1 before the first; `ended` the
+    requests that are gone.
+    """
+
+    def __init__(self, header: TraceHeader, book: RequestBook, *, backend: str) -> None:
+        self.header = header
+        self.book = book
+        self.backend = backend
+        self.complete = header.slot_history == "complete"
+        self.ledger = SlotLedger(header.groups, complete=self.complete)
+        self.rows = RowBook(header)
+        self.known: KnownEvent | None = None
+        self.touched: list[Touched] = []
+        self.last_forward = -1
+        self.had_gap = False
+        self.ended: dict[int, int] = {}
+        self._serial = 0
+        self._view: ForwardView | None = None
+        self._judged: list[Judged] = []
+        self._tokens: BatchTokens | None = None
+
+    def open(self, view: EventView) -> None:
+        """Read an event; raise `UnusableEventError` where it contradicts itself or the pools."""
+        self.known = read_known_event(view, self.header.groups)
+        self.touched = []
+        if self.complete and isinstance(self.known, SlotEvent | TransferEvent):
+            self.touched = [
+                Touched(group=p.group, slots=p.slots, repeated=p.repeated, rows=self.ledger.rows[p.group][p.slots])
+                for p in self.known.parts
+            ]
+
+    def tokens(self, view: ForwardView) -> BatchTokens:
+        """Return which request and position each token of a forward belongs to; worked out once."""
+        if self._tokens is None:
+            self._tokens = batch_tokens(view.forward)
+        return self._tokens
+
+    def judge(self, view: ForwardView) -> list[Judged]:
+        """Return what is wrong with each group's part of a forward; worked out once, whoever asks."""
+        if view is not self._view:
+            self._view = view
+            self._serial += 1
+            self._judged = [self._judge(group, view) for group in view.groups]
+        return self._judged
+
+    def _judge(self, group: GroupReads, view: ForwardView) -> Judged:
+        forward, pool = view.forward, group.pool
+        ledger = self.ledger.rows[pool.index]
+        writes, write_bits = judge_writes(
+            slots=group.written,
+            offsets=group.write_offsets,
+            request_ids=forward.request_ids,
+            serial=self._serial,
+            ledger=ledger,
+            backend=self.backend,
+        )
+        slots = group.slots
+        reads, read_bits = judge_reads(
+            slots=slots,
+            positions=group.positions,
+            tokens=group.plan.expected_tokens[: len(slots)],
+            offsets=group.plan.request_offsets,
+            request_ids=forward.request_ids,
+            fresh_from=self.rows.fresh_from(forward),
+            serial=self._serial,
+            complete=self.complete,
+            ledger=ledger,
+            writers=pool.pool.writers,
+            records=record_words(pool.pool.tail[pool.group.halves[0]], written=False),
+            backend=self.backend,
+        )
+        return Judged(
+            group=group, ledger=ledger, reads=reads, read_bits=read_bits, writes=writes, write_bits=write_bits
+        )
+
+    def take_forward(self, view: ForwardView) -> None:
+        """Move on by a forward."""
+        forward = view.forward
+        for group in view.groups:
+            note_writes(
+                slots=group.written,
+                end=int(group.write_offsets[len(forward.request_ids)]),
+                event=forward.event + 1,
+                ledger=self.ledger.rows[group.pool.index],
+                backend=self.backend,
+            )
+        self.rows.take_forward(forward)
+        self.last_forward = forward.forward
+        self._view = None
+        self._tokens = None
+        self._judged = []
+
+    def take_event(self, view: EventView) -> None:
+        """Move on by an event between two forwards."""
+        known = self.known
+        if isinstance(known, SlotEvent):
+            self.ledger.apply_slots(known)
+        elif isinstance(known, CopyEvent):
+            self.ledger.apply_copy(known)
+        elif isinstance(known, TransferEvent):
+            self.ledger.apply_transfer(known)
+        elif isinstance(known, StatusEvent):
+            self.rows.take_status(known)
+            if known.status in ("finished", "aborted"):
+                self.ended[known.request_id] = known.event
+            else:
+                self.ended.pop(known.request_id, None)
+        elif view.kind in ("loss", "keyframe"):
+            # Which allocations were lost is not said; a keyframe is the beginning of a trace that had one before it.
+            self.forget()
+
+    def forget(self) -> None:
+        """Take everything for unknown."""
+        self.ledger.forget()
+        self.rows.forget()
+        self.ended.clear()
+        self.known = None
+        self.touched = []
+        self.had_gap = True
+        self._view = None
+        self._tokens = None
+        self._judged = []

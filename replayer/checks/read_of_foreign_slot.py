@@ -1,0 +1,46 @@
+"""A forward reads a slot that now belongs to another request alone.
+
+Invariant: what a request reads is its own, shared with it, or the prefix cache's. This is the use after free once the
+slot has been given out again, and the table row that points into another request. Evidence: the allocation that made
+it the other's, the event before it that freed it, its last write, and the forward. Legitimate exceptions: prefix hits
+and forks join slots (status "shared"); what is in the prefix cache is everybody's (status "cached"). Judged only
+where the trace promises to tell of every slot, since an untold hand-over would excuse it.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.ledger import ALLOC, OWNER, READ_FOREIGN
+from ..findings import Finding
+from .check import HistoryCheck
+from .history import History
+from .reporting import Repeats, happened, read_findings
+from .view import ForwardView
+
+
+class ReadOfForeignSlot(HistoryCheck):
+    """Looks at every prefix slot."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._repeats = Repeats()
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request that reads others' slots it was not reported for already."""
+
+        def explain(row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int]]:
+            owner = history.book.name(int(row[OWNER]))
+            return f"reads a slot that is request {owner}'s since event {row[ALLOC] - 1}", happened(row)
+
+        history, findings = self._history, []
+        for judged in history.judge(view):
+            findings += read_findings(
+                "read_of_foreign_slot", view, judged, READ_FOREIGN, history, self._repeats, explain
+            )
+        return findings
+
+    def forget(self) -> None:
+        """Forget what was reported."""
+        self._repeats.forget()

@@ -1,0 +1,257 @@
+"""Findings out of what is wrong: one for each forward, kind and request, damage that lasts told only when it is new."""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.ledger import ALLOC, CONTENT, LEFT, PADDING_WRITER
+from ..findings import Finding, evidence
+from ..forward import Forward
+from ..ledger import TIMELESS
+from ..requests import RequestBook
+from ..slot_events import SlotEvent, StatusEvent, TransferEvent
+from .batch_tokens import BatchTokens
+from .history import History, Judged
+from .view import ForwardView, GroupReads
+
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+MAX_REMEMBERED = 4096
+
+# From a ledger row and the index of what is wrong to the finding's words and further events that prove it.
+Explain = Callable[[Int64Array, int], tuple[str, Iterable[int]]]
+
+
+class Repeats:
+    """Remembers the slots that each request's last forward was reported for, so that lasting damage is told once."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[int, int], Int64Array] = {}
+
+    def new(self, group: int, forward: Forward, flagged: dict[int, Int64Array]) -> dict[int, BoolArray]:
+        """Say which slots are new, `flagged[r]` being all that is wrong with request r (past the batch: padding)."""
+        if not flagged and not self._told:
+            return {}
+        ids = [*forward.request_ids.tolist(), PADDING_WRITER]
+        for r, request_id in enumerate(ids):
+            if r not in flagged:
+                self._told.pop((group, request_id), None)
+        fresh = {}
+        for r, slots in flagged.items():
+            key = (group, ids[r])
+            before = self._told.get(key)
+            fresh[r] = np.ones(len(slots), np.bool_) if before is None else ~np.isin(slots, before)
+            self._told[key] = slots
+        if len(self._told) > MAX_REMEMBERED:
+            self._told.clear()
+        return fresh
+
+    @property
+    def nothing_told(self) -> bool:
+        """Whether no request's last forward was reported."""
+        return not self._told
+
+    def forget(self) -> None:
+        """Forget what was told."""
+        self._told.clear()
+
+
+def read_findings(
+    kind: str, view: ForwardView, judged: Judged, bits: int, history: History, repeats: Repeats, explain: Explain
+) -> list[Finding]:
+    """Return the findings of one kind among a group's reads: those whose bits meet `bits`."""
+    if not len(judged.reads) and repeats.nothing_told:
+        return []
+    chosen = judged.reads[(judged.read_bits & bits) != 0]
+    group = judged.group
+    offsets = group.plan.request_offsets[1 : len(view.forward.request_ids) + 1]
+    return entry_findings(
+        kind,
+        view.forward,
+        group,
+        requests=np.searchsorted(offsets, chosen, side="right"),
+        positions=group.positions[chosen],
+        slots=group.slots[chosen],
+        entries=chosen,
+        ledger=judged.ledger,
+        history=history,
+        repeats=repeats,
+        explain=explain,
+    )
+
+
+def write_findings(
+    kind: str, view: ForwardView, judged: Judged, bits: int, history: History, repeats: Repeats, explain: Explain
+) -> list[Finding]:
+    """Return the findings of one kind among a group's writes: those whose bits meet `bits`."""
+    if not len(judged.writes) and repeats.nothing_told:
+        return []
+    chosen = judged.writes[(judged.write_bits & bits) != 0]
+    group, forward = judged.group, view.forward
+    return entry_findings(
+        kind,
+        forward,
+        group,
+        requests=np.searchsorted(group.write_offsets[1 : len(forward.request_ids) + 1], chosen, side="right"),
+        positions=forward.positions[chosen],
+        slots=group.written[chosen],
+        entries=chosen,
+        ledger=judged.ledger,
+        history=history,
+        repeats=repeats,
+        explain=explain,
+    )
+
+
+def entry_findings(
+    kind: str,
+    forward: Forward,
+    group: GroupReads,
+    *,
+    requests: Int64Array,
+    positions: Int64Array,
+    slots: Int64Array,
+    entries: Int64Array,
+    ledger: Int64Array,
+    history: History,
+    repeats: Repeats,
+    explain: Explain,
+) -> list[Finding]:
+    """Group what is wrong by request: one finding for the slots that were not reported for its last forward.
+
+    `requests`, `positions`, `slots`, `entries` `[n]`: index into the batch (its length for padding), position, slot,
+    and the number that `explain` gets, for each thing that is wrong.
+    """
+    places = {int(r): np.flatnonzero(requests == r) for r in np.unique(requests)}
+    fresh = repeats.new(group.pool.index, forward, {r: slots[at] for r, at in places.items()})
+    findings = []
+    for r, at in places.items():
+        new = at[fresh[r]]
+        if not len(new):
+            continue
+        first = int(new[0])
+        detail, events = explain(ledger[slots[first]], int(entries[first]))
+        findings.append(
+            forward_finding(
+                kind,
+                forward,
+                history.book,
+                request=r,
+                group=group.pool.index,
+                position=int(positions[first]),
+                slot=int(slots[first]),
+                detail=detail,
+                count=len(new),
+                events=events,
+            )
+        )
+    return findings
+
+
+def forward_finding(
+    kind: str,
+    forward: Forward,
+    book: RequestBook,
+    *,
+    request: int,
+    group: int,
+    position: int,
+    slot: int,
+    detail: str,
+    count: int = 1,
+    events: Iterable[int] = (),
+) -> Finding:
+    """Return a finding about request number `request` of a forward; past the batch, about its padding."""
+    padding = request >= len(forward.request_ids)
+    request_id = -1 if padding else int(forward.request_ids[request])
+    return Finding(
+        kind=kind,
+        event=forward.event,
+        forward=forward.forward,
+        time_ns=forward.time_ns,
+        runner=forward.runner,
+        group=group,
+        request_id=request_id,
+        request=book.name(request_id),
+        req_pool_idx=0 if padding else int(forward.req_pool_indices[request]),
+        position=position,
+        slot=slot,
+        detail=_counted(detail, count),
+        count=count,
+        evidence=evidence(events, forward.event),
+    )
+
+
+def input_finding(
+    kind: str,
+    detail: str,
+    forward: Forward,
+    tokens: BatchTokens,
+    token: int,
+    book: RequestBook,
+    events: Iterable[int] = (),
+) -> Finding:
+    """Return the finding that token `token` of the batch is wrong."""
+    return forward_finding(
+        kind,
+        forward,
+        book,
+        request=int(tokens.request[token]),
+        group=-1,
+        position=int(tokens.position[token]),
+        slot=int(forward.out_cache_loc[0][token]) if forward.out_cache_loc else -1,
+        detail=detail,
+        events=events,
+    )
+
+
+def event_finding(
+    kind: str,
+    event: SlotEvent | TransferEvent | StatusEvent,
+    history: History,
+    *,
+    group: int,
+    slots: Int64Array,
+    detail: str,
+    events: Iterable[int] = (),
+    request_id: int | None = None,
+) -> Finding:
+    """Return a finding about slots that an event between two forwards names; its forward is the one before it."""
+    request_id = event.request_id if request_id is None else request_id
+    return Finding(
+        kind=kind,
+        event=event.event,
+        forward=history.last_forward,
+        time_ns=event.time_ns,
+        runner=history.header.groups[group].runner,
+        group=group,
+        request_id=request_id,
+        request=history.book.name(request_id),
+        req_pool_idx=event.row,
+        position=-1,
+        slot=int(slots[0]),
+        detail=_counted(detail, len(slots)),
+        count=len(slots),
+        evidence=evidence(events, event.event),
+    )
+
+
+def by_row(rows: Int64Array, column: int) -> list[tuple[int, BoolArray]]:
+    """Return each value of a ledger column with the rows that have it: damage is told by its other party."""
+    return [(int(value), rows[:, column] == value) for value in np.unique(rows[:, column])[:64]]
+
+
+def changed_hands(row: Int64Array) -> list[int]:
+    """Return the events in which a slot was given out last, and in which it left its holder last."""
+    return [int(row[column]) - 1 for column in (ALLOC, LEFT) if row[column]]
+
+
+def happened(row: Int64Array) -> list[int]:
+    """Return the events that a ledger row remembers: given out, left its holder, written."""
+    return changed_hands(row) + ([int(row[CONTENT]) - 1] if 0 < row[CONTENT] < TIMELESS else [])
+
+
+def _counted(detail: str, count: int) -> str:
+    return detail if count == 1 else f"{detail} (the first of {count:,})"

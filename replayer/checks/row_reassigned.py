@@ -1,0 +1,71 @@
+"""A forward reads a row for a request that the row was not given to.
+
+Invariant: a forward's row belongs, by the last status told of it, to the request that the forward runs. A row that is
+taken back and given to another while a launched forward still reads it shows here. Evidence: the status event that
+gave the row away and the forward. Legitimate exceptions: overlap's one extra forward of a finished request is launched,
+and so told, before the row is taken back. Judged only where the trace promises to tell of every request's status.
+"""
+
+import numpy as np
+
+from ..findings import Finding
+from .check import HistoryCheck
+from .history import History
+from .reporting import forward_finding
+from .row_book import EVENT, GIVEN, HOLDER
+from .view import ForwardView
+
+
+class RowReassigned(HistoryCheck):
+    """Compares each forward's rows with what the status events gave out."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._told: dict[int, tuple[int, int]] = {}  # by row: the status event and the request reported last
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request whose row is not its own."""
+        history, forward = self._history, view.forward
+        if not history.complete:
+            return []
+        book = history.rows
+        inside = book.inside(forward) & (forward.request_ids >= 0)
+        status = book.status[np.where(inside, forward.req_pool_indices, 0)]
+        wrong = inside & (status[:, EVENT] > 0)
+        wrong &= (status[:, GIVEN] == 0) | (status[:, HOLDER] != forward.request_ids)
+        return [
+            self._finding(view, int(r), status[r].tolist()) for r in np.flatnonzero(wrong) if self._new(view, r, status)
+        ]
+
+    def _new(self, view: ForwardView, r: "np.intp", status: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> bool:
+        row, key = int(view.forward.req_pool_indices[r]), (int(status[r, EVENT]), int(view.forward.request_ids[r]))
+        known = self._told.get(row) == key
+        self._told[row] = key
+        return not known
+
+    def _finding(self, view: ForwardView, request: int, status: list[int]) -> Finding:
+        forward, name = view.forward, self._history.book.name(status[HOLDER])
+        if status[GIVEN]:
+            detail = (
+                f"reads row {forward.req_pool_indices[request]}, which event {status[EVENT] - 1} gave to request {name}"
+            )
+        else:
+            detail = (
+                f"reads row {forward.req_pool_indices[request]}, which event {status[EVENT] - 1} took back from "
+                f"request {name}"
+            )
+        return forward_finding(
+            "row_reassigned",
+            forward,
+            self._history.book,
+            request=request,
+            group=-1,
+            position=int(forward.prefix_lens[request]),
+            slot=-1,
+            detail=detail,
+            events=[status[EVENT] - 1],
+        )
+
+    def forget(self) -> None:
+        """Forget what was reported."""
+        self._told.clear()

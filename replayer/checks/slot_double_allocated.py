@@ -1,0 +1,51 @@
+"""The allocator gives out a slot that somebody holds.
+
+Invariant: a slot that is given out is free. Evidence: the allocation that made it somebody's, the event that handed it
+to the prefix cache where that is so, and this allocation. Legitimate exceptions: joining a prefix or a fork's shared
+pages gives nothing out (status "shared"); handing slots to the cache neither (status "cached"). Judged only where the
+trace promises to tell of every slot, since an untold free would excuse it.
+"""
+
+from ...kernels.ledger import CACHED, HELD, OWNER, STATE
+from ...recorder.reader import EventView
+from ..findings import Finding
+from ..slot_events import SlotEvent
+from .check import HistoryCheck
+from .history import History
+from .reporting import by_row, changed_hands, event_finding
+
+
+class SlotDoubleAllocated(HistoryCheck):
+    """Looks at every allocation."""
+
+    judges = frozenset({"alloc"})
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Return a finding for each holder whose slots an allocation gives out again."""
+        del view
+        event, history = self._history.known, self._history
+        if not history.complete or not isinstance(event, SlotEvent) or event.kind != "alloc" or event.status:
+            return []
+        findings = []
+        for part in history.touched:
+            rows = part.rows
+            taken = rows[:, STATE] >= HELD
+            slots, rows = part.slots[taken], rows[taken]
+            for owner, mine in by_row(rows, OWNER) if len(slots) else []:
+                first = rows[mine][0]
+                holder = "the prefix cache" if first[STATE] == CACHED else f"request {history.book.name(owner)}"
+                findings.append(
+                    event_finding(
+                        "slot_double_allocated",
+                        event,
+                        history,
+                        group=part.group,
+                        slots=slots[mine],
+                        detail=f"is given out while {holder} holds it",
+                        events=changed_hands(first),
+                    )
+                )
+        return findings

@@ -1,0 +1,170 @@
+"""The small engines that faults are tried on: each runs some hundred forwards, in which its mechanisms come up."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ...recorder.engines.simulated.config import EngineConfig
+from ...recorder.engines.simulated.pd_pair import PairSettings
+from ...recorder.engines.simulated.random_workload import RandomWorkload
+from ...recorder.engines.simulated.requests import RequestSpec
+
+# What every configuration has in common, unless it says otherwise.
+_ENGINE: Final[dict[str, Any]] = {
+    "page_size": 4,
+    "num_pages": 130,
+    "rows": 9,
+    "width": 168,
+    "max_running": 6,
+    "chunk_tokens": 48,
+    "graph_batch_sizes": (1, 2, 4, 8),
+}
+_WORKLOAD: Final[dict[str, Any]] = {
+    "requests": 24,
+    "prompt_tokens": 44,
+    "output_tokens": 16,
+    "max_tokens": 150,
+    "sharing": 0.6,
+    "num_prefixes": 3,
+    "arrival_rate": 120.0,
+    "abort_rate": 0.05,
+}
+# Long answers, so that the decode side has somebody to mix up.
+_PAIR_WORKLOAD: Final[dict[str, Any]] = {"requests": 20, "output_tokens": 24, "arrival_rate": 200.0}
+_PAIR: Final = PairSettings(max_steps=6, failure_rate=0.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """An engine configuration with its workload; `engine` and `workload` are what differs from the common ones.
+
+    `repeat` is how often each request comes, all at the same time; `pair` joins a prefill and a decode engine.
+    """
+
+    name: str
+    summary: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    workload: dict[str, Any] = field(default_factory=dict)
+    repeat: int = 1
+    pair: PairSettings | None = None
+
+    def engine_config(self, seed: int) -> EngineConfig:
+        """Return the engine of a seed."""
+        return EngineConfig(seed=seed, **{**_ENGINE, **self.engine})
+
+    def requests(self, seed: int) -> Iterator[RequestSpec]:
+        """Yield the requests of a seed."""
+        for spec in RandomWorkload(seed=seed, **{**_WORKLOAD, **self.workload}):
+            for _ in range(self.repeat):
+                yield spec
+
+
+_CONFIGURATIONS: Final = (
+    Configuration(name="mha", summary="K and V, pages of 4, prefix cache with evictions, chunked prefill"),
+    Configuration(
+        name="mha_page1",
+        summary="pages of one token, first in first out",
+        engine={"page_size": 1, "num_pages": 520, "free_order": "fifo"},
+    ),
+    Configuration(
+        name="mha_page16",
+        summary="pages of 16, in no order",
+        engine={"page_size": 16, "num_pages": 44, "width": 176, "free_order": "shuffled"},
+        workload={"prompt_tokens": 60},
+    ),
+    Configuration(name="mla", summary="K only", engine={"shape": "mla"}),
+    Configuration(name="mixed", summary="prefill forwards carry decodes", engine={"mixed": True}),
+    Configuration(name="no_cache", summary="no prefix cache", engine={"prefix_cache": False}),
+    Configuration(
+        name="tight",
+        summary="hardly enough memory: retraction, resume, preemption",
+        engine={"num_pages": 62, "max_running": 5},
+        workload={"priorities": 2, "arrival_rate": 1000.0, "output_tokens": 24, "requests": 20},
+    ),
+    Configuration(
+        name="forks",
+        summary="requests that want several answers",
+        workload={"fork_rate": 0.4, "requests": 16},
+    ),
+    Configuration(
+        name="host",
+        summary="evicted pages go to a host tier and are loaded back",
+        engine={"num_pages": 70, "host_pages": 200, "max_running": 4},
+        workload={"sharing": 0.9},
+    ),
+    Configuration(
+        name="twins",
+        summary="each prompt twice at once, equal answers: pages are de-duplicated",
+        engine={"sampler": "content", "num_pages": 300, "chunk_tokens": 96},
+        workload={"requests": 12, "prompt_tokens": 30, "sharing": 0.8},
+        repeat=2,
+    ),
+    Configuration(
+        name="twins_swa",
+        summary="the same over sliding-window layers",
+        engine={"sampler": "content", "num_pages": 300, "chunk_tokens": 96, "shape": "swa", "window": 16},
+        workload={"requests": 12, "prompt_tokens": 30, "sharing": 0.8},
+        repeat=2,
+    ),
+    Configuration(
+        name="swa",
+        summary="full and sliding-window layers",
+        engine={"shape": "swa", "window": 16, "swa_num_pages": 70},
+    ),
+    Configuration(
+        name="swa_page1",
+        summary="full and sliding-window layers, pages of one token",
+        engine={"shape": "swa", "window": 24, "page_size": 1, "num_pages": 520, "swa_num_pages": 260},
+    ),
+    Configuration(
+        name="dsv4",
+        summary="sliding window only, K only, no KV bytes",
+        engine={"shape": "dsv4", "window": 16, "swa_num_pages": 70},
+    ),
+    Configuration(name="eagle", summary="speculative decoding, three guesses a round", engine={"eagle": True}),
+    Configuration(
+        name="eagle_swa",
+        summary="speculative decoding over sliding-window layers",
+        engine={"eagle": True, "shape": "swa", "window": 16, "swa_num_pages": 80, "draft_tokens": 2},
+    ),
+    Configuration(
+        name="sweeps",
+        summary="the prefix cache is swept every five forwards",
+        engine={"sweep_interval": 5, "num_pages": 200},
+    ),
+    Configuration(
+        name="sweeps_swa",
+        summary="the same over sliding-window layers",
+        engine={"sweep_interval": 5, "num_pages": 200, "shape": "swa", "window": 16, "swa_num_pages": 120},
+    ),
+    Configuration(
+        name="sweeps_eagle",
+        summary="the same with a draft model",
+        engine={"sweep_interval": 8, "num_pages": 200, "eagle": True},
+    ),
+    Configuration(
+        name="overlap", summary="a forward is launched before the one before it is heard of", engine={"overlap": True}
+    ),
+    Configuration(
+        name="overlap_swa",
+        summary="the same over sliding-window layers",
+        engine={"overlap": True, "shape": "swa", "window": 16, "swa_num_pages": 70, "mixed": True},
+    ),
+    Configuration(name="pd", summary="a prefill and a decode engine", workload=_PAIR_WORKLOAD, pair=_PAIR),
+    Configuration(
+        name="pd_swa",
+        summary="the same over sliding-window layers",
+        engine={"shape": "swa", "window": 16, "swa_num_pages": 70},
+        workload=_PAIR_WORKLOAD,
+        pair=_PAIR,
+    ),
+    Configuration(
+        name="pd_eagle",
+        summary="the same with a draft model",
+        engine={"eagle": True},
+        workload=_PAIR_WORKLOAD,
+        pair=_PAIR,
+    ),
+)
+
+CONFIGURATIONS: Final = {configuration.name: configuration for configuration in _CONFIGURATIONS}

@@ -1,0 +1,138 @@
+"""Pages that are given or given back when they should not be."""
+
+from typing import Any, Final
+
+import numpy as np
+
+from ....recorder.engines.simulated.requests import Request
+from ..fault import Bench, Fault, around, unchecked_pools
+
+_ALL: Final = ("mha", "mha_page1", "mha_page16", "mla", "mixed", "no_cache", "tight", "swa", "dsv4", "eagle")
+
+
+def double_free(bench: Bench) -> None:
+    """Give a leaving request's first own page back once more."""
+    memory = bench.engine.memory
+    unchecked_pools(bench.engine)
+
+    def release(original: Any, request: Request, **kwargs: Any) -> None:
+        own = memory.row_pages(request.row, request.shared_pages, memory.pages_for(request.allocated_len))
+        if bench.due and own.size:
+            bench.inject(request=request, slot=int(own[0]) * memory.page_size, position=_first_own(bench, request))
+            original(request, **kwargs)
+            memory.give_back(own[:1], request, **kwargs)
+            return
+        original(request, **kwargs)
+
+    around(memory, "release", release)
+
+
+def free_too_early(bench: Bench) -> None:
+    """Give back a running request's first own page, which it goes on reading."""
+    memory = bench.engine.memory
+    unchecked_pools(bench.engine)
+
+    def act() -> bool:
+        found = [r for r in bench.engine.scheduler.running if _first_own(bench, r) < r.cached_len]
+        if not found:
+            return False
+        request = bench.pick(found)
+        index = request.shared_pages
+        if memory.swa is not None:  # of a page whose half has left the window nobody would read much
+            index = max(index, memory.swa.first_needed_page(request.cached_len))
+        page = memory.row_pages(request.row, index, index + 1)
+        bench.inject(request=request, slot=int(page[0]) * memory.page_size, position=index * memory.page_size)
+        memory.give_back(page, request, note="too early")
+        return True
+
+    bench.between_steps(act)
+
+
+def page_leaked(bench: Bench) -> None:
+    """Let a leaving request forget its last own page, which nobody gives back any more."""
+    memory = bench.engine.memory
+    leaving: list[Request] = []
+    leaked: list[int] = []
+
+    def give_back(original: Any, pages: Any, request: Request | None, **kwargs: Any) -> None:
+        if bench.due and request is not None and leaving and pages.size:
+            leaked.append(int(pages[-1]) * memory.page_size)
+            bench.inject(request=request, slot=leaked[0])
+            pages = pages[:-1]
+        original(pages, request, **kwargs)
+
+    def leave(original: Any, request: Request, **kwargs: Any) -> None:
+        leaving.append(request)
+        original(request, **kwargs)
+        leaving.clear()
+        if leaked:
+            bench.note_effect("leak", request=request, slot=leaked.pop())
+
+    around(memory, "give_back", give_back)
+    around(bench.engine.scheduler, "leave", leave)
+
+
+def commit_beyond_allocation(bench: Bench) -> None:
+    """Count a request's next page as allocated, which it is not: its slots go on into the neighbouring page."""
+    engine, memory, size = bench.engine, bench.engine.memory, bench.engine.config.page_size
+    unchecked_pools(engine)
+
+    def neighbour(request: Request, upto: int) -> int:
+        """Return the page behind the request's last one if another active request reads it, else 0."""
+        start = request.allocated_len
+        if not bench.due or request not in engine.scheduler.running or start % size or not start < upto <= start + size:
+            return 0
+        page = int(memory.req_to_token[request.row, start - 1]) // size + 1
+        for other in engine.scheduler.running:
+            first = 0 if memory.swa is None else memory.swa.first_needed_page(other.cached_len + 4)
+            if other is not request and page in memory.row_pages(other.row, first, other.cached_len // size):
+                return page
+        return 0
+
+    def extend(original: Any, request: Request, upto: int) -> bool:
+        page = neighbour(request, upto)
+        if not page:
+            return bool(original(request, upto))
+        start = request.allocated_len
+        bench.inject(request=request, slot=page * size, position=start)
+        memory.req_to_token[request.row, start:upto] = page * size + np.arange(upto - start)
+        request.allocated_len = upto
+        return True
+
+    around(memory, "extend", extend)
+
+
+def _first_own(bench: Bench, request: Request) -> int:
+    return request.shared_pages * bench.engine.config.page_size
+
+
+FAULTS: Final = (
+    Fault(
+        name="double_free",
+        summary="a leaving request gives a page back twice; it is handed out twice",
+        reference="lab",
+        configs=_ALL,
+        arm=double_free,
+    ),
+    Fault(
+        name="free_too_early",
+        summary="a page is given back while its request goes on reading it",
+        reference="lab",
+        configs=_ALL,
+        arm=free_too_early,
+    ),
+    Fault(
+        name="page_leaked",
+        summary="a leaving request forgets a page; nobody ever gives it back",
+        reference="lab",
+        configs=_ALL,
+        arm=page_leaked,
+    ),
+    Fault(
+        name="commit_beyond_allocation",
+        summary="more is committed than was allocated: the request's slots go on into another's page",
+        reference="S#28754",
+        configs=("mha", "mha_page1", "mla", "mixed", "no_cache", "tight", "swa", "dsv4", "eagle"),
+        arm=commit_beyond_allocation,
+    ),
+)

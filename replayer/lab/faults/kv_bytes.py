@@ -1,0 +1,179 @@
+"""KV bytes that change, or do not, when they should not, or should."""
+
+from typing import Any, Final
+
+import numpy as np
+
+from ....recorder.engines.simulated.batch import Batch
+from ....recorder.engines.simulated.pools import KvPool
+from ....recorder.engines.simulated.radix import NO_PAGE
+from ....recorder.engines.simulated.requests import Request
+from ..fault import Bench, Fault, around
+
+_ALL: Final = ("mha", "mha_page1", "mha_page16", "mla", "mixed", "no_cache", "swa", "swa_page1", "eagle", "eagle_swa")
+
+
+def kv_used(bench: Bench) -> None:
+    """Flip the first byte of a slot that a running request reads."""
+
+    def act() -> bool:
+        found = [request for request in bench.engine.scheduler.running if request.cached_len]
+        if not found:
+            return False
+        request, pool = bench.pick(found), _pool(bench)
+        first = max(0, request.cached_len - pool.group.window + 4) if pool.group.window else 0
+        position = int(bench.random.integers(first, request.cached_len))
+        slot = _slot(bench, pool, request, position)
+        bench.inject(request=request, slot=slot, position=position, group=pool.index)
+        _flip(bench, pool, slot)
+        return True
+
+    bench.between_steps(act)
+
+
+def kv_unused_cache(bench: Bench) -> None:
+    """Flip the first byte of a slot that only the prefix cache holds, and nobody has locked."""
+    memory = bench.engine.memory
+
+    def act() -> bool:
+        pool = _pool(bench)
+        nodes = [n for n in memory.cache.tree.walk() if not n.lock and n.page != NO_PAGE]
+        if pool.group.lut >= 0:
+            nodes = [n for n in nodes if n.windowed]
+        if not nodes:
+            return False
+        node = bench.pick(nodes)
+        offset = int(bench.random.integers(memory.page_size))
+        slot = node.page * memory.page_size + offset
+        if pool.group.lut >= 0:
+            slot = int(memory.lut[slot])
+        bench.inject(slot=slot, position=(node.depth - 1) * memory.page_size + offset, group=pool.index)
+        _flip(bench, pool, slot)
+        return True
+
+    bench.between_steps(act)
+
+
+def kv_post_forward(bench: Bench) -> None:
+    """Flip the first byte of a slot right after a forward has written it."""
+
+    def run(original: Any, batch: Batch, *args: Any, **kwargs: Any) -> None:
+        original(batch, *args, **kwargs)
+        if not bench.due or batch.runner != 0 or batch.mode == "target_verify" or not batch.num_tokens:
+            return
+        pool = bench.pick([p for p in bench.engine.memory.pools if p.group.runner == 0 and p.group.streams])
+        lasts = batch.last_tokens
+        index = int(bench.random.integers(lasts.size))
+        request, position = batch.requests[index], int(batch.positions[lasts[index]])
+        slot = _slot(bench, pool, request, position)
+        bench.inject(request=request, slot=slot, position=position, group=pool.index)
+        _flip(bench, pool, slot)
+
+    around(bench.engine.runner, "run", run)
+
+
+def groups_alias(bench: Bench) -> None:
+    """Let one page of the second group share its memory with a page of the first."""
+    memory, size = bench.engine.memory, bench.engine.config.page_size
+    span = np.arange(size, dtype=np.int64)
+
+    def full_pages(request: Request) -> list[int]:
+        """Return the pages of a running request that are written to their end."""
+        return memory.row_pages(request.row, 0, request.cached_len // size).tolist()
+
+    def act() -> bool:
+        running = [r for r in bench.engine.scheduler.running if r.cached_len > size]
+        if not running:
+            return False
+        writer, reader = bench.pick(running), bench.pick(running)
+        below, above = memory.pools[0], memory.pools[-1]
+        begin = _slot(bench, above, writer, writer.cached_len - 1) // size * size
+        page = bench.pick(full_pages(reader))
+        bench.inject(request=reader, slot=page * size, group=0, of_group=above.index, of_slot=begin)
+        shared = {begin + i: page * size + i for i in span.tolist()}
+
+        def write(original: Any, slots: Any, content: Any, noise: Any) -> None:
+            original(slots, content, noise)
+            inside = np.array([int(slot) in shared for slot in slots], np.bool_)
+            for slot in slots[inside].tolist():
+                below.content[shared[slot]] = above.content[slot]
+                for stream in range(len(below.group.streams)):
+                    below.stream_bytes(stream)[shared[slot]] = above.stream_bytes(stream)[slot]
+
+        around(above, "write", write)
+        return True
+
+    bench.between_steps(act)
+
+
+def duplicate_prompt_numerics(bench: Bench) -> None:
+    """Compute a running request's prefix anew, in another batch: equal tokens, other KV bits."""
+    engine = bench.engine
+
+    def act() -> bool:
+        found = [r for r in engine.scheduler.running if r.cached_len > 1]
+        if len(engine.scheduler.active) < 2 or not found:
+            return False
+        request = bench.pick(found)
+        bench.inject(request=request)
+        engine.scheduler.retract(request, hold=False)
+        engine.memory.cache.make_room(int(bench.random.integers(engine.config.num_pages)))
+        return True
+
+    bench.between_steps(act)
+
+
+def _pool(bench: Bench) -> KvPool:
+    found: KvPool = bench.pick([pool for pool in bench.engine.memory.pools if pool.group.streams])
+    return found
+
+
+def _slot(bench: Bench, pool: KvPool, request: Request, position: int) -> int:
+    """Return the pool's slot of a request's position."""
+    slot = int(bench.engine.memory.req_to_token[request.row, position])
+    return int(bench.engine.memory.lut[slot]) if pool.group.lut >= 0 else slot
+
+
+def _flip(bench: Bench, pool: KvPool, slot: int) -> None:
+    stream = int(bench.random.integers(len(pool.group.streams)))
+    pool.stream_bytes(stream)[slot, 0] ^= 0xFF
+
+
+FAULTS: Final = (
+    Fault(
+        name="kv_used",
+        summary="a byte of a slot that a running request reads is flipped",
+        reference="canary",
+        configs=_ALL,
+        arm=kv_used,
+    ),
+    Fault(
+        name="kv_unused_cache",
+        summary="a byte of a slot that only the prefix cache holds is flipped",
+        reference="canary",
+        configs=("sweeps", "sweeps_swa", "sweeps_eagle"),
+        arm=kv_unused_cache,
+    ),
+    Fault(
+        name="kv_post_forward",
+        summary="a byte of a slot is flipped right after its forward",
+        reference="canary",
+        configs=(*_ALL, "pd", "pd_swa"),
+        arm=kv_post_forward,
+    ),
+    Fault(
+        name="groups_alias",
+        summary="two pool groups map to overlapping bytes",
+        reference="V#41657",
+        configs=("swa", "eagle", "eagle_swa"),
+        arm=groups_alias,
+    ),
+    Fault(
+        name="duplicate_prompt_numerics",
+        summary="no fault: the same prompt in another batch has other KV bits",
+        reference="V#39146",
+        configs=("twins", "twins_swa", "mha", "no_cache", "swa", "overlap"),
+        arm=duplicate_prompt_numerics,
+        benign=True,
+    ),
+)

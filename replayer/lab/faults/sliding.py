@@ -1,0 +1,66 @@
+"""The full-to-SWA table: entries that outlive their slot, halves that go too early."""
+
+from typing import Any, Final
+
+import numpy as np
+
+from ..fault import Bench, Fault, around, unchecked_pools
+
+
+def stale_swa_mapping(bench: Bench) -> None:
+    """Let a page keep its entry of the full-to-SWA table over its recycling: two pages lead to one half."""
+    swa = bench.engine.memory.swa
+    if swa is None:
+        raise ValueError("stale_swa_mapping needs an engine with sliding-window layers")
+    unchecked_pools(bench.engine)
+    stale: set[int] = set()
+
+    def unpair(original: Any, full_pages: Any) -> None:
+        if bench.due and full_pages.size:
+            page = int(full_pages[-1])
+            stale.add(page)
+            bench.inject(slot=page * bench.engine.config.page_size)
+        original(full_pages[[int(page) not in stale for page in full_pages]])
+
+    def pair(original: Any, full_pages: Any, swa_pages: Any) -> None:
+        fresh = np.array([int(page) not in stale for page in full_pages], np.bool_)
+        original(full_pages[fresh], swa_pages[fresh])
+
+    around(swa, "unpair", unpair)
+    around(swa, "pair", pair)
+
+
+def swa_window_off_by_one(bench: Bench) -> None:
+    """From the moment on, give back what a forward one token further on would no longer read."""
+    swa = bench.engine.memory.swa
+    if swa is None:
+        raise ValueError("swa_window_off_by_one needs an engine with sliding-window layers")
+
+    def first_needed_page(original: Any, prefix: int) -> int:
+        right, early = int(original(prefix)), int(original(prefix + 1))
+        if bench.started and early != right:
+            bench.inject(position=prefix - swa.window)
+            return early
+        return right
+
+    around(swa, "first_needed_page", first_needed_page)
+
+
+_SLIDING: Final = ("swa", "swa_page1", "dsv4", "eagle_swa")
+
+FAULTS: Final = (
+    Fault(
+        name="stale_swa_mapping",
+        summary="a recycled slot keeps its old full-to-SWA entry; freeing it frees a live slot",
+        reference="S#27586 S#25805",
+        configs=_SLIDING,
+        arm=stale_swa_mapping,
+    ),
+    Fault(
+        name="swa_window_off_by_one",
+        summary="a sliding-window slot is given back one token before it leaves the window",
+        reference="lab",
+        configs=_SLIDING,
+        arm=swa_window_off_by_one,
+    ),
+)

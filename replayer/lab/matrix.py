@@ -1,0 +1,129 @@
+"""Faults x configurations x seeds, over as many processes as asked for; goes on where an earlier call stopped."""
+
+import multiprocessing
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Final
+
+from .configurations import CONFIGURATIONS
+from .faults import FAULTS
+from .judgement import judge
+from .results import CLEAN, Row, load, save
+from .trial import Trial, run_trial
+
+SAVE_EVERY_S: Final = 15.0
+Key = tuple[str, str, int]
+
+
+def plan_trials(*, faults: Iterable[str], configs: Iterable[str], seeds: int, clean_seeds: int) -> list[Key]:
+    """Return what is to be tried: `seeds` trials of each fault, in turns over its configurations, and clean ones.
+
+    Faults that exist in none of `configs` are left out.
+    """
+    chosen = list(configs)
+    planned: list[Key] = []
+    for fault in faults:
+        mine = [name for name in FAULTS[fault].configs if name in chosen]
+        planned += [(fault, mine[seed % len(mine)], seed) for seed in range(seeds) if mine]
+    planned += [(CLEAN, chosen[seed % len(chosen)], seed) for seed in range(clean_seeds) if chosen]
+    return planned
+
+
+def run_matrix(
+    planned: list[Key],
+    output: Path,
+    *,
+    jobs: int,
+    force: bool = False,
+    on_progress: Callable[[int, int, Row | None], None] = lambda _done, _total, _row: None,
+) -> list[Row]:
+    """Run what is planned and not yet in `output`, and return all planned rows, in their order.
+
+    `output` is written anew every few seconds and at the end, also where Ctrl-C ends it early; rows of earlier calls
+    that are not planned now stay in it.
+
+    Raises:
+        ResultsError: `output` is of another build, or something else.
+        KeyboardInterrupt: after `output` is written.
+    """
+    rows = {row.key: row for row in load(output, force=force)}
+    todo = [key for key in planned if key not in rows]
+    done = len(planned) - len(todo)
+    on_progress(done, len(planned), None)
+    saved = time.monotonic()
+    try:
+        for row in _rows(todo, jobs):
+            rows[row.key] = row
+            done += 1
+            on_progress(done, len(planned), row)
+            if time.monotonic() - saved > SAVE_EVERY_S:
+                save(output, list(rows.values()))
+                saved = time.monotonic()
+    finally:
+        save(output, list(rows.values()))
+    return [rows[key] for key in planned]
+
+
+def try_one(key: Key) -> Row:
+    """Run and judge one trial; what fails in the lab itself is told in the row."""
+    begin = time.perf_counter()
+    fault, config, seed = key
+    trial = Trial(fault=None if fault == CLEAN else FAULTS[fault], config=config, seed=seed)
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvcanary-lab-") as folder:
+            outcome = run_trial(trial, Path(folder) / "trace")
+            found = judge(trial, outcome)
+    except Exception as error:  # noqa: BLE001  # one trial's failure must not end an hour's work
+        return Row(fault=fault, config=config, seed=seed, error=f"{type(error).__name__}: {error}")
+    effect, first = outcome.effect, found.first
+    return Row(
+        fault=fault,
+        config=config,
+        seed=seed,
+        injected=outcome.injected_forward >= 0,
+        injected_forward=outcome.injected_forward,
+        effect=effect.kind if effect is not None else "",
+        effect_forward=effect.forward if effect is not None else -1,
+        detected=first is not None,
+        detected_by=first.by if first is not None else "",
+        reasons=", ".join(found.reasons),
+        first_detection_forward=first.forward if first is not None else -1,
+        delay=first.tick - effect.tick if first is not None and effect is not None else None,
+        false_positive=", ".join(found.unfounded),
+        broke_down=outcome.broke_down,
+        forwards=outcome.forwards,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def all_configs() -> list[str]:
+    """Return the names of all configurations."""
+    return list(CONFIGURATIONS)
+
+
+def _rows(todo: list[Key], jobs: int) -> Iterable[Row]:
+    if jobs == 1 or len(todo) < 2:
+        yield from map(try_one, todo)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context, initializer=_ignore_interrupt) as pool:
+        try:
+            waiting = list(reversed(todo))
+            running = {pool.submit(try_one, waiting.pop()) for _ in range(min(2 * jobs, len(waiting)))}
+            while running:
+                finished, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    if waiting:
+                        running.add(pool.submit(try_one, waiting.pop()))
+                    yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _ignore_interrupt() -> None:
+    # Ctrl-C goes to the whole process group; the parent ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

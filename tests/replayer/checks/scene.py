@@ -1,0 +1,163 @@
+"""A stage on which a test plays an engine, event by event, to the real Recorder, and sees what one check makes of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from kvcanary.recorder.forward_input import ForwardInput, TruthTokens
+from kvcanary.recorder.header import PoolGroup, Runner, StateTable, TraceHeader
+from kvcanary.recorder.recorder import Recorder
+from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.replayer.summary import Summary
+
+ROWS, WIDTH, SLOTS = 8, 32, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A request's part of a forward: it has `prefix` tokens and writes the next ones to `slots`."""
+
+    request: int
+    row: int
+    prefix: int
+    slots: tuple[int, ...]
+
+
+class Scene:
+    """Every method tells one event and returns its number; tokens are `100 * request + position` until changed."""
+
+    def __init__(self, path: Path, *, complete: bool = True, window: int = 0, draft: bool = False) -> None:
+        self.path = path
+        full = PoolGroup(name="full", num_slots=SLOTS, host_num_slots=SLOTS)
+        groups = [full]
+        if window:
+            groups.append(PoolGroup(name="swa", kind="swa", window=window, lut=0, num_slots=SLOTS))
+        if draft:
+            groups.append(PoolGroup(name="draft", runner=1, num_slots=SLOTS))
+        header = TraceHeader(
+            groups=tuple(groups),
+            tables=(StateTable(rows=ROWS, width=WIDTH),),
+            lut_lens=(SLOTS,) if window else (),
+            truth_table=StateTable(name="truth", rows=ROWS, width=WIDTH),
+            runners=(Runner(), Runner(name="draft", token_offset=1)) if draft else (Runner(),),
+            slot_history="complete" if complete else "",
+        )
+        self.recorder = Recorder(path, header, kv_watch_every=0)
+        self.table = np.zeros((ROWS, WIDTH), np.int32)
+        self.lut = np.zeros(SLOTS if window else 0, np.int64)
+        self.tokens: dict[int, np.ndarray] = {}
+        self._event = -1
+        self._forward = -1
+
+    def _told(self) -> int:
+        self._event += 1
+        return self._event
+
+    def token(self, request: int) -> np.ndarray:
+        return self.tokens.setdefault(request, 100 * request + np.arange(WIDTH))
+
+    def alloc(self, request: int, slots, status: str = "", *, group: int = 0, note: str = "", row: int = -1) -> int:
+        self.recorder.slots("alloc", group=group, slots=slots, request_id=request, status=status, note=note, row=row)
+        return self._told()
+
+    def free(self, request: int, slots, *, group: int = 0, note: str = "finished", kind: str = "free") -> int:
+        starts = np.array(slots)  # as runs: the recorder would drop what comes twice
+        self.recorder.slots(kind, group=group, runs=(starts, np.ones_like(starts)), request_id=request, note=note)
+        return self._told()
+
+    def evict(self, slots, *, group: int = 0) -> int:
+        return self.free(-1, slots, group=group, note="", kind="evict")
+
+    def status(self, request: int, status: str, row: int = -1) -> int:
+        self.recorder.request_status(request_id=request, status=status, row=row)
+        return self._told()
+
+    def copy(self, src: int, dst: int, count: int, **tiers: int) -> int:
+        self.recorder.kv_copy(group=0, src=[src], dst=[dst], count=[count], **tiers)
+        return self._told()
+
+    def transfer(self, status: str, direction: str, slots, *, request: int = -1, room: int = 5) -> int:
+        self.recorder.transfer(status, direction=direction, room=room, group=0, slots=slots, request_id=request)
+        return self._told()
+
+    def lose(self) -> int:
+        self.recorder.lost("the test says so")
+        return self._told()
+
+    def sampled(self, forward: int, tokens: list[int], lens: list[int]) -> int:
+        self.recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
+        return self._told()
+
+    def forward(
+        self,
+        *parts: Part,
+        mode: str = "extend",
+        runner: int = 0,
+        padding: tuple[int, ...] = (),
+        inputs: dict[tuple[int, int], int] | None = None,
+        sampled: tuple[list[int], list[int]] = ((), ()),
+    ) -> int:
+        """Run the parts; `padding` slots come behind, `inputs[request, position]` is fed instead of the truth."""
+        ids, positions, slots = [], [], []
+        for part in parts:
+            end = part.prefix + len(part.slots)
+            self.table[part.row, part.prefix : end] = part.slots
+            truth = self.token(part.request)
+            for position in range(part.prefix, end):
+                ids.append((inputs or {}).get((part.request, position), int(truth[position + runner])))
+                positions.append(position)
+            slots += part.slots
+        pad = len(padding)
+        known = [self.token(p.request)[: p.prefix + len(p.slots) + runner] for p in parts]
+        self.recorder.before_forward(
+            ForwardInput(
+                mode=mode,
+                runner=runner,
+                req_pool_indices=[p.row for p in parts] + [0] * pad,
+                request_ids=[p.request for p in parts] + [-1] * pad,
+                prefix_lens=[p.prefix for p in parts] + [0] * pad,
+                extend_lens=[len(p.slots) for p in parts] + [1] * pad,
+                input_ids=ids + [0] * pad,
+                positions=positions + [0] * pad,
+                out_cache_loc=(np.array([*slots, *padding]),),
+                reads=(self.table,),
+                luts=(self.lut,) if len(self.lut) else (),
+                truth=TruthTokens(
+                    flat=np.concatenate(known) if known else np.empty(0, np.int64),
+                    lens=[len(part) for part in known] + [0] * pad,
+                ),
+            )
+        )
+        tokens, lens = sampled
+        self.recorder.after_forward(sampled_tokens=tokens, sampled_lens=[*lens, *[0] * pad] if len(lens) else ())
+        self._forward += 1
+        return self._told()
+
+    def start(self, request: int, row: int, slots) -> int:
+        """Admit a request, give it slots, compute them in one forward; return that forward's event."""
+        self.status(request, "admitted", row)
+        self.alloc(request, slots, row=row)
+        return self.forward(Part(request=request, row=row, prefix=0, slots=tuple(slots)))
+
+    @property
+    def last_forward(self) -> int:
+        """The number of the forward told last."""
+        return self._forward
+
+    def judge(self, *checks: str) -> list[dict]:
+        """End the trace and return what these checks find, as rows of the report."""
+        return self.report(*checks)[1]
+
+    def report(self, *checks: str) -> tuple[Summary, list[dict]]:
+        self.recorder.close()
+        assert self.recorder.stats().off == "closed", self.recorder.stats().off
+        folder = self.path.with_suffix(".report")
+        folder.mkdir()
+        summary = replay(self.path, settings=ReplaySettings(checks=checks), report=folder)
+        return summary, [row for row in pq.read_table(folder / "findings.parquet").to_pylist() if row["kind"] in checks]
+
+
+def told(rows: list[dict]) -> list[tuple]:
+    """What a test compares: forward, request, slot, count, evidence."""
+    return [(r["forward"], r["request_id"], r["slot"], r["count"], r["evidence"]) for r in rows]

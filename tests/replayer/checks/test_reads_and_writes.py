@@ -1,0 +1,334 @@
+"""What a forward reads and writes: free, foreign, unwritten and differing slots, padding, stale SWA entries."""
+
+import json
+
+import pytest
+from kvcanary.recorder.schema import TIER_HOST
+
+from .scene import Part, Scene, told
+
+
+def decode(request: int, row: int, prefix: int, slot: int) -> Part:
+    return Part(request=request, row=row, prefix=prefix, slots=(slot,))
+
+
+def test_a_read_of_a_freed_slot_is_told_once_and_again_when_it_comes_back(scene: Scene) -> None:
+    scene.status(7, "admitted", 1)
+    alloc = scene.alloc(7, [3, 4, 5, 6, 7, 8])
+    written = scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4, 5)))
+    freed = scene.free(7, [3, 4])
+    first = scene.forward(decode(7, 1, 3, 6))
+    scene.forward(decode(7, 1, 4, 7))
+    again = scene.alloc(7, [3, 4])  # comes to an end ...
+    copied = scene.copy(5, 3, 2)
+    scene.forward(decode(7, 1, 5, 8))
+    freed_again = scene.free(7, [4])  # ... and back, for one of them
+    last = scene.forward(decode(7, 1, 5, 8))
+    rows = scene.judge("read_after_free")
+    assert told(rows) == [
+        (1, 7, 3, 2, json.dumps([alloc, written, freed, first])),
+        (4, 7, 4, 1, json.dumps([again, copied, freed_again, last])),
+    ]
+    assert [row["position"] for row in rows] == [0, 1]
+    assert rows[0]["req_pool_idx"] == 1
+
+
+def test_a_launched_forward_is_told_before_the_free_that_follows_it(scene: Scene) -> None:
+    """Overlap's one extra forward of a request that has just finished."""
+    scene.start(7, 1, [3, 4, 5])
+    scene.forward(decode(7, 1, 2, 5))
+    scene.free(7, [3, 4, 5])
+    scene.status(7, "finished", 1)
+    checks = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "row_reassigned", "slot_leaked")
+    assert scene.judge(*checks) == []
+
+
+def test_a_read_of_a_slot_given_to_another_is_found_with_its_new_allocation(scene: Scene) -> None:
+    scene.start(7, 1, [3, 4, 5])
+    freed = scene.free(7, [4])
+    scene.status(8, "admitted", 2)
+    given = scene.alloc(8, [4, 6])
+    written = scene.forward(Part(request=8, row=2, prefix=0, slots=(4, 6)))
+    found = scene.forward(decode(7, 1, 2, 5))
+    rows = scene.judge("read_of_foreign_slot")
+    assert told(rows) == [(2, 7, 4, 1, json.dumps([freed, given, written, found]))]
+    assert "request 8" in rows[0]["detail"]
+
+
+def test_shared_and_cached_slots_are_everybodys(scene: Scene) -> None:
+    scene.start(7, 1, [3, 4, 5])
+    scene.alloc(7, [3], "cached")
+    scene.alloc(8, [3, 4], "shared")
+    scene.status(8, "admitted", 2)
+    scene.alloc(8, [6, 7])
+    scene.tokens[8] = scene.token(7).copy()
+    scene.table[2, :2] = [3, 4]
+    scene.forward(Part(request=8, row=2, prefix=2, slots=(6,)), decode(7, 1, 2, 5))
+    scene.status(7, "finished", 1)
+    scene.forward(decode(8, 2, 3, 7))
+    assert scene.judge("read_of_foreign_slot", "read_after_free", "hit_never_written", "hit_differs") == []
+
+
+def test_writes_to_what_is_free_cached_or_anothers_are_found(scene: Scene) -> None:
+    scene.start(7, 1, [3, 4, 5])
+    handed = scene.alloc(7, [3], "cached")
+    freed = scene.free(7, [4])
+    scene.status(8, "admitted", 2)
+    writes = [scene.forward(Part(request=8, row=2, prefix=0, slots=(slot,))) for slot in (3, 4, 5)]
+    rows = scene.judge("write_to_foreign_slot")
+    assert [(row["forward"], row["request_id"], row["slot"]) for row in rows] == [(1, 8, 3), (2, 8, 4), (3, 8, 5)]
+    evidence = [json.loads(row["evidence"]) for row in rows]
+    assert evidence == [[1, handed, writes[0]], [1, freed, writes[1]], [1, writes[2]]]
+    for row, who in zip(rows, ("the prefix cache", "free", "request 7"), strict=True):
+        assert who in row["detail"]
+
+
+def test_two_requests_that_write_one_slot_are_found_in_any_trace(make_scene) -> None:
+    for complete in (True, False):
+        scene = make_scene(complete=complete)
+        scene.forward(
+            Part(request=7, row=1, prefix=0, slots=(3, 4)), Part(request=8, row=2, prefix=0, slots=(5, 4)), mode="mixed"
+        )
+        rows = [row for row in scene.judge("write_to_foreign_slot") if "another request of the same" in row["detail"]]
+        assert [(row["request_id"], row["slot"], row["position"]) for row in rows] == (
+            [(8, 4, 1)] if not complete else []
+        )
+    scene = make_scene()
+    scene.alloc(8, [5, 4])
+    scene.alloc(7, [3])
+    scene.forward(
+        Part(request=7, row=1, prefix=0, slots=(3, 4)), Part(request=8, row=2, prefix=0, slots=(5, 4)), mode="mixed"
+    )
+    rows = scene.judge("write_to_foreign_slot")
+    assert [(row["request_id"], row["slot"]) for row in rows] == [(7, 4), (8, 4)]
+
+
+def test_the_owner_of_a_page_goes_on_writing_after_a_fork_joined_it(scene: Scene) -> None:
+    scene.status(7, "admitted", 1)
+    scene.alloc(7, [3, 4])
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3,)))
+    scene.alloc(8, [3, 4], "shared")
+    scene.forward(decode(7, 1, 1, 4))
+    assert scene.judge("write_to_foreign_slot") == []
+
+
+def test_padding_that_writes_a_live_slot_is_told_once(scene: Scene) -> None:
+    scene.status(7, "admitted", 1)
+    alloc = scene.alloc(7, [3, 4, 5, 63])
+    first = scene.forward(Part(request=7, row=1, prefix=0, slots=(3,)), mode="decode", padding=(0, 63, 40))
+    scene.forward(decode(7, 1, 1, 4), mode="decode", padding=(63,))
+    rows = scene.judge("padded_write")
+    assert told(rows) == [(0, -1, 63, 1, json.dumps([alloc, first]))]
+    assert rows[0]["req_pool_idx"] == 0
+    assert "request 7" in rows[0]["detail"]
+
+
+def test_without_a_promise_padding_is_judged_by_what_the_same_forward_uses(make_scene) -> None:
+    scene = make_scene(complete=False)
+    scene.alloc(7, [3, 4, 5, 6])
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)), padding=(5,))
+    scene.forward(decode(7, 1, 2, 5), mode="decode", padding=(4, 5))
+    rows = scene.judge("padded_write")
+    assert [(row["forward"], row["request_id"], row["slot"]) for row in rows] == [(1, -1, 5), (1, 7, 4)]
+
+
+def test_a_hit_on_what_was_never_written_is_found_with_the_allocation(scene: Scene) -> None:
+    scene.status(7, "admitted", 1)
+    alloc = scene.alloc(7, [3, 4, 5])
+    written = scene.forward(Part(request=7, row=1, prefix=0, slots=(3,)))
+    scene.table[1, 1] = 4  # counted as computed, and never was
+    found = scene.forward(decode(7, 1, 2, 5))
+    rows = scene.judge("hit_never_written")
+    assert told(rows) == [(1, 7, 4, 1, json.dumps([alloc, found]))]
+    assert written not in json.loads(rows[0]["evidence"])
+
+
+def test_content_from_before_the_allocation_does_not_count(scene: Scene) -> None:
+    scene.start(7, 1, [3, 4])
+    scene.free(7, [3, 4])
+    scene.status(7, "finished", 1)
+    scene.status(8, "admitted", 1)
+    alloc = scene.alloc(8, [3, 4])
+    scene.table[1, 0] = 3
+    found = scene.forward(decode(8, 1, 1, 4))
+    (row,) = scene.judge("hit_never_written")
+    assert (row["slot"], row["position"]) == (3, 0)
+    assert {alloc, found} <= set(json.loads(row["evidence"]))
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_hit_in_the_forward_that_is_still_writing_is_found_in_any_trace(make_scene, complete: bool) -> None:
+    scene = make_scene(complete=complete)
+    scene.alloc(7, [3, 4])
+    scene.alloc(8, [5])
+    scene.alloc(8, [3, 4], "shared")
+    scene.tokens[8] = scene.token(7).copy()
+    scene.table[2, :2] = [3, 4]
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)), decode(8, 2, 2, 5), mode="mixed")
+    rows = scene.judge("hit_never_written")
+    assert [(row["forward"], row["request_id"], row["slot"], row["count"]) for row in rows] == [(0, 8, 3, 2)]
+    assert "is writing" in rows[0]["detail"]
+
+
+def test_a_load_back_is_written_by_its_copy_and_a_failed_one_is_not(make_scene) -> None:
+    for loaded in (True, False):
+        scene = make_scene()
+        scene.start(7, 1, [3])
+        scene.copy(3, 9, 1, dst_tier=TIER_HOST)
+        scene.free(7, [3])
+        scene.status(7, "finished", 1)
+        scene.alloc(-1, [4])
+        if loaded:
+            scene.copy(9, 4, 1, src_tier=TIER_HOST)
+        scene.alloc(8, [4], "shared")
+        scene.alloc(8, [5])
+        scene.tokens[8] = scene.token(7).copy()
+        scene.table[2, 0] = 4
+        scene.forward(decode(8, 2, 1, 5))
+        rows = scene.judge("hit_never_written", "read_after_free", "read_of_foreign_slot")
+        assert [(row["kind"], row["slot"]) for row in rows] == ([] if loaded else [("hit_never_written", 4)])
+
+
+def test_without_a_promise_a_slot_given_to_another_with_old_content_is_found(make_scene) -> None:
+    scene = make_scene(complete=False)
+    alloc = scene.alloc(7, [3, 4])
+    written = scene.forward(Part(request=7, row=1, prefix=0, slots=(3,)))
+    given = scene.alloc(8, [3])
+    found = scene.forward(decode(7, 1, 1, 4))
+    assert told(scene.judge("hit_never_written")) == [(1, 7, 3, 1, json.dumps([written, given, found]))]
+    assert alloc < written
+    copied = make_scene(complete=False)  # an adapter that tells of a load-back's copy before its allocation
+    copied.alloc(7, [3, 4])
+    copied.forward(Part(request=7, row=1, prefix=0, slots=(3,)))
+    copied.copy(3, 9, 1)
+    copied.alloc(8, [9])
+    copied.table[1, 0] = 9
+    copied.forward(decode(7, 1, 1, 4))
+    assert copied.judge("hit_never_written") == []
+
+
+def test_a_hit_whose_tokens_differ_is_found_in_its_first_forward_only(scene: Scene) -> None:
+    written = scene.start(7, 1, [3, 4, 5])
+    scene.alloc(7, [3, 4, 5], "cached")
+    scene.alloc(8, [6, 7])
+    scene.tokens[8] = scene.token(7).copy()
+    scene.tokens[8][1:] += 1
+    scene.table[2, :3] = [3, 4, 5]
+    found = scene.forward(decode(8, 2, 3, 6))
+    scene.forward(decode(8, 2, 4, 7))
+    rows = scene.judge("hit_differs")
+    assert told(rows) == [(1, 8, 4, 2, json.dumps([written, found]))]
+    assert rows[0]["position"] == 1
+    assert "token 701, position 1, written by request 7" in rows[0]["detail"]
+    assert "token 702" in rows[0]["detail"]
+
+
+def test_a_hit_at_another_position_differs_and_an_equal_one_does_not(make_scene) -> None:
+    for shift in (0, 1):
+        scene = make_scene()
+        scene.start(7, 1, [3, 4, 5])
+        scene.tokens[8] = scene.token(7).copy()
+        scene.table[2, :2] = [3 + shift, 4 + shift]
+        scene.forward(decode(8, 2, 2, 6))
+        assert [row["slot"] for row in scene.judge("hit_differs")] == ([4] if shift else [])
+
+
+def test_what_a_request_wrote_itself_is_no_hit(scene: Scene) -> None:
+    scene.start(7, 1, [3, 4])
+    scene.tokens[7] = scene.token(7) + 50  # the canary's token check sees this, and it is nobody's hit
+    scene.forward(decode(7, 1, 2, 5))
+    assert scene.judge("hit_differs") == []
+
+
+def test_two_full_slots_that_lead_to_one_swa_slot_are_found(make_scene) -> None:
+    for stale in (True, False):
+        scene = make_scene(window=8)
+        scene.lut[[3, 4, 5, 6]] = [13, 14, 15, 16]
+        scene.start(7, 1, [3, 4])
+        if stale:
+            scene.lut[5] = 14  # a recycled full slot keeps its old entry
+        scene.start(8, 2, [5])
+        scene.forward(decode(7, 1, 2, 6), decode(8, 2, 1, 9), mode="decode")
+        rows = scene.judge("swa_mapping_stale")
+        assert [(row["forward"], row["group"], row["slot"]) for row in rows] == ([(2, 1, 14)] if stale else [])
+        if stale:
+            assert "4 and 5" in rows[0]["detail"] or "5 and 4" in rows[0]["detail"]
+
+
+def test_a_write_through_a_stale_entry_is_found_when_its_other_half_is_read(make_scene) -> None:
+    scene = make_scene(window=8)
+    scene.lut[[3, 4, 5]] = [13, 14, 15]
+    scene.start(7, 1, [3, 4])
+    scene.lut[9] = 14
+    scene.forward(decode(7, 1, 2, 9))
+    rows = scene.judge("swa_mapping_stale")
+    assert [(row["forward"], row["request_id"], row["position"], row["slot"]) for row in rows] == [(1, 7, 2, 14)]
+
+
+def test_a_position_inside_the_window_that_leads_nowhere_is_found(make_scene) -> None:
+    scene = make_scene(window=2)
+    scene.lut[[3, 4, 5, 6, 7]] = [13, 14, 15, 16, 17]
+    scene.start(7, 1, [3, 4, 5])
+    scene.lut[3] = 0  # has left the window: as it should be
+    scene.forward(decode(7, 1, 3, 6))
+    scene.lut[5] = 0
+    scene.forward(decode(7, 1, 4, 7))
+    rows = scene.judge("swa_mapping_stale")
+    assert [(row["forward"], row["slot"], row["position"], row["count"]) for row in rows] == [(2, 5, 2, 1)]
+    gap = make_scene(window=2)
+    gap.start(7, 1, [3, 4, 5])
+    gap.lose()
+    gap.forward(decode(7, 1, 3, 6))
+    assert gap.judge("swa_mapping_stale") == []
+
+
+def test_a_shared_prefix_leads_to_the_same_swa_slots(make_scene) -> None:
+    scene = make_scene(window=8)
+    scene.lut[[3, 4, 5, 6]] = [13, 14, 15, 16]
+    scene.start(7, 1, [3, 4])
+    scene.tokens[8] = scene.token(7).copy()
+    scene.table[2, :2] = [3, 4]
+    scene.forward(decode(7, 1, 2, 5), decode(8, 2, 2, 6), mode="decode", padding=(0, 0))
+    assert scene.judge("swa_mapping_stale", "hit_differs") == []
+
+
+CHECKS = (
+    "read_after_free",
+    "read_of_foreign_slot",
+    "write_to_foreign_slot",
+    "padded_write",
+    "hit_never_written",
+    "hit_differs",
+)
+
+
+def play_all_of_them(scene: Scene, *, gap: bool) -> None:
+    scene.start(7, 1, [3, 4, 5, 6])
+    scene.free(7, [3])
+    scene.alloc(8, [4, 6])
+    scene.alloc(7, [9])
+    if gap:
+        scene.lose()
+    scene.table[2, :2] = [5, 6]
+    scene.forward(decode(7, 1, 4, 30), decode(8, 2, 2, 31), mode="decode", padding=(9, 0))
+
+
+def test_a_gap_silences_them_all(make_scene) -> None:
+    whole = make_scene()
+    play_all_of_them(whole, gap=False)
+    assert {row["kind"] for row in whole.judge(*CHECKS)} == set(CHECKS)
+    lossy = make_scene()
+    play_all_of_them(lossy, gap=True)
+    assert lossy.judge(*CHECKS) == []
+
+
+def test_a_corrupt_trace_makes_one_finding_a_request_not_one_a_slot(scene: Scene) -> None:
+    scene.status(7, "admitted", 1)
+    scene.forward(Part(request=7, row=1, prefix=0, slots=tuple(range(1, 31))))
+    scene.forward(decode(7, 1, 30, 31))
+    rows = scene.judge("write_to_foreign_slot", "read_after_free")
+    assert [(row["kind"], row["forward"], row["count"]) for row in rows] == [
+        ("write_to_foreign_slot", 0, 30),
+        ("read_after_free", 1, 30),
+        ("write_to_foreign_slot", 1, 1),
+    ]

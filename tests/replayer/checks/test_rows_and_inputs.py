@@ -1,0 +1,175 @@
+"""Rows, lengths, and tokens that were sampled: now, later, or by somebody else."""
+
+import json
+
+import pytest
+
+from .scene import Part, Scene, told
+
+
+def decode(request: int, row: int, prefix: int, slot: int) -> Part:
+    return Part(request=request, row=row, prefix=prefix, slots=(slot,))
+
+
+def test_a_row_given_to_another_while_a_launched_forward_reads_it_is_told_once(scene: Scene) -> None:
+    scene.start(7, 1, [3])
+    scene.status(7, "finished", 1)
+    given = scene.status(8, "admitted", 1)
+    found = scene.forward(decode(7, 1, 1, 4))
+    scene.forward(decode(7, 1, 2, 5))
+    scene.forward(Part(request=8, row=1, prefix=0, slots=(6,)))
+    rows = scene.judge("row_reassigned")
+    assert told(rows) == [(1, 7, -1, 1, json.dumps([given, found]))]
+    assert "gave to request 8" in rows[0]["detail"]
+    assert rows[0]["req_pool_idx"] == 1
+
+
+@pytest.mark.parametrize("status", ["finished", "aborted", "retracted"])
+def test_a_row_that_was_taken_back_is_not_to_be_read(scene: Scene, status: str) -> None:
+    scene.start(7, 1, [3])
+    back = scene.status(7, status, 1)
+    found = scene.forward(decode(7, 1, 1, 4))
+    rows = scene.judge("row_reassigned")
+    assert told(rows) == [(1, 7, -1, 1, json.dumps([back, found]))]
+    assert "took back from request 7" in rows[0]["detail"]
+
+
+def test_rows_that_nobody_was_told_of_and_rows_given_anew_are_silent(scene: Scene) -> None:
+    scene.forward(Part(request=9, row=3, prefix=0, slots=(3,)))
+    scene.start(7, 1, [4])
+    scene.status(7, "retracted", 1)
+    scene.status(7, "admitted", 2)
+    scene.forward(Part(request=7, row=2, prefix=0, slots=(5,)), mode="extend", padding=(0,))
+    assert scene.judge("row_reassigned") == []
+
+
+def test_rows_are_forgotten_after_a_gap_and_not_judged_without_a_promise(make_scene) -> None:
+    for options in ({"complete": False}, {}):
+        scene = make_scene(**options)
+        scene.start(7, 1, [3])
+        scene.status(8, "admitted", 1)
+        if scene.recorder.header.slot_history:
+            scene.lose()
+        scene.forward(decode(7, 1, 1, 4))
+        assert scene.judge("row_reassigned") == []
+
+
+def test_a_length_that_goes_back_is_found_with_both_forwards(scene: Scene) -> None:
+    scene.start(7, 1, [3, 4, 5])
+    before = scene.forward(decode(7, 1, 3, 6))
+    found = scene.forward(decode(7, 1, 1, 7))
+    scene.forward(decode(7, 1, 2, 8))
+    rows = scene.judge("seq_len_backwards")
+    assert told(rows) == [(2, 7, -1, 1, json.dumps([before, found]))]
+    assert rows[0]["position"] == 1
+
+
+@pytest.mark.parametrize("prefix", [2, 3])
+def test_a_verify_forward_takes_at_least_one_token(make_scene, prefix: int) -> None:
+    scene = make_scene()
+    scene.start(7, 1, [3, 4])
+    scene.forward(Part(request=7, row=1, prefix=2, slots=(5, 6, 7)), mode="target_verify")
+    scene.forward(Part(request=7, row=1, prefix=prefix, slots=(6, 7, 8)), mode="target_verify")
+    assert [row["forward"] for row in scene.judge("seq_len_backwards")] == ([2] if prefix == 2 else [])
+
+
+def test_starting_over_drafting_and_another_request_are_no_way_back(make_scene) -> None:
+    scene = make_scene(draft=True)
+    scene.start(7, 1, [3, 4, 5])
+    for prefix in (3, 4, 3):  # a draft's guesses, then what was taken of them
+        scene.forward(Part(request=7, row=1, prefix=prefix, slots=(6 + prefix,)), mode="decode", runner=1)
+    scene.status(7, "retracted", 1)
+    scene.status(7, "admitted", 1)
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3,)))
+    scene.status(7, "finished", 1)
+    scene.status(8, "admitted", 1)
+    scene.forward(Part(request=8, row=1, prefix=0, slots=(4,)))
+    assert scene.judge("seq_len_backwards") == []
+
+
+def test_without_a_promise_only_forwards_that_sample_tell_a_length(make_scene) -> None:
+    for sampled in (True, False):
+        scene = make_scene(complete=False)
+        scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4, 5)), sampled=([703], [1]))
+        scene.forward(Part(request=7, row=1, prefix=0, slots=(6,)), sampled=([701], [1]) if sampled else ([], [0]))
+        assert [row["forward"] for row in scene.judge("seq_len_backwards")] == ([1] if sampled else [])
+
+
+def test_a_gap_forgets_lengths(scene: Scene) -> None:
+    scene.start(7, 1, [3, 4, 5])
+    scene.lose()
+    scene.forward(decode(7, 1, 1, 6))
+    assert scene.judge("seq_len_backwards") == []
+
+
+def test_a_token_that_arrives_before_its_forward_is_compared_with_it(scene: Scene) -> None:
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)))
+    sampled = scene.sampled(0, [999], [1])
+    found = scene.forward(decode(7, 1, 2, 5))
+    rows = scene.judge("input_not_sampled")
+    assert told(rows) == [(1, 7, 5, 1, json.dumps([sampled, found]))]
+    assert "was fed token 702, forward 0 sampled 999" in rows[0]["detail"]
+
+
+def test_a_token_that_arrives_after_its_forward_is_compared_with_it(scene: Scene) -> None:
+    """Overlap: forward 1 is launched before the tokens of forward 0 have arrived."""
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)), Part(request=8, row=2, prefix=0, slots=(6,)))
+    fed = scene.forward(decode(7, 1, 2, 5), decode(8, 2, 1, 7), mode="decode", inputs={(8, 1): 888})
+    late = scene.sampled(0, [702, 801], [1, 1])
+    scene.forward(decode(7, 1, 3, 8), decode(8, 2, 2, 9), mode="decode")
+    scene.sampled(1, [703, 802], [1, 1])
+    rows = scene.judge("input_not_sampled")
+    assert told(rows) == [(1, 8, 7, 1, json.dumps([fed, late]))]
+    assert rows[0]["event"] == fed
+    assert "was fed token 888, forward 0 sampled 801" in rows[0]["detail"]
+
+
+def test_one_wrong_token_is_told_once_whichever_comes_first(scene: Scene) -> None:
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)))
+    scene.forward(decode(7, 1, 2, 5), inputs={(7, 2): 5})
+    scene.sampled(0, [702], [1])
+    scene.forward(decode(7, 1, 3, 6))
+    scene.sampled(1, [703], [1])
+    scene.forward(decode(7, 1, 4, 8))
+    assert [(row["forward"], row["position"]) for row in scene.judge("input_not_sampled")] == [(1, 2)]
+
+
+def test_late_tokens_of_a_padded_batch_and_of_requests_that_got_none(scene: Scene) -> None:
+    scene.forward(
+        Part(request=7, row=1, prefix=0, slots=(3, 4)), Part(request=8, row=2, prefix=0, slots=(6,)), padding=(0, 0)
+    )
+    scene.sampled(0, [801], [0, 1, 0, 0])
+    scene.forward(decode(8, 2, 1, 7), decode(7, 1, 2, 5), mode="mixed", inputs={(7, 2): 1})
+    assert scene.judge("input_not_sampled") == []
+
+
+def test_tokens_of_a_forward_that_was_forgotten_say_nothing(make_scene) -> None:
+    for count in (63, 64):
+        scene = make_scene()
+        scene.forward(Part(request=7, row=1, prefix=0, slots=(3,)))
+        for _ in range(count - 1):
+            scene.forward(Part(request=8, row=2, prefix=0, slots=(6,)))
+        scene.forward(decode(7, 1, 1, 4), inputs={(7, 1): 5})
+        scene.sampled(0, [701], [1])
+        assert len(scene.judge("input_not_sampled")) == (1 if count == 63 else 0)
+    scene = make_scene()
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3,)))
+    scene.lose()
+    scene.sampled(0, [701], [1])
+    scene.forward(decode(7, 1, 1, 4), inputs={(7, 1): 5})
+    assert scene.judge("input_not_sampled") == []
+
+
+def test_a_sample_event_that_does_not_fit_its_forward_is_unusable(scene: Scene) -> None:
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3,)))
+    event = scene.sampled(0, [701, 702], [1, 1])
+    scene.forward(decode(7, 1, 1, 4), inputs={(7, 1): 5})
+    summary, rows = scene.report("input_not_sampled")
+    assert rows == []
+    assert summary.num_gaps == 1
+    assert f"event {event} (sample)" in summary.gaps[0]
+
+
+def test_wrong_inputs_against_the_truth_carry_their_forward_as_evidence(scene: Scene) -> None:
+    found = scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)), inputs={(7, 1): 5})
+    assert told(scene.judge("input_not_truth")) == [(0, 7, 4, 1, json.dumps([found]))]

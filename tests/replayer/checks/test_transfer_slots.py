@@ -1,0 +1,89 @@
+"""Slots under a transfer: freed before it ended, landed where nobody holds them, failed and read all the same."""
+
+import json
+
+import pytest
+
+from .scene import Part, Scene, told
+
+CHECKS = ("freed_during_transfer", "transfer_not_held", "hit_never_written")
+
+
+@pytest.mark.parametrize("direction", ["send", "receive"])
+def test_slots_given_back_while_they_are_on_their_way_are_found(scene: Scene, direction: str) -> None:
+    scene.alloc(7, [5, 4, 3, 6])
+    start = scene.transfer("start", direction, [5, 4, 3], request=7)
+    freed = scene.free(7, [4, 6], note="aborted")
+    rows = scene.judge("freed_during_transfer")
+    assert told(rows) == [(-1, 7, 4, 1, json.dumps([start, freed]))]
+    assert "given back" in rows[0]["detail"]
+
+
+def test_a_slot_given_to_another_under_a_transfer_is_found_though_its_free_was_not_told(scene: Scene) -> None:
+    scene.alloc(7, [3, 4])
+    start = scene.transfer("start", "receive", [3, 4], request=7)
+    given = scene.alloc(8, [4])
+    assert told(scene.judge("freed_during_transfer")) == [(-1, 8, 4, 1, json.dumps([start, given]))]
+
+
+@pytest.mark.parametrize("end", ["end", "failed"])
+def test_after_the_end_the_slots_may_go(scene: Scene, end: str) -> None:
+    scene.alloc(7, [3, 4])
+    scene.transfer("start", "send", [3, 4], request=7)
+    scene.alloc(7, [3], "cached")
+    scene.transfer(end, "send", [3, 4], request=7)
+    scene.free(7, [4])
+    scene.evict([3])
+    assert scene.judge(*CHECKS) == []
+
+
+def test_what_lands_in_free_slots_or_in_anothers_is_found(scene: Scene) -> None:
+    alloc = scene.alloc(7, [3, 4, 5])
+    scene.transfer("start", "receive", [3, 4, 5], request=7)
+    freed = scene.free(7, [3, 4])
+    given = scene.alloc(8, [4])
+    landed = scene.transfer("end", "receive", [3, 4, 5], request=7)
+    rows = scene.judge("transfer_not_held")
+    assert told(rows) == [
+        (-1, 7, 3, 1, json.dumps([alloc, freed, landed])),
+        (-1, 7, 4, 1, json.dumps([freed, given, landed])),
+    ]
+    assert "that is free" in rows[0]["detail"]
+    assert "of request 8" in rows[1]["detail"]
+
+
+def test_a_transfer_that_begins_on_free_slots_is_found(scene: Scene) -> None:
+    alloc = scene.alloc(7, [3])
+    freed = scene.free(7, [3])
+    start = scene.transfer("start", "send", [3], request=7)
+    assert told(scene.judge("transfer_not_held")) == [(-1, 7, 3, 1, json.dumps([alloc, freed, start]))]
+
+
+def test_landing_counts_as_writing_and_failing_does_not(make_scene) -> None:
+    for status in ("end", "failed"):
+        scene = make_scene()
+        alloc = scene.alloc(7, [3, 4, 5])
+        scene.transfer("start", "receive", [3, 4], request=7)
+        scene.transfer(status, "receive", [3, 4], request=7)
+        scene.table[1, :2] = [3, 4]
+        found = scene.forward(Part(request=7, row=1, prefix=2, slots=(5,)))
+        rows = scene.judge("hit_never_written")
+        assert told(rows) == ([] if status == "end" else [(0, 7, 3, 2, json.dumps([alloc, found]))])
+
+
+def test_a_gap_silences_them(scene: Scene) -> None:
+    scene.alloc(7, [3, 4])
+    scene.transfer("start", "receive", [3, 4], request=7)
+    scene.lose()
+    scene.free(7, [3])
+    scene.transfer("end", "receive", [4], request=7)
+    assert scene.judge(*CHECKS) == []
+
+
+def test_they_need_the_promise(make_scene) -> None:
+    scene = make_scene(complete=False)
+    scene.alloc(7, [3, 4])
+    scene.transfer("start", "receive", [3, 4], request=7)
+    scene.free(7, [3, 4])
+    scene.transfer("end", "receive", [3, 4], request=7)
+    assert scene.judge(*CHECKS) == []

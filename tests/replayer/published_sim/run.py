@@ -1,0 +1,109 @@
+"""One engine's run, judged twice: online by the published canary, offline by the replay of its trace."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from kvcanary.kernels.constants import LaunchTag
+from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.recorder.engines.simulated.errors import BrokenEngineError
+from kvcanary.recorder.reader import read_events
+from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.replayer.summary import Summary
+from kvcanary.replayer.violations import VIOLATION_SCHEMA
+
+from .cases import FORWARDS, config_and_workload
+from .injector import Injector
+from .spy import Rows, Seen, Spy
+
+FIELDS = VIOLATION_SCHEMA.names[:8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What both sides say of one run; `forwards` and `sweeps` are the replay's, in the shape of `Seen`."""
+
+    seen: Seen
+    summary: Summary
+    forwards: list[Rows]
+    sweeps: list[Rows]
+    figures: dict[int, tuple[int, int]]
+    kernel_counters: dict[str, int]
+    slot_counters: dict[str, int]
+    verify_totals: dict[str, int]
+    injected: int
+
+    def assert_same(self) -> None:
+        """Rows of every forward and every sweep, health counters of every launch tag, sliding-window figures."""
+        for forward, (ours, published) in enumerate(zip(self.forwards, self.seen.forwards, strict=True)):
+            assert ours == published, f"forward {forward}"
+        for sweep, (ours, published) in enumerate(zip(self.sweeps, self.seen.sweeps, strict=True)):
+            assert ours == published, f"sweep {sweep}"
+        assert self.summary.kernel_counters == self.kernel_counters
+        assert self.summary.slot_counters == self.slot_counters
+        if self.seen.figures:
+            assert self.figures == self.seen.figures
+        if self.summary.swa_divergence is not None:
+            totals = {kind: self.summary.swa_divergence[f"verify_{kind}"] for kind in ("full", "swa")}
+            assert totals == self.verify_totals
+
+
+def run(name: str, seed: int, folder: Path, fault: str | None = None) -> Run:
+    """Run the named engine with a fault or without, and replay its trace."""
+    config, workload, kv_hash = config_and_workload(name, seed)
+    folder.mkdir(parents=True)
+    trace = folder / "trace.arrow"
+    with SimulatedEngine(config, workload, trace) as engine:
+        spy = Spy(engine, kv_hash=kv_hash)
+        injector = Injector(engine, fault, seed=seed) if fault else None
+        try:
+            while engine.step() and len(spy.seen.forwards) < FORWARDS:
+                if injector:
+                    injector(engine)
+        except BrokenEngineError:  # between forwards: a scheduler that stands on broken books
+            assert injector
+            assert injector.injected
+    summary = replay(trace, settings=settings(kv_hash), report=folder)
+    return compared(spy, summary, trace, folder, injected=injector.injected if injector else 0)
+
+
+def settings(kv_hash: str) -> ReplaySettings:
+    """Return how to replay a run that the published canary has judged with a KV hash mode."""
+    return ReplaySettings(kv_hash="auto" if kv_hash == "PARTIAL" else kv_hash.lower(), checks=())
+
+
+def compared(spy: Spy, summary: Summary, trace: Path, report: Path, *, injected: int) -> Run:
+    """Put both sides of a run together."""
+    assert summary.forwards == len(spy.seen.forwards)
+    kernels, slots = spy.canary.counters()
+    forwards, sweeps = _our_rows(trace, report, summary.forwards)
+    return Run(
+        seen=spy.seen,
+        summary=summary,
+        forwards=forwards,
+        sweeps=sweeps,
+        figures=_our_figures(report),
+        kernel_counters={tag.name: int(kernels[tag]) for tag in LaunchTag if kernels[tag]},
+        slot_counters={tag.name: int(slots[tag]) for tag in LaunchTag if slots[tag]},
+        verify_totals=spy.canary.verify_totals,
+        injected=injected,
+    )
+
+
+def _our_rows(trace: Path, folder: Path, num_forwards: int) -> tuple[list[Rows], list[Rows]]:
+    table = pq.read_table(folder / "violations.parquet")
+    forwards: list[Rows] = [[] for _ in range(num_forwards)]
+    sweeps: dict[int, Rows] = {int(event.scalar("event")): [] for event in read_events(trace) if event.kind == "sweep"}
+    columns = (table[name].to_pylist() for name in ("endpoint", "event", "forward", *FIELDS))
+    for endpoint, event, forward, *row in zip(*columns, strict=True):
+        (sweeps[event] if endpoint == "SWEEP" else forwards[forward]).append(tuple(row))
+    return [sorted(rows) for rows in forwards], [sorted(rows) for rows in sweeps.values()]
+
+
+def _our_figures(folder: Path) -> dict[int, tuple[int, int]]:
+    """The sliding-window figures by forward; a simulated engine has one sliding group, which the target runs."""
+    path = folder / "swa_divergence.parquet"
+    if not path.exists():
+        return {}
+    rows = pq.read_table(path).to_pylist()
+    return {row["forward"]: (row["out_of_window_tokens"], row["full_idx_divergence"]) for row in rows}
