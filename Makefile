@@ -33,11 +33,11 @@ unit: $(VENV)/.tests
 	$(BIN)/pytest
 
 # The long runs: every kernel against the published canary, 20,000 cases each; a flipped bit in every byte of a trace;
-# whole traces against the published canary, 2,000 of broken engines and 500 of broken pairs; 240 random simulated
-# engines, which must all replay clean.
+# whole traces against the published canary, 2,000 of broken engines, 500 of broken pairs, 40 of each fault of the lab;
+# 240 random simulated engines, which must all replay clean.
 fuzz: $(VENV)/.tests
 	$(BIN)/pytest tests/kernels tests/recorder/test_damage.py tests/recorder/test_torn.py --conformance-cases $(FUZZ_CASES) --timeout 7200
-	$(BIN)/pytest tests/replayer/test_published_sim.py tests/replayer/test_published_pair.py --conformance-cases $(FUZZ_CASES) --timeout 7200
+	$(BIN)/pytest tests/replayer/test_published_sim.py tests/replayer/test_published_pair.py tests/replayer/test_published_lab.py --conformance-cases $(FUZZ_CASES) --timeout 7200
 	$(BIN)/pytest tests/recorder/simulated/test_clean_runs.py --conformance-cases 3000 --timeout 7200
 
 # Every fault of the lab, twenty seeds each, and 200 clean runs: what is detected, how soon, by what.

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from .dispatch import In8, In8x2, In32x2, In64, InU64x2, Out8x2, Out32x2, Out64, select
 from .kv_source import KvSource
 
-
 WORD_BYTES: Final = 8
 
 
@@ -239,7 +238,7 @@ def _row_changes_loops(
         if 0 < row < shadow.shape[0]:
             # Most rows have not changed, and nothing tells so sooner than this.
             same = 0
-            if 0 <= starts[r] and starts[r] + count <= shadow.shape[1]:
+            if 0 <= starts[r] <= shadow.shape[1] - count:
                 while same < count and shadow[row, starts[r] + same] == values[offset + same]:
                     same += 1
             for i in range(same, count):

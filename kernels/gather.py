@@ -1,5 +1,7 @@
 """Gather: what lies at listed places; the bytes of slots, cells of state tables. What does not exist gives zeros or -1."""
 
+from typing import cast
+
 import numpy as np
 import numpy.typing as npt
 
@@ -55,9 +57,9 @@ def read_runs(
     if out.shape[0] != wanted:
         raise ValueError(f"out has length {out.shape[0]}, expected sum(counts), {wanted}")
     if table.dtype == np.int32:
-        select(_read_runs_32_loops, backend)(table, rows, starts, counts, out)
+        select(_read_runs_32_loops, backend)(cast("npt.NDArray[np.int32]", table), rows, starts, counts, out)
     elif table.dtype == np.int64:
-        select(_read_runs_64_loops, backend)(table, rows, starts, counts, out)
+        select(_read_runs_64_loops, backend)(cast("npt.NDArray[np.int64]", table), rows, starts, counts, out)
     else:
         raise ValueError(f"table has dtype {table.dtype}, expected int32 or int64")
 
@@ -97,11 +99,12 @@ def _read_runs_32_loops(table: In32x2, rows: In64, starts: In64, counts: In64, o
         row = rows[r]
         start = starts[r]
         count = max(counts[r], 0)
-        # Of the run, the part [first, end) lies in the table.
-        first = min(max(-start, 0), count)
-        end = max(min(table.shape[1] - start, count), first)
-        if row < 0 or row >= table.shape[0]:
-            end = first
+        # Of the run, the part [first, end) lies in the table. No sum is taken of what may be near an int64's end.
+        first = count
+        end = count
+        if 0 <= row < table.shape[0] and -count < start < table.shape[1]:
+            first = max(-start, 0)
+            end = min(table.shape[1] - start, count)
         for i in range(first):
             out[at + i] = -1
         for i in range(first, end):
@@ -117,11 +120,12 @@ def _read_runs_64_loops(table: In64x2, rows: In64, starts: In64, counts: In64, o
         row = rows[r]
         start = starts[r]
         count = max(counts[r], 0)
-        # Of the run, the part [first, end) lies in the table.
-        first = min(max(-start, 0), count)
-        end = max(min(table.shape[1] - start, count), first)
-        if row < 0 or row >= table.shape[0]:
-            end = first
+        # Of the run, the part [first, end) lies in the table. No sum is taken of what may be near an int64's end.
+        first = count
+        end = count
+        if 0 <= row < table.shape[0] and -count < start < table.shape[1]:
+            first = max(-start, 0)
+            end = min(table.shape[1] - start, count)
         for i in range(first):
             out[at + i] = -1
         for i in range(first, end):

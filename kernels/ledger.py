@@ -24,7 +24,7 @@ LEFT: Final = 3  # event + 1 at which the slot last left its holder: free, evict
 CONTENT: Final = 4  # event + 1 of the last write, copy or transfer that landed
 STAMP: Final = 5  # serial of the last forward that writes it
 STAMP_REQUEST: Final = 6  # the request that writes it in that forward
-TRANSFER: Final = 7  # event + 1 of the start of the transfer that is under way
+JOINER: Final = 7  # the request that joined the slot last since it was given out; -1 for none
 LEDGER_COLUMNS: Final = 8
 
 # States. A slot is UNKNOWN where the trace promises nothing or lost events.
@@ -43,6 +43,7 @@ NEVER_WRITTEN: Final = 4
 BEING_WRITTEN: Final = 8
 PADDED: Final = 16
 DIFFERS: Final = 32
+READ_RECYCLED: Final = 64  # given out anew since the request read or wrote it last
 
 # What may be wrong with a write.
 WRITE_FREE: Final = 1
@@ -143,6 +144,7 @@ def _judge_reads_loops(
     offsets: In64,
     request_ids: In64,
     fresh_from: In64,
+    seen: In64,
     serial: int,
     complete: int,
     ledger: In64x2,
@@ -169,6 +171,13 @@ def _judge_reads_loops(
                     flags = NEVER_WRITTEN
                 if state == HELD and request >= 0 and ledger[slot, OWNER] != request:
                     flags += READ_FOREIGN
+                if (
+                    state != FREE
+                    and positions[i] < fresh_from[r]
+                    and 0 < seen[r] < ledger[slot, ALLOC]
+                    and ledger[slot, JOINER] != request
+                ):
+                    flags += READ_RECYCLED
             elif state == HELD and ledger[slot, OWNER] != request and 0 < content < ledger[slot, ALLOC]:
                 flags = NEVER_WRITTEN
             if ledger[slot, STAMP] == serial:
@@ -197,6 +206,7 @@ def judge_reads(
     offsets: Int64Array,
     request_ids: Int64Array,
     fresh_from: Int64Array,
+    seen: Int64Array,
     serial: int,
     complete: bool,
     ledger: Int64Array,
@@ -211,6 +221,7 @@ def judge_reads(
         offsets: `[>= bs + 1] int64`: request r reads entries `offsets[r] .. offsets[r + 1]`.
         request_ids: `[bs] int64`.
         fresh_from: `[bs] int64`: the first position that the request has neither read nor written before.
+        seen: `[bs] int64`: event + 1 of the request's forward before this one, 0 where there was none.
         serial: as given to `judge_writes`, which must have run before.
         complete: whether the trace tells of every slot; else only what no missing event excuses is found.
         ledger: `[num_slots, 8] int64`.
@@ -231,6 +242,7 @@ def judge_reads(
         offsets,
         request_ids,
         fresh_from,
+        seen,
         serial,
         int(complete),
         ledger,

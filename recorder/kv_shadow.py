@@ -74,9 +74,7 @@ class GroupKvShadow:
         source, pool = self.sources[stream], self._tiers[TIER_POOL]
         if on_device(source):
             return False
-        return kv_same(
-            source=source, slots=slots, shadow=pool.content[stream], known=pool.known, backend=self._backend
-        )
+        return kv_same(source=source, slots=slots, shadow=pool.content[stream], known=pool.known, backend=self._backend)
 
     def _stream_changes(self, stream: int, slots: Int64Array) -> tuple[Int64Array, ByteArray]:
         pool = self._tiers[TIER_POOL]

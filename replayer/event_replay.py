@@ -6,6 +6,7 @@ silence.
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class EventReplay:
         self._transfers = Transfers(
             header,
             self._executor.pools,
-            trace=summary.trace,
+            trace=Path(summary.trace).name,
             book=self._book,
             exchange=exchange,
             backend=settings.backend,

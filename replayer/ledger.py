@@ -17,12 +17,12 @@ from ..kernels.ledger import (
     CONTENT,
     FREE,
     HELD,
+    JOINER,
     LEDGER_COLUMNS,
     LEFT,
     OWNER,
     SHARED,
     STATE,
-    TRANSFER,
     UNKNOWN,
 )
 from ..recorder.header import PoolGroup
@@ -37,11 +37,14 @@ TIMELESS: Final = 1 << 62
 
 
 class SlotLedger:
-    """`rows[group]` `[num_slots, 8] int64`, zero pages until touched; `held_by` counts the slots each request holds."""
+    """`rows[group]` `[num_slots, 8] int64` and `transfers[group]` `[num_slots] int64`, the event + 1 of the start of the
+    transfer that a slot is under, are zero pages until touched; `held_by` counts the slots that each request holds.
+    """
 
     def __init__(self, groups: Sequence[PoolGroup], *, complete: bool) -> None:
         self.complete = complete
         self.rows: list[Int64Array] = [np.zeros((group.num_slots, LEDGER_COLUMNS), np.int64) for group in groups]
+        self.transfers: list[Int64Array] = [np.zeros(group.num_slots, np.int64) for group in groups]
         self.held_by: dict[int, int] = {}
         if complete:
             for rows in self.rows:
@@ -50,6 +53,7 @@ class SlotLedger:
     def forget(self) -> None:
         """Take every slot for unknown."""
         self.rows = [np.zeros(rows.shape, np.int64) for rows in self.rows]
+        self.transfers = [np.zeros(len(started), np.int64) for started in self.transfers]
         self.held_by.clear()
 
     def apply_slots(self, event: SlotEvent) -> None:
@@ -63,7 +67,7 @@ class SlotLedger:
                 self._leave(rows, slots)
                 rows[slots, STATE] = FREE
                 rows[slots, LEFT] = number
-                rows[slots, TRANSFER] = 0
+                self.transfers[part.group][slots] = 0
             elif event.status == ALLOC_SHARED:
                 self._join(rows, slots, event.request_id)
             elif event.status == ALLOC_CACHED:
@@ -73,7 +77,8 @@ class SlotLedger:
                 rows[slots, STATE] = HELD if event.request_id >= 0 else CACHED
                 rows[slots, OWNER] = event.request_id
                 rows[slots, ALLOC] = number
-                rows[slots, TRANSFER] = 0
+                rows[slots, JOINER] = NOBODY
+                self.transfers[part.group][slots] = 0
                 if event.request_id >= 0:
                     self.held_by[event.request_id] = self.held_by.get(event.request_id, 0) + len(slots)
 
@@ -88,9 +93,9 @@ class SlotLedger:
         for part in event.parts:
             rows = self.rows[part.group]
             if event.status == "start":
-                rows[part.slots, TRANSFER] = number
+                self.transfers[part.group][part.slots] = number
             else:
-                rows[part.slots, TRANSFER] = 0
+                self.transfers[part.group][part.slots] = 0
                 if event.status == "end" and event.direction == RECEIVE:
                     rows[part.slots, CONTENT] = number if self.complete else TIMELESS
 
@@ -112,6 +117,7 @@ class SlotLedger:
 
     def _join(self, rows: Int64Array, slots: Int64Array, request_id: int) -> None:
         """Let a request in on slots that are somebody's. What is free stays free: that is for a reader to suffer."""
+        rows[slots, JOINER] = request_id
         states = rows[slots, STATE]
         if self.complete:
             joined = slots[(states == HELD) & (rows[slots, OWNER] != request_id)]

@@ -194,7 +194,7 @@ def _row(view: EventView) -> int:
 def _slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, ...]:
     columns = [view.ints(f"slot_{column}") for column in ("group", "start", "count")]
     _require_one_length("slot", columns)
-    return _expanded(*columns, [group.num_slots for group in groups])
+    return _expanded(columns, [group.num_slots for group in groups])
 
 
 def _copy_event(view: EventView, groups: Sequence[PoolGroup]) -> CopyEvent:
@@ -206,7 +206,7 @@ def _copy_event(view: EventView, groups: Sequence[PoolGroup]) -> CopyEvent:
             raise UnusableEventError(f"copy_{name} names a tier other than {TIER_POOL} and {TIER_HOST}")
     to_pool = columns["dst_tier"] == TIER_POOL
     runs = [columns[name][to_pool] for name in ("group", "dst", "count")]
-    return CopyEvent(event=view.number, parts=_expanded(*runs, [group.num_slots for group in groups]))
+    return CopyEvent(event=view.number, parts=_expanded(runs, [group.num_slots for group in groups]))
 
 
 def _require_one_length(what: str, columns: list[Int64Array]) -> None:
@@ -214,10 +214,9 @@ def _require_one_length(what: str, columns: list[Int64Array]) -> None:
         raise UnusableEventError(f"the {what} columns differ in length")
 
 
-def _expanded(
-    groups: Int64Array, starts: Int64Array, counts: Int64Array, num_slots: list[int]
-) -> tuple[GroupSlots, ...]:
-    """Return the slots of runs, group by group; nothing is expanded before all runs are known to fit."""
+def _expanded(runs: list[Int64Array], num_slots: list[int]) -> tuple[GroupSlots, ...]:
+    """Return the slots of runs (group, start, count), group by group; nothing is expanded before all of them fit."""
+    groups, starts, counts = runs
     if not len(groups):
         return ()
     if len(groups) == 1:  # by far the most frequent: a decode's next page

@@ -41,7 +41,9 @@ The same options and seed give the same events, apart from their times.
 
 
 @click.command("simulate", epilog=_EPILOG)
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Trace to write; a folder with --pd.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), help="Trace to write; a folder with --pd."
+)
 @click.option("--force", is_flag=True, help="Replace the output file if it exists.")
 @click.option("--pd", is_flag=True, help="A prefill engine and a decode engine: prefill.arrow and decode.arrow.")
 @click.option("--failure-rate", type=click.FloatRange(0, 1), default=0.0, help="Transfers that fail, with --pd.")

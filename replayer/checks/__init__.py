@@ -24,6 +24,7 @@ from .slot_freed_twice import SlotFreedTwice
 from .slot_leaked import SlotLeaked
 from .swa_mapping_stale import SwaMappingStale
 from .transfer_not_held import TransferNotHeld
+from .write_lost import WriteLost
 from .write_to_foreign_slot import WriteToForeignSlot
 
 __all__ = ["CHECK_NAMES", "HistoryCheck", "make_checks"]
@@ -38,6 +39,7 @@ _CHECKS: Final[dict[str, Callable[[History], HistoryCheck]]] = {
     "read_of_foreign_slot": ReadOfForeignSlot,
     "write_to_foreign_slot": WriteToForeignSlot,
     "padded_write": PaddedWrite,
+    "write_lost": WriteLost,
     "row_reassigned": RowReassigned,
     "hit_never_written": HitNeverWritten,
     "hit_differs": HitDiffers,
@@ -45,8 +47,8 @@ _CHECKS: Final[dict[str, Callable[[History], HistoryCheck]]] = {
     "swa_mapping_stale": SwaMappingStale,
     "freed_during_transfer": FreedDuringTransfer,
     "transfer_not_held": TransferNotHeld,
-    "input_not_truth": InputNotTruth,
     "input_not_sampled": InputNotSampled,
+    "input_not_truth": InputNotTruth,
 }
 
 CHECK_NAMES: Final = tuple(_CHECKS)

@@ -8,7 +8,6 @@ cache keeps them; after "failed" they may go. Judged only where the trace promis
 
 import numpy as np
 
-from ...kernels.ledger import TRANSFER
 from ...recorder.reader import EventView
 from ..findings import Finding
 from ..slot_events import SlotEvent
@@ -33,10 +32,10 @@ class FreedDuringTransfer(HistoryCheck):
             return []
         findings = []
         for part in history.touched:
-            moving = np.flatnonzero(part.rows[:, TRANSFER])
-            slots, rows = part.slots[moving], part.rows[moving]
+            moving = np.flatnonzero(part.transfer)
+            slots, started = part.slots[moving], part.transfer[moving]
             verb = {"alloc": "is given out", "free": "is given back", "evict": "is evicted"}[event.kind]
-            for start, mine in by_row(rows, TRANSFER) if len(slots) else []:
+            for start, mine in by_row(started[:, None], 0) if len(slots) else []:
                 findings.append(
                     event_finding(
                         "freed_during_transfer",

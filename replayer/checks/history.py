@@ -37,12 +37,16 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Touched:
-    """Slots that the event being judged names, with their ledger rows `[n, 8] int64` as before it."""
+    """Slots that the event being judged names, with their ledger rows `[n, 8] int64` as before it.
+
+    `transfer` `[n] int64` is the event + 1 of the start of the transfer that each is under, 0 for none.
+    """
 
     group: int
     slots: Int64Array
     repeated: Int64Array
     rows: Int64Array
+    transfer: Int64Array
 
 
 class History:
@@ -76,7 +80,13 @@ class History:
         self.touched = []
         if self.complete and isinstance(self.known, SlotEvent | TransferEvent):
             self.touched = [
-                Touched(group=p.group, slots=p.slots, repeated=p.repeated, rows=self.ledger.rows[p.group][p.slots])
+                Touched(
+                    group=p.group,
+                    slots=p.slots,
+                    repeated=p.repeated,
+                    rows=self.ledger.rows[p.group][p.slots],
+                    transfer=self.ledger.transfers[p.group][p.slots],
+                )
                 for p in self.known.parts
             ]
 
@@ -113,6 +123,7 @@ class History:
             offsets=group.plan.request_offsets,
             request_ids=forward.request_ids,
             fresh_from=self.rows.fresh_from(forward),
+            seen=self.rows.seen(forward),
             serial=self._serial,
             complete=self.complete,
             ledger=ledger,

@@ -48,7 +48,7 @@ class InputNotSampled(HistoryCheck):
 
     def __init__(self, history: History) -> None:
         self._history = history
-        rows = max((table.rows for table in history.header.tables), default=0)
+        rows = max([1, *(table.rows for table in history.header.tables)])
         self._last: npt.NDArray[np.int64] = np.full((rows, 5), -1, dtype=np.int64)
         self._fed: deque[_Fed] = deque(maxlen=MAX_LATE)
 

@@ -1,10 +1,11 @@
-"""A forward reads a slot that now belongs to another request alone.
+"""A forward reads a slot that now belongs to another request alone, or was given out anew since it read it last.
 
-Invariant: what a request reads is its own, shared with it, or the prefix cache's. This is the use after free once the
-slot has been given out again, and the table row that points into another request. Evidence: the allocation that made
-it the other's, the event before it that freed it, its last write, and the forward. Legitimate exceptions: prefix hits
-and forks join slots (status "shared"); what is in the prefix cache is everybody's (status "cached"). Judged only
-where the trace promises to tell of every slot, since an untold hand-over would excuse it.
+Invariant: what a request reads is its own, shared with it, or the prefix cache's; and a slot that it goes on reading is
+not given out meanwhile. This is the use after free once the slot has been given out again, and the table row that
+points into another request. Evidence: the allocation that made it the other's, the event before it that freed it, its
+last write, and the forward. Legitimate exceptions: prefix hits and forks join slots (status "shared"); what is in the
+prefix cache is everybody's (status "cached"); who was retracted and resumes reads anew. Judged only where the trace
+promises to tell of every slot, since an untold hand-over would excuse it.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ledger import ALLOC, OWNER, READ_FOREIGN
+from ...kernels.ledger import ALLOC, HELD, OWNER, READ_FOREIGN, READ_RECYCLED, STATE
 from ..findings import Finding
 from .check import HistoryCheck
 from .history import History
@@ -31,13 +32,15 @@ class ReadOfForeignSlot(HistoryCheck):
         """Return a finding for each request that reads others' slots it was not reported for already."""
 
         def explain(row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int]]:
+            if row[STATE] != HELD or not row[OWNER] >= 0:
+                return f"goes on reading a slot that was given out anew in event {row[ALLOC] - 1}", happened(row)
             owner = history.book.name(int(row[OWNER]))
             return f"reads a slot that is request {owner}'s since event {row[ALLOC] - 1}", happened(row)
 
-        history, findings = self._history, []
+        history, findings, bits = self._history, [], READ_FOREIGN | READ_RECYCLED
         for judged in history.judge(view):
             findings += read_findings(
-                "read_of_foreign_slot", view, judged, READ_FOREIGN, history, self._repeats, explain
+                "read_of_foreign_slot", view, judged, bits, history, self._repeats, explain
             )
         return findings
 

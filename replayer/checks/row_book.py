@@ -20,7 +20,7 @@ class RowBook:
     """`last[runner]` `[rows, 6] int64` and `status` `[rows, 3] int64`; rows outside the tables are nobody's."""
 
     def __init__(self, header: TraceHeader) -> None:
-        rows = max((table.rows for table in header.tables), default=0)
+        rows = max([1, *(table.rows for table in header.tables)])  # row 0 is looked up in place of any that is none
         self.last = [np.zeros((rows, 6), np.int64) for _ in header.runners]
         self.status = np.zeros((rows, 3), np.int64)
         self._asked: Forward | None = None
@@ -58,6 +58,11 @@ class RowBook:
         if forward.runner == 0:  # a draft goes back to verify; a target that does has started over
             same = same & (forward.prefix_lens >= last[:, PREFIX])
         return np.where(same, last[:, END], 0)
+
+    def seen(self, forward: Forward) -> Int64Array:
+        """Return the event + 1 of each request's forward before this one on its row, `[bs] int64`; 0 for none."""
+        last, same = self.same(forward)
+        return np.where(same, last[:, SEEN], 0)
 
     def take_forward(self, forward: Forward) -> None:
         """Move on by a forward."""

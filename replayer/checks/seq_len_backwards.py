@@ -1,7 +1,7 @@
 """A request's length goes back without its having started over.
 
-Invariant: from one forward of the target to the next, a request's prefix is no shorter than the one before it; a
-target-verify forward takes at least one token. Evidence: the two forwards. Legitimate exceptions: a request that was
+Invariant: from one forward of the target to the next, a request's prefix is as long as prefix and tokens of the one
+before it; after a target-verify forward, at least one token longer than its prefix. Evidence: the two forwards. Legitimate exceptions: a request that was
 retracted or is admitted anew starts over; a draft goes back to verify, and is not judged; what a target-verify forward
 drafted and rejected was never length. Where the trace does not promise to tell of retractions, a request may start over
 unseen, and only two forwards that both sampled are compared: a request has all its tokens when it samples.
@@ -32,7 +32,7 @@ class SeqLenBackwards(HistoryCheck):
         same = same & (forward.request_ids >= 0)
         end = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
         if history.complete:
-            least = last[:, PREFIX] + last[:, VERIFY]
+            least = np.where(last[:, VERIFY] == 0, last[:, END], last[:, PREFIX] + 1)
             back = same & (forward.prefix_lens < least)
         else:
             sampled = forward.sampled_lens > 0 if len(forward.sampled_lens) else np.zeros(len(end), np.bool_)

@@ -73,6 +73,8 @@ class SlotLeaked(HistoryCheck):
         """Remember the slots that stand in the table, held by the request, where this forward writes others."""
         forward, pool = view.forward, group.pool
         table = view.tables.req_to_token[pool.group.table]
+        if not table.size:
+            return
         tokens = self._history.tokens(view)
         rows, positions = forward.req_pool_indices[tokens.request], tokens.position
         inside = (rows > 0) & (rows < table.shape[0]) & (positions >= 0) & (positions < table.shape[1])

@@ -92,9 +92,9 @@ class SwaMappingStale(HistoryCheck):
     def _leads_nowhere(self, view: ForwardView, group: GroupReads) -> list[Finding]:
         forward, lut = view.forward, view.tables.luts[group.pool.group.lut]
         entries = np.flatnonzero(group.slots == 0)
-        if not len(entries):
-            return []
         table = view.tables.req_to_token[group.pool.group.table]
+        if not len(entries) or not table.size or not len(lut):
+            return []
         requests = self._readers(forward.request_ids, group, entries)
         rows, positions = forward.req_pool_indices[requests], group.positions[entries]
         inside = (rows > 0) & (rows < table.shape[0]) & (positions >= 0) & (positions < table.shape[1])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 EXIT_CLAIM_FAILED = 1
 EXIT_INTERRUPTED = 130
+WIDE = 120
 
 _EPILOG = """\b
 Examples:
@@ -267,9 +268,15 @@ def _show(claims: list[Claim], output: Path) -> None:
     from ..lab.markdown import HEADINGS, cells
 
     out = _console(sys.stdout)
-    table = Table(*HEADINGS, box=None, pad_edge=False)
+    # A narrow terminal does without the names of what saw each fault; they are in the output file.
+    wide = out.width >= WIDE
+    shown = len(HEADINGS) if wide else len(HEADINGS) - 1
+    table = Table(box=None, pad_edge=False, padding=(0, 1) if wide else (0, 1, 0, 0))
+    for number, heading in enumerate(HEADINGS[:shown]):
+        is_text = number in (0, len(HEADINGS) - 1)
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=number == 0)
     for claim in claims:
-        table.add_row(*cells(claim), style="" if claim.holds else "red")
+        table.add_row(*cells(claim)[:shown], style="" if claim.holds else "red")
     out.print(table)
     failures = [text for claim in claims for text in claim.failures]
     for text in failures[:20]:

@@ -319,14 +319,15 @@ def _one_line(summary: Summary) -> str:
     from ...recorder.commands.text import printable
 
     line = f"{summary.verdict.value.upper():12s} {summary.trace}   {summary.forwards:,} forwards"
-    first = summary.first_violation
+    first, finding = summary.first_violation, summary.first_finding
     if first:
+        whose = f"request {first['request']}, " if first["request"] else ""
         line += (
-            f"   {summary.violations:,} violations, first in forward {first['forward']:,}: request {first['request']}, "
-            f"slot {first['slot']:,}, {'+'.join(first['reasons'])}"
+            f"   {summary.violations:,} violations, first in forward {first['forward']:,}: {whose}slot "
+            f"{first['slot']:,}, {'+'.join(first['reasons'])}"
         )
-    elif summary.first_finding:
-        line += f"   {summary.findings:,} findings, first: {summary.first_finding['detail']}"
+    if finding:
+        line += f"   {summary.findings:,} findings, first in forward {finding['forward']:,}: {finding['kind']}"
     if summary.doubts:
         line += f"   ({'; '.join(summary.doubts)})"
     return printable(line)

@@ -14,7 +14,7 @@ HEADINGS: Final = (
     "detected",
     "in time",
     "max delay",
-    "false positives",
+    "false pos.",
     "first seen by",
 )
 _MOST_NAMES: Final = 4
@@ -33,7 +33,7 @@ minutes; how to read it, and what each fault does, is in [fault-lab.md](fault-la
   itself, without the replay.
 - **in time**: trials in which the fault was reported no later than in that forward. A delay counts forwards from the
   effect to the first report; it is negative where the history checks see a fault before anything wrong is read.
-- **false positives**: trials with a report before the fault happened, or of something that is no fault.
+- **false pos.**: trials with a report before the fault happened, or of something that is no fault.
 
 """
 
@@ -61,7 +61,7 @@ def matrix_markdown(claims: list[Claim], *, command: str, seeds: int, clean_seed
     """Return the page; `command` is what makes it."""
     date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     text = _HEAD.format(command=command, date=date, build=build_id(), seeds=seeds, clean_seeds=clean_seeds)
-    text += _line(HEADINGS) + _line(["---"] * len(HEADINGS))
+    text += _line(HEADINGS) + _line(["---", *["---:"] * (len(HEADINGS) - 2), "---"])
     text += "".join(_line(cells(claim)) for claim in claims)
     failures = [failure for claim in claims for failure in claim.failures]
     if failures:

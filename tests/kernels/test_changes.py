@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcanary.kernels.changes import RowRuns, kv_changes, new_slots, row_changes, write_rows
+from kvcanary.kernels.changes import (
+    RowRuns,
+    cell_changes,
+    kv_changes,
+    kv_same,
+    new_slots,
+    row_changes,
+    write_rows,
+)
 from kvcanary.kernels.kv_source import KvSource
 
 BACKENDS = ("reference", "cpu")
@@ -159,3 +167,71 @@ def test_kv_changes_finds_changed_known_slots(backend: str, page_size: int) -> N
     np.testing.assert_array_equal(out_bytes[:3], tokens[[13, 5, 7], :16])
     np.testing.assert_array_equal(shadow, before)
     assert (out_bytes[3:] == 0xA5).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("capture", [16, 32])
+def test_kv_same_says_no_exactly_where_something_changed(backend: str, page_size: int, capture: int) -> None:
+    rng = np.random.default_rng(page_size)
+    tensor = rng.integers(0, 256, (24 // page_size, page_size * 32), np.uint8)
+    source = KvSource(tensor=tensor, page_size=page_size, bytes_per_token=32, read_bytes=16)
+    tokens = tensor.reshape(24, 32)
+    shadow = np.full((30, capture), 0xA5, np.uint8)
+    shadow[:24] = tokens[:, :capture]
+    known = np.ones(30, np.uint8)
+    known[11] = 0
+    tokens[[0, 11]] ^= 0xFF
+    slots = np.array([-1, 0, 29, 24, np.iinfo(np.int64).max, 11, 7, 7, 3], np.int64)
+    same = {"source": source, "shadow": shadow, "known": known, "backend": backend}
+    assert kv_same(slots=slots, **same)
+    assert kv_same(slots=slots[:0], **same)
+    for slot, byte in ((7, 0), (3, 15), (7, 16), (3, 31)):
+        tokens[slot, byte] ^= 1
+        assert kv_same(slots=slots, **same) == (byte >= capture), (slot, byte)
+        tokens[slot, byte] ^= 1
+    known[11] = 1
+    assert not kv_same(slots=slots, **same)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kv_same_does_not_say_where_bytes_do_not_lie_as_words(backend: str) -> None:
+    padded = np.zeros((6, 48), np.uint8)[:, :32]
+    shadow, known = np.zeros((6, 16), np.uint8), np.ones(6, np.uint8)
+    source = KvSource(tensor=padded, page_size=1, bytes_per_token=32, read_bytes=16)
+    slots = np.arange(6, dtype=np.int64)
+    assert not kv_same(source=source, slots=slots, shadow=shadow, known=known, backend=backend)
+    whole = KvSource(tensor=padded.copy(), page_size=1, bytes_per_token=32, read_bytes=16)
+    assert kv_same(source=whole, slots=slots, shadow=shadow, known=known, backend=backend)
+    odd = np.zeros(6 * 16 + 1, np.uint8)[1:].reshape(6, 16)
+    assert not kv_same(source=whole, slots=slots, shadow=odd, known=known, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cell_changes_lists_what_differs(backend: str) -> None:
+    table, shadow = np.arange(20, dtype=np.int64), np.arange(18, dtype=np.int64)
+    table[[3, 5, 19]] = -7
+    cells = np.array([5, 4, 19, 18, -1, 3, 5, np.iinfo(np.int64).max, np.iinfo(np.int64).min], np.int64)
+    out, size = np.full(9, POISON, np.int64), np.full(1, POISON, np.int64)
+    cell_changes(cells=cells, table=table, shadow=shadow, out=out, size=size, backend=backend)
+    assert out[: size[0]].tolist() == [5, 3, 5]
+    assert (out[3:] == POISON).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_row_changes_at_the_ends_of_int64_lie_outside(backend: str) -> None:
+    shadow = np.zeros((3, 4), np.int32)
+    starts = np.array([np.iinfo(np.int64).max - 1, np.iinfo(np.int64).min, 1], np.int64)
+    runs, sizes = _poisoned_runs(6), np.full(2, POISON, np.int64)
+    row_changes(
+        rows=np.ones(3, np.int64),
+        starts=starts,
+        counts=np.full(3, 2),
+        values=np.arange(6),
+        shadow=shadow,
+        runs=runs,
+        sizes=sizes,
+        backend=backend,
+    )
+    assert sizes.tolist() == [1, 2]
+    assert (runs.starts[0], runs.counts[0], runs.values[:2].tolist()) == (1, 2, [4, 5])

@@ -1,10 +1,15 @@
-"""History checks: exact on injected faults, silent on clean engines, and after gaps."""
+"""History checks over random engines: exact on wrong inputs, silent on clean engines and after gaps; the choice of them.
 
+Each check by itself, with its evidence and its exceptions, is in `checks/`.
+"""
+
+import importlib
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.replayer.checks import CHECK_NAMES
+from kvcanary.replayer.findings import FINDING_KINDS
 from kvcanary.replayer.replay import ReplaySettings, replay
 
 from .test_against_published import SHAPES, record
@@ -51,7 +56,14 @@ def test_every_wrong_input_token_is_found_in_its_own_forward(shape: str, tmp_pat
 def test_other_faults_feed_the_right_tokens(shape: str, fault: str, tmp_path: Path) -> None:
     for seed in range(4):
         engine = ToyEngine(SHAPES[shape], seed=seed, fault=fault, forwards=30)
-        assert findings(record(engine, tmp_path / f"{seed}.arrow"), tmp_path / str(seed)) == []
+        trace = record(engine, tmp_path / f"{seed}.arrow")
+        assert findings(trace, tmp_path / str(seed), checks=("input_not_truth", "input_not_sampled")) == []
+
+
+def test_clean_engines_that_tell_nothing_of_slots_have_no_finding(tmp_path: Path) -> None:
+    for number, shape in enumerate(SHAPES.values()):
+        engine = ToyEngine(shape, seed=number, forwards=40)
+        assert findings(record(engine, tmp_path / f"{number}.arrow"), tmp_path / str(number)) == []
 
 
 def test_sampled_tokens_alone_are_enough(tmp_path: Path) -> None:
@@ -76,10 +88,25 @@ def test_a_gap_forgets_what_was_sampled(tmp_path: Path) -> None:
         assert findings(path, tmp_path / str(seed)) == []
 
 
+def test_every_check_is_named_after_its_finding_and_says_what_it_holds() -> None:
+    for name in CHECK_NAMES:
+        module = importlib.import_module(f"kvcanary.replayer.checks.{name}")
+        for word in ("Invariant:", "Evidence:", "Legitimate exceptions:"):
+            assert word in " ".join(module.__doc__.split()), (name, word)
+    assert set(CHECK_NAMES) <= set(FINDING_KINDS)
+
+
+def test_the_page_about_checks_has_a_row_for_each() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checks.md").read_text()
+    assert [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")] == list(CHECK_NAMES)
+
+
 def test_checks_can_be_chosen(tmp_path: Path) -> None:
     engine = ToyEngine(SHAPES["full"], seed=3, fault="token", forwards=60, fault_rate=0.6)
     trace = record(engine, tmp_path / "t.arrow")
-    assert {row["kind"] for row in findings(trace, tmp_path / "all")} == set(CHECK_NAMES)
+    both = {"input_not_truth", "input_not_sampled"}
+    assert both <= set(CHECK_NAMES)
+    assert {row["kind"] for row in findings(trace, tmp_path / "all")} == both
     assert findings(trace, tmp_path / "none", checks=()) == []
     (only,) = {row["kind"] for row in findings(trace, tmp_path / "one", checks=("input_not_truth",))}
     assert only == "input_not_truth"

@@ -10,7 +10,7 @@ from .published_sim.cases import CONFIGS
 from .published_sim.injector import FAULTS
 from .published_sim.run import run
 
-FEWEST_TRACES = 6 * len(CONFIGS)
+FEWEST_TRACES = 5 * len(CONFIGS)
 
 
 def test_tags_and_reasons_are_numbered_as_published() -> None:

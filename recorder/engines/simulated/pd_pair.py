@@ -33,7 +33,9 @@ class PairSettings:
     def __post_init__(self) -> None:
         """Raise `ValueError` on numbers without a meaning."""
         if not 1 <= self.min_steps <= self.max_steps:
-            raise ValueError(f"transfers take {self.min_steps} to {self.max_steps} steps, expected 1 or more, ascending")
+            raise ValueError(
+                f"transfers take {self.min_steps} to {self.max_steps} steps, expected 1 or more, ascending"
+            )
         if not 0.0 <= self.failure_rate <= 1.0:
             raise ValueError(f"failure_rate is {self.failure_rate}, expected 0 to 1")
         if self.retries < 0:
@@ -147,11 +149,12 @@ class PdPair:
             spec, self._upcoming = self._upcoming, next(self._workload, None)
             for _ in range(spec.copies):
                 if len(spec.prompt) and len(spec.prompt) + spec.max_new_tokens <= self._longest:
-                    self._open(replace(spec, copies=1))
+                    self.submit(replace(spec, copies=1))
                 else:
                     self.prefill.counters.refused += 1
 
-    def _open(self, spec: RequestSpec) -> None:
+    def submit(self, spec: RequestSpec) -> None:
+        """Take in one request, on both sides."""
         seed = np.array([self.prefill.config.seed & 0xFFFFFFFF], np.uint64)
         word = scramble(scramble(seed + np.uint64(0x4007)) ^ np.uint64(self.prefill.counters.requests))
         number = int(word[0] >> np.uint64(2))

@@ -38,9 +38,7 @@ class Part:
 
     def first(self, count: int) -> "Part":
         """Return the first `count` positions of it."""
-        return Part(
-            group=self.group, start_position=self.start_position, src=self.src[:count], dst=self.dst[:count]
-        )
+        return Part(group=self.group, start_position=self.start_position, src=self.src[:count], dst=self.dst[:count])
 
 
 class Link:

@@ -48,6 +48,25 @@ def free_too_early(bench: Bench) -> None:
     bench.between_steps(act)
 
 
+def page_given_twice(bench: Bench) -> None:
+    """Give out a page that a running request holds, in the place of a free one."""
+    engine, memory, allocator = bench.engine, bench.engine.memory, bench.engine.memory.allocator
+    unchecked_pools(engine)
+
+    def alloc(original: Any, count: int) -> Any:
+        pages = original(count)
+        found = [r for r in engine.scheduler.running if _first_own(bench, r) < r.cached_len]
+        if not bench.due or pages is None or not pages.size or not found:
+            return pages
+        holder = bench.pick(found)
+        page = int(memory.row_pages(holder.row, holder.shared_pages, holder.shared_pages + 1)[0])
+        bench.inject(request=holder, slot=page * memory.page_size, position=_first_own(bench, holder))
+        allocator.free(pages[-1:])
+        return np.append(pages[:-1], page)
+
+    around(allocator, "alloc", alloc)
+
+
 def page_leaked(bench: Bench) -> None:
     """Let a leaving request forget its last own page, which nobody gives back any more."""
     memory = bench.engine.memory
@@ -120,6 +139,13 @@ FAULTS: Final = (
         reference="lab",
         configs=_ALL,
         arm=free_too_early,
+    ),
+    Fault(
+        name="page_given_twice",
+        summary="the allocator gives out a page that a running request holds",
+        reference="lab",
+        configs=_ALL,
+        arm=page_given_twice,
     ),
     Fault(
         name="page_leaked",

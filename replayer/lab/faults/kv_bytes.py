@@ -1,5 +1,6 @@
 """KV bytes that change, or do not, when they should not, or should."""
 
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -70,6 +71,41 @@ def kv_post_forward(bench: Bench) -> None:
         _flip(bench, pool, slot)
 
     around(bench.engine.runner, "run", run)
+
+
+def kv_write_lost(bench: Bench) -> None:
+    """Let a forward write nothing for one token, in one pool; its slot keeps what another token left there.
+
+    The slot must have been written before: into one that never was, the recorder has nothing to compare with.
+    """
+    running: list[Batch] = []
+    last_tokens: dict[tuple[int, int], int] = {}
+
+    def run(original: Any, batch: Batch, *args: Any, **kwargs: Any) -> None:
+        running[:] = [batch]
+        original(batch, *args, **kwargs)
+
+    def write(pool: KvPool, original: Any, slots: Any, content: Any, noise: Any) -> None:
+        batch = running[0]
+        places = [(pool.index, slot) for slot in slots.tolist()]
+        tokens = batch.input_ids.tolist()
+        found = [
+            i
+            for i, (place, token) in enumerate(zip(places[: batch.num_tokens], tokens, strict=False))
+            if place[1] and last_tokens.get(place, token) != token
+        ]
+        kept = np.ones(slots.size, np.bool_)
+        if bench.due and found:
+            lost = bench.pick(found)
+            bench.inject(slot=int(slots[lost]), position=int(batch.positions[lost]), group=pool.index)
+            kept[lost] = False
+        original(slots[kept], content[kept], None if noise is None else noise[kept])
+        last_tokens.update(zip(places, tokens, strict=True))
+
+    around(bench.engine.runner, "run", run)
+    for pool in bench.engine.memory.pools:
+        if pool.group.streams:
+            around(pool, "write", partial(write, pool))
 
 
 def groups_alias(bench: Bench) -> None:
@@ -160,6 +196,13 @@ FAULTS: Final = (
         reference="canary",
         configs=(*_ALL, "pd", "pd_swa"),
         arm=kv_post_forward,
+    ),
+    Fault(
+        name="kv_write_lost",
+        summary="the KV of one token is not written; its slot keeps what another token left there",
+        reference="lab",
+        configs=_ALL,
+        arm=kv_write_lost,
     ),
     Fault(
         name="groups_alias",

@@ -175,7 +175,9 @@ class Books:
             self.tables[index][row, start : start + count] = values[at : at + count]
             at += count
         values, at = view.ints("lut_slots"), 0
-        for index, start, count in zip(*(view.ints(f"lut_{name}").tolist() for name in ("index", "start", "count")), strict=True):
+        for index, start, count in zip(
+            *(view.ints(f"lut_{name}").tolist() for name in ("index", "start", "count")), strict=True
+        ):
             self.luts[index][start : start + count] = values[at : at + count]
             at += count
 

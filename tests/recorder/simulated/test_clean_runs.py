@@ -3,15 +3,25 @@
 import pytest
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 
-from .engines import Interference, assert_clean, random_config, random_workload
+from .engines import (
+    Interference,
+    assert_clean,
+    assert_clean_pair,
+    look_at_books,
+    random_config,
+    random_pair,
+    random_workload,
+)
 
-NORMAL_RUNS = 40
+NORMAL_RUNS = 30
+NORMAL_PAIRS = 12
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "run_seed" in metafunc.fixturenames:
-        cases = metafunc.config.getoption("--conformance-cases")
-        metafunc.parametrize("run_seed", range(max(NORMAL_RUNS, NORMAL_RUNS * cases // 500)))
+    for name, runs in (("run_seed", NORMAL_RUNS), ("pair_seed", NORMAL_PAIRS)):
+        if name in metafunc.fixturenames:
+            cases = metafunc.config.getoption("--conformance-cases")
+            metafunc.parametrize(name, range(max(runs, runs * cases // 500)))
 
 
 def test_clean_whatever_the_schedule(run_seed, tmp_path):
@@ -32,6 +42,23 @@ def test_clean_whatever_the_schedule(run_seed, tmp_path):
     assert_clean(path, engine)
 
 
+def test_clean_pair_whatever_the_schedule(pair_seed, tmp_path):
+    with random_pair(pair_seed, tmp_path) as pair:
+        steps = 0
+        while pair.step():
+            steps += 1
+            if steps % 5 == 0:
+                look_at_books(pair.prefill)
+                look_at_books(pair.decode)
+    assert not pair.rooms
+    for engine in (pair.prefill, pair.decode):
+        assert engine.counters.finished + engine.counters.aborted == engine.counters.requests
+        engine.memory.cache.make_room(engine.config.num_pages)
+        assert engine.memory.allocator.free_pages == engine.config.num_pages
+        assert not engine.memory.lut.any()
+    assert_clean_pair(pair)
+
+
 def test_together_they_exercise_everything(tmp_path):
     """What the runs above prove is worth what happens in them."""
     total: dict[str, int] = {}
@@ -40,7 +67,16 @@ def test_together_they_exercise_everything(tmp_path):
         path = tmp_path / "trace.arrow"
         with SimulatedEngine(config, random_workload(seed, config), path, kv_watch_every=0, overwrite=True) as engine:
             engine.run()
-        for name, count in engine.counters.to_json().items():
-            total[name] = total.get(name, 0) + count
+        add(total, engine)
+    for seed in range(4):
+        with random_pair(seed, tmp_path / str(seed)) as pair:
+            pair.run()
+        add(total, pair.prefill)
+        add(total, pair.decode)
     missing = [name for name, count in total.items() if count < 5]
     assert not missing, total
+
+
+def add(total: dict[str, int], engine: SimulatedEngine) -> None:
+    for name, count in engine.counters.to_json().items():
+        total[name] = total.get(name, 0) + count

@@ -16,6 +16,9 @@ def tokens(*values):
 
 
 def test_allocator_orders_and_never_gives_page_0():
+    orders = {tuple(PageAllocator(40, free_order="shuffled", seed=seed).alloc(40).tolist()) for seed in range(3)}
+    assert len(orders) == 3
+    assert all(sorted(order) == list(range(1, 41)) for order in orders)
     lifo, fifo = PageAllocator(3), PageAllocator(3, free_order="fifo")
     for allocator in (lifo, fifo):
         assert allocator.alloc(4) is None
@@ -88,6 +91,10 @@ def test_window_prefix_needs_the_window_only():
         ({"host_pages": 3, "shape": "swa"}, "host_pages needs"),
         ({"shape": "swa", "swa_num_pages": 4}, "one window, one chunk"),
         ({"chunk_tokens": 8, "page_size": 16}, "chunk_tokens is 8"),
+        ({"eagle": True, "overlap": True}, "eagle and overlap exclude one another"),
+        ({"sweep_interval": -1}, "sweep_interval is -1"),
+        ({"sweep_interval": 4, "prefix_cache": False}, "sweep_interval needs the prefix cache"),
+        ({"role": "both"}, "role is 'both'"),
     ],
 )
 def test_config_says_what_is_wrong(changes, message):

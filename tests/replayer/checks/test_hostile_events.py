@@ -102,7 +102,9 @@ def test_whole_pools_and_copies_to_the_host_are_welcome(tmp_path: Path) -> None:
     known = read_known_event(event_view(tmp_path / "a.arrow", "alloc", **runs([0, 1], [0, 0], [64, 8])), HEADER.groups)
     assert isinstance(known, SlotEvent)
     assert [(part.group, len(part.slots), len(part.repeated)) for part in known.parts] == [(0, 63, 0), (1, 7, 0)]
-    known = read_known_event(event_view(tmp_path / "b.arrow", "free", **runs([0] * 3, [5, 9, 3], [2, 1, 3])), HEADER.groups)
+    known = read_known_event(
+        event_view(tmp_path / "b.arrow", "free", **runs([0] * 3, [5, 9, 3], [2, 1, 3])), HEADER.groups
+    )
     assert isinstance(known, SlotEvent)
     assert known.parts[0].slots.tolist() == [5, 6, 9, 3, 4, 5]
     assert known.parts[0].repeated.tolist() == [5]

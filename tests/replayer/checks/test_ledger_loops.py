@@ -31,6 +31,7 @@ def random_input(seed: int) -> dict[str, np.ndarray]:
         "positions": random.integers(0, 4, total),
         "tokens": random.integers(-1, 3, total),
         "fresh": random.integers(0, 4, bs),
+        "seen": random.integers(0, 7, bs),
         "ledger": ledger,
         "writers": random.integers(0, 3, (NUM_SLOTS, 3)),
         "records": random.integers(0, 3, (NUM_SLOTS, 4)),
@@ -54,7 +55,7 @@ def test_compiled_loops_do_what_their_source_says(complete: bool) -> None:
             )  # fmt: skip
             reads = judge_reads(
                 slots=case["reads"], positions=case["positions"], tokens=case["tokens"], offsets=case["offsets"],
-                request_ids=case["ids"], fresh_from=case["fresh"], serial=9, complete=complete, ledger=ledger,
+                request_ids=case["ids"], fresh_from=case["fresh"], seen=case["seen"], serial=9, complete=complete, ledger=ledger,
                 writers=case["writers"], records=case["records"], backend=backend,
             )  # fmt: skip
             end = int(case["offsets"][-1])

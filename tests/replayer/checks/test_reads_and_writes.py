@@ -55,6 +55,36 @@ def test_a_read_of_a_slot_given_to_another_is_found_with_its_new_allocation(scen
     assert "request 8" in rows[0]["detail"]
 
 
+def test_a_slot_given_out_anew_while_it_is_read_is_found_though_the_cache_has_it_now(make_scene) -> None:
+    for joined in (False, True):
+        scene = make_scene()
+        scene.start(7, 1, [3, 4, 5, 6])
+        freed = scene.free(7, [3])
+        given = scene.alloc(8, [3])
+        written = scene.forward(Part(request=8, row=2, prefix=0, slots=(3,)))
+        scene.alloc(8, [3], "cached")
+        if joined:  # an engine that moves a row to the cache's slot says so
+            scene.alloc(7, [3], "shared")
+        found = scene.forward(decode(7, 1, 4, 9))
+        rows = scene.judge("read_of_foreign_slot")
+        evidence = [freed, given, written, written + 1, found]
+        assert [(r["slot"], json.loads(r["evidence"])) for r in rows] == (
+            [] if joined else [(3, [e for e in evidence if e != freed])]
+        )
+
+
+def test_a_request_that_resumes_reads_anew(scene: Scene) -> None:
+    scene.start(7, 1, [3, 4])
+    scene.free(7, [3, 4])
+    scene.status(7, "retracted", 1)
+    scene.start(8, 2, [3, 4])
+    scene.alloc(8, [3, 4], "cached")
+    scene.status(7, "admitted", 1)
+    scene.alloc(7, [5])
+    scene.forward(decode(7, 1, 2, 5))
+    assert scene.judge("read_of_foreign_slot") == []
+
+
 def test_shared_and_cached_slots_are_everybodys(scene: Scene) -> None:
     scene.start(7, 1, [3, 4, 5])
     scene.alloc(7, [3], "cached")

@@ -64,6 +64,13 @@ def test_a_length_that_goes_back_is_found_with_both_forwards(scene: Scene) -> No
     assert rows[0]["position"] == 1
 
 
+def test_a_token_computed_twice_is_a_length_that_goes_back(scene: Scene) -> None:
+    scene.start(7, 1, [3, 4])
+    scene.forward(decode(7, 1, 2, 5))
+    scene.forward(decode(7, 1, 2, 5))
+    assert [row["forward"] for row in scene.judge("seq_len_backwards")] == [2]
+
+
 @pytest.mark.parametrize("prefix", [2, 3])
 def test_a_verify_forward_takes_at_least_one_token(make_scene, prefix: int) -> None:
     scene = make_scene()

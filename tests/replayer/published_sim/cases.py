@@ -5,7 +5,7 @@ from typing import Any
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
 
-FORWARDS = 22
+FORWARDS = 20
 
 _BASE: dict[str, Any] = {
     "num_pages": 120,

@@ -1,0 +1,202 @@
+"""What the hooks around SGLang's functions do: collect its parts, start the recording, and speak to the session."""
+
+import logging
+from typing import Any
+
+from ..environment import RecordingSettings
+from .sglang_history import ALLOCS, FREES, GroupHistory
+from .sglang_hooks import Finish, Hook, wrap_method
+from .sglang_requests import row_of
+from .sglang_session import Session, on_host
+from .stop_socket import serve_stop, stop_children
+
+logger = logging.getLogger("kvcanary")
+
+EVICTIONS = ("evict", "evict_for_alloc")
+
+
+class Attachment:
+    """The recording of one process; `on_*` are hooks, called with the arguments of the function that they are around.
+
+    A hook that fails is logged once and what it feeds is switched off: the forwards' failure ends the recording,
+    another's leaves a loss in the trace and the rest goes on.
+    """
+
+    def __init__(self, settings: RecordingSettings, *, notes: tuple[str, ...]) -> None:
+        self._settings = settings
+        self._notes = notes
+        self._runners: list[Any] = []
+        self._session: Session | None = None
+        self._off: set[str] = set()
+
+    def fault(self, hook: str, error: Exception) -> None:
+        """Take note of a hook that failed."""
+        if hook in self._off:
+            return
+        self._off.add(hook)
+        session = self._session
+        if session is None:
+            logger.error("kvcanary: not recording: %s: %s: %s", hook, type(error).__name__, error, exc_info=error)
+        elif hook in ("on_model", "on_scheduler"):
+            session.recorder.switch_off(f"SGLang adapter, {hook}: {type(error).__name__}: {error}", error)
+            self._session = None
+        else:
+            logger.error("kvcanary: %s is no longer told: %s: %s", hook, type(error).__name__, error, exc_info=error)
+            session.recorder.lost(f"SGLang adapter, {hook} is no longer told: {type(error).__name__}: {error}")
+
+    def _live(self, hook: str) -> Session | None:
+        return None if hook in self._off else self._session
+
+    # Hooks, by the names of sglang_hooks.TARGETS.
+
+    def on_runner(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Remember every model runner of the process: target and drafts."""
+        if not any(known is runner for known in self._runners):
+            self._runners.append(runner)
+        return None
+
+    def on_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Start the recording when the scheduler stands; what ran before it was warm-up."""
+
+        def finish(_: Any, error: BaseException | None) -> None:
+            if error is None and self._session is None:
+                self._start(scheduler)
+
+        return finish
+
+    def _start(self, scheduler: Any) -> None:
+        runners = [runner for runner in self._runners if getattr(runner, "token_to_kv_pool", None) is not None]
+        runners.sort(key=lambda runner: bool(runner.is_draft_worker))
+        allocator = scheduler.token_to_kv_pool_allocator
+        wanted = self._settings.history
+        history = wanted == "on" or (wanted == "auto" and on_host(allocator))
+        notes = () if history else ("allocations and frees of slots are not told",)
+        session = Session(scheduler, runners, self._settings, (*self._notes, *notes))
+        self._wrap(session.target.req_to_token_pool, "alloc", self.on_rows)
+        self._wrap(session.target.req_to_token_pool, "free", self.on_row_free)
+        if history:
+            session.keep_history(allocator)
+            for one in session.histories:
+                self._wrap_allocator(one)
+            for name in EVICTIONS:
+                if hasattr(scheduler.tree_cache, name):
+                    self._wrap(scheduler.tree_cache, name, self.on_evict)
+        self._session = session
+        serve_stop(session.recorder.close)
+
+    def _wrap(self, owner: Any, name: str, hook: Hook) -> None:
+        if not wrap_method(owner, name, hook, self.fault):
+            logger.warning("kvcanary: %s has no %s: not told", type(owner).__name__, name)
+
+    def _wrap_allocator(self, history: GroupHistory) -> None:
+        hooks = dict.fromkeys(ALLOCS, history.on_alloc) | dict.fromkeys(FREES, history.on_free)
+        hooks |= {
+            "free_page_ids": history.on_free_page_ids,
+            "free_group_end": history.on_group_end,
+            "clear": history.on_clear,
+        }
+        for name, hook in hooks.items():
+            if hasattr(history.allocator, name):
+                wrap_method(history.allocator, name, self._while_on(hook), self._history_fault)
+
+    def _while_on(self, hook: Hook) -> Hook:
+        def guarded(*args: Any, **kwargs: Any) -> Finish | None:
+            return hook(*args, **kwargs) if self._live("history") else None
+
+        return guarded
+
+    def _history_fault(self, _: str, error: Exception) -> None:
+        if self._session is not None:
+            self._session.histories = []
+        self.fault("history", error)
+
+    def on_model(self, runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Record a forward: what goes in before it, what it wrote after it."""
+        session = self._live("on_model")
+        if session is None or id(runner) not in session.layout.runners:
+            return None
+        session.before_model(runner, batch)
+        return lambda _, error: session.after_model(error)
+
+    def on_forward(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Walk the prefix cache at the end of a target's forward, where SGLang's canary sweeps."""
+        session = self._live("on_forward")
+        if session is None or runner is not session.target:
+            return None
+        return lambda _, error: None if error else session.sweep.after_forward()
+
+    def on_batch(self, _cls: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Get to know the requests of a batch that is about to run."""
+        session = self._live("on_batch")
+        if session is not None:
+            for req in batch.reqs or ():
+                session.see(req)
+        return None
+
+    def on_run(self, _scheduler: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Find out which forward a step's result belongs to."""
+        session = self._live("on_run")
+        if session is None:
+            return None
+        first = session.recorder.next_forward
+        return lambda result, _: session.ran(result, first)
+
+    def on_result(self, _scheduler: Any, batch: Any, result: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Tell what the scheduler took over from a result."""
+        session = self._live("on_result")
+        if session is None:
+            return None
+        reqs = list(batch.reqs or ())
+        before = [len(req.output_ids) for req in reqs]
+        return lambda _, error: None if error else session.took_result(reqs, before, result)
+
+    def on_retract(self, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Call a row that is given back meanwhile a retracted request's."""
+        session = self._live("on_retract")
+        if session is None:
+            return None
+        session.retracting = True
+
+        def finish(_: Any, __: BaseException | None) -> None:
+            session.retracting = False
+
+        return finish
+
+    def on_rows(self, reqs: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Tell of requests that are given rows."""
+        session = self._live("on_rows")
+        if session is None:
+            return None
+        new = [req for req in reqs if row_of(req) < 0]
+
+        def finish(_: Any, __: BaseException | None) -> None:
+            for req in new:
+                if row_of(req) >= 0:
+                    session.got_row(req)
+
+        return finish
+
+    def on_row_free(self, req: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Tell of a request that gives its row back."""
+        session = self._live("on_row_free")
+        if session is None or not hasattr(req, "rid"):
+            return None
+        row = row_of(req)
+        return lambda _, error: None if error else session.gave_row_back(req, row)
+
+    def on_evict(self, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Call slots that are given back meanwhile evicted."""
+        session = self._live("history")
+        if session is None:
+            return None
+        self._evicting(session, True)
+        return lambda _, __: self._evicting(session, False)
+
+    def _evicting(self, session: Session, evicting: bool) -> None:
+        for history in session.histories:
+            history.evicting = evicting
+
+    def on_stop(self, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Let the processes that are about to be killed end their traces first."""
+        stop_children()
+        return None

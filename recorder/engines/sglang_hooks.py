@@ -1,0 +1,174 @@
+"""Where SGLang is hooked, and what keeps a hook harmless: nothing that it raises gets into the engine.
+
+SGLang's own registry (`sglang.srt.plugins.hook_registry`) puts the hooks around the engine's functions after all
+plugins have been called. What this version of SGLang does not have is left out, named in the log once and in the
+trace's header.
+"""
+
+import functools
+import logging
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+logger = logging.getLogger("kvcanary")
+
+Finish = Callable[[Any, BaseException | None], None]
+Hook = Callable[..., Finish | None]
+
+# In a process of SGLang's that runs no scheduler (tokenizer, detokenizer) this is not imported, and nothing is hooked.
+SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A function of SGLang's: where it was in the versions known, newest first, and what is missing without it."""
+
+    name: str
+    paths: tuple[str, ...]
+    without: str
+    essential: bool = False
+
+
+# Seen in 0.5.13, 0.5.16 and 0.5.23.
+TARGETS: Final = (
+    Target(
+        name="scheduler",
+        paths=("sglang.srt.managers.scheduler.Scheduler.__init__",),
+        without="nothing can be recorded",
+        essential=True,
+    ),
+    Target(
+        name="runner",
+        paths=("sglang.srt.model_executor.model_runner.ModelRunner.__init__",),
+        without="nothing can be recorded",
+        essential=True,
+    ),
+    Target(
+        name="model",
+        paths=("sglang.srt.model_executor.model_runner.ModelRunner._forward_raw",),
+        without="nothing can be recorded",
+        essential=True,
+    ),
+    Target(
+        name="forward",
+        paths=("sglang.srt.model_executor.model_runner.ModelRunner.forward",),
+        without="the prefix cache is not walked",
+    ),
+    Target(
+        name="batch",
+        paths=("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",),
+        without="requests have no names and no truth tokens",
+    ),
+    Target(
+        name="run",
+        paths=("sglang.srt.managers.scheduler.Scheduler.run_batch",),
+        without="sampled tokens are not told",
+    ),
+    Target(
+        name="result",
+        paths=("sglang.srt.managers.scheduler.Scheduler.process_batch_result",),
+        without="sampled tokens are not told",
+    ),
+    Target(
+        name="retract",
+        paths=("sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",),
+        without="a retracted request looks like an aborted one",
+    ),
+    Target(
+        name="stop",
+        paths=("sglang.srt.utils.common.kill_process_tree", "sglang.srt.utils.kill_process_tree"),
+        without="traces are torn at the engine's exit (recover them with kvcanary recover)",
+    ),
+)
+
+
+def harmless(hook: Hook, on_fault: Callable[[str, Exception], None]) -> Callable[..., Any]:
+    """Return a wrapper `(original, *args, **kwargs)` that calls `hook` before the original and what it returns after.
+
+    The hook gets the original's arguments; what it returns, if anything, is called with the original's result and
+    the exception that it raised. The engine sees the original's result or exception and no other.
+    """
+    name = getattr(hook, "__name__", "hook")
+
+    def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        finish: Finish | None = None
+        try:
+            finish = hook(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            on_fault(name, error)
+        if finish is None:
+            return original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            _finish(finish, None, error, name, on_fault)
+            raise
+        _finish(finish, result, None, name, on_fault)
+        return result
+
+    return wrapper
+
+
+def _finish(
+    finish: Finish, result: Any, raised: BaseException | None, name: str, on_fault: Callable[[str, Exception], None]
+) -> None:
+    try:
+        finish(result, raised)
+    except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+        on_fault(name, error)
+
+
+def wrap_method(owner: Any, name: str, hook: Hook, on_fault: Callable[[str, Exception], None]) -> bool:
+    """Put `hook` around one object's method; return whether the object has such a method."""
+    original = getattr(owner, name, None)
+    if not callable(original):
+        return False
+    setattr(owner, name, functools.update_wrapper(functools.partial(harmless(hook, on_fault), original), original))
+    return True
+
+
+def find(target: Target) -> str | None:
+    """Return the path under which this SGLang has the target, None where it has not."""
+    for path in target.paths:
+        owner, _, attribute = path.rpartition(".")
+        try:
+            if callable(getattr(pkgutil.resolve_name(owner), attribute)):
+                return path
+        except (ImportError, AttributeError, ValueError):
+            continue
+    return None
+
+
+def install() -> None:
+    """Hook SGLang in this process, where it is one that has a scheduler.
+
+    Raises:
+        ValueError: a setting is wrong, or this SGLang lacks something without which nothing can be recorded.
+    """
+    if SCHEDULER_MODULE not in sys.modules:
+        return
+    from ..environment import read_environment
+
+    settings = read_environment()
+    if settings is None:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from .sglang_attachment import Attachment
+
+    found = {target: find(target) for target in TARGETS}
+    missing = [target for target, path in found.items() if path is None]
+    lacking = [target.paths[0] for target in missing if target.essential]
+    if lacking:
+        raise ValueError(f"this SGLang has no {', '.join(lacking)}; the adapter knows versions 0.5.13 to 0.5.23")
+    notes = tuple(f"not hooked: {target.paths[0]}: {target.without}" for target in missing)
+    for note in notes:
+        logger.warning("kvcanary: %s", note)
+    attachment = Attachment(settings, notes=notes)
+    for target, path in found.items():
+        if path is not None:
+            hook = getattr(attachment, f"on_{target.name}")
+            HookRegistry.register(path, harmless(hook, attachment.fault), HookType.AROUND)

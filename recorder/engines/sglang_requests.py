@@ -1,0 +1,103 @@
+"""What the adapter knows of SGLang's requests: ids, rows, and the tokens that the scheduler believes them to have."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..forward_input import TruthTokens
+from ..host_arrays import Int64Array
+
+
+def request_id_of(rid: str, *, exact: bool) -> int:
+    """Return the 64-bit id of a request, the same in every rank and on both sides of a prefill and decode pair.
+
+    With `exact`, SGLang's own (blake2b of the name, signed), which its token oracle samples by; else without the sign,
+    because a negative id is nobody's to the history checks.
+    """
+    number = int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest(), "little", signed=True)
+    return number if exact else number & ((1 << 63) - 1)
+
+
+def row_of(req: Any) -> int:
+    """Return a request's row of `req_to_token`, -1 for none; newer versions keep it in `req.kv`."""
+    row = getattr(getattr(req, "kv", req), "req_pool_idx", None)
+    return -1 if row is None else int(row)
+
+
+class KnownRequest:
+    """One request and its tokens so far; only what is new since the last look is converted."""
+
+    __slots__ = ("_count", "_prompt", "_tokens", "req", "request_id")
+
+    def __init__(self, req: Any, request_id: int) -> None:
+        self.req = req
+        self.request_id = request_id
+        self._prompt: Any = None
+        self._tokens = np.empty(0, np.int64)
+        self._count = 0
+
+    def truth(self) -> Int64Array:
+        """Return prompt and output so far, as the scheduler holds them now, `[n] int64`; valid until the next call."""
+        prompt, output = self.req.origin_input_ids, self.req.output_ids
+        total = len(prompt) + len(output)
+        if self._prompt is not prompt or total < self._count:
+            self._prompt = prompt
+            self._tokens = np.array(prompt, np.int64)
+            self._count = len(prompt)
+        if total > self._tokens.size:
+            longer = np.empty(max(total, 2 * self._tokens.size), np.int64)
+            longer[: self._count] = self._tokens[: self._count]
+            self._tokens = longer
+        if total > self._count:
+            self._tokens[self._count : total] = output[self._count - len(prompt) :]
+            self._count = total
+        return self._tokens[:total]
+
+
+class RequestBook:
+    """The engine's requests by name; `tell` is called with each one that was not known."""
+
+    __slots__ = ("_by_rid", "_exact")
+
+    def __init__(self, *, exact_ids: bool) -> None:
+        self._by_rid: dict[str, KnownRequest] = {}
+        self._exact = exact_ids
+
+    def see(self, req: Any) -> tuple[KnownRequest, bool]:
+        """Return a request of the engine's and whether it is new."""
+        known = self._by_rid.get(req.rid)
+        if known is not None and known.req is req:
+            return known, False
+        known = KnownRequest(req, request_id_of(req.rid, exact=self._exact))
+        self._by_rid[req.rid] = known
+        return known, True
+
+    def get(self, rid: str) -> KnownRequest | None:
+        """Return a known request."""
+        return self._by_rid.get(rid)
+
+    def drop(self, req: Any) -> None:
+        """Forget a request that is over."""
+        known = self._by_rid.get(req.rid)
+        if known is not None and known.req is req:
+            del self._by_rid[req.rid]
+
+    def ids(self, rids: Sequence[str], rows: int) -> Int64Array:
+        """Return the ids of a batch's requests `[rows] int64`, -1 for padding."""
+        ids = np.full(rows, -1, np.int64)
+        for r, rid in enumerate(rids[:rows]):
+            known = self._by_rid.get(rid)
+            ids[r] = known.request_id if known is not None else request_id_of(rid, exact=self._exact)
+        return ids
+
+    def truth(self, rids: Sequence[str], rows: int) -> TruthTokens | None:
+        """Return the scheduler's tokens of a batch's requests; None where one of them is not known."""
+        known = [self._by_rid.get(rid) for rid in rids[:rows]]
+        parts = [request.truth() for request in known if request is not None]
+        if len(parts) != len(known):
+            return None
+        lens = np.zeros(rows, np.int64)
+        lens[: len(parts)] = [part.size for part in parts]
+        return TruthTokens(flat=np.concatenate(parts) if parts else np.empty(0, np.int64), lens=lens)

@@ -1,0 +1,169 @@
+"""One scheduler's recording: what its forwards, requests and slots mean in the recorder's words."""
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from ..environment import RecordingSettings
+from ..forward_input import translate
+from ..recorder import Recorder
+from .sglang_forward import forward_input
+from .sglang_history import GroupHistory
+from .sglang_layout import Layout, RunnerLayout, describe_engine
+from .sglang_requests import KnownRequest, RequestBook, row_of
+from .sglang_sweep import PrefixCacheWalk
+
+logger = logging.getLogger("kvcanary")
+
+# Forwards whose samples may still be outstanding: overlap scheduling is one behind, pipelines a few.
+MAX_OUTSTANDING = 64
+
+
+class Session:
+    """Records one `Scheduler` and its model runners into one trace.
+
+    Methods may raise: the hooks that call them catch it.
+    """
+
+    def __init__(
+        self, scheduler: Any, model_runners: list[Any], settings: RecordingSettings, notes: tuple[str, ...]
+    ) -> None:
+        self.target = next((runner for runner in model_runners if not runner.is_draft_worker), None)
+        if self.target is None:
+            raise ValueError("this process has no target model runner")
+        self.layout = Layout(model_runners, settings)
+        header = describe_engine(scheduler, self.layout, self.target, settings, notes)
+        self._requests = RequestBook(exact_ids=header.oracle is not None)
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        path = settings.folder / trace_name(header)
+        self.recorder = Recorder(
+            path,
+            header,
+            kv_sources=self.layout.sources,
+            kv_watch_every=settings.kv_watch_every,
+            **settings.writer_options(),
+        )
+        self.sweep = PrefixCacheWalk(
+            self.target, scheduler.tree_cache, self.layout, header.sweep_interval, self.recorder
+        )
+        self.histories: list[GroupHistory] = []
+        self.retracting = False
+        self._last_target: tuple[int, tuple[str, ...]] = (-1, ())
+        self._results: OrderedDict[int, tuple[int, tuple[str, ...]]] = OrderedDict()
+        logger.info("%s", settings.start_up_line(path, self.recorder.header))
+
+    def keep_history(self, allocator: Any) -> None:
+        """Find the allocators behind the groups; slots that they give out are told from now on."""
+        for kind, part in _allocators(allocator):
+            groups = tuple(runner.groups[kind] for runner in self.layout.runners.values() if kind in runner.groups)
+            if groups:
+                num_slots = max(self.layout.groups[group].num_slots for group in groups)
+                self.histories.append(GroupHistory(part, groups, num_slots, self.recorder))
+
+    def see(self, req: Any) -> KnownRequest:
+        """Return a request of the engine's; a new one is told of."""
+        known, new = self._requests.see(req)
+        if new:
+            room = getattr(req, "bootstrap_room", None)
+            self.recorder.request(
+                request_id=known.request_id,
+                name=req.rid,
+                prompt_len=len(req.origin_input_ids),
+                room=-1 if room is None else int(room),
+            )
+        return known
+
+    def before_model(self, runner: Any, batch: Any) -> None:
+        """Tell of the forward that a model runner is about to run.
+
+        Raises:
+            ValueError: a batch that cannot be recorded.
+        """
+        layout = self.layout.runners[id(runner)]
+        rids = tuple(batch.rids or ())
+        rows = int(batch.req_pool_indices.shape[0])
+        told = forward_input(
+            batch,
+            runner=layout,
+            layout=self.layout,
+            request_ids=self._requests.ids(rids, rows),
+            truth=self._requests.truth(rids, rows),
+        )
+        for history in self.histories:
+            self._tell_written(history, layout, told)
+        if not runner.is_draft_worker:
+            self._last_target = (self.recorder.next_forward, rids)
+        self.recorder.before_forward(told)
+
+    def _tell_written(self, history: GroupHistory, layout: RunnerLayout, told: Any) -> None:
+        for number in layout.groups.values():
+            if number in history.groups:
+                lut = self.layout.groups[number].lut
+                slots = translate(told.luts[lut] if lut >= 0 else None, told.out_cache_loc[layout.table])
+                history.written(slots, told.req_pool_indices, told.request_ids, told.extend_lens)
+
+    def after_model(self, error: BaseException | None) -> None:
+        """Complete the forward; its tokens are sampled later."""
+        self.recorder.after_forward(note="" if error is None else f"the model raised {type(error).__name__}: {error}")
+
+    def ran(self, result: Any, first: int) -> None:
+        """Note which forward a scheduler step's result belongs to; `first` is the step's first forward."""
+        if result is None or self._last_target[0] < first:
+            return
+        self._results[id(result)] = self._last_target
+        while len(self._results) > MAX_OUTSTANDING:
+            self._results.popitem(last=False)
+
+    def took_result(self, reqs: list[Any], before: list[int], result: Any) -> None:
+        """Tell which tokens the scheduler took over from a result; `before[i]` is how many request i had."""
+        forward, rids = self._results.pop(id(result), (-1, ()))
+        if forward < 0 or not rids:
+            return
+        new = {req.rid: list(req.output_ids[count:]) for req, count in zip(reqs, before, strict=True)}
+        sampled = [new.get(rid, []) for rid in rids]
+        lens = np.array([len(tokens) for tokens in sampled], np.int64)
+        if lens.any():
+            flat = np.array([token for tokens in sampled for token in tokens], np.int64)
+            self.recorder.sampled(forward=forward, sampled_tokens=flat, sampled_lens=lens)
+
+    def got_row(self, req: Any) -> None:
+        """Tell that a request was given a row."""
+        self.recorder.request_status(request_id=self.see(req).request_id, status="admitted", row=row_of(req))
+
+    def gave_row_back(self, req: Any, row: int) -> None:
+        """Tell what became of a request whose row is free again."""
+        known = self.see(req)
+        if req.finished():
+            reason = type(req.finished_reason).__name__
+            status = "aborted" if "ABORT" in reason else "finished"
+            self._requests.drop(req)
+        else:
+            status, reason = ("retracted", "") if self.retracting else ("aborted", "row freed before the end")
+        self.recorder.request_status(request_id=known.request_id, status=status, row=row, note=reason)
+
+
+def trace_name(header: Any) -> str:
+    """Return the name of a process's trace: when, role, ranks and process, so that no two are the same."""
+    ranks = header.ranks
+    when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    role = f"-{header.role}" if header.role else ""
+    return f"sglang-{when}{role}-dp{ranks.dp_rank}-pp{ranks.pp_rank}-tp{ranks.tp_rank}-{os.getpid()}.arrow"
+
+
+def _allocators(allocator: Any) -> list[tuple[str, Any]]:
+    """Return `(kind, allocator)` of the pools behind an allocator."""
+    swa = getattr(allocator, "swa_attn_allocator", None)
+    if swa is None:
+        return [("full", allocator)]
+    full = allocator.full_attn_allocator
+    return [("swa", swa)] if full is swa else [("full", full), ("swa", swa)]
+
+
+def on_host(allocator: Any) -> bool:
+    """Say whether an allocator's tensors lie in the host's memory."""
+    pages = getattr(_allocators(allocator)[0][1], "free_pages", None)
+    return pages is not None and getattr(getattr(pages, "device", None), "type", "") == "cpu"

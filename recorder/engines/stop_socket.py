@@ -1,0 +1,88 @@
+"""Ending a trace in a process that is about to be killed: SGLang ends its own by SIGKILL, at a normal exit too.
+
+A recording process listens on a socket that is named after its id (Linux's abstract namespace: nothing in the file
+system); the process that is about to kill it connects, and the answer comes when the trace is whole.
+"""
+
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+logger = logging.getLogger("kvcanary")
+
+DONE: Final = b"done"
+PATIENCE_S: Final = 20.0
+
+
+def _address(pid: int) -> str:
+    return f"\0kvcanary-stop-{pid}"
+
+
+def serve_stop(stop: Callable[[], None]) -> None:
+    """Call `stop` when a process of the same user asks for it; once, in a thread of its own.
+
+    Where there are no such sockets (not Linux) nothing happens, and a killed process leaves a torn trace.
+    """
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(_address(os.getpid()))
+        listener.listen()
+    except (OSError, AttributeError):
+        logger.warning("kvcanary: no socket to be told of the engine's end; its trace will be torn (kvcanary recover)")
+        return
+
+    def serve() -> None:
+        with listener:
+            while True:
+                asker, _ = listener.accept()
+                with asker:
+                    if _same_user(asker):
+                        stop()
+                        asker.sendall(DONE)
+                        return
+
+    threading.Thread(target=serve, name="kvcanary-stop", daemon=True).start()
+
+
+def _same_user(asker: socket.socket) -> bool:
+    _, uid, _ = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return uid in (os.getuid(), 0)
+
+
+def stop_children() -> None:
+    """Have all recording processes below this one end their traces."""
+    import psutil
+
+    stop_processes([child.pid for child in psutil.Process().children(recursive=True)])
+
+
+def stop_processes(pids: Iterable[int], *, patience_s: float = PATIENCE_S) -> list[int]:
+    """Have the recording ones among these processes end their traces; return those that said that they did.
+
+    All are asked at once, and waited for `patience_s` seconds at most.
+    """
+    asked = []
+    for pid in pids:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(1.0)
+        try:
+            connection.connect(_address(pid))
+            asked.append((pid, connection))
+        except OSError:  # not a recording process
+            connection.close()
+    deadline = time.monotonic() + patience_s
+    done = []
+    for pid, connection in asked:
+        with connection:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                if connection.recv(len(DONE)) == DONE:
+                    done.append(pid)
+            except OSError:
+                logger.warning("kvcanary: process %d did not end its trace in time", pid)
+    return done

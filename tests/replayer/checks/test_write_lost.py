@@ -1,0 +1,100 @@
+"""A write that leaves another token's bytes in its slot."""
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from kvcanary.kernels.kv_source import KvSource
+from kvcanary.recorder.forward_input import ForwardInput
+from kvcanary.recorder.header import KvStream, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.recorder import Recorder
+from kvcanary.replayer.replay import ReplaySettings, replay
+
+SLOTS, SIZE = 8, 32
+STREAMS = tuple(KvStream(half=half, layer=0, bytes_per_token=SIZE, capture_bytes=16) for half in "KV")
+
+
+class Engine:
+    """Writes tokens into slots of its choice; `kv[half]` `[slots, 32]` is what is there after the forward."""
+
+    def __init__(self, path):
+        self.path = path
+        group = PoolGroup(name="full", num_slots=SLOTS, halves=("K", "V"), streams=STREAMS)
+        header = TraceHeader(groups=(group,), tables=(StateTable(rows=4, width=16),))
+        self.kv = [np.zeros((SLOTS, SIZE), np.uint8) for _ in STREAMS]
+        sources = {
+            (0, i): KvSource(tensor=kv, page_size=1, bytes_per_token=SIZE, read_bytes=SIZE)
+            for i, kv in enumerate(self.kv)
+        }
+        self.recorder = Recorder(path, header, kv_sources=sources, kv_watch_every=0)
+        self.table = np.zeros((4, 16), np.int32)
+
+    def write(self, slot, token, key, value, *, request=7, row=1):
+        """A new request of one token, which leaves `key` and `value` in every byte of the slot."""
+        self.table[row, 0] = slot
+        one = np.ones(1, np.int64)
+        self.recorder.before_forward(
+            ForwardInput(
+                mode="extend",
+                req_pool_indices=one * row,
+                request_ids=one * request,
+                prefix_lens=one * 0,
+                extend_lens=one,
+                input_ids=one * token,
+                positions=one * 0,
+                out_cache_loc=(one * slot,),
+                reads=(self.table,),
+            )
+        )
+        self.kv[0][slot], self.kv[1][slot] = key, value
+        self.recorder.after_forward()
+
+    def found(self, tmp_path):
+        self.recorder.close()
+        replay(self.path, settings=ReplaySettings(checks=("write_lost",)), report=tmp_path)
+        return pq.read_table(tmp_path / "findings.parquet").to_pylist()
+
+
+@pytest.fixture
+def engine(tmp_path):
+    return Engine(tmp_path / "trace.arrow")
+
+
+@pytest.mark.parametrize(("key", "value"), [(3, 4), (3, 9), (9, 4)])
+def test_bytes_of_another_token_are_told(key, value, engine, tmp_path):
+    """Of K, of V, or of both."""
+    engine.write(5, 100, 3, 4)
+    engine.write(5, 200, key, value, request=8)
+    (row,) = engine.found(tmp_path)
+    assert (row["kind"], row["forward"], row["request_id"], row["slot"], row["position"]) == ("write_lost", 1, 8, 5, 0)
+    assert row["detail"] == "wrote token 200, the bytes are still those of token 100, written in event 0"
+    assert row["evidence"] == "[0, 1]"
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"slot": 5, "token": 200, "key": 8, "value": 9},  # both are new
+        {"slot": 5, "token": 100, "key": 3, "value": 4},  # the same token again
+        {"slot": 6, "token": 200, "key": 3, "value": 4},  # nobody has written there
+        {"slot": 0, "token": 200, "key": 3, "value": 4},  # padding
+        {"slot": 5, "token": 200, "key": 3, "value": 4, "row": 0},  # a padding row
+    ],
+)
+def test_what_is_right_is_not(second, engine, tmp_path):
+    engine.write(0, 90, 3, 4)
+    engine.write(5, 100, 3, 4)
+    engine.write(**second, request=8)
+    assert engine.found(tmp_path) == []
+
+
+def test_zeros_may_stay_zeros(engine, tmp_path):
+    engine.write(5, 100, 0, 4)
+    engine.write(5, 200, 0, 9)
+    assert engine.found(tmp_path) == []
+
+
+def test_what_a_loss_may_have_written_is_not_judged(engine, tmp_path):
+    engine.write(5, 100, 3, 4)
+    engine.recorder.lost("a test says so")
+    engine.write(5, 200, 3, 4)
+    assert engine.found(tmp_path) == []
