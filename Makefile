@@ -5,8 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 FUZZ_CASES ?= 20000
+SGLANG_VENV := .venv-sglang
+CONFORMANCE ?=
 
-.PHONY: demo test lint types layers unit fuzz lab bench traces golden clean
+.PHONY: demo test lint types layers unit fuzz lab bench conformance-sglang traces golden clean
 
 demo: $(VENV)/.runtime
 	@echo "# a clean trace of a real engine: exit code 0"
@@ -47,9 +49,20 @@ lab: $(VENV)/.runtime
 bench: $(VENV)/.tests
 	$(BIN)/python benchmarks/cpu_kernels.py
 
-# Record the traces in data/ anew from the real engine, and the verdicts that tests expect of them.
+# SGLang on the CPU with its own online canary and the recorder attached: what both find must be the same, row for row.
+# Writes docs/conformance-sglang.md. A part of it: make conformance-sglang CONFORMANCE="--only llama --seeds 1 --no-write"
+conformance-sglang: $(SGLANG_VENV)/.ready
+	$(SGLANG_VENV)/bin/python tests/conformance/sglang/run.py $(CONFORMANCE)
+
+$(SGLANG_VENV)/.ready: tests/conformance/sglang/install.sh tests/conformance/sglang/standin/sitecustomize.py pyproject.toml
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	. $(SGLANG_VENV)/bin/activate && tests/conformance/sglang/install.sh
+	touch $@
+
+# Record the traces in data/ anew, from the real engine and from the simulated one, and the verdicts that tests expect of them.
 traces: $(VENV)/.tests
 	$(BIN)/python data/record.py -o data
+	$(BIN)/python data/record_simulated.py
 
 golden: $(VENV)/.tests
 	$(BIN)/python tests/golden/make.py
@@ -68,4 +81,4 @@ $(VENV)/.tests: $(VENV)/.runtime
 	touch $@
 
 clean:
-	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis kernels/__pycache__
+	rm -rf $(VENV) $(SGLANG_VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis kernels/__pycache__

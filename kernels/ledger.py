@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .constants import RECORD_POSITION, RECORD_TOKEN
-from .dispatch import In32x2, In64, In64x2, Out64, Out64x2, select
+from .dispatch import In64, In64x2, Out64, Out64x2, select
 
 Int64Array = npt.NDArray[np.int64]
-Int32Array = npt.NDArray[np.int32]
 
 # Columns of a ledger row.
 STATE: Final = 0
@@ -27,9 +26,10 @@ STAMP_REQUEST: Final = 6  # the request that writes it in that forward
 JOINER: Final = 7  # the request that joined the slot last since it was given out; -1 for none
 LEDGER_COLUMNS: Final = 8
 
-# States. A slot is UNKNOWN where the trace promises nothing or lost events.
-UNKNOWN: Final = 0
-FREE: Final = 1
+# States. Zero is free, so that slots nobody touches cost no memory; but a slot that no event has named is known to be
+# free only where the trace tells of every slot from the engine's start.
+FREE: Final = 0
+UNKNOWN: Final = 1
 HELD: Final = 2
 SHARED: Final = 3
 CACHED: Final = 4
@@ -59,6 +59,7 @@ def _judge_writes_loops(
     offsets: In64,
     request_ids: In64,
     serial: int,
+    from_start: int,
     ledger: Out64x2,
     found: Out64,
     bits: Out64,
@@ -74,7 +75,7 @@ def _judge_writes_loops(
                 continue
             state = ledger[slot, STATE]
             flags = 0
-            if state == FREE:
+            if state == FREE and (from_start != 0 or ledger[slot, LEFT] != 0):
                 flags = WRITE_FREE
             elif request >= 0:
                 if state == CACHED:
@@ -114,6 +115,7 @@ def judge_writes(
     offsets: Int64Array,
     request_ids: Int64Array,
     serial: int,
+    from_start: bool,
     ledger: Int64Array,
     backend: str = "cpu",
 ) -> tuple[Int64Array, Int64Array]:
@@ -124,6 +126,7 @@ def judge_writes(
         offsets: `[bs + 1] int64`: request r writes `offsets[r] .. offsets[r + 1]`; what comes behind is padding.
         request_ids: `[bs] int64`; a negative one is nobody's and not judged by owner.
         serial: the forward's own number among those judged, > 0.
+        from_start: whether a slot that no event has named is free.
         ledger: `[num_slots, 8] int64`, see above; stamps are changed in place.
         backend: see `dispatch.select`.
 
@@ -133,7 +136,7 @@ def judge_writes(
     found, bits = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
     count = np.zeros(1, np.int64)
     loops = select(_judge_writes_loops, backend)
-    loops(slots, offsets, request_ids, serial, ledger, found, bits, count)
+    loops(slots, offsets, request_ids, serial, int(from_start), ledger, found, bits, count)
     return found[: count[0]], bits[: count[0]]
 
 
@@ -147,6 +150,7 @@ def _judge_reads_loops(
     seen: In64,
     serial: int,
     complete: int,
+    from_start: int,
     ledger: In64x2,
     writers: In64x2,
     records: In64x2,
@@ -163,16 +167,17 @@ def _judge_reads_loops(
                 continue
             state = ledger[slot, STATE]
             content = ledger[slot, CONTENT]
+            free = state == FREE and (from_start != 0 or ledger[slot, LEFT] != 0)
             flags = 0
             if complete != 0:
-                if state == FREE:
+                if free:
                     flags = READ_FREE
                 elif content < ledger[slot, ALLOC]:
                     flags = NEVER_WRITTEN
                 if state == HELD and request >= 0 and ledger[slot, OWNER] != request:
                     flags += READ_FOREIGN
                 if (
-                    state != FREE
+                    not free
                     and positions[i] < fresh_from[r]
                     and 0 < seen[r] < ledger[slot, ALLOC]
                     and ledger[slot, JOINER] != request
@@ -209,6 +214,7 @@ def judge_reads(
     seen: Int64Array,
     serial: int,
     complete: bool,
+    from_start: bool,
     ledger: Int64Array,
     writers: Int64Array,
     records: Int64Array,
@@ -224,6 +230,7 @@ def judge_reads(
         seen: `[bs] int64`: event + 1 of the request's forward before this one, 0 where there was none.
         serial: as given to `judge_writes`, which must have run before.
         complete: whether the trace tells of every slot; else only what no missing event excuses is found.
+        from_start: as given to `judge_writes`.
         ledger: `[num_slots, 8] int64`.
         writers: `[num_slots, 3] int64`: event + 1, forward, request id of the last write.
         records: `[num_slots, 4] int64`, the canary records of one half.
@@ -245,6 +252,7 @@ def judge_reads(
         seen,
         serial,
         int(complete),
+        int(from_start),
         ledger,
         writers,
         records,
@@ -265,82 +273,3 @@ def _note_writes_loops(slots: In64, end: int, event: int, ledger: Out64x2) -> No
 def note_writes(*, slots: Int64Array, end: int, event: int, ledger: Int64Array, backend: str = "cpu") -> None:
     """Note that event `event` (+ 1) wrote the first `end` of `slots` `[tokens] int64`; ledger changed in place."""
     select(_note_writes_loops, backend)(slots, end, event, ledger)
-
-
-def _shared_halves_loops(
-    slots: In64,
-    positions: In64,
-    offsets: In64,
-    rows: In64,
-    table: In32x2,
-    written: In64,
-    written_full: In64,
-    end: int,
-    serial: int,
-    partners: Out64x2,
-    found: Out64,
-    count: Out64,
-) -> None:
-    total = 0
-    for r in range(rows.shape[0]):
-        row = rows[r]
-        for i in range(offsets[r], min(offsets[r + 1], slots.shape[0])):
-            slot = slots[i]
-            if slot <= 0 or slot >= partners.shape[0]:
-                continue
-            if row < 0 or row >= table.shape[0] or positions[i] < 0 or positions[i] >= table.shape[1]:
-                continue
-            full = table[row, positions[i]]
-            if partners[slot, 0] == serial and partners[slot, 1] != full:
-                found[total] = i
-                total += 1
-            else:
-                partners[slot, 0] = serial
-                partners[slot, 1] = full
-    for i in range(min(end, written.shape[0])):
-        slot = written[i]
-        if slot <= 0 or slot >= partners.shape[0]:
-            continue
-        if partners[slot, 0] == serial and partners[slot, 1] != written_full[i]:
-            found[total] = slots.shape[0] + i
-            total += 1
-        else:
-            partners[slot, 0] = serial
-            partners[slot, 1] = written_full[i]
-    count[0] = total
-
-
-def shared_halves(
-    *,
-    slots: Int64Array,
-    positions: Int64Array,
-    offsets: Int64Array,
-    rows: Int64Array,
-    table: Int32Array,
-    written: Int64Array,
-    written_full: Int64Array,
-    end: int,
-    serial: int,
-    partners: Int64Array,
-    backend: str = "cpu",
-) -> Int64Array:
-    """Find the entries and tokens of a forward whose SWA slot another full slot of the same forward leads to, too.
-
-    Args:
-        slots, positions: `[n] int64`: SWA slots that are read, and their positions; slot 0 is passed over.
-        offsets: `[>= bs + 1] int64`, request by request.
-        rows: `[bs] int64`.
-        table: `[rows, width] int32`: full slots by row and position.
-        written, written_full: `[tokens] int64`: SWA and full slots of the tokens; the first `end` are requests'.
-        serial: a number > 0 that no earlier call had.
-        partners: `[swa slots, 2] int64`, kept between calls: serial and full slot last seen.
-        backend: see `dispatch.select`.
-
-    Returns:
-        `[m] int64`: entry i, or `n + i` for token i.
-    """
-    found = np.empty(len(slots) + len(written), np.int64)
-    count = np.zeros(1, np.int64)
-    loops = select(_shared_halves_loops, backend)
-    loops(slots, positions, offsets, rows, table, written, written_full, end, serial, partners, found, count)
-    return found[: count[0]]

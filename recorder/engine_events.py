@@ -30,7 +30,7 @@ def slots_event(
     kind: str,
     *,
     time_ns: int,
-    group: int,
+    group: Any,
     slots: Any,
     runs: tuple[Any, Any] | None,
     request_id: int,

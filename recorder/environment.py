@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:  # whether a recording is asked for must be cheap to find out
     from .header import TraceHeader
@@ -46,7 +46,7 @@ class RecordingSettings:
     flush_interval_ns: int = 1_000_000_000
     max_queued_bytes: int = 256 << 20
 
-    def writer_options(self) -> dict[str, int | str]:
+    def writer_options(self) -> dict[str, Any]:
         """Return what `Recorder` passes on to the trace's writer."""
         return {
             "compression": self.compression,

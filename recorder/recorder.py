@@ -109,7 +109,7 @@ class Recorder(Recording):
         self,
         kind: str,
         *,
-        group: int,
+        group: Any,
         slots: Any = None,
         runs: tuple[Any, Any] | None = None,
         request_id: int = -1,
@@ -121,7 +121,7 @@ class Recorder(Recording):
 
         Args:
             kind: "alloc", "free" or "evict".
-            group: index into the header's groups.
+            group: index into the header's groups; of `runs`, one for all or `[n]`.
             slots: `[n]` slots in any order; or
             runs: `(starts, counts)`, `[n]` each.
             request_id: whose they are or were; -1 for nobody's.

@@ -39,22 +39,27 @@ TIMELESS: Final = 1 << 62
 class SlotLedger:
     """`rows[group]` `[num_slots, 8] int64` and `transfers[group]` `[num_slots] int64`, the event + 1 of the start of the
     transfer that a slot is under, are zero pages until touched; `held_by` counts the slots that each request holds.
+    `from_start` says that slots which no event has named are free.
     """
 
     def __init__(self, groups: Sequence[PoolGroup], *, complete: bool) -> None:
         self.complete = complete
+        self.from_start = complete
         self.rows: list[Int64Array] = [np.zeros((group.num_slots, LEDGER_COLUMNS), np.int64) for group in groups]
         self.transfers: list[Int64Array] = [np.zeros(group.num_slots, np.int64) for group in groups]
         self.held_by: dict[int, int] = {}
-        if complete:
-            for rows in self.rows:
-                rows[1:, STATE] = FREE
 
     def forget(self) -> None:
         """Take every slot for unknown."""
+        self.from_start = False
         self.rows = [np.zeros(rows.shape, np.int64) for rows in self.rows]
         self.transfers = [np.zeros(len(started), np.int64) for started in self.transfers]
         self.held_by.clear()
+
+    def free(self, rows: Int64Array) -> npt.NDArray[np.bool_]:
+        """Say which of some slots' ledger rows `[n, 8]` are known to be free, `[n] bool`."""
+        free: npt.NDArray[np.bool_] = rows[:, STATE] == FREE
+        return free if self.from_start else free & (rows[:, LEFT] > 0)
 
     def apply_slots(self, event: SlotEvent) -> None:
         """Move on by an alloc, a free or an eviction."""
@@ -127,7 +132,7 @@ class SlotLedger:
         rows[joined, STATE] = SHARED
 
     def _hand_over(self, rows: Int64Array, slots: Int64Array, number: int) -> None:
-        handed = slots[rows[slots, STATE] != FREE]
+        handed = slots[~self.free(rows[slots])]
         self._leave(rows, handed)
         rows[handed, STATE] = CACHED
         rows[handed, OWNER] = NOBODY

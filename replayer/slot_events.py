@@ -232,7 +232,7 @@ def _expanded(runs: list[Int64Array], num_slots: list[int]) -> tuple[GroupSlots,
         np.flatnonzero(np.bincount(groups)) if int(groups.min()) != int(groups.max()) else groups[:1]
     ).tolist():
         mine = groups == group
-        if len(groups) > num_slots[group] or int(counts[mine].sum()) > num_slots[group]:
+        if np.count_nonzero(mine) > num_slots[group] or int(counts[mine].sum()) > num_slots[group]:
             raise UnusableEventError(f"runs of more slots than group {group} has, {num_slots[group]}")
         slots = _run_slots(starts[mine], counts[mine])
         slots = slots[slots > 0]

@@ -4,8 +4,9 @@ import logging
 from typing import Any
 
 from ..environment import RecordingSettings
+from .sglang_drafts import DraftGraph
 from .sglang_history import ALLOCS, FREES, GroupHistory
-from .sglang_hooks import Finish, Hook, wrap_method
+from .sglang_hooks import Finish, Hook, not_applied, register_drafts, wrap_method
 from .sglang_requests import row_of
 from .sglang_session import Session, on_host
 from .stop_socket import serve_stop, stop_children
@@ -22,9 +23,9 @@ class Attachment:
     another's leaves a loss in the trace and the rest goes on.
     """
 
-    def __init__(self, settings: RecordingSettings, *, notes: tuple[str, ...]) -> None:
+    def __init__(self, settings: RecordingSettings) -> None:
+        self.notes: list[str] = []  # what could not be hooked
         self._settings = settings
-        self._notes = notes
         self._runners: list[Any] = []
         self._session: Session | None = None
         self._off: set[str] = set()
@@ -37,7 +38,7 @@ class Attachment:
         session = self._session
         if session is None:
             logger.error("kvcanary: not recording: %s: %s: %s", hook, type(error).__name__, error, exc_info=error)
-        elif hook in ("on_model", "on_scheduler"):
+        elif hook in ("on_model", "on_scheduler", "on_draft_graph", "on_draft_extend_graph"):
             session.recorder.switch_off(f"SGLang adapter, {hook}: {type(error).__name__}: {error}", error)
             self._session = None
         else:
@@ -70,8 +71,11 @@ class Attachment:
         allocator = scheduler.token_to_kv_pool_allocator
         wanted = self._settings.history
         history = wanted == "on" or (wanted == "auto" and on_host(allocator))
-        notes = () if history else ("allocations and frees of slots are not told",)
-        session = Session(scheduler, runners, self._settings, (*self._notes, *notes))
+        if not history:
+            self.notes.append("allocations and frees of slots are not told")
+        if any(runner.is_draft_worker for runner in runners):
+            self.notes += register_drafts(self)
+        session = Session(scheduler, runners, self._settings, (*self.notes, *not_applied()))
         self._wrap(session.target.req_to_token_pool, "alloc", self.on_rows)
         self._wrap(session.target.req_to_token_pool, "free", self.on_row_free)
         if history:
@@ -117,6 +121,25 @@ class Attachment:
             return None
         session.before_model(runner, batch)
         return lambda _, error: session.after_model(error)
+
+    def on_draft_extend_graph(self, graph_runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Record a draft's extend that runs as a CUDA graph, past the draft runner's own forward."""
+        return self.on_model(graph_runner.model_runner, batch)
+
+    def on_draft_graph(self, graph_runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Record a draft's steps that run as one CUDA graph."""
+        session = self._live("on_draft_graph")
+        runner = graph_runner.model_runner
+        if session is None or id(runner) not in session.layout.runners:
+            return None
+        graph = DraftGraph(graph_runner, batch)
+
+        def finish(result: Any, error: BaseException | None) -> None:
+            for step in [] if error else graph.steps(result):
+                session.before_model(runner, step)
+                session.after_model(None)
+
+        return finish
 
     def on_forward(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Walk the prefix cache at the end of a target's forward, where SGLang's canary sweeps."""

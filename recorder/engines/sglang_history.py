@@ -56,18 +56,18 @@ class GroupHistory:
             held = np.ones(self._pending.size, np.bool_)
             held[0] = False
             for name in ("free_pages", "release_pages"):
-                pages = own_int64(getattr(self.allocator, name, None) if hasattr(self.allocator, name) else [])
-                slots = self._whole_pages(pages * self.page_size)
+                pages = getattr(self.allocator, name, None)
+                slots = self._whole_pages(own_int64([] if pages is None else pages) * self.page_size)
                 held[slots[slots < held.size]] = False
             slots = np.flatnonzero(held & self._known())
             self.told_free(slots, kind="evict", note="flush")
         return self._outermost(lambda _: None)
 
     def _known(self) -> npt.NDArray[np.bool_]:
-        """Return `[num_slots]` which slots the allocator has at all: a paged pool's first page is padding."""
+        """Return `[num_slots]` which slots the allocator has at all: its first page is padding."""
         known = np.zeros(self._pending.size, np.bool_)
         size = int(getattr(self.allocator, "size", self._pending.size - 1))
-        known[self.page_size if self.page_size > 1 else 1 : size + self.page_size] = True
+        known[self.page_size : size + self.page_size] = True
         return known
 
     def _outermost(self, finish: Any) -> Finish:

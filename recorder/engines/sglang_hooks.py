@@ -9,7 +9,7 @@ import functools
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,12 +24,16 @@ SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A function of SGLang's: where it was in the versions known, newest first, and what is missing without it."""
+    """A function of SGLang's: where it was in the versions known, newest first, and what is missing without it.
+
+    An `essential` one must be there; one for `drafts` is looked for and missed only where there is a draft model.
+    """
 
     name: str
     paths: tuple[str, ...]
     without: str
     essential: bool = False
+    drafts: bool = False
 
 
 # Seen in 0.5.13, 0.5.16 and 0.5.23.
@@ -76,6 +80,24 @@ TARGETS: Final = (
         name="retract",
         paths=("sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",),
         without="a retracted request looks like an aborted one",
+    ),
+    Target(
+        name="draft_graph",
+        paths=(
+            "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner.execute",
+            "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner.replay",
+        ),
+        without="draft steps inside a CUDA graph are not recorded",
+        drafts=True,
+    ),
+    Target(
+        name="draft_extend_graph",
+        paths=(
+            "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute",
+            "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.replay",
+        ),
+        without="draft extends inside a CUDA graph are not recorded",
+        drafts=True,
     ),
     Target(
         name="stop",
@@ -155,20 +177,46 @@ def install() -> None:
     settings = read_environment()
     if settings is None:
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     from .sglang_attachment import Attachment
 
-    found = {target: find(target) for target in TARGETS}
-    missing = [target for target, path in found.items() if path is None]
-    lacking = [target.paths[0] for target in missing if target.essential]
+    attachment = Attachment(settings)
+    for note in register([target for target in TARGETS if not target.drafts], attachment):
+        logger.warning("kvcanary: %s", note)
+        attachment.notes.append(note)
+
+
+def register(targets: Sequence[Target], attachment: Any) -> list[str]:
+    """Have SGLang's registry put the attachment's hooks around these targets; return what could not be hooked.
+
+    Raises:
+        ValueError: an essential target is not there.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    found = {target: find(target) for target in targets}
+    lacking = [target.paths[0] for target, path in found.items() if path is None and target.essential]
     if lacking:
         raise ValueError(f"this SGLang has no {', '.join(lacking)}; the adapter knows versions 0.5.13 to 0.5.23")
-    notes = tuple(f"not hooked: {target.paths[0]}: {target.without}" for target in missing)
-    for note in notes:
-        logger.warning("kvcanary: %s", note)
-    attachment = Attachment(settings, notes=notes)
     for target, path in found.items():
         if path is not None:
             hook = getattr(attachment, f"on_{target.name}")
             HookRegistry.register(path, harmless(hook, attachment.fault), HookType.AROUND)
+    return [f"not hooked: {target.paths[0]}: {target.without}" for target, path in found.items() if path is None]
+
+
+def register_drafts(attachment: Any) -> list[str]:
+    """Hook what only a draft model uses, in a process that turns out to have one; as `register`."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = register([target for target in TARGETS if target.drafts], attachment)
+    HookRegistry.apply_hooks()
+    return missing
+
+
+def not_applied() -> list[str]:
+    """Return what was found but not hooked by SGLang's registry, which logs why."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    known = {path for target in TARGETS for path in target.paths}
+    applied = getattr(HookRegistry, "_patched", known)
+    return [f"not hooked: {path}" for path in getattr(HookRegistry, "_hooks", ()) if path in known - set(applied)]

@@ -5,6 +5,7 @@ padding. The groups are those of SGLang's own canary: FULL for MHA and MLA pools
 first layer of each sub-pool, K and V.
 """
 
+import importlib.metadata
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -116,15 +117,13 @@ def describe_engine(
         settings: how to record.
         notes: what could not be hooked.
     """
-    import sglang
-
     server_args, config = target.server_args, target.model_config
     tables = [StateTable(rows=int(t.shape[0]), width=int(t.shape[1])) for t in layout.tables]
     role = str(getattr(server_args, "disaggregation_mode", "") or "")
     vocab_size = int(getattr(config, "vocab_size", 0) or 0)
     oracle = getattr(server_args, "sampling_backend", "") == "token_oracle" and vocab_size > 0
     return TraceHeader(
-        engine=EngineInfo(name="sglang", version=str(sglang.__version__)),
+        engine=EngineInfo(name="sglang", version=_version()),
         model=ModelInfo(
             name=str(getattr(server_args, "served_model_name", "") or getattr(server_args, "model_path", "unknown")),
             dtype=str(getattr(target, "dtype", "")).removeprefix("torch."),
@@ -150,21 +149,17 @@ def online_sweep_interval(target: Any) -> int:
 
 def ranks_of(scheduler: Any, target: Any) -> Ranks:
     """Return where in the parallel layout this process stands; the versions keep it in different places."""
-    places = [scheduler, target, getattr(scheduler, "ps", None)]
-    try:
-        from sglang.srt.runtime_context import get_parallel
-
-        places.append(get_parallel())
-    except Exception:  # noqa: BLE001  # versions before 0.5.20 have no such thing
-        places.append(None)
+    places = [scheduler, target, getattr(scheduler, "ps", None), _parallel_context(), target.server_args]
 
     def value(name: str, default: int) -> int:
         for place in places:
-            found = getattr(place, name, None)
+            try:
+                found = getattr(place, name, None)
+            except Exception:  # noqa: BLE001, S112  # the context raises where a value was not published
+                continue
             if isinstance(found, int):
                 return found
-        found = getattr(target.server_args, name, None)
-        return found if isinstance(found, int) else default
+        return default
 
     return Ranks(
         tp_rank=value("tp_rank", 0),
@@ -174,6 +169,22 @@ def ranks_of(scheduler: Any, target: Any) -> Ranks:
         dp_rank=value("dp_rank", 0),
         dp_size=value("dp_size", 1),
     )
+
+
+def _parallel_context() -> Any:
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        return get_parallel()
+    except Exception:  # noqa: BLE001  # older versions have no such thing
+        return None
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return ""
 
 
 def _online_canary(target: Any) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class Session:
     def __init__(
         self, scheduler: Any, model_runners: list[Any], settings: RecordingSettings, notes: tuple[str, ...]
     ) -> None:
-        self.target = next((runner for runner in model_runners if not runner.is_draft_worker), None)
+        self.target: Any = next((runner for runner in model_runners if not runner.is_draft_worker), None)
         if self.target is None:
             raise ValueError("this process has no target model runner")
         self.layout = Layout(model_runners, settings)

@@ -23,7 +23,7 @@ class PrefixCacheWalk:
         self._every = every
         self._forwards = 0
         self._passes = self._online_passes()
-        self._walk = self._walker() if self._online or every else None
+        self._walk: Any = self._walker() if self._online or every else None
 
     def _walker(self) -> Any:
         from sglang.srt.kv_canary.radix_cache_walker import walk_radix_cache_for_canary

@@ -4,6 +4,7 @@ A recording process listens on a socket that is named after its id (Linux's abst
 system); the process that is about to kill it connects, and the answer comes when the trace is whole.
 """
 
+import importlib
 import logging
 import os
 import socket
@@ -28,11 +29,14 @@ def serve_stop(stop: Callable[[], None]) -> None:
 
     Where there are no such sockets (not Linux) nothing happens, and a killed process leaves a torn trace.
     """
+    listener = None
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(_address(os.getpid()))
         listener.listen()
     except (OSError, AttributeError):
+        if listener is not None:
+            listener.close()
         logger.warning("kvcanary: no socket to be told of the engine's end; its trace will be torn (kvcanary recover)")
         return
 
@@ -56,8 +60,7 @@ def _same_user(asker: socket.socket) -> bool:
 
 def stop_children() -> None:
     """Have all recording processes below this one end their traces."""
-    import psutil
-
+    psutil = importlib.import_module("psutil")  # SGLang has it; kvcanary by itself does not need it
     stop_processes([child.pid for child in psutil.Process().children(recursive=True)])
 
 

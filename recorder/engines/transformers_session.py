@@ -8,7 +8,7 @@ import numpy as np
 from ..forward_input import ForwardInput, TableRead, TruthTokens
 from ..host_arrays import Int64Array, own_int64, ragged_index
 from ..recorder import Recorder
-from ..schema import TIER_HOST
+from ..schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST
 from .transformers_layout import GroupLayout, describe_engine
 from .transformers_requests import KnownRequest, KnownRequests
 
@@ -117,10 +117,17 @@ class Session:
                 # A block with a hash was written before: the prefix cache lent it out.
                 shared = [block for block in fresh if block in layout.allocator.ledger.block_to_hash]
                 self._tell_blocks("alloc", layout, [block for block in fresh if block not in shared], request, "")
-                self._tell_blocks("alloc", layout, shared, request, "prefix hit")
+                self._tell_blocks("alloc", layout, shared, request, "prefix hit", status=ALLOC_SHARED)
 
     def _tell_blocks(
-        self, kind: str, layout: GroupLayout, blocks: list[int], request: KnownRequest | None, note: str
+        self,
+        kind: str,
+        layout: GroupLayout,
+        blocks: list[int],
+        request: KnownRequest | None,
+        note: str,
+        *,
+        status: str = ALLOC_FRESH,
     ) -> None:
         if blocks:
             self.recorder.slots(
@@ -130,6 +137,7 @@ class Session:
                 request_id=request.request_id if request is not None else -1,
                 row=request.row if request is not None and request.row else -1,
                 note=note,
+                status=status,
             )
 
     def _written(self, layout: GroupLayout, io: Any, prefix: Int64Array, extend: Int64Array) -> Int64Array:
@@ -222,7 +230,9 @@ class Session:
                 shared = set(layout.allocator.block_table.get(parent.request_id, []))
                 child.blocks[layout.index] = len(table)
                 self._tell_blocks("alloc", layout, [b for b in table if b not in shared], child, "fork")
-                self._tell_blocks("alloc", layout, [b for b in table if b in shared], child, "shared by fork")
+                self._tell_blocks(
+                    "alloc", layout, [b for b in table if b in shared], child, "shared by fork", status=ALLOC_SHARED
+                )
 
     def copied_blocks(self, copies: dict[str, tuple[list[int], list[int]]]) -> None:
         """Tell of blocks copied inside the pool."""

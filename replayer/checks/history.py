@@ -112,6 +112,7 @@ class History:
             offsets=group.write_offsets,
             request_ids=forward.request_ids,
             serial=self._serial,
+            from_start=self.ledger.from_start,
             ledger=ledger,
             backend=self.backend,
         )
@@ -126,6 +127,7 @@ class History:
             seen=self.rows.seen(forward),
             serial=self._serial,
             complete=self.complete,
+            from_start=self.ledger.from_start,
             ledger=ledger,
             writers=pool.pool.writers,
             records=record_words(pool.pool.tail[pool.group.halves[0]], written=False),

@@ -26,8 +26,8 @@ from .view import ForwardView
 
 Int64Array = npt.NDArray[np.int64]
 
-_REQUEST, _POSITION, _TOKEN, _FORWARD, _EVENT = range(5)
-_NOTHING = (-1, -1, -1, -1, -1)
+# Columns of what was sampled last for a row; the event that told of it + 1 is 0 where nothing is known.
+_REQUEST, _POSITION, _TOKEN, _FORWARD, _TOLD = range(5)
 
 # How many forwards back a sample event may reach: no engine overlaps that many.
 MAX_LATE: Final = 64
@@ -49,7 +49,7 @@ class InputNotSampled(HistoryCheck):
     def __init__(self, history: History) -> None:
         self._history = history
         rows = max([1, *(table.rows for table in history.header.tables)])
-        self._last: npt.NDArray[np.int64] = np.full((rows, 5), -1, dtype=np.int64)
+        self._last: npt.NDArray[np.int64] = np.zeros((rows, 5), dtype=np.int64)
         self._fed: deque[_Fed] = deque(maxlen=MAX_LATE)
 
     def forward(self, view: ForwardView) -> list[Finding]:
@@ -91,7 +91,7 @@ class InputNotSampled(HistoryCheck):
 
     def forget(self) -> None:
         """Take every sampled token for unknown."""
-        self._last[:] = _NOTHING
+        self._last = np.zeros(self._last.shape, dtype=np.int64)
         self._fed.clear()
 
     def _judge(self, forward: Forward, tokens: BatchTokens, *, only: int = -1) -> list[Finding]:
@@ -99,10 +99,10 @@ class InputNotSampled(HistoryCheck):
         rows = forward.req_pool_indices[tokens.request]
         inside = (rows > 0) & (rows < len(self._last))
         last = self._last[np.where(inside, rows, 0)]
-        due = inside & (last[:, _REQUEST] == forward.request_ids[tokens.request])
-        due &= (last[:, _POSITION] == tokens.position) & (last[:, _FORWARD] < forward.forward)
+        due = inside & (last[:, _TOLD] > 0) & (last[:, _REQUEST] == forward.request_ids[tokens.request])
+        due &= last[:, _POSITION] == tokens.position
         if only >= 0:
-            due &= last[:, _EVENT] == only
+            due &= last[:, _TOLD] == only + 1
         fed = forward.input_ids[: len(rows)]
         wrong = np.flatnonzero(due & (fed != last[:, _TOKEN]))
         return [
@@ -113,7 +113,7 @@ class InputNotSampled(HistoryCheck):
                 tokens,
                 int(token),
                 self._history.book,
-                [int(last[token, _EVENT])],
+                [int(last[token, _TOLD]) - 1],
             )
             for token in wrong
         ]
@@ -124,7 +124,7 @@ class InputNotSampled(HistoryCheck):
         # What was sampled by a later forward is news already.
         inside &= self._last[np.where(inside, rows, 0), _FORWARD] <= forward.forward
         if forward.mode == "target_verify":
-            self._last[rows[inside]] = _NOTHING
+            self._last[rows[inside], _TOLD] = 0
             return
         chosen = np.flatnonzero((counts > 0) & inside)
         ends = np.cumsum(counts)
@@ -133,7 +133,7 @@ class InputNotSampled(HistoryCheck):
         self._last[rows[chosen], _POSITION] = (after + counts - 1)[chosen]
         self._last[rows[chosen], _TOKEN] = sampled[ends[chosen] - 1]
         self._last[rows[chosen], _FORWARD] = forward.forward
-        self._last[rows[chosen], _EVENT] = event
+        self._last[rows[chosen], _TOLD] = event + 1
 
 
 def _slim_copy(forward: Forward) -> Forward:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ledger import ALLOC, HELD, OWNER, READ_FOREIGN, READ_RECYCLED, STATE
+from ...kernels.ledger import ALLOC, OWNER, READ_FOREIGN, READ_RECYCLED
 from ..findings import Finding
 from .check import HistoryCheck
 from .history import History
@@ -31,17 +31,15 @@ class ReadOfForeignSlot(HistoryCheck):
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each request that reads others' slots it was not reported for already."""
 
-        def explain(row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int]]:
-            if row[STATE] != HELD or not row[OWNER] >= 0:
+        def explain(row: npt.NDArray[np.int64], entry: int) -> tuple[str, Iterable[int]]:
+            if not judged.read_bits[np.searchsorted(judged.reads, entry)] & READ_FOREIGN:
                 return f"goes on reading a slot that was given out anew in event {row[ALLOC] - 1}", happened(row)
             owner = history.book.name(int(row[OWNER]))
             return f"reads a slot that is request {owner}'s since event {row[ALLOC] - 1}", happened(row)
 
         history, findings, bits = self._history, [], READ_FOREIGN | READ_RECYCLED
         for judged in history.judge(view):
-            findings += read_findings(
-                "read_of_foreign_slot", view, judged, bits, history, self._repeats, explain
-            )
+            findings += read_findings("read_of_foreign_slot", view, judged, bits, history, self._repeats, explain)
         return findings
 
     def forget(self) -> None:

@@ -28,9 +28,8 @@ class RowBook:
 
     def forget(self) -> None:
         """Take everything for unknown."""
-        for last in self.last:
-            last.fill(0)
-        self.status.fill(0)
+        self.last = [np.zeros(last.shape, np.int64) for last in self.last]
+        self.status = np.zeros(self.status.shape, np.int64)
         self._asked = None
 
     def inside(self, forward: Forward) -> BoolArray:

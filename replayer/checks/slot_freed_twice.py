@@ -6,7 +6,7 @@ requests is given back once, by whoever lets go last. Judged only where the trac
 since an untold allocation would excuse it.
 """
 
-from ...kernels.ledger import ALLOC, FREE, LEFT, STATE
+from ...kernels.ledger import ALLOC, LEFT
 from ...recorder.reader import EventView
 from ..findings import Finding
 from ..slot_events import SlotEvent
@@ -32,7 +32,7 @@ class SlotFreedTwice(HistoryCheck):
         findings = []
         for part in history.touched:
             rows = part.rows
-            free = rows[:, STATE] == FREE
+            free = history.ledger.free(rows)
             slots, rows = part.slots[free], rows[free]
             for left, mine in by_row(rows, LEFT) if len(slots) else []:
                 before = f"since event {left - 1}" if left else "and was never given out"

@@ -11,7 +11,7 @@ checks to find.
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ledger import shared_halves
+from ...kernels.swa_partners import shared_halves
 from ..findings import Finding
 from .check import HistoryCheck
 from .history import History

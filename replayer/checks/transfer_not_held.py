@@ -36,7 +36,7 @@ class TransferNotHeld(HistoryCheck):
         findings = []
         for part in history.touched:
             rows = part.rows
-            wrong = rows[:, STATE] == FREE
+            wrong = history.ledger.free(rows)
             if event.request_id >= 0:
                 wrong |= (rows[:, STATE] == HELD) & (rows[:, OWNER] != event.request_id)
             slots, rows = part.slots[wrong], rows[wrong]

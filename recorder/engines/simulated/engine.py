@@ -223,10 +223,12 @@ class SimulatedEngine:
     def _decode(self) -> None:
         self.scheduler.make_decode_room()
         requests = self.scheduler.decoding
+        if not requests:  # making room put them all back, or heard that they have finished
+            return
         if self.eagle is not None:
             self.eagle.decode(requests)
             self.clock_s += FORWARD_SECONDS
-        elif requests:  # making room may have heard that they have all finished
+        else:
             batch = self.builder.build(
                 "decode",
                 requests,

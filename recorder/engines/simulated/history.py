@@ -11,6 +11,8 @@ from .requests import Request
 Int64Array = npt.NDArray[np.int64]
 NOBODY = -1
 
+_NO_PAGES = np.empty(0, np.int64)
+
 
 class History:
     """Tells the recorder of pages given, given back, evicted and copied."""
@@ -19,7 +21,10 @@ class History:
         self.recorder = recorder
         self._layout = layout
         self._page_size = page_size
-        self._one_page = np.array([page_size], np.int64)
+        self._swa_groups = (layout.swa_group,) if layout.swa_group >= 0 else ()
+        # What most events say: one page, and perhaps the one sliding-window half that goes with it.
+        self._one = _Groups(layout.full_groups, (), page_size)
+        self._one_and_half = _Groups(layout.full_groups, self._swa_groups, page_size)
 
     def tell(
         self,
@@ -27,6 +32,7 @@ class History:
         pages: Int64Array,
         *,
         swa: bool = False,
+        halves: Int64Array = _NO_PAGES,
         request_id: int = NOBODY,
         row: int = -1,
         status: str = "",
@@ -34,28 +40,25 @@ class History:
     ) -> None:
         """Say that pages of the full pool (and of the draft's, which goes along) or of the sliding one changed hands.
 
-        `status` is the alloc event's: "" for fresh pages, "shared", "cached".
+        `halves` are pages of the sliding-window pool that go along with those of the full one. `status` is the alloc
+        event's: "" for fresh pages, "shared", "cached".
         """
-        if not pages.size:
-            return
-        starts, counts = self._runs(pages)
-        groups = self._layout.full_groups if not swa else (self._layout.swa_group,)
-        for group in groups:
+        if swa:
+            pages, halves = pages[:0], pages
+        if pages.size == 1 and halves.size <= 1 and self._layout.full_groups:
+            known = self._one_and_half if halves.size else self._one
+            starts = np.array([int(pages[0])] * known.full + halves.tolist(), np.int64) * self._page_size
+            groups, counts = known.groups, known.counts
+        else:
+            groups, starts, counts = self._all_runs(pages, halves)
+        if starts.size:
             self.recorder.slots(
-                kind,
-                group=group,
-                runs=(starts, counts),
-                request_id=request_id,
-                row=row,
-                status=status,
-                note=note,
+                kind, group=groups, runs=(starts, counts), request_id=request_id, row=row, status=status, note=note
             )
 
     def passed(self, request: Request, status: str, pages: Int64Array, swa_pages: Int64Array) -> None:
         """Say that a request joined pages that somebody holds ("shared"), or handed its own to the cache ("cached")."""
-        request_id, row = request.request_id, request.row
-        self.tell("alloc", pages, request_id=request_id, row=row, status=status)
-        self.tell("alloc", swa_pages, swa=True, request_id=request_id, row=row, status=status)
+        self.tell("alloc", pages, halves=swa_pages, request_id=request.request_id, row=request.row, status=status)
 
     def request_status(self, request: Request, status: str, *, note: str = "") -> None:
         """Say that a request got its row, or that it gave everything back."""
@@ -82,10 +85,31 @@ class History:
                 note="offload" if to_host else "load-back",
             )
 
+    def _all_runs(self, pages: Int64Array, halves: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return `(group, start, count)` of each run of slots."""
+        full, half = self._runs(pages), self._runs(halves)
+        runs = [(group, *full) for group in self._layout.full_groups] + [(group, *half) for group in self._swa_groups]
+        return (
+            np.concatenate([np.full(starts.size, group, np.int64) for group, starts, _ in runs]),
+            np.concatenate([starts for _, starts, _ in runs]),
+            np.concatenate([counts for _, _, counts in runs]),
+        )
+
     def _runs(self, pages: Int64Array) -> tuple[Int64Array, Int64Array]:
-        if pages.size == 1:  # by far the most frequent: a decode's next page
-            return pages * self._page_size, self._one_page
+        if not pages.size:
+            return _NO_PAGES, _NO_PAGES
         pages = np.sort(pages)
         first = np.concatenate(([0], np.flatnonzero(pages[1:] - pages[:-1] != 1) + 1))
         counts = np.concatenate((first[1:], [pages.size])) - first
         return pages[first] * self._page_size, counts * self._page_size
+
+
+class _Groups:
+    """The columns of an event about one page in each of some groups, `full` of which are the full pool's."""
+
+    __slots__ = ("counts", "full", "groups")
+
+    def __init__(self, full_groups: tuple[int, ...], more: tuple[int, ...], page_size: int) -> None:
+        self.full = len(full_groups)
+        self.groups = np.array(full_groups + more, np.int64)
+        self.counts = np.full(self.groups.size, page_size, np.int64)

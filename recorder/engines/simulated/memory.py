@@ -74,30 +74,31 @@ class KvMemory:
         if pages is None:
             return None
         request_id, row = (request.request_id, request.row) if request is not None else (-1, -1)
-        self.history.tell("alloc", pages, request_id=request_id, row=row)
+        halves = self.swa.pages.alloc(count - windowless) if self.swa is not None else _NO_PAGES
+        self.history.tell(
+            "alloc", pages, halves=halves if halves is not None else _NO_PAGES, request_id=request_id, row=row
+        )
+        if halves is None:  # cannot be: room was made in both
+            self.give_back(pages, request, note="no page in the sliding-window pool")
+            return None
         if self.swa is not None:
-            swa_pages = self.swa.pages.alloc(count - windowless)
-            if swa_pages is None:  # cannot be: room was made in both
-                self.give_back(pages, request, note="no page in the sliding-window pool")
-                return None
-            self.swa.pair(pages[windowless:], swa_pages)
-            self.history.tell("alloc", swa_pages, swa=True, request_id=request_id, row=row)
+            self.swa.pair(pages[windowless:], halves)
         return pages
 
     def give_back(self, pages: Int64Array, request: Request | None, *, note: str) -> None:
         """Return pages, with their sliding-window halves, to the allocators."""
         if not pages.size:
             return
-        self.give_back_window(pages, request, note=note)
+        halves = self.swa.part(pages) if self.swa is not None else _NO_PAGES
         self.allocator.free(pages)
-        self._tell_free(pages, request, swa=False, note=note)
+        self._tell_free(pages, halves, request, note=note)
 
     def give_back_window(self, pages: Int64Array, request: Request | None, *, note: str) -> int:
         """Return the sliding-window halves of full pages; how many there were."""
         if self.swa is None:
             return 0
         parted = self.swa.part(pages)
-        self._tell_free(parted, request, swa=True, note=note)
+        self._tell_free(_NO_PAGES, parted, request, note=note)
         return int(parted.size)
 
     def halves(self, pages: Int64Array) -> Int64Array:
@@ -177,6 +178,6 @@ class KvMemory:
                 self.history.copied(pool.index, from_slots, to_slots, request_id=child.request_id, note=note)
         self.counters.fork_copied_slots += src.size
 
-    def _tell_free(self, pages: Int64Array, request: Request | None, *, swa: bool, note: str) -> None:
+    def _tell_free(self, pages: Int64Array, halves: Int64Array, request: Request | None, *, note: str) -> None:
         request_id, row = (request.request_id, request.row) if request is not None else (-1, -1)
-        self.history.tell("free", pages, swa=swa, request_id=request_id, row=row, note=note)
+        self.history.tell("free", pages, halves=halves, request_id=request_id, row=row, note=note)

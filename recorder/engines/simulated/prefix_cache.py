@@ -125,22 +125,23 @@ class PrefixCache:
 
         `leaves` is gone through once: where one has been dropped, its parent may be the next.
         """
-        memory = self._memory
+        memory, has_host = self._memory, self._config.host_pages > 0
         dropped, halved = [], []
         for node in leaves:
             dropped.append(node.page)
             if node.windowed:
                 halved.append(node.page)
                 node.windowed = False
-            if memory.host.offload(node):
+            if has_host and memory.host.offload(node):
                 self.tree.leave_pool(node)
             else:
-                memory.host.drop_below(node)
+                if node.children:
+                    memory.host.drop_below(node)
                 self.tree.drop(node)
-        self._part(halved)
+        halves = self._part(halved)
         pages = np.array(dropped, np.int64)
         memory.allocator.free(pages)
-        memory.history.tell("evict", pages)
+        memory.history.tell("evict", pages, halves=halves)
         memory.counters.evicted_pages += pages.size
         return pages.size
 
@@ -150,16 +151,17 @@ class PrefixCache:
         for node in nodes:
             node.windowed = False
             pages.append(node.page)
-        self._part(pages)
+        self._memory.history.tell("evict", self._part(pages), swa=True, note="window")
         return len(pages)
 
-    def _part(self, pages: list[int]) -> None:
+    def _part(self, pages: list[int]) -> Int64Array:
+        """Give back the sliding-window halves of full pages, and return them."""
         memory = self._memory
         if memory.swa is None or not pages:
-            return
+            return np.empty(0, np.int64)
         parted = memory.swa.part(np.array(pages, np.int64))
-        memory.history.tell("evict", parted, swa=True, note="window")
         memory.counters.window_evicted_pages += parted.size
+        return parted
 
     def _next(self, source: Callable[[], Node | None], count: int) -> Iterator[Node]:
         """Yield up to `count` nodes that may go, each found once the one before it has been dealt with."""

@@ -33,6 +33,20 @@ class Configuration:
         return f"{self.model}-{self.fault}{group}-page{self.page_size}-seed{self.seed}{overlap}"
 
     @property
+    def retracts(self) -> bool:
+        """Whether the engine retracts a request every few steps; every second seed."""
+        return self.seed % 2 == 0
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The KV pool's size; where requests are retracted it is so small that the cache is evicted, too.
+
+        Not for hybrid models: SGLang's attention on the CPU indexes the smaller sliding-window pool with full slots, and
+        ends with an IndexError where they are beyond it.
+        """
+        return 160 if self.retracts and self.model == "llama" else 512
+
+    @property
     def sweep_interval(self) -> int:
         return FAULTS[self.fault][1]
 

@@ -53,6 +53,8 @@ def run_forked(configuration: Configuration, folder: Path, timeout_s: float) -> 
             os.dup2(log, 2)
             os.environ.update(configuration.environment(), KVCANARY_TRACE=str(folder / "traces"))
             note_violations(folder / "ring")
+            if configuration.retracts:
+                retract_now_and_then()
             generate(configuration)
             status = 0
         except BaseException:  # noqa: BLE001
@@ -99,6 +101,14 @@ def note_violations(path: Path) -> None:
     ViolationManager.step = noting_step
 
 
+def retract_now_and_then() -> None:
+    """Turn on SGLang's own switch for testing retraction, which it reads when it is imported."""
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT = True
+    scheduler.TEST_RETRACT_INTERVAL = 7
+
+
 def generate(configuration: Configuration) -> None:
     """Start the engine, generate from seeded random prompts, some of which share a prefix, and shut it down."""
     from sglang.srt.entrypoints.engine import Engine
@@ -116,7 +126,7 @@ def generate(configuration: Configuration) -> None:
         disable_cuda_graph=True,
         disable_overlap_schedule=not configuration.overlap,
         page_size=configuration.page_size,
-        max_total_tokens=512,
+        max_total_tokens=configuration.max_total_tokens,
         max_running_requests=8,
         chunked_prefill_size=32,
         random_seed=configuration.seed,

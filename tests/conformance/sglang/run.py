@@ -52,6 +52,8 @@ def main() -> int:
         result = compare_apart(place)
         if status != 0:
             result["differences"].insert(0, f"the engine ended with {status}, see its log")
+        if run.fault == "none" and result["verdict"] != "clean":
+            result["differences"].append(f"no fault was injected, and the replay says {result['verdict']}")
         results.append((run, result))
         said = "equal" if not result["differences"] else "DIFFERS"
         print(

@@ -13,8 +13,8 @@ from .engines import (
     random_workload,
 )
 
-NORMAL_RUNS = 30
-NORMAL_PAIRS = 12
+NORMAL_RUNS = 24
+NORMAL_PAIRS = 8
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -62,13 +62,13 @@ def test_clean_pair_whatever_the_schedule(pair_seed, tmp_path):
 def test_together_they_exercise_everything(tmp_path):
     """What the runs above prove is worth what happens in them."""
     total: dict[str, int] = {}
-    for seed in range(20, 40):
+    for seed in range(20, 32):
         config = random_config(seed)
         path = tmp_path / "trace.arrow"
         with SimulatedEngine(config, random_workload(seed, config), path, kv_watch_every=0, overwrite=True) as engine:
             engine.run()
         add(total, engine)
-    for seed in range(4):
+    for seed in range(2):
         with random_pair(seed, tmp_path / str(seed)) as pair:
             pair.run()
         add(total, pair.prefill)

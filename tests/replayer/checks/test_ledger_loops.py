@@ -9,8 +9,8 @@ from kvcanary.kernels.ledger import (
     judge_reads,
     judge_writes,
     note_writes,
-    shared_halves,
 )
+from kvcanary.kernels.swa_partners import shared_halves
 
 NUM_SLOTS = 40
 
@@ -50,13 +50,14 @@ def test_compiled_loops_do_what_their_source_says(complete: bool) -> None:
             ledger = case["ledger"]
             partners = np.zeros((NUM_SLOTS, 2), np.int64)
             writes = judge_writes(
-                slots=case["slots"], offsets=case["offsets"], request_ids=case["ids"], serial=9, ledger=ledger,
+                slots=case["slots"], offsets=case["offsets"], request_ids=case["ids"], serial=9,
+                from_start=complete, ledger=ledger,
                 backend=backend,
             )  # fmt: skip
             reads = judge_reads(
                 slots=case["reads"], positions=case["positions"], tokens=case["tokens"], offsets=case["offsets"],
-                request_ids=case["ids"], fresh_from=case["fresh"], seen=case["seen"], serial=9, complete=complete, ledger=ledger,
-                writers=case["writers"], records=case["records"], backend=backend,
+                request_ids=case["ids"], fresh_from=case["fresh"], seen=case["seen"], serial=9, complete=complete,
+                from_start=seed % 2 == 0, ledger=ledger, writers=case["writers"], records=case["records"], backend=backend,
             )  # fmt: skip
             end = int(case["offsets"][-1])
             note_writes(slots=case["slots"], end=end, event=77, ledger=ledger, backend=backend)
@@ -75,6 +76,8 @@ def test_empty_input_finds_nothing() -> None:
     nothing = np.empty(0, np.int64)
     ledger = np.zeros((1, LEDGER_COLUMNS), np.int64)
     offsets = np.zeros(1, np.int64)
-    found, bits = judge_writes(slots=nothing, offsets=offsets, request_ids=nothing, serial=1, ledger=ledger)
+    found, bits = judge_writes(
+        slots=nothing, offsets=offsets, request_ids=nothing, serial=1, from_start=True, ledger=ledger
+    )
     assert not len(found)
     assert not len(bits)

@@ -177,3 +177,17 @@ def test_after_a_gap_what_is_told_anew_is_judged_again(scene: Scene) -> None:
     first = scene.alloc(8, [3])
     second = scene.alloc(9, [3])
     assert told(scene.judge("slot_double_allocated")) == [(0, 9, 3, 1, json.dumps([first, second]))]
+
+
+def test_after_a_gap_a_slot_that_nothing_was_said_of_may_be_anybodys(scene: Scene) -> None:
+    scene.start(7, 1, [3, 4, 5])
+    scene.lose()
+    scene.alloc(7, [3], "cached")  # is the cache's from now on
+    scene.free(7, [4])
+    again = scene.free(7, [4])
+    given = scene.alloc(8, [3])
+    rows = scene.judge("slot_freed_twice", "slot_double_allocated")
+    assert [(row["kind"], row["event"]) for row in rows] == [
+        ("slot_freed_twice", again),
+        ("slot_double_allocated", given),
+    ]

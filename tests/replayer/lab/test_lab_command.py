@@ -1,6 +1,8 @@
 """`kvcanary lab`: list, run, and the matrix with its results file."""
 
 import json
+import subprocess
+import sys
 
 import pyarrow.parquet as pq
 import pytest
@@ -210,3 +212,11 @@ def test_matrix_leaves_other_results_alone(tmp_path, monkeypatch):
     path.write_text("no parquet")
     assert "expected a results file" in matrix_run(path, "--jobs", 1).stderr
     assert path.read_text() == "no parquet"
+
+
+def test_a_lab_never_loads_torch(tmp_path):
+    code = (
+        "import sys; from kvcanary.replayer.lab.matrix import try_one; "
+        "row = try_one(('kv_used', 'mha', 2)); assert row.detected and not row.error; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

@@ -1,0 +1,419 @@
+"""The adapter's parts on their own: hooks, ids, truth tokens, forward modes, layouts, allocators, walks, drafts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvcanary.recorder.engines import sglang_hooks
+from kvcanary.recorder.engines.sglang_drafts import DraftGraph
+from kvcanary.recorder.engines.sglang_forward import MODES, forward_input, prefix_and_extend
+from kvcanary.recorder.engines.sglang_history import GroupHistory
+from kvcanary.recorder.engines.sglang_hooks import TARGETS, Target, find, harmless, wrap_method
+from kvcanary.recorder.engines.sglang_layout import Layout, ranks_of
+from kvcanary.recorder.engines.sglang_requests import KnownRequest, RequestBook, request_id_of, row_of
+from kvcanary.recorder.engines.sglang_sweep import PrefixCacheWalk
+from kvcanary.recorder.environment import RecordingSettings
+
+from .fake_engine import Allocator, ModelRunner
+
+
+class Told:
+    """Stands for a recorder: keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def slots(self, kind: str, *, group: int, slots: Any, request_id: int, row: int, status: str, note: str) -> None:
+        self.calls.append((kind, group, slots.tolist(), request_id, row, status, note))
+
+    def sweep(self, **entries: Any) -> None:
+        self.calls.append(("sweep", entries))
+
+
+def settings(**values: Any) -> RecordingSettings:
+    return RecordingSettings(folder=None, **values)  # type: ignore[arg-type]
+
+
+# Hooks
+
+
+def test_a_hook_sees_arguments_result_and_exception_and_changes_none() -> None:
+    seen: list[Any] = []
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        seen.append((args, kwargs))
+        return lambda result, error: seen.append((result, error))
+
+    wrapper = harmless(hook, lambda name, error: seen.append(("fault", name)))
+    assert wrapper(lambda a, b: a + b, 2, b=3) == 5
+    error = KeyError("engine's own")
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(KeyError, match="engine's own"):
+        wrapper(fail)
+    assert seen == [((2,), {"b": 3}), (5, None), ((), {}), (None, error)]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_that_raises_is_reported_and_the_engine_goes_on(late: bool) -> None:
+    faults: list[tuple[str, str]] = []
+
+    def on_thing(*_: Any) -> Any:
+        def finish(*_: Any) -> None:
+            raise ValueError("injected")
+
+        if late:
+            return finish
+        raise ValueError("injected")
+
+    assert harmless(on_thing, lambda name, error: faults.append((name, str(error))))(lambda: 7) == 7
+    assert faults == [("on_thing", "injected")]
+
+
+def test_wrap_method_says_whether_there_is_one() -> None:
+    owner = SimpleNamespace(go=lambda x: x + 1, absent=None)
+    calls: list[int] = []
+    assert wrap_method(owner, "go", lambda x: calls.append(x), lambda *_: None)
+    assert not wrap_method(owner, "absent", lambda x: None, lambda *_: None)
+    assert (owner.go(4), calls) == (5, [4])
+
+
+def test_find_takes_the_first_path_that_this_version_has() -> None:
+    paths = ("no.such.module.thing", "json.encoder.NoSuchClass.method", "json.encoder.JSONEncoder.encode")
+    assert find(Target(name="x", paths=paths, without="")) == paths[2]
+    assert find(Target(name="x", paths=paths[:2], without="")) is None
+
+
+def test_what_cannot_be_hooked_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[str] = []
+    registry = SimpleNamespace(register=lambda path, hook, kind: registered.append(path))
+    module = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AROUND="around"))
+    monkeypatch.setitem(__import__("sys").modules, "sglang.srt.plugins.hook_registry", module)
+    attachment = SimpleNamespace(on_a=None, on_b=None, fault=None)
+    a = Target(name="a", paths=("json.dumps",), without="x")
+    b = Target(name="b", paths=("json.no_such", "json.neither"), without="sampled tokens are not told")
+    assert sglang_hooks.register([a, b], attachment) == ["not hooked: json.no_such: sampled tokens are not told"]
+    assert registered == ["json.dumps"]
+    essential = Target(name="b", paths=b.paths, without="", essential=True)
+    with pytest.raises(ValueError, match=r"this SGLang has no json\.no_such; the adapter knows versions"):
+        sglang_hooks.register([a, essential], attachment)
+    assert registered == ["json.dumps"], "nothing is hooked by half"
+
+
+def test_target_names_are_distinct() -> None:
+    names = [target.name for target in TARGETS]
+    assert len(names) == len(set(names))
+
+
+# Requests
+
+
+def test_ids_are_sglangs_own() -> None:
+    # blake2b with a digest of 8 bytes, little-endian and signed, as its token oracle has it
+    assert request_id_of("a", exact=True) == request_id_of("a", exact=False) == 3405396810240292928
+    assert request_id_of("f", exact=True) == -2626098076463622610
+    assert request_id_of("f", exact=False) == -2626098076463622610 + 2**63
+
+
+def test_rows_of_all_versions() -> None:
+    assert row_of(SimpleNamespace(req_pool_idx=3)) == 3
+    assert row_of(SimpleNamespace(req_pool_idx=None)) == -1
+    assert row_of(SimpleNamespace(kv=SimpleNamespace(req_pool_idx=4))) == 4
+    assert row_of(SimpleNamespace(kv=SimpleNamespace(req_pool_idx=None))) == -1
+
+
+def test_truth_follows_the_output_and_a_new_prompt() -> None:
+    req = SimpleNamespace(rid="r", origin_input_ids=[5, 6, 7], output_ids=[])
+    known = KnownRequest(req, 1)
+    assert known.truth().tolist() == [5, 6, 7]
+    for token in range(20):
+        req.output_ids.append(token)
+        assert known.truth().tolist() == [5, 6, 7, *range(token + 1)]
+    del req.output_ids[4:]
+    assert known.truth().tolist() == [5, 6, 7, 0, 1, 2, 3]
+    req.origin_input_ids = [9, 9]
+    assert known.truth().tolist() == [9, 9, 0, 1, 2, 3]
+
+
+def test_a_book_knows_a_name_that_is_used_again_as_another_request() -> None:
+    book = RequestBook(exact_ids=False)
+    first, second = (SimpleNamespace(rid="r", origin_input_ids=[i], output_ids=[]) for i in (1, 2))
+    assert book.see(first)[1]
+    assert not book.see(first)[1]
+    assert book.see(second)[1]
+    book.drop(first)  # the name is the second's by now
+    truth = book.truth(["r"], 2)
+    assert truth is not None
+    assert (truth.flat.tolist(), truth.lens.tolist()) == ([2], [1, 0])
+    assert book.ids(["r"], 2).tolist() == [request_id_of("r", exact=False), -1]
+    assert book.truth(["r", "stranger"], 2) is None
+
+
+# Forwards
+
+
+def batch(mode: str, **fields: Any) -> Any:
+    values = {
+        "forward_mode": SimpleNamespace(name=mode),
+        "req_pool_indices": torch.tensor([2, 3]),
+        "seq_lens": torch.tensor([10, 20]),
+        "positions": torch.tensor([9, 19]),
+        "input_ids": torch.tensor([70, 71]),
+        "out_cache_loc": torch.tensor([30, 31]),
+        "extend_seq_lens": torch.tensor([3, 4]),
+        "extend_prefix_lens": torch.tensor([7, 16]),
+        "spec_info": SimpleNamespace(draft_token_num=4),
+    }
+    return SimpleNamespace(**{**values, **fields})
+
+
+@pytest.mark.parametrize(
+    ("mode", "prefix", "extend"),
+    [
+        ("DECODE", [9, 19], [1, 1]),
+        ("EXTEND", [7, 16], [3, 4]),
+        ("MIXED", [7, 16], [3, 4]),
+        ("TARGET_VERIFY", [10, 20], [4, 4]),
+        ("DRAFT_EXTEND_V2", [7, 16], [3, 4]),
+    ],
+)
+def test_prefix_and_extend_by_mode(mode: str, prefix: list[int], extend: list[int]) -> None:
+    told = prefix_and_extend(batch(mode), MODES[mode], 2, np.array([9, 19]))
+    assert [part.tolist() for part in told] == [prefix, extend]
+
+
+def test_a_decode_goes_by_positions_and_its_padding_has_none() -> None:
+    prefix, extend = prefix_and_extend(batch("DECODE"), "decode", 3, np.array([9, 19]))
+    assert (prefix.tolist(), extend.tolist()) == ([9, 19, 0], [1, 1, 1])
+
+
+def test_a_forward_of_one_table_says_nothing_of_another() -> None:
+    tables = [torch.zeros((4, 8), dtype=torch.int32), torch.ones((4, 8), dtype=torch.int32)]
+    layout: Any = SimpleNamespace(tables=tables, luts=[])
+    runner: Any = SimpleNamespace(index=1, table=1)
+    told = forward_input(
+        batch("DECODE", out_cache_loc=torch.tensor([30])),
+        runner=runner,
+        layout=layout,
+        request_ids=np.array([1, 2]),
+        truth=None,
+    )
+    assert [loc.tolist() for loc in told.out_cache_loc] == [[-1, -1], [30, -1]]
+    assert told.reads[0].counts.tolist() == [0, 0]
+    assert told.reads[1] is tables[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"), [({"input_ids": None}, "embeddings instead of token ids"), ({"mode": "FUTURE"}, "FUTURE")]
+)
+def test_a_batch_that_cannot_be_recorded_is_refused(fields: dict[str, Any], message: str) -> None:
+    mode = fields.pop("mode", "DECODE")
+    layout: Any = SimpleNamespace(tables=[], luts=[])
+    runner: Any = SimpleNamespace(index=0, table=0)
+    with pytest.raises(ValueError, match=message):
+        forward_input(batch(mode, **fields), runner=runner, layout=layout, request_ids=np.array([1, 2]), truth=None)
+
+
+# Layouts
+
+
+def test_a_hybrid_pool_has_two_groups_and_a_draft_its_own() -> None:
+    target, draft = ModelRunner(), ModelRunner()
+    full, swa = target.token_to_kv_pool, draft.token_to_kv_pool
+    lut = torch.zeros(97, dtype=torch.int64)
+    target.token_to_kv_pool = SimpleNamespace(full_kv_pool=full, swa_kv_pool=swa, full_to_swa_index_mapping=lut)
+    target.sliding_window_size = 16
+    draft.is_draft_worker = True
+    draft.req_to_token_pool = target.req_to_token_pool
+    layout = Layout([target, draft], settings())
+    shown = [(g.name, g.kind, g.window, g.runner, g.table, g.lut, len(g.streams)) for g in layout.groups]
+    assert shown == [
+        ("full", "full", 0, 0, 0, -1, 2),
+        ("swa", "swa", 16, 0, 0, 0, 2),
+        ("draft_full", "full", 0, 1, 0, -1, 2),
+    ]
+    assert [(r.name, r.token_offset) for r in layout.names] == [("target", 0), ("draft", 1)]
+    assert (len(layout.tables), len(layout.luts), layout.notes) == (1, 1, [])
+
+
+def test_bytes_that_are_no_aligned_rows_are_not_captured_and_that_is_said() -> None:
+    runner = ModelRunner()
+    runner.token_to_kv_pool = SimpleNamespace(kv_buffer=[torch.zeros(20, 1, 73, dtype=torch.float64)], page_size=1)
+    layout = Layout([runner], settings())
+    assert (layout.groups[0].halves, layout.groups[0].streams, layout.sources) == (("K",), (), {})
+    assert layout.notes == ["target full: bytes of K not captured, a token is no row of aligned bytes"]
+    runner.token_to_kv_pool = SimpleNamespace(kv_buffer=[torch.zeros(20, 1, 72, dtype=torch.float64)], page_size=1)
+    layout = Layout([runner], settings(capture_bytes=1024))
+    assert [(s.half, s.bytes_per_token, s.capture_bytes) for s in layout.groups[0].streams] == [("K", 576, 576)]
+
+
+def test_a_pool_of_an_unknown_kind_is_named() -> None:
+    runner = ModelRunner()
+    runner.token_to_kv_pool = object()  # type: ignore[assignment]
+    layout = Layout([runner], settings())
+    assert (layout.groups, layout.notes) == ([], ["target: nothing is recorded of a pool of type object"])
+
+
+def test_ranks_are_found_wherever_a_version_keeps_them() -> None:
+    class Raising:
+        def __getattr__(self, name: str) -> int:
+            raise RuntimeError("not published")
+
+    target = SimpleNamespace(tp_rank=2, server_args=SimpleNamespace(tp_size=4, dp_size=2))
+    ranks = ranks_of(SimpleNamespace(pp_rank=1, dp_rank=None, ps=Raising()), target)
+    assert (ranks.tp_rank, ranks.tp_size, ranks.pp_rank, ranks.dp_rank, ranks.dp_size) == (2, 4, 1, 0, 2)
+
+
+# Slots
+
+
+def history(page_size: int, told: Told) -> tuple[Allocator, GroupHistory]:
+    allocator = Allocator(24 - page_size, page_size)
+    kept = GroupHistory(allocator, (0,), 24, told)  # type: ignore[arg-type]
+    hooks = {"alloc": kept.on_alloc, "free": kept.on_free, "free_page_ids": kept.on_free_page_ids}
+    hooks |= {"free_group_end": kept.on_group_end, "clear": kept.on_clear}
+    for name, hook in hooks.items():
+        assert wrap_method(allocator, name, hook, lambda name, error: pytest.fail(f"{name}: {error}"))
+    return allocator, kept
+
+
+def write(kept: GroupHistory, slots: Any, lens: list[int], rows: list[int], ids: list[int]) -> None:
+    kept.written(np.array(slots), np.array(rows), np.array(ids), np.array(lens))
+
+
+def test_slots_are_told_when_they_are_first_written_for_whom_they_are() -> None:
+    told = Told()
+    allocator, kept = history(1, told)
+    allocator.alloc(5)  # 1..5
+    assert told.calls == []
+    write(kept, [1, 2, 4, 0], [2, 1, 1], [3, 2, 0], [77, 88, -1])
+    write(kept, [1, 2, 4], [2, 1], [3, 2], [77, 88])  # told already
+    assert told.calls == [("alloc", 0, [1, 2], 77, 3, "", ""), ("alloc", 0, [4], 88, 2, "", "")]
+
+
+def test_a_page_is_told_whole_and_once() -> None:
+    told = Told()
+    allocator, kept = history(4, told)
+    assert allocator.alloc(8).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+    write(kept, [4], [1], [1], [7])
+    write(kept, [5], [1], [1], [7])
+    allocator.free(torch.tensor([4, 5]))
+    allocator.free(torch.tensor([8]))  # never written
+    assert told.calls == [
+        ("alloc", 0, [4, 5, 6, 7], 7, 1, "", ""),
+        ("free", 0, [4, 5, 6, 7], -1, -1, "", ""),
+        ("alloc", 0, [8, 9, 10, 11], -1, -1, "", "never written"),
+        ("free", 0, [8, 9, 10, 11], -1, -1, "", ""),
+    ]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_frees_that_the_engine_puts_off_are_told_once(page_size: int) -> None:
+    told = Told()
+    allocator, kept = history(page_size, told)
+    slots = allocator.alloc(8)
+    write(kept, slots.numpy(), [8], [1], [7])
+    allocator.free_group_begin()
+    allocator.free(slots)
+    assert [call[0] for call in told.calls] == ["alloc", "free"]
+    allocator.free_group_end()
+    allocator.alloc(page_size)
+    assert [call[0] for call in told.calls] == ["alloc", "free"]
+
+
+def test_an_eviction_and_a_flush_have_their_names() -> None:
+    told = Told()
+    allocator, kept = history(4, told)
+    slots = allocator.alloc(8)
+    write(kept, slots.numpy(), [8], [1], [7])
+    kept.evicting = True
+    allocator.free(slots[:4])
+    kept.evicting = False
+    allocator.clear()
+    assert [call[0] for call in told.calls] == ["alloc", "evict", "evict"]
+    assert told.calls[2][2:] == ([8, 9, 10, 11], -1, -1, "", "flush")
+
+
+def test_a_request_with_a_negative_id_holds_slots_as_one_of_several() -> None:
+    told = Told()
+    allocator, kept = history(1, told)
+    allocator.alloc(1)
+    write(kept, [1], [1], [1], [-5])
+    assert told.calls == [("alloc", 0, [1], -5, 1, "shared", "")]
+
+
+# The prefix cache
+
+
+def walk(told: Told, monkeypatch: pytest.MonkeyPatch, *, every: int, online: int = 0) -> tuple[Any, PrefixCacheWalk]:
+    lut = torch.arange(100) // 2
+    groups = [SimpleNamespace(lut=-1), SimpleNamespace(lut=0)]
+    target = SimpleNamespace(canary_manager=None)
+    if online:
+        target.canary_manager = SimpleNamespace(
+            config=SimpleNamespace(sweep_interval=online), _sweep_orchestrator=SimpleNamespace(sweep_passes=0)
+        )
+    runner = SimpleNamespace(groups={"full": 0, "swa": 1}, index=0)
+    layout: Any = SimpleNamespace(runners={id(target): runner}, groups=groups, luts=[lut])
+
+    def found(radix_cache: str, unlocked_only: bool) -> Any:
+        assert radix_cache == "tree"
+        slots = [21] if unlocked_only else [20, 21]
+        return SimpleNamespace(slot_indices=slots, positions=[0, 1], prev_slot_indices=[-1, 20])
+
+    monkeypatch.setattr(PrefixCacheWalk, "_walker", lambda self: found)
+    return target, PrefixCacheWalk(target, "tree", layout, every, told)  # type: ignore[arg-type]
+
+
+def test_a_walk_tells_each_group_in_its_own_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    _, walker = walk(told, monkeypatch, every=3)
+    for _ in range(4):
+        walker.after_forward()
+    assert [call[0] for call in told.calls] == ["sweep", "sweep"], "at forwards 0 and 3"
+    entries = {name: np.asarray(value).tolist() for name, value in told.calls[0][1].items()}
+    assert entries == {
+        "groups": [0, 0, 1, 1],
+        "slots": [20, 21, 10, 10],
+        "positions": [0, 1, 0, 1],
+        "prev_slots": [-1, 20, -1, 10],
+        "locked": [1, 0, 1, 0],
+        "runner": 0,
+    }
+
+
+def test_a_walk_follows_the_online_canarys_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    target, walker = walk(told, monkeypatch, every=9, online=5)
+    for passes in (0, 1, 1, 2):
+        target.canary_manager._sweep_orchestrator.sweep_passes = passes
+        walker.after_forward()
+    assert len(told.calls) == 2
+
+
+def test_no_walk_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    _, walker = walk(told, monkeypatch, every=0)
+    walker.after_forward()
+    assert told.calls == []
+
+
+# Drafts
+
+
+def test_the_steps_of_a_draft_graph_become_forwards() -> None:
+    before = batch("DECODE", rids=["a", "b"], out_cache_loc=torch.tensor([30, 31, 32, 40, 41, 42]))
+    graph = DraftGraph(SimpleNamespace(topk=1), before)
+    before.positions += 100  # the engine goes on with its buffers
+    steps = graph.steps((None, None, torch.tensor([[1, 2, 3], [4, 5, 6]]), None))
+    shown = [(s.input_ids.tolist(), s.positions.tolist(), s.out_cache_loc.tolist(), s.rids) for s in steps]
+    assert shown == [([1, 4], [9, 19], [30, 40], ("a", "b")), ([2, 5], [10, 20], [31, 41], ("a", "b"))]
+
+
+def test_a_draft_tree_is_refused() -> None:
+    with pytest.raises(ValueError, match="top-k 4 cannot be recorded, expected 1"):
+        DraftGraph(SimpleNamespace(topk=4), batch("DECODE"))

@@ -1,0 +1,133 @@
+"""An engine of SGLang's shape, recorded through the adapter's hooks: what stands in the trace, and that it is harmless."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvcanary.recorder.engines import sglang_attachment
+from kvcanary.recorder.engines.sglang_attachment import Attachment
+from kvcanary.recorder.engines.sglang_requests import request_id_of
+from kvcanary.recorder.engines.sglang_session import Session
+from kvcanary.recorder.environment import RecordingSettings
+from kvcanary.recorder.reader import TraceReader, read_events
+from kvcanary.replayer.replay import replay
+from kvcanary.replayer.settings import ReplaySettings
+
+from .fake_engine import ModelRunner, hooked, serve
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment, "not_applied", list)
+
+
+def record(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: Any) -> tuple[Attachment, list[list[int]]]:
+    attachment = hooked(monkeypatch, RecordingSettings(folder=folder, **settings))
+    output, _ = serve()
+    if attachment._session is not None:
+        attachment._session.recorder.close()
+    return attachment, output
+
+
+def events(folder: Path) -> tuple[Any, list[Any]]:
+    (path,) = folder.glob("*.arrow")
+    with TraceReader(path) as reader:
+        return reader.header, list(read_events(path))
+
+
+def test_a_recorded_engine_replays_clean_and_generates_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = serve()
+    _, output = record(monkeypatch, tmp_path)
+    assert output == expected
+    (path,) = tmp_path.glob("*.arrow")
+    summary = replay(path, settings=ReplaySettings(), report=None)
+    assert (summary.verdict.value, summary.forwards, summary.tokens) == ("clean", 12, 4 * 4 + 2 + 4 + 6 + 8)
+
+
+def test_what_the_trace_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(monkeypatch, tmp_path)
+    header, told = events(tmp_path)
+    assert header.engine.name == "sglang"
+    assert (header.ranks.tp_rank, header.ranks.tp_size) == (1, 2)
+    assert [(g.name, g.num_slots, [s.half for s in g.streams]) for g in header.groups] == [("full", 96, ["K", "V"])]
+    kinds = [event.kind for event in told]
+    assert kinds.count("request") == 4
+    names = {event.scalar("name"): event.scalar("request_id") for event in told if event.kind == "request"}
+    assert names == {f"r{i}": request_id_of(f"r{i}", exact=False) for i in range(4)}
+    statuses = [event.scalar("status") for event in told if event.kind == "status"]
+    assert statuses.count("admitted") == statuses.count("finished") == 4
+    allocated = sum(int(event.ints("slot_count").sum()) for event in told if event.kind == "alloc")
+    freed = sum(int(event.ints("slot_count").sum()) for event in told if event.kind == "free")
+    assert allocated == freed == 4 * 4 + 2 + 4 + 6 + 8
+    samples = {
+        event.scalar("forward"): event.ints("sampled_tokens").tolist() for event in told if event.kind == "sample"
+    }
+    assert sorted(samples) == list(range(12))
+    assert all(event.ints("truth_lens").size for event in told if event.kind == "forward")
+
+
+def test_no_history_where_it_is_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(monkeypatch, tmp_path, history="off")
+    header, told = events(tmp_path)
+    assert not {"alloc", "free"} & {event.kind for event in told}
+    assert "allocations and frees of slots are not told" in header.notes
+
+
+@pytest.mark.parametrize(
+    "name", ["before_model", "after_model", "see", "ran", "took_result", "got_row", "gave_row_back", "_tell_written"]
+)
+def test_a_fault_in_a_hook_leaves_the_engine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    expected, _ = serve()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Session, name, fail)
+    caplog.set_level(logging.ERROR, "kvcanary")
+    _, output = record(monkeypatch, tmp_path)
+    assert output == expected
+    logged = [entry.getMessage() for entry in caplog.records if entry.name == "kvcanary"]
+    assert logged
+    assert all("injected" in message for message in logged)
+    assert len(logged) == len(set(logged)), "each failing hook is logged once"
+    (path,) = tmp_path.glob("*.arrow")
+    summary = replay(path, settings=ReplaySettings(), report=None)
+    assert summary.verdict.value == "inconclusive", "what is missing is never called clean"
+
+
+def test_an_engine_that_cannot_be_described_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = serve()
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    caplog.set_level(logging.ERROR, "kvcanary")
+    attachment, output = record(monkeypatch, blocked)
+    assert output == expected
+    assert attachment._session is None
+    assert "not recording" in caplog.text
+
+
+def test_what_the_model_raises_is_told_and_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    monkeypatch.setattr(ModelRunner, "fail_at", 6, raising=False)
+    init = ModelRunner.__init__
+
+    def failing(self: ModelRunner) -> None:
+        init(self)
+        self.fail_at = 6
+
+    monkeypatch.setattr(ModelRunner, "__init__", failing)
+    with pytest.raises(RuntimeError, match="the model failed"):
+        serve()
+    assert attachment._session is not None
+    attachment._session.recorder.close()
+    _, told = events(tmp_path)
+    notes = [event.scalar("note") for event in told if event.kind == "forward"]
+    assert notes == [""] * 5 + ["the model raised RuntimeError: the model failed"]

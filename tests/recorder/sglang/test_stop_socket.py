@@ -1,0 +1,81 @@
+"""Ending a trace in a process that is about to be killed."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvcanary.recorder.engines.stop_socket import serve_stop, stop_processes
+from kvcanary.recorder.reader import TraceReader
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sockets without a file are Linux's")
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from kvcanary.recorder.engines.stop_socket import serve_stop
+from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.recorder import Recorder
+
+header = TraceHeader(groups=(PoolGroup(name="full", num_slots=8),), tables=(StateTable(rows=2, width=8),))
+recorder = Recorder(Path(sys.argv[1]), header)
+recorder.mark("before the end")
+serve_stop(recorder.close)
+print("recording", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_ends_its_trace_before_it_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.arrow"
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "recording\n"
+        assert stop_processes([child.pid]) == [child.pid]
+        child.send_signal(signal.SIGKILL)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    with TraceReader(path) as reader:
+        assert reader.complete
+        assert [event.scalar("note") for batch in reader.stream() for event in batch] == ["before the end"]
+
+
+def test_processes_that_record_nothing_are_passed_over() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        assert stop_processes([child.pid]) == []
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_process_that_does_not_answer_is_not_waited_for_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    code = (
+        "import time; from kvcanary.recorder.engines.stop_socket import serve_stop; "
+        "serve_stop(lambda: time.sleep(600)); print('recording', flush=True); time.sleep(600)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "recording\n"
+        assert stop_processes([child.pid], patience_s=0.2) == []
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    assert f"process {child.pid} did not end its trace in time" in caplog.text
+
+
+def test_a_second_recording_of_a_process_says_that_it_cannot_be_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    stopped: list[int] = []
+    serve_stop(lambda: stopped.append(1))
+    serve_stop(lambda: stopped.append(2))
+    assert "no socket to be told of the engine's end" in caplog.text
+    import os
+
+    assert stop_processes([os.getpid()]) == [os.getpid()]
+    assert stopped == [1]
