@@ -16,6 +16,7 @@ ByteArray = npt.NDArray[np.uint8]
 Endpoint = Literal["HEAD", "TAIL", "SWEEP"]
 
 RECORD_BYTES = 32
+LEDGER_BYTES = 72  # a slot's row in the history checks' ledger, and what they have reported of it
 
 
 def launch_tag(endpoint: Endpoint, half: str, kind: str) -> LaunchTag:
@@ -128,11 +129,12 @@ def _allocate(group: PoolGroup, num_slots: int) -> Tier:
 
 
 def pool_bytes(header: TraceHeader) -> int:
-    """Return the bytes that a replay's pools and tables take when every page of them is touched."""
-    total = sum(4 * table.rows * table.width for table in header.tables) + 4 * sum(header.lut_lens)
+    """Return the bytes that a replay's pools, tables and slot history take when every page of them is touched."""
+    total = sum(4 * table.rows * table.width for table in header.tables) + 8 * sum(header.lut_lens)
     if header.truth_table is not None:
         total += 4 * header.truth_table.rows * header.truth_table.width
     for group in header.groups:
         per_slot = 2 * RECORD_BYTES * len(group.halves) + sum(s.capture_bytes for s in group.streams) + 24 + 1
         total += per_slot * (group.num_slots + group.host_num_slots)
+        total += (LEDGER_BYTES + (16 if group.lut >= 0 else 0)) * group.num_slots
     return total

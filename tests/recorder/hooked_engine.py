@@ -45,8 +45,9 @@ def left_as_it_was() -> Iterator[None]:
 
 
 def event_notes(path: Path) -> Counter[str]:
-    """A trace's events by kind and note."""
-    return Counter(f"{event.kind} {event.scalar('note')}".strip() for event in read_events(path))
+    """A trace's events by kind, status and note."""
+    words = ((event.kind, event.scalar("status"), event.scalar("note")) for event in read_events(path))
+    return Counter(" ".join(word for word in of_event if word) for of_event in words)
 
 
 def assert_clean(path: Path) -> Any:

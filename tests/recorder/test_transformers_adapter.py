@@ -146,7 +146,7 @@ def test_a_kept_manager_goes_on_in_one_trace(tmp_path: Path) -> None:
         generate(subject, keep_manager=True)
         subject.destroy_cached_continuous_batching_manager()
         assert len(attachment.paths) == 1
-    assert event_notes(tmp_path / "trace.arrow")["alloc prefix hit"] > 0
+    assert event_notes(tmp_path / "trace.arrow")["alloc shared prefix hit"] > 0
     assert assert_clean(tmp_path / "trace.arrow").requests == 2 * len(PROMPTS)
 
 
