@@ -26,7 +26,7 @@ lint: $(VENV)/.tests
 # The root is the package, so mypy sees it through an alias that carries the package's name.
 types: $(VENV)/.tests
 	mkdir -p .typing && ln -sfn .. .typing/kvcanary
-	cd .typing && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -m kvcanary.cli -p kvcanary.kernels -p kvcanary.recorder -p kvcanary.replayer
+	cd .typing && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -m kvcanary.cli -p kvcanary.kernels -p kvcanary.recorder -p kvcanary.replayer -p kvcanary.analysis
 
 layers: $(VENV)/.tests
 	$(BIN)/lint-imports --no-cache
