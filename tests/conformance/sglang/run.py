@@ -35,7 +35,7 @@ def main() -> int:
 
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):  # read at the interpreter's start
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
-    from configurations import matrix
+    from configurations import FAULTS, matrix
     from engine import import_engine, run_forked
 
     args = arguments()
@@ -52,7 +52,7 @@ def main() -> int:
         result = compare_apart(place)
         if status != 0:
             result["differences"].insert(0, f"the engine ended with {status}, see its log")
-        if run.fault == "none" and result["verdict"] != "clean":
+        if not FAULTS[run.fault][0] and result["verdict"] != "clean":
             result["differences"].append(f"no fault was injected, and the replay says {result['verdict']}")
         results.append((run, result))
         said = "equal" if not result["differences"] else "DIFFERS"

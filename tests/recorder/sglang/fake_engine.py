@@ -123,6 +123,8 @@ class Scheduler:
     def __init__(self, runner: ModelRunner, allocator: Allocator) -> None:
         self.runner, self.token_to_kv_pool_allocator = runner, allocator
         self.tree_cache = SimpleNamespace()
+        # of a decode engine
+        self.disagg_decode_transfer_queue = SimpleNamespace(_commit_transfer_to_req=lambda decode_req: None)
         self.rows = runner.req_to_token_pool
 
     def run_batch(self, batch: Batch) -> Any:
@@ -138,6 +140,9 @@ class Scheduler:
                 self.token_to_kv_pool_allocator.free(self.rows.req_to_token[req.req_pool_idx, :length].long())
                 self.rows.free(req)
         self.token_to_kv_pool_allocator.free_group_end()
+
+    def send_kv_chunk(self, req: Request, last_chunk: bool = False, end_idx: int | None = None) -> None:
+        """Of a prefill engine; what moves the bytes is elsewhere."""
 
     def step(self, reqs: list[Request]) -> None:
         self.rows.alloc(reqs)

@@ -14,7 +14,7 @@ from kvcanary.recorder.reader import TraceReader, read_events
 from kvcanary.replayer.replay import replay
 from kvcanary.replayer.settings import ReplaySettings
 
-from .fake_engine import ModelRunner, hooked, serve
+from .fake_engine import ModelRunner, Scheduler, hooked, serve
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +23,12 @@ def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
 
 
-def record(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: Any) -> tuple[Attachment, list[list[int]]]:
+def record(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *, close: bool = True, **settings: Any
+) -> tuple[Attachment, list[list[int]]]:
     attachment = hooked(monkeypatch, RecordingSettings(folder=folder, **settings))
     output, _ = serve()
-    if attachment._session is not None:
+    if close and attachment._session is not None:
         attachment._session.recorder.close()
     return attachment, output
 
@@ -131,3 +133,23 @@ def test_what_the_model_raises_is_told_and_raised(tmp_path: Path, monkeypatch: p
     _, told = events(tmp_path)
     notes = [event.scalar("note") for event in told if event.kind == "forward"]
     assert notes == [""] * 5 + ["the model raised RuntimeError: the model failed"]
+
+
+def test_what_a_host_cache_loads_back_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = Scheduler.__init__
+
+    def hierarchical(self: Scheduler, *args: Any) -> None:
+        init(self, *args)
+        self.enable_hierarchical_cache = True  # type: ignore[attr-defined]
+        self.tree_cache.load_back = lambda node: node
+        schedulers.append(self)
+
+    schedulers: list[Scheduler] = []
+    monkeypatch.setattr(Scheduler, "__init__", hierarchical)
+    attachment, _ = record(monkeypatch, tmp_path, close=False)
+    assert schedulers[0].tree_cache.load_back(3) == 3
+    assert attachment._session is not None
+    attachment._session.recorder.close()
+    _, told = events(tmp_path)
+    assert "loaded back from the host cache" in told[-1].scalar("note")
+    assert told[-1].kind == "loss"

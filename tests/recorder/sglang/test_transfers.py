@@ -1,0 +1,132 @@
+"""A prefill and a decode engine of SGLang's shape: both traces together say where a byte went wrong."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kvcanary.recorder.engines import sglang_attachment
+from kvcanary.recorder.engines.sglang_attachment import Attachment
+from kvcanary.recorder.environment import RecordingSettings
+from kvcanary.recorder.reader import read_events
+from kvcanary.replayer.replay import replay_joined
+from kvcanary.replayer.settings import ReplaySettings
+
+from .fake_engine import SLOTS, Allocator, ModelRunner, Request, Scheduler, hooked
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment, "not_applied", list)
+
+
+def request(new_tokens: int) -> Request:
+    req = Request("r", list(PROMPT), new_tokens)
+    req.bootstrap_room = 42
+    return req
+
+
+def start(patch: pytest.MonkeyPatch, folder: Path, role: str) -> tuple[Attachment, Scheduler]:
+    attachment = hooked(patch, RecordingSettings(folder=folder / role))
+    runner = ModelRunner()
+    runner.server_args.disaggregation_mode = role
+    return attachment, Scheduler(runner, Allocator(SLOTS - 1, 1))
+
+
+def end(attachment: Attachment) -> Path:
+    assert attachment._session is not None
+    attachment._session.recorder.close()
+    return attachment._session.recorder.path
+
+
+def prefill(patch: pytest.MonkeyPatch, folder: Path, *, state: int = 4) -> tuple[Path, dict[str, torch.Tensor], int]:
+    """Compute a prompt and send it; return the trace, the bytes sent, and the token sampled."""
+    attachment, scheduler = start(patch, folder, "prefill")
+    req = request(new_tokens=9)
+    req.disagg_kv_sender = SimpleNamespace(poll=lambda: state)  # type: ignore[attr-defined]
+    scheduler.step([req])
+    scheduler.send_kv_chunk(req, end_idx=2)
+    scheduler.send_kv_chunk(req, last_chunk=True)
+    slots = scheduler.rows.req_to_token[req.req_pool_idx, : len(PROMPT)].long()
+    pool = scheduler.runner.token_to_kv_pool
+    sent = {"k": pool.k_buffer[0][slots].clone(), "v": pool.v_buffer[0][slots].clone()}
+    for _ in range(2):  # the engine asks again and again
+        assert req.disagg_kv_sender.poll() == state  # type: ignore[attr-defined]
+    scheduler.token_to_kv_pool_allocator.free(slots)
+    scheduler.rows.free(req)
+    return end(attachment), sent, req.output_ids[0]
+
+
+def decode(patch: pytest.MonkeyPatch, folder: Path, sent: dict[str, torch.Tensor], token: int) -> Path:
+    attachment, scheduler = start(patch, folder, "decode")
+    other = Request("other", [50, 51], new_tokens=4)
+    scheduler.step([other])  # so that the slots differ from the prefill side's
+    req = request(new_tokens=6)
+    req.output_ids.append(token)
+    scheduler.rows.alloc([req])
+    slots = scheduler.token_to_kv_pool_allocator.alloc(len(PROMPT))
+    scheduler.rows.req_to_token[req.req_pool_idx, : len(PROMPT)] = slots.int()
+    pool = scheduler.runner.token_to_kv_pool
+    pool.k_buffer[0][slots], pool.v_buffer[0][slots] = sent["k"], sent["v"]
+    scheduler.disagg_decode_transfer_queue._commit_transfer_to_req(SimpleNamespace(req=req))
+    while not req.finished():
+        scheduler.step([r for r in (other, req) if not r.finished()])
+    return end(attachment)
+
+
+def verdicts(paths: list[Path]) -> list[str]:
+    return [s.verdict.value for s in replay_joined(paths, settings=ReplaySettings(), reports=[None] * len(paths))]
+
+
+def test_a_healthy_pair_is_clean_and_the_decode_side_alone_is_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        first, sent, token = prefill(patch, tmp_path)
+    with monkeypatch.context() as patch:
+        second = decode(patch, tmp_path, sent, token)
+    assert verdicts([first, second]) == ["clean", "clean"]
+    assert verdicts([second]) == ["inconclusive"]
+    told = [(e.scalar("status"), e.scalar("mode")) for e in read_events(first) if e.kind == "transfer"]
+    assert told == [("start", "send"), ("end", "send")]
+    told = [(e.scalar("status"), e.scalar("mode")) for e in read_events(second) if e.kind == "transfer"]
+    assert told == [("start", "receive"), ("end", "receive")]
+
+
+def test_a_byte_that_changes_on_the_way_is_found_on_the_decode_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        first, sent, token = prefill(patch, tmp_path)
+    sent["k"][3, 0, 0] += 1
+    with monkeypatch.context() as patch:
+        second = decode(patch, tmp_path, sent, token)
+    assert verdicts([first, second]) == ["clean", "corrupt"]
+
+
+def test_a_transfer_that_failed_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        first, _, _ = prefill(patch, tmp_path, state=0)
+    told = [(e.scalar("status"), e.scalar("note")) for e in read_events(first) if e.kind == "transfer"]
+    assert told == [("start", ""), ("failed", "the sender says so")]
+
+
+def test_a_decode_engine_whose_transfers_cannot_be_seen_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    init = Scheduler.__init__
+
+    def without_queue(self: Scheduler, *args: Any) -> None:
+        init(self, *args)
+        self.disagg_decode_transfer_queue = None  # type: ignore[assignment]
+
+    monkeypatch.setattr(Scheduler, "__init__", without_queue)
+    caplog.set_level(logging.ERROR, "kvcanary")
+    attachment, _ = start(monkeypatch, tmp_path, "decode")
+    assert attachment._session is None
+    assert "does not say what a decode engine receives" in caplog.text
