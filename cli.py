@@ -19,6 +19,8 @@ _COMMANDS: Final = {
     "recover": ("recorder.commands.recover", "recover_command", "Rewrite what is whole of a torn trace."),
     "replay": ("replayer.commands.replay", "replay_command", "Replay traces and judge them (kvcanary-replay)."),
     "simulate": ("recorder.commands.simulate", "simulate_command", "Record a trace from the simulated engine."),
+    "sql": ("analysis.commands.sql", "sql_command", "Ask traces and reports anything, in SQL."),
+    "triage": ("analysis.commands.triage", "triage_command", "Answer the questions asked of every damage."),
     "completion": ("", "", "Print the shell completion script."),
 }
 
@@ -54,6 +56,8 @@ def main() -> None:
     From a production trace to a verdict:
       kvcanary inspect trace.arrow       what is in it, what was lost
       kvcanary-replay trace.arrow        rebuild the pools, verify every forward, write trace.report/
+      kvcanary triage trace.report       who held the slot before, since when, what kind of bug
+      kvcanary sql trace.report          any other question, in SQL
       kvcanary recover torn.arrow        save what is whole of a torn trace
     """
 

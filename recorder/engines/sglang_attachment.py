@@ -14,6 +14,7 @@ from .stop_socket import serve_stop, stop_children
 logger = logging.getLogger("kvcanary")
 
 EVICTIONS = ("evict", "evict_for_alloc")
+LOADS = ("init_load_back", "load_back")
 
 
 class Attachment:
@@ -85,8 +86,22 @@ class Attachment:
             for name in EVICTIONS:
                 if hasattr(scheduler.tree_cache, name):
                     self._wrap(scheduler.tree_cache, name, self.on_evict)
+        if getattr(scheduler, "enable_hierarchical_cache", False):
+            for name in LOADS:
+                wrap_method(scheduler.tree_cache, name, self.on_load_back, self.fault)
+        self._follow_transfers(scheduler, session)
         self._session = session
         serve_stop(session.recorder.close)
+
+    def _follow_transfers(self, scheduler: Any, session: Session) -> None:
+        """Hook what a prefill engine sends and a decode engine receives."""
+        role = session.recorder.header.role
+        if role == "prefill":
+            self._wrap(scheduler, "send_kv_chunk", self.on_send)
+        queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
+        if role == "decode" and not wrap_method(queue, "_commit_transfer_to_req", self.on_receive, self.fault):
+            session.recorder.close()
+            raise ValueError("this SGLang does not say what a decode engine receives, so nothing can be judged")
 
     def _wrap(self, owner: Any, name: str, hook: Hook) -> None:
         if not wrap_method(owner, name, hook, self.fault):
@@ -206,6 +221,42 @@ class Attachment:
             return None
         row = row_of(req)
         return lambda _, error: None if error else session.gave_row_back(req, row)
+
+    def on_send(self, req: Any, *args: Any, **kwargs: Any) -> Finish | None:
+        """Tell of a prompt whose last chunk is sent to a decode engine, and of the transfer's end."""
+        session = self._live("on_send")
+        if session is None:
+            return None
+        session.transfers.sending(req)
+        last = bool(args[0]) if args else bool(kwargs.get("last_chunk", False))
+
+        def finish(_: Any, error: BaseException | None) -> None:
+            if error is None and last:
+                known = session.see(req)
+                session.transfers.sent_last(req, known)
+                self._wrap(req.disagg_kv_sender, "poll", session.transfers.on_poll(req, known))
+
+        return finish
+
+    def on_receive(self, decode_req: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Tell of a prompt that has landed."""
+        session = self._live("on_receive")
+        if session is None:
+            return None
+        req = decode_req.req
+
+        def finish(_: Any, error: BaseException | None) -> None:
+            if error is None:
+                session.transfers.received(req, session.see(req))
+
+        return finish
+
+    def on_load_back(self, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Say that slots may have got content from a host cache, which ones is not told."""
+        session = self._live("on_load_back")
+        if session is not None:
+            session.recorder.lost("KV was loaded back from the host cache, which is not told")
+        return None
 
     def on_evict(self, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Call slots that are given back meanwhile evicted."""

@@ -16,6 +16,7 @@ from .sglang_history import GroupHistory
 from .sglang_layout import Layout, RunnerLayout, describe_engine
 from .sglang_requests import KnownRequest, RequestBook, row_of
 from .sglang_sweep import PrefixCacheWalk
+from .sglang_transfers import Transfers, room_of
 
 logger = logging.getLogger("kvcanary")
 
@@ -50,6 +51,7 @@ class Session:
         self.sweep = PrefixCacheWalk(
             self.target, scheduler.tree_cache, self.layout, header.sweep_interval, self.recorder
         )
+        self.transfers = Transfers(self.layout, self.recorder)
         self.histories: list[GroupHistory] = []
         self.retracting = False
         self._last_target: tuple[int, tuple[str, ...]] = (-1, ())
@@ -68,12 +70,11 @@ class Session:
         """Return a request of the engine's; a new one is told of."""
         known, new = self._requests.see(req)
         if new:
-            room = getattr(req, "bootstrap_room", None)
             self.recorder.request(
                 request_id=known.request_id,
                 name=req.rid,
                 prompt_len=len(req.origin_input_ids),
-                room=-1 if room is None else int(room),
+                room=room_of(req),
             )
         return known
 
@@ -137,6 +138,7 @@ class Session:
     def gave_row_back(self, req: Any, row: int) -> None:
         """Tell what became of a request whose row is free again."""
         known = self.see(req)
+        self.transfers.forget(req)
         if req.finished():
             reason = type(req.finished_reason).__name__
             status = "aborted" if "ABORT" in reason else "finished"
@@ -144,6 +146,8 @@ class Session:
         else:
             status, reason = ("retracted", "") if self.retracting else ("aborted", "row freed before the end")
         self.recorder.request_status(request_id=known.request_id, status=status, row=row, note=reason)
+        if status == "retracted" and self.recorder.header.role == "decode":
+            self.recorder.lost("a decode engine restores a retracted request's KV from the host, which is not told")
 
 
 def trace_name(header: Any) -> str:

@@ -11,9 +11,6 @@ FAULTS = {
     "REAL_KV_USED": (0.4, 0),
     "REAL_KV_POST_FORWARD": (0.4, 3),
     "REAL_KV_UNUSED_CACHE": (0.8, 2),
-    # sampled by SGLang's token oracle, which then also knows what every decode must be fed
-    "ORACLE": (0.0, 0),
-    "NEXT_TOKEN_SWAP": (0.3, 0),
 }
 KV_FAULTS = ("REAL_KV_USED", "REAL_KV_POST_FORWARD", "REAL_KV_UNUSED_CACHE")
 
@@ -34,10 +31,6 @@ class Configuration:
         group = f"-{self.group}" if self.group != "full" else ""
         overlap = "-overlap" if self.overlap else ""
         return f"{self.model}-{self.fault}{group}-page{self.page_size}-seed{self.seed}{overlap}"
-
-    @property
-    def oracle(self) -> bool:
-        return self.fault in ("ORACLE", "NEXT_TOKEN_SWAP")
 
     @property
     def retracts(self) -> bool:
@@ -64,9 +57,6 @@ class Configuration:
             "SGLANG_KV_CANARY_ENABLE_MHA_V": "1",
             "SGLANG_KV_CANARY_RING_CAPACITY": "1000000",
         }
-        if self.oracle:
-            env["SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE"] = "1"
-            env["SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT"] = "1"
         if FAULTS[self.fault][0]:
             env[f"SGLANG_KV_CANARY_PERTURB_{self.fault}_PROB"] = str(FAULTS[self.fault][0])
             env["SGLANG_KV_CANARY_PERTURB_TARGET_GROUP"] = self.group

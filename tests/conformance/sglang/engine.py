@@ -117,7 +117,7 @@ def generate(configuration: Configuration) -> None:
         model_path=str(MODELS / configuration.model),
         load_format="dummy",
         skip_tokenizer_init=True,
-        sampling_backend="token_oracle" if configuration.oracle else "pytorch",
+        sampling_backend="pytorch",
         grammar_backend="none",
         device="cpu",
         attention_backend="torch_native",

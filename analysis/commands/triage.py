@@ -1,0 +1,136 @@
+"""`kvcanary triage`: the questions asked of every damage, answered."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from ..session import Session
+    from ..sources import Source
+    from ..triage import Triage
+
+EXIT_FAILED = 2
+
+_EPILOG = """\b
+Examples:
+  kvcanary triage trace.report
+      ten questions, in words and small tables
+  kvcanary triage trace.report --sql
+      the same with the SQL behind each, for kvcanary sql
+  kvcanary triage trace.report --json | jq '.questions[] | {question, answer}'
+  kvcanary triage trace.report --trace /mnt/traces/trace.arrow
+      where the trace is no longer where it was replayed
+
+\b
+Exit codes: 0 answered (also where nothing was found), 2 wrong usage or an unreadable report.
+"""
+
+
+@click.command("triage", epilog=_EPILOG)
+@click.argument("report", metavar="REPORT", type=click.Path(path_type=Path))
+@click.option("--trace", type=click.Path(path_type=Path), help="Where the report's trace is now, if it has moved.")
+@click.option("--sql", "show_sql", is_flag=True, help="Show the SQL behind each answer.")
+@click.option("--json", "as_json", is_flag=True, help="Print answers, rows and SQL as JSON.")
+def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bool) -> None:
+    """Answer the questions that are asked of every damage: who held the slot before, which forward wrote it first, is
+    it the prefix cache, chunk boundaries, page sizes, the same slots, other requests' tokens, the draft, the prefill
+    or decode side, a transfer.
+
+    REPORT is the folder that kvcanary-replay wrote. The first call writes report.duckdb into it, which answers from
+    then on and opens with any DuckDB client.
+    """
+    from ...recorder.commands.text import printable
+    from ..errors import AnalysisError
+    from ..sources import find_sources, read_summary
+    from ..triage import triage
+
+    try:
+        read_summary(report)
+        [source] = find_sources([report], trace=trace)
+        with _session(source) as session:
+            found = triage(session)
+    except AnalysisError as error:
+        click.echo(f"Error: {printable(str(error))}", err=True)
+        sys.exit(EXIT_FAILED)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(_to_json(source, found), indent=2, default=str))
+        return
+    for line in _lines(source, found, show_sql):
+        click.echo(line)
+
+
+def _session(source: Source) -> Session:
+    """Open the report's store, made first where there is none that fits; without one where it cannot be written."""
+    from ..errors import AnalysisError
+    from ..session import open_sources
+    from ..store import build_store, fresh_store
+
+    if fresh_store(source) is None:
+        if source.trace is None:
+            raise AnalysisError(f"{source.problem}; say where the trace is now with --trace")
+        try:
+            build_store(source)
+        except AnalysisError as error:
+            click.echo(f"{error}; answering from the files, which is slower", err=True)
+    return open_sources([source])
+
+
+def _to_json(source: Source, found: Triage) -> dict[str, object]:
+    return {
+        "report": str(source.report),
+        "trace": str(source.trace) if source.trace else None,
+        "violations": found.violations,
+        "findings": found.findings,
+        "first_damage": found.first,
+        "questions": [
+            {
+                "name": answer.name,
+                "question": answer.question,
+                "answer": answer.words,
+                "first": answer.first,
+                "overall": answer.overall,
+                "first_sql": answer.first_sql,
+                "overall_sql": answer.overall_sql,
+            }
+            for answer in found.answers
+        ],
+        "lost": found.lost,
+    }
+
+
+def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
+    from ...recorder.commands.text import printable
+    from ..text_table import text_table
+    from ..triage import lost_line
+
+    lines = [f"report  {printable(str(source.report))}   {found.violations:,} violations, {found.findings:,} findings"]
+    first = found.first
+    if first:
+        whose = f"   request {first['request']}" if first["request"] else ""
+        where = f", position {first['position']}" if first["position"] >= 0 else ""
+        when = f"forward {first['forward']}" if first["forward"] >= 0 else f"event {first['event']}"
+        lines.append(
+            printable(f"first   {when}{whose}   slot {first['slot']} of group {first['pool_group']}{where}   {first['what']}")
+        )
+    if not found.answers:
+        lines.append("nothing was found, so there is nothing to ask")
+    for number, answer in enumerate(found.answers, 1):
+        lines += ["", f"{number:2}  {answer.question}", f"    {printable(answer.words)}"]
+        for title, rows, columns, sql in (
+            ("the first damage", answer.first, answer.first_columns, answer.first_sql),
+            ("over all", answer.overall, answer.overall_columns, answer.overall_sql),
+        ):
+            if rows:
+                lines += [f"    {title}:", *text_table(rows, columns, indent="      ")]
+            if show_sql and sql:
+                lines += ["", *(f"      {line}" for line in sql.splitlines()), ""]
+    lines.append("")
+    lines += [printable(f"lost    {lost_line(row)}") for row in found.lost]
+    lines.append(f"next    kvcanary sql {printable(str(source.report))}")
+    return lines

@@ -1,0 +1,108 @@
+"""The SQL library: every relation and macro, one `.sql` file each, in the order in which they build on one another.
+
+`BASE` relations are computed from a trace's events or taken from a report; in a store they are tables. `DERIVED` are
+views and macros over them, the same everywhere. A file starts with the comment that describes it.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Final
+
+BASE: Final = (
+    "traces",
+    "pool_groups",
+    "streams",
+    "gaps",
+    "events",
+    "forwards",
+    "forward_requests",
+    "statuses",
+    "requests",
+    "tokens",
+    "samples",
+    "slot_events",
+    "lut_changes",
+    "swa_tokens",
+    "copies",
+    "table_changes",
+    "kv_changes",
+    "transfers",
+    "transfer_slots",
+    "sweeps",
+    "losses",
+    "marks",
+    "violations",
+    "findings",
+)
+# Views and macros, each after those that it builds on: a view is bound when it is made.
+DERIVED: Final = (
+    ("views", "slot_writes"),
+    ("macros", "lifetimes_between"),
+    ("views", "slot_lifetimes"),
+    ("views", "damage"),
+    ("views", "first_damage"),
+    ("views", "chunks"),
+    ("views", "lost"),
+    ("macros", "slot_history"),
+    ("macros", "slot_owner"),
+    ("macros", "request_timeline"),
+    ("macros", "neighbours"),
+    ("macros", "first_bad_forward"),
+    ("macros", "blast_radius"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlFile:
+    """One file of the library: its description, and the statement below it."""
+
+    name: str
+    description: str
+    sql: str
+
+
+@cache
+def sql_file(folder: str, name: str) -> SqlFile:
+    """Read `sql/FOLDER/NAME.sql` of the package."""
+    text = (files(__package__) / "sql" / folder / f"{name}.sql").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    start = next(number for number, line in enumerate(lines) if not line.startswith("--"))
+    described = " ".join(line.removeprefix("--").strip() for line in lines[:start])
+    return SqlFile(name=name, description=described, sql="\n".join(lines[start:]).strip().removesuffix(";"))
+
+
+def relation_statements(*, stored: bool) -> list[str]:
+    """Return the statements that make the whole library, tables for the base where it is stored."""
+    kind = "table" if stored else "view"
+    statements = [f"create {kind} {name} as\n{sql_file('base', name).sql}" for name in BASE]
+    return [*statements, *derived_statements()]
+
+
+def derived_statements() -> list[str]:
+    """Return the statements that make views and macros over the base."""
+    return [
+        f"create view {name} as\n{sql_file(folder, name).sql}" if folder == "views" else sql_file(folder, name).sql
+        for folder, name in DERIVED
+    ]
+
+
+def comment_statements() -> list[str]:
+    """Return statements that leave each description in a store, where any client shows it."""
+    named = [("table", "base", name) for name in BASE]
+    named += [("view", folder, name) for folder, name in DERIVED if folder == "views"]
+    named += [("macro table", folder, name) for folder, name in DERIVED if folder == "macros"]
+    return [
+        f"comment on {kind} {name} is '{sql_file(folder, name).description.replace(chr(39), chr(39) * 2)}'"
+        for kind, folder, name in named
+    ]
+
+
+@cache
+def library_hash() -> str:
+    """Return a hash of the library, by which a store knows whether another version of kvcanary made it."""
+    digest = hashlib.sha256()
+    for statement in relation_statements(stored=True):
+        digest.update(statement.encode())
+    return digest.hexdigest()

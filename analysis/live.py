@@ -1,0 +1,75 @@
+"""The library over traces and reports where they lie: nothing is imported, every query reads the files."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from ..recorder.schema import trace_schema
+from ..replayer.findings import FINDING_SCHEMA
+from ..replayer.violations import VIOLATION_SCHEMA
+from .errors import AnalysisError
+from .header_tables import HEADER_SCHEMAS, header_rows, summary_rows
+from .sources import Source
+from .trace_scan import private_folder, scan_trace
+
+# DuckDB takes a trace, whose number of rows it does not know, for a few rows, and would join as of by trying all pairs.
+NO_LOOP_JOIN = "set asof_loop_join_threshold = 0"
+
+_REPORT_FILES = {"violations": VIOLATION_SCHEMA, "findings": FINDING_SCHEMA}
+
+
+def quoted(text: str) -> str:
+    """Return text as an SQL string."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def make_raw_relations(connection: Any, sources: Sequence[Source], resources: ExitStack) -> None:
+    """Give a connection `raw_events`, `raw_violations`, `raw_findings` and the header's tables, of all sources.
+
+    Raises:
+        AnalysisError: a trace or a report cannot be read.
+    """
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in HEADER_SCHEMAS}
+    events: list[str] = []
+    for number, source in enumerate(sources):
+        if source.trace is None:
+            found = summary_rows(source.name, source.summary or {})
+        else:
+            scan = scan_trace(source.trace, resources)
+            connection.register(f"raw_events_{number}", scan.events)
+            events.append(f"select {quoted(source.name)} as trace, * from raw_events_{number}")
+            found = header_rows(source.name, source.trace, scan.header, complete=scan.complete, gaps=scan.gaps)
+        for name, new in found.items():
+            rows[name] += new
+    connection.register("_no_events", trace_schema().empty_table())
+    events.append("select ''::varchar as trace, * from _no_events")
+    _view(connection, "raw_events", events)
+    for name, schema in HEADER_SCHEMAS.items():
+        connection.register(name, pa.Table.from_pylist(rows[name], schema=schema))
+    for name, schema in _REPORT_FILES.items():
+        connection.register(f"_no_{name}", schema.empty_table())
+        parts = [f"select {quoted(s.name)} as trace, * from {_parquet(s, name, resources)}" for s in sources if s.report]
+        parts.append(f"select ''::varchar as trace, * from _no_{name}")
+        _view(connection, f"_all_{name}", parts)
+        connection.execute(
+            f'create temp view raw_{name} as select * exclude ("group"), "group" as pool_group from _all_{name}'
+        )
+
+
+def _view(connection: Any, name: str, parts: list[str]) -> None:
+    connection.execute(f"create temp view {name} as " + "\nunion all by name\n".join(parts))
+
+
+def _parquet(source: Source, name: str, resources: ExitStack) -> str:
+    path = (source.report or Path()) / f"{name}.parquet"
+    if not path.is_file():
+        raise AnalysisError(f"{path}: missing; the report is incomplete, so replay the trace again")
+    text = str(path.absolute())
+    if any(char in text for char in "*?[") or not text.isprintable():  # DuckDB would take it for a pattern
+        link = Path(resources.enter_context(private_folder())) / f"{name}.parquet"
+        link.symlink_to(path.absolute())
+        text = str(link)
+    return f"read_parquet({quoted(text)})"

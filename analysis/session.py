@@ -1,0 +1,168 @@
+"""An open session: SQL over traces and reports, answered as Arrow or Polars."""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import duckdb
+import pyarrow as pa
+
+from .errors import AnalysisError, SqlError
+from .library import BASE, DERIVED, derived_statements, relation_statements, sql_file
+from .live import NO_LOOP_JOIN, make_raw_relations, quoted
+from .sources import Source, find_sources, read_summary
+from .store import fresh_store
+from .trace_scan import private_folder
+
+if TYPE_CHECKING:
+    import polars as pl
+
+ROWS_PER_BATCH = 100_000
+
+
+class Session:
+    """SQL over traces and reports; a context manager.
+
+    `sources` are the traces and reports behind it, `stored` says whether it answers from report.duckdb.
+    """
+
+    def __init__(self, connection: Any, sources: Sequence[Source], resources: ExitStack, *, stored: bool) -> None:
+        self.sources = tuple(sources)
+        self.stored = stored
+        self._connection = connection
+        self._resources = resources
+
+    def sql(self, query: str) -> pa.Table:
+        """Run SQL and return the last statement's rows; raise `SqlError` with DuckDB's message."""
+        return self.batches(query).read_all()
+
+    def batches(self, query: str) -> pa.RecordBatchReader:
+        """Run SQL and return the last statement's rows as a stream of record batches; raise `SqlError`.
+
+        A reader ends where the next query begins.
+        """
+        try:
+            result = self._connection.sql(query)
+            if result is None:
+                return pa.table({}).to_reader()
+            return result.to_arrow_reader(ROWS_PER_BATCH)
+        except (duckdb.Error, pa.ArrowException) as error:
+            raise SqlError(str(error)) from None
+
+    def polars(self, query: str) -> "pl.DataFrame":
+        """Run SQL and return the last statement's rows as a Polars frame; raise `SqlError`.
+
+        Raises:
+            AnalysisError: polars is not installed.
+        """
+        try:
+            import polars as pl
+        except ModuleNotFoundError:
+            raise AnalysisError("polars is not installed: pip install 'kvcanary[analysis]'") from None
+        frame = pl.from_arrow(self.sql(query))
+        return frame if isinstance(frame, pl.DataFrame) else frame.to_frame()
+
+    def relations(self) -> dict[str, str]:
+        """Return the library's relations and macros with their descriptions."""
+        named = [*(("base", name) for name in BASE), *DERIVED]
+        return {name: sql_file(folder, name).description for folder, name in named}
+
+    def words(self) -> list[str]:
+        """Return the names of relations, columns and macros, for completion."""
+        columns = self.sql("select distinct column_name from information_schema.columns where column_name[1] <> '_'")
+        return sorted({*self.relations(), *columns["column_name"].to_pylist()})
+
+    def interrupt(self) -> None:
+        """Stop the running query."""
+        self._connection.interrupt()
+
+    def close(self) -> None:
+        """Close the session and remove its temporary files."""
+        self._connection.close()
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_report(path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> Session:
+    """Open a report folder, from its report.duckdb where there is one that fits, else from the files themselves.
+
+    Args:
+        path: the folder that kvcanary-replay wrote.
+        trace: where its trace is now, if it has moved.
+
+    Raises:
+        AnalysisError: no report, or no readable one.
+    """
+    report = Path(path)
+    read_summary(report)  # says so where a trace was given
+    return open_sources(find_sources([report], trace=None if trace is None else Path(trace)))
+
+
+def open_traces(*paths: str | os.PathLike[str]) -> Session:
+    """Open traces and report folders together; the column `trace` says which is which.
+
+    Raises:
+        AnalysisError: a path is neither a trace nor a report.
+    """
+    return open_sources(find_sources([Path(path) for path in paths]))
+
+
+def open_sources(sources: Sequence[Source], *, use_store: bool = True) -> Session:
+    """Open sources: from their stores if each has one that fits, else from their files.
+
+    Raises:
+        AnalysisError: a trace or report cannot be read.
+    """
+    with ExitStack() as resources:
+        connection = connect(":memory:", resources)
+        stores = [fresh_store(source) for source in sources] if use_store else [None]
+        try:
+            if all(stores):
+                _attach(connection, list(zip(sources, stores, strict=True)))
+            else:
+                make_raw_relations(connection, sources, resources)
+                for statement in relation_statements(stored=False):
+                    connection.execute(statement)
+        except duckdb.Error as error:
+            raise AnalysisError(f"{_named(sources)}: cannot be opened: {error}") from None
+        return Session(connection, sources, resources.pop_all(), stored=all(stores))
+
+
+def connect(database: str, resources: ExitStack) -> Any:
+    """Return a DuckDB connection that fetches nothing from outside and spills into a private folder."""
+    connection = duckdb.connect(
+        database, config={"autoinstall_known_extensions": False, "python_enable_replacements": False}
+    )
+    resources.callback(connection.close)
+    spill = resources.enter_context(private_folder())
+    connection.execute(f"set temp_directory = {quoted(spill)}")
+    connection.execute(NO_LOOP_JOIN)
+    return connection
+
+
+def _attach(connection: Any, stores: Sequence[tuple[Source, Path | None]]) -> None:
+    """One view a base relation, over all stores."""
+    for number, (_, store) in enumerate(stores):
+        connection.execute(f"attach {quoted(str(store))} as store_{number} (read_only)")
+    for name in BASE:
+        parts = [
+            f"select * replace ({quoted(source.name)} as trace) from store_{number}.{name}"
+            for number, (source, _) in enumerate(stores)
+        ]
+        connection.execute(f"create view {name} as " + " union all by name ".join(parts))
+    for statement in derived_statements():
+        connection.execute(statement)
+
+
+def _named(sources: Sequence[Source]) -> str:
+    return ", ".join(str(source.report or source.trace) for source in sources)

@@ -1,0 +1,96 @@
+"""`report.duckdb`: the library's base as tables, its views and macros, in one file that any DuckDB client opens."""
+
+import contextlib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from .errors import AnalysisError
+from .library import comment_statements, library_hash, relation_statements
+from .live import NO_LOOP_JOIN, make_raw_relations, quoted
+from .sources import STORE_NAME, Source
+from .trace_scan import private_folder
+
+# What the build may hold in memory; what does not fit goes to the temporary folder.
+MEMORY_LIMIT = "2GB"
+
+
+def build_store(source: Source) -> Path:
+    """Write a report's `report.duckdb`, in place of an older one, and return its path.
+
+    The file needs neither trace nor report afterwards. It is made beside and renamed, so that nobody sees half of it,
+    and only this user can read it.
+
+    Raises:
+        AnalysisError: there is no report folder, the trace is not at hand, or the file cannot be written.
+    """
+    if source.report is None:
+        raise AnalysisError(f"{source.trace}: no report beside it to hold {STORE_NAME}; run kvcanary-replay {source.trace}")
+    if source.trace is None:
+        raise AnalysisError(f"{source.problem}; name the place that it has moved to with --trace")
+    return write_store(source, source.report / STORE_NAME)
+
+
+def write_store(source: Source, target: Path) -> Path:
+    """Write a store to any file; see `build_store`."""
+    try:
+        with ExitStack() as resources:
+            folder = Path(resources.enter_context(private_folder(target.parent)))
+            making = folder / STORE_NAME
+            _fill(making, source, resources)
+            making.chmod(0o600)
+            making.replace(target)
+    except OSError as error:
+        raise AnalysisError(f"{target}: cannot be written ({error.strerror or error})") from None
+    except duckdb.Error as error:
+        raise AnalysisError(f"{target}: cannot be made: {error}") from None
+    return target
+
+
+def fresh_store(source: Source) -> Path | None:
+    """Return a report's store if it was made of these very files by this library, else None."""
+    if source.report is None:
+        return None
+    store = source.report / STORE_NAME
+    if not store.is_file():
+        return None
+    try:
+        with contextlib.closing(duckdb.connect(str(store), read_only=True)) as connection:
+            found = dict(connection.execute("select key, value from store_info").fetchall())
+    except (duckdb.Error, OSError, UnicodeError):
+        return None
+    expected = _stamp(source)
+    return store if all(found.get(key) == value for key, value in expected.items()) else None
+
+
+def _fill(path: Path, source: Source, resources: ExitStack) -> None:
+    connection: Any = duckdb.connect(str(path), config={"autoinstall_known_extensions": False})
+    try:
+        connection.execute(f"set temp_directory = {quoted(str(path.parent / 'spill'))}")
+        connection.execute(f"set memory_limit = '{MEMORY_LIMIT}'")
+        connection.execute(NO_LOOP_JOIN)
+        make_raw_relations(connection, [source], resources)
+        for statement in relation_statements(stored=True):
+            connection.execute(statement)
+        for statement in comment_statements():
+            connection.execute(statement)
+        connection.execute("create table store_info (key varchar, value varchar)")
+        connection.executemany("insert into store_info values (?, ?)", list(_stamp(source).items()))
+        connection.execute("checkpoint")
+    finally:
+        connection.close()
+
+
+def _stamp(source: Source) -> dict[str, str]:
+    """What a store is made of; of a trace that is not at hand nothing is asked."""
+    stamp = {"library": library_hash(), "summary": _file_stamp((source.report or Path()) / "summary.json")}
+    if source.trace is not None:
+        stamp["trace"] = _file_stamp(source.trace)
+    return stamp
+
+
+def _file_stamp(path: Path) -> str:
+    found = path.stat()
+    return f"{found.st_size} {found.st_mtime_ns}"

@@ -1,0 +1,84 @@
+"""A trace as something that DuckDB scans: the file itself, column by column, never the whole of it in memory."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.fs
+
+from ..recorder.errors import TraceError
+from ..recorder.header import TraceHeader
+from ..recorder.reader import TraceGap, TraceReader
+from .errors import AnalysisError
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceScan:
+    """A trace's events for DuckDB, its header, and what is missing of it."""
+
+    header: TraceHeader
+    events: Any
+    complete: bool
+    gaps: list[dict[str, Any]] = field(default_factory=list)
+
+
+def scan_trace(trace: Path, resources: ExitStack) -> TraceScan:
+    """Check every batch of a trace, and return it for scanning.
+
+    A whole trace is scanned where it lies. Of a torn or damaged one the whole batches are copied to a temporary file,
+    which goes with `resources`.
+
+    Raises:
+        AnalysisError: the trace cannot be read, or no copy of it can be written.
+    """
+    try:
+        with TraceReader(trace) as reader:
+            gaps = [
+                {key: getattr(item, key) for key in ("after_event", "missing_events", "kind", "reason")}
+                for item in reader.stream()
+                if isinstance(item, TraceGap)
+            ]
+            path = trace
+            if gaps or not reader.complete:
+                path = _copy_whole_batches(reader, Path(resources.enter_context(private_folder())))
+            return TraceScan(
+                header=reader.header, events=_dataset(path, resources), complete=reader.complete, gaps=gaps
+            )
+    except TraceError as error:
+        raise AnalysisError(str(error)) from None
+
+
+def _copy_whole_batches(reader: TraceReader, folder: Path) -> Path:
+    path = folder / "whole.arrow"
+    try:
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        with path.open("wb") as file, pa.ipc.new_file(file, reader.schema, options=options) as writer:
+            for item in reader.stream():
+                if not isinstance(item, TraceGap):
+                    writer.write_batch(item.record_batch)
+    except OSError as error:
+        raise AnalysisError(
+            f"{reader.path}: what is whole of it cannot be copied to {folder} ({error.strerror or error}); set TMPDIR "
+            "to a folder with room, or run kvcanary recover"
+        ) from None
+    return path
+
+
+def _dataset(path: Path, resources: ExitStack) -> Any:
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:  # pyarrow takes no such name: reach the file by another one
+        link = Path(resources.enter_context(private_folder())) / "trace.arrow"
+        link.symlink_to(path.absolute())
+        path = link
+    return pa.dataset.dataset(str(path), format="ipc", filesystem=pa.fs.LocalFileSystem(use_mmap=True))
+
+
+def private_folder(inside: Path | None = None) -> TemporaryDirectory[str]:
+    """Return a new temporary folder that only this user can read: tokens are private."""
+    return TemporaryDirectory(prefix=".kvcanary-" if inside else "kvcanary-", dir=inside)
+
+
