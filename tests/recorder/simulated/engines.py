@@ -128,7 +128,7 @@ def assert_clean(path: Path, engine: SimulatedEngine, *, complete: bool = True) 
     summary = judge(path)
     assert summary.first_violation is None, summary.first_violation
     assert summary.first_finding is None, summary.first_finding
-    assert summary.verdict.value == "clean" or not summary.forwards, summary.doubts
+    assert summary.verdict.value == "clean" or not summary.written, summary.doubts
     assert summary.forwards == engine.counters.forwards
     assert_books_balance(path, complete=complete)
     return summary
@@ -145,7 +145,8 @@ def assert_clean_pair(pair: PdPair) -> None:
         assert engine.recorder.stats().dropped_events == 0
         assert summary.first_violation is None, summary.first_violation
         assert summary.first_finding is None, summary.first_finding
-        assert summary.verdict.value == "clean" or not summary.forwards, summary.doubts
+        # A side that came to nothing but idle forwards had nothing to check, and its trace says so.
+        assert summary.verdict.value == "clean" or not summary.written, summary.doubts
         assert summary.forwards == engine.counters.forwards
         assert_books_balance(engine.recorder.path)
 
