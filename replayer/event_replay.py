@@ -272,4 +272,4 @@ class EventReplay:
 
 
 def _by_tag(counters: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> dict[str, int]:
-    return {tag.name: int(counters[tag]) for tag in LaunchTag if counters[tag]}
+    return {tag.name: int(counters[tag]) for tag in LaunchTag}

@@ -42,7 +42,8 @@ def test_a_clean_cache_sweeps_clean_and_is_counted(tmp_path):
     summary, violations, findings = judge(side, tmp_path)
     assert summary.verdict is Verdict.CLEAN
     assert (violations, findings) == ([], [])
-    assert {tag: n for tag, n in summary.kernel_counters.items() if "SWEEP" in tag} == {
+    assert len(summary.kernel_counters) == len(summary.slot_counters) == 12
+    assert {tag: n for tag, n in summary.kernel_counters.items() if n and "SWEEP" in tag} == {
         "SWEEP_K_FULL": 2,
         "SWEEP_V_FULL": 2,
     }

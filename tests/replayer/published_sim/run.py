@@ -95,8 +95,8 @@ def compared(spy: Spy, summary: Summary, trace: Path, report: Path, *, injected:
         forwards=forwards,
         sweeps=sweeps,
         figures=_our_figures(report),
-        kernel_counters={tag.name: int(kernels[tag]) for tag in LaunchTag if kernels[tag]},
-        slot_counters={tag.name: int(slots[tag]) for tag in LaunchTag if slots[tag]},
+        kernel_counters={tag.name: int(kernels[tag]) for tag in LaunchTag},
+        slot_counters={tag.name: int(slots[tag]) for tag in LaunchTag},
         verify_totals=spy.canary.verify_totals,
         injected=injected,
     )
