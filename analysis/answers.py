@@ -60,7 +60,7 @@ def prefix_cache(first: Rows, overall: Rows) -> str:
     return said
 
 
-def chunk_boundaries(first: Rows, overall: Rows) -> str:
+def chunk_boundaries(_: Rows, overall: Rows) -> str:
     """Where in their prompts requests were damaged first."""
     if not overall:
         return "no damage names a request's position"
@@ -71,7 +71,7 @@ def chunk_boundaries(first: Rows, overall: Rows) -> str:
     return f"{verdict}: of {total} request(s) the first damaged position lies: {places}"
 
 
-def page_modulo(first: Rows, overall: Rows) -> str:
+def page_modulo(_: Rows, overall: Rows) -> str:
     """Whether the requests hit share a remainder of the page size that others do not have."""
     if not overall:
         return "no prompt length is known"
@@ -89,7 +89,7 @@ def page_modulo(first: Rows, overall: Rows) -> str:
     return f"no: {hits} requests hit have {len(bad)} remainders of {bad[0]['page_size']}"
 
 
-def slot_range(first: Rows, overall: Rows) -> str:
+def slot_range(_: Rows, overall: Rows) -> str:
     """The runs of neighbouring slots that damage lies in."""
     if not overall:
         return NO_SLOT
@@ -101,7 +101,7 @@ def slot_range(first: Rows, overall: Rows) -> str:
     return f"no: {row['ranges']} ranges; most of it in {where} of group {row['pool_group']}, {whose}"
 
 
-def whose_tokens(first: Rows, overall: Rows) -> str:
+def whose_tokens(_: Rows, overall: Rows) -> str:
     """Whose tokens stand in the damaged slots."""
     if not overall:
         return "no token differs: what is wrong is elsewhere (KV bytes, positions, chain, or the bookkeeping)"
@@ -110,7 +110,7 @@ def whose_tokens(first: Rows, overall: Rows) -> str:
     return f"of {total} wrong tokens: {parts}"
 
 
-def target_or_draft(first: Rows, overall: Rows) -> str:
+def target_or_draft(_: Rows, overall: Rows) -> str:
     """Runners that saw damage."""
     names = list(dict.fromkeys(row["runner_name"] for row in overall if row["runner_name"]))
     if not names:
@@ -120,7 +120,7 @@ def target_or_draft(first: Rows, overall: Rows) -> str:
     return f"{' and '.join(names)}; first {begin['runner_name']}, {when}, forward {begin['first_forward']}"
 
 
-def prefill_or_decode(first: Rows, overall: Rows) -> str:
+def prefill_or_decode(_: Rows, overall: Rows) -> str:
     """The engine's role, and the modes in which damage was written and seen."""
     if not overall:
         return NO_SLOT
@@ -131,7 +131,7 @@ def prefill_or_decode(first: Rows, overall: Rows) -> str:
     return f"{side}; seen in: {seen}; the slots were written in: {written or 'no forward of this trace'}"
 
 
-def transfer_sides(first: Rows, overall: Rows) -> str:
+def transfer_sides(_: Rows, overall: Rows) -> str:
     """What transfer checks found on either side."""
     if not overall:
         return "nothing was transferred in this trace"
@@ -141,7 +141,9 @@ def transfer_sides(first: Rows, overall: Rows) -> str:
     if differs and not source:
         return f"{differs} received part(s) differ from what was sent; the detail says which side went wrong"
     if source:
-        return f"no: {source} time(s) the source was damaged or changed while it was sent; received differently: {differs}"
+        return (
+            f"no: {source} time(s) the source was damaged or changed while it was sent; received differently: {differs}"
+        )
     failed = sum(count for kind, count in found.items() if "failed" in kind)
     return f"no transfer was found to differ; {failed} failed"
 

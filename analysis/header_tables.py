@@ -64,9 +64,7 @@ HEADER_SCHEMAS: Final[dict[str, pa.Schema]] = {
         }
     ),
     "_tables": pa.schema({"trace": _TEXT, "table_index": _INT}),
-    "_gaps": pa.schema(
-        {"trace": _TEXT, "after_event": _INT, "missing_events": _INT, "kind": _TEXT, "reason": _TEXT}
-    ),
+    "_gaps": pa.schema({"trace": _TEXT, "after_event": _INT, "missing_events": _INT, "kind": _TEXT, "reason": _TEXT}),
 }
 
 

@@ -13,7 +13,7 @@ from ..replayer.violations import VIOLATION_SCHEMA
 from .errors import AnalysisError
 from .header_tables import HEADER_SCHEMAS, header_rows, summary_rows
 from .sources import Source
-from .trace_scan import private_folder, scan_trace
+from .trace_scan import plain_path, scan_trace
 
 # DuckDB takes a trace, whose number of rows it does not know, for a few rows, and would join as of by trying all pairs.
 NO_LOOP_JOIN = "set asof_loop_join_threshold = 0"
@@ -51,7 +51,9 @@ def make_raw_relations(connection: Any, sources: Sequence[Source], resources: Ex
         connection.register(name, pa.Table.from_pylist(rows[name], schema=schema))
     for name, schema in _REPORT_FILES.items():
         connection.register(f"_no_{name}", schema.empty_table())
-        parts = [f"select {quoted(s.name)} as trace, * from {_parquet(s, name, resources)}" for s in sources if s.report]
+        parts = [
+            f"select {quoted(s.name)} as trace, * from {_parquet(s, name, resources)}" for s in sources if s.report
+        ]
         parts.append(f"select ''::varchar as trace, * from _no_{name}")
         _view(connection, f"_all_{name}", parts)
         connection.execute(
@@ -67,9 +69,4 @@ def _parquet(source: Source, name: str, resources: ExitStack) -> str:
     path = (source.report or Path()) / f"{name}.parquet"
     if not path.is_file():
         raise AnalysisError(f"{path}: missing; the report is incomplete, so replay the trace again")
-    text = str(path.absolute())
-    if any(char in text for char in "*?[") or not text.isprintable():  # DuckDB would take it for a pattern
-        link = Path(resources.enter_context(private_folder())) / f"{name}.parquet"
-        link.symlink_to(path.absolute())
-        text = str(link)
-    return f"read_parquet({quoted(text)})"
+    return f"read_parquet({quoted(str(plain_path(path, resources)))})"

@@ -40,7 +40,10 @@ def write_result(reader: pa.RecordBatchReader, sink: IO[bytes], form: str, *, ma
                 arrow.write_batch(batch)
     else:
         text = io.TextIOWrapper(sink, encoding="utf-8", errors="backslashreplace", write_through=True)
-        {"csv": _csv, "json": _json, "table": _table}[form](reader, text, max_rows)
+        if form == "table":
+            _table(reader, text, max_rows)
+        else:
+            (_csv if form == "csv" else _json)(reader, text)
         text.flush()
         text.detach()
 
@@ -53,14 +56,14 @@ def open_private(path: Path) -> IO[bytes]:
     return os.fdopen(descriptor, "wb")
 
 
-def _csv(reader: pa.RecordBatchReader, text: IO[str], max_rows: int | None) -> None:
+def _csv(reader: pa.RecordBatchReader, text: IO[str]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(reader.schema.names)
     for batch in reader:
         writer.writerows([_flat(value) for value in row] for row in _rows(batch))
 
 
-def _json(reader: pa.RecordBatchReader, text: IO[str], max_rows: int | None) -> None:
+def _json(reader: pa.RecordBatchReader, text: IO[str]) -> None:
     """A list of objects, one a line; a column name that comes twice keeps its last value."""
     names = reader.schema.names
     separator = "[\n"
@@ -72,7 +75,7 @@ def _json(reader: pa.RecordBatchReader, text: IO[str], max_rows: int | None) -> 
 
 
 def _table(reader: pa.RecordBatchReader, text: IO[str], max_rows: int | None) -> None:
-    names = [f"{name}" for name in reader.schema.names]
+    names = reader.schema.names
     if not names:
         text.write("done\n")
         return

@@ -15,7 +15,7 @@ from .library import BASE, DERIVED, derived_statements, relation_statements, sql
 from .live import NO_LOOP_JOIN, make_raw_relations, quoted
 from .sources import Source, find_sources, read_summary
 from .store import fresh_store
-from .trace_scan import private_folder
+from .trace_scan import plain_path, private_folder
 
 if TYPE_CHECKING:
     import polars as pl
@@ -128,7 +128,7 @@ def open_sources(sources: Sequence[Source], *, use_store: bool = True) -> Sessio
         stores = [fresh_store(source) for source in sources] if use_store else [None]
         try:
             if all(stores):
-                _attach(connection, list(zip(sources, stores, strict=True)))
+                _attach(connection, list(zip(sources, stores, strict=True)), resources)
             else:
                 make_raw_relations(connection, sources, resources)
                 for statement in relation_statements(stored=False):
@@ -150,10 +150,12 @@ def connect(database: str, resources: ExitStack) -> Any:
     return connection
 
 
-def _attach(connection: Any, stores: Sequence[tuple[Source, Path | None]]) -> None:
+def _attach(connection: Any, stores: Sequence[tuple[Source, Path | None]], resources: ExitStack) -> None:
     """One view a base relation, over all stores."""
     for number, (_, store) in enumerate(stores):
-        connection.execute(f"attach {quoted(str(store))} as store_{number} (read_only)")
+        if store is not None:
+            plain = plain_path(store.parent, resources) / store.name
+            connection.execute(f"attach {quoted(str(plain))} as store_{number} (read_only)")
     for name in BASE:
         parts = [
             f"select * replace ({quoted(source.name)} as trace) from store_{number}.{name}"

@@ -72,13 +72,15 @@ def read_summary(report: Path) -> dict[str, Any]:
 def _report_source(report: Path, moved_to: Path | None) -> Source:
     summary = read_summary(report)
     recorded = Path(summary["trace"])
-    candidates = [moved_to] if moved_to else [recorded, report / recorded.name, report.parent / recorded.name]
+    beside = report.with_name(f"{report.name.removesuffix('.report')}.arrow")
+    candidates = [moved_to] if moved_to else [beside, recorded, report / recorded.name, report.parent / recorded.name]
     problem = ""
     for candidate in candidates:
         try:
             trace_id = _trace_id(candidate)
         except TraceError as error:
-            problem = problem or str(error)
+            if candidate in (moved_to, recorded):  # the others are guesses
+                problem = problem or str(error)
             continue
         if trace_id == summary.get("trace_id"):
             return Source(name=candidate.stem, trace=candidate, report=report, summary=summary)

@@ -1,6 +1,7 @@
 """`report.duckdb`: the library's base as tables, its views and macros, in one file that any DuckDB client opens."""
 
 import contextlib
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from .errors import AnalysisError
 from .library import comment_statements, library_hash, relation_statements
 from .live import NO_LOOP_JOIN, make_raw_relations, quoted
 from .sources import STORE_NAME, Source
-from .trace_scan import private_folder
+from .trace_scan import is_plain, plain_path, private_folder
 
 # What the build may hold in memory; what does not fit goes to the temporary folder.
 MEMORY_LIMIT = "2GB"
@@ -27,7 +28,9 @@ def build_store(source: Source) -> Path:
         AnalysisError: there is no report folder, the trace is not at hand, or the file cannot be written.
     """
     if source.report is None:
-        raise AnalysisError(f"{source.trace}: no report beside it to hold {STORE_NAME}; run kvcanary-replay {source.trace}")
+        raise AnalysisError(
+            f"{source.trace}: no report beside it to hold {STORE_NAME}; run kvcanary-replay {source.trace}"
+        )
     if source.trace is None:
         raise AnalysisError(f"{source.problem}; name the place that it has moved to with --trace")
     return write_store(source, source.report / STORE_NAME)
@@ -38,10 +41,15 @@ def write_store(source: Source, target: Path) -> Path:
     try:
         with ExitStack() as resources:
             folder = Path(resources.enter_context(private_folder(target.parent)))
-            making = folder / STORE_NAME
-            _fill(making, source, resources)
-            making.chmod(0o600)
-            making.replace(target)
+            made = folder / STORE_NAME
+            if is_plain(made):
+                _fill(made, source, resources)
+            else:  # DuckDB writes no file of such a name, by whatever link
+                elsewhere = Path(resources.enter_context(private_folder())) / STORE_NAME
+                _fill(elsewhere, source, resources)
+                shutil.move(elsewhere, made)
+            made.chmod(0o600)
+            made.replace(target)
     except OSError as error:
         raise AnalysisError(f"{target}: cannot be written ({error.strerror or error})") from None
     except duckdb.Error as error:
@@ -57,7 +65,9 @@ def fresh_store(source: Source) -> Path | None:
     if not store.is_file():
         return None
     try:
-        with contextlib.closing(duckdb.connect(str(store), read_only=True)) as connection:
+        with ExitStack() as resources:
+            plain = plain_path(store.parent, resources) / store.name
+            connection = resources.enter_context(contextlib.closing(duckdb.connect(str(plain), read_only=True)))
             found = dict(connection.execute("select key, value from store_info").fetchall())
     except (duckdb.Error, OSError, UnicodeError):
         return None

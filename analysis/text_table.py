@@ -1,18 +1,16 @@
 """Rows as text: a table for people."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ..recorder.commands.text import printable
 
 MAX_CELL = 60
 
-Key = TypeVar("Key", str, int)
-
 
 def text_table(
-    rows: Sequence[Mapping[Key, Any]],
-    columns: Sequence[Key],
+    rows: Sequence[Mapping[Any, Any]],
+    columns: Sequence[str | int],
     *,
     headings: Sequence[str] | None = None,
     indent: str = "",

@@ -15,6 +15,7 @@ from ..recorder.header import TraceHeader
 from ..recorder.reader import TraceGap, TraceReader
 from .errors import AnalysisError
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceScan:
     """A trace's events for DuckDB, its header, and what is missing of it."""
@@ -68,17 +69,25 @@ def _copy_whole_batches(reader: TraceReader, folder: Path) -> Path:
 
 
 def _dataset(path: Path, resources: ExitStack) -> Any:
-    try:
-        str(path).encode("utf-8")
-    except UnicodeEncodeError:  # pyarrow takes no such name: reach the file by another one
-        link = Path(resources.enter_context(private_folder())) / "trace.arrow"
-        link.symlink_to(path.absolute())
-        path = link
-    return pa.dataset.dataset(str(path), format="ipc", filesystem=pa.fs.LocalFileSystem(use_mmap=True))
+    plain = str(plain_path(path, resources))
+    return pa.dataset.dataset(plain, format="ipc", filesystem=pa.fs.LocalFileSystem(use_mmap=True))
+
+
+def plain_path(path: Path, resources: ExitStack) -> Path:
+    """Return a path that DuckDB and pyarrow take for the file's name, by a link where it could be a pattern or a query."""
+    if is_plain(path):
+        return path.absolute()
+    link = Path(resources.enter_context(private_folder())) / "link"
+    link.symlink_to(path.absolute())
+    return link
+
+
+def is_plain(path: Path) -> bool:
+    """Whether a path is UTF-8 without characters that patterns and URLs use."""
+    text = str(path.absolute())
+    return text.isprintable() and not any(char in text for char in "*?[]#%")
 
 
 def private_folder(inside: Path | None = None) -> TemporaryDirectory[str]:
     """Return a new temporary folder that only this user can read: tokens are private."""
     return TemporaryDirectory(prefix=".kvcanary-" if inside else "kvcanary-", dir=inside)
-
-

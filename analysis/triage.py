@@ -11,7 +11,9 @@ from .answers import ANSWERS
 from .session import Session
 
 _SECTION = re.compile(r"^-- section: (\w+)\n", re.MULTILINE)
-_PLACEHOLDER = re.compile(r"(?<!:):(slot|pool_group|forward|event|request_id|position|runner|mode|writer_forward|writer_request)\b")
+_PLACEHOLDER = re.compile(
+    r"(?<!:):(slot|pool_group|forward|event|request_id|position|runner|mode|writer_forward|writer_request)\b"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +61,7 @@ def triage(session: Session) -> Triage:
     if counts["violations"] or counts["findings"]:
         answers = [answer(session, name, first) for name in ANSWERS]
     lost = session.sql("select * from lost order by trace").to_pylist()
-    return Triage(
-        violations=counts["violations"], findings=counts["findings"], first=first, answers=answers, lost=lost
-    )
+    return Triage(violations=counts["violations"], findings=counts["findings"], first=first, answers=answers, lost=lost)
 
 
 def answer(session: Session, name: str, first: Mapping[str, Any] | None) -> Answer:

@@ -44,7 +44,9 @@ Exit codes: 0 answered, 2 wrong usage, an unreadable file, or an SQL error. docs
 )
 @click.option("--trace", type=click.Path(path_type=Path), help="Where the report's trace is now, if it has moved.")
 @click.option("--save", is_flag=True, help="First write report.duckdb into each report.")
-@click.option("--live", is_flag=True, help="Read the files even where report.duckdb fits; raw_events is there only then.")
+@click.option(
+    "--live", is_flag=True, help="Read the files even where report.duckdb fits; raw_events is there only then."
+)
 def sql_command(
     arguments: tuple[str, ...],
     form: str,
@@ -181,6 +183,4 @@ def _prompt(session: Session, form: str, rows: int) -> None:
         raise click.UsageError(f"--format {form} goes with a query")
     click.echo("\\h for help, \\d for what there is, \\q to leave")
     with line_editing(session.words):
-        Prompt(
-            session, show=lambda query: _show(session, query, form, rows, None), read=input, write=click.echo
-        ).run()
+        Prompt(session, show=lambda query: _show(session, query, form, rows, None), read=input, write=click.echo).run()

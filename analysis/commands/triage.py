@@ -116,7 +116,9 @@ def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
         where = f", position {first['position']}" if first["position"] >= 0 else ""
         when = f"forward {first['forward']}" if first["forward"] >= 0 else f"event {first['event']}"
         lines.append(
-            printable(f"first   {when}{whose}   slot {first['slot']} of group {first['pool_group']}{where}   {first['what']}")
+            printable(
+                f"first   {when}{whose}   slot {first['slot']} of group {first['pool_group']}{where}   {first['what']}"
+            )
         )
     if not found.answers:
         lines.append("nothing was found, so there is nothing to ask")

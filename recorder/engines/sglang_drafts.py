@@ -38,13 +38,15 @@ class DraftGraph:
             raise ValueError(f"EAGLE with top-k {topk} cannot be recorded, expected 1")
         self._rows = own_int64(batch.req_pool_indices)
         self._positions = own_int64(batch.positions)
-        self._slots = own_int64(batch.out_cache_loc).reshape(self._rows.size, -1)  # [bs, steps]
+        bs = self._rows.size
+        self._slots = own_int64(batch.out_cache_loc).reshape((bs, -1) if bs else (0, 1))  # [bs, steps]
         self._seq_lens = own_int64(batch.seq_lens)
         self._mode, self._rids, self._spec_info = batch.forward_mode, tuple(batch.rids or ()), batch.spec_info
 
     def steps(self, result: Any) -> list[DraftStep]:
         """Return the forwards that ran in the graph, from what came out of it: `draft_tokens` `[bs, steps]`."""
-        tokens = own_int64(result[2]).reshape(self._rows.size, -1)
+        bs = self._rows.size
+        tokens = own_int64(result[2]).reshape((bs, -1) if bs else (0, 1))
         return [
             DraftStep(
                 forward_mode=self._mode,

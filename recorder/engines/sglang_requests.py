@@ -20,9 +20,17 @@ def request_id_of(rid: str, *, exact: bool) -> int:
     return number if exact else number & ((1 << 63) - 1)
 
 
+def kv_field(req: Any, name: str) -> Any:
+    """Return what a request says of its KV, None for nothing: newer versions keep it in `req.kv`, which older ones have too."""
+    for holder in (getattr(req, "kv", None), req):
+        if hasattr(holder, name):
+            return getattr(holder, name)
+    return None
+
+
 def row_of(req: Any) -> int:
-    """Return a request's row of `req_to_token`, -1 for none; newer versions keep it in `req.kv`."""
-    row = getattr(getattr(req, "kv", req), "req_pool_idx", None)
+    """Return a request's row of `req_to_token`, -1 for none."""
+    row = kv_field(req, "req_pool_idx")
     return -1 if row is None else int(row)
 
 

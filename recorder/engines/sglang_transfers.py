@@ -14,7 +14,7 @@ from ..host_arrays import read_runs
 from ..recorder import Recorder
 from .sglang_hooks import Finish
 from .sglang_layout import Layout
-from .sglang_requests import KnownRequest, row_of
+from .sglang_requests import KnownRequest, kv_field, row_of
 
 # SGLang's KVPoll
 FAILED: Final = 0
@@ -60,8 +60,7 @@ class Transfers:
 
     def received(self, req: Any, known: KnownRequest) -> None:
         """Tell that a request's prompt has landed."""
-        held = getattr(req, "kv", None) or req
-        first = int(getattr(held, "cache_protected_len", 0) or 0)
+        first = int(kv_field(req, "cache_protected_len") or 0)
         self._tell("start", "receive", req, known, first, "")
         self._tell("end", "receive", req, known, first, "")
 

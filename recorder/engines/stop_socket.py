@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Final
 
 logger = logging.getLogger("kvcanary")
@@ -21,7 +22,8 @@ PATIENCE_S: Final = 20.0
 
 
 def _address(pid: int) -> str:
-    return f"\0kvcanary-stop-{pid}"
+    """Return a process's address; containers that share a network may have processes of the same id."""
+    return f"\0kvcanary-stop-{Path('/proc/self/ns/pid').readlink()}-{pid}"
 
 
 def serve_stop(stop: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@ with told as (
     select
         trace, event, kind,
         list_transform(list_zip(lut_index, lut_start, lut_count), lambda r: {
-            i: r[1], start: r[2], n: greatest(0, least(r[3], len(lut_slots)))
+            i: r[1], start: greatest(least(r[2], 1::bigint << 61), -1), n: greatest(0, least(r[3], len(lut_slots)))
         }) as runs,
         lut_slots
     from raw_events

@@ -4,7 +4,7 @@ with told as (
     select
         trace, event, kind, forward,
         list_transform(list_zip(table_index, table_row, table_start, table_count), lambda r: {
-            i: r[1], row: r[2], start: r[3], n: greatest(0, least(r[4], len(table_slots)))
+            i: r[1], row: r[2], start: greatest(least(r[3], 1::bigint << 61), -1), n: greatest(0, least(r[4], len(table_slots)))
         }) as runs,
         table_slots
     from raw_events

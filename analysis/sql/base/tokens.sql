@@ -4,12 +4,13 @@
 with batch as (
     select
         trace, event, forward, runner, mode, input_ids, positions, out_cache_loc, len(input_ids) as num_tokens,
-        -- a length that contradicts the batch must not make a list of any size
+        -- a length or prefix that contradicts the batch must not make a list of any size, or overflow
         list_transform(
             list_zip(req_pool_indices, request_ids, prefix_lens, extend_lens),
             lambda r: {
                 row: r[1], id: r[2], prefix: r[3],
-                n: case when r[1] = 0 then 0 else greatest(0, least(r[4], len(input_ids))) end
+                n: case when r[1] = 0 or r[3] not between -(1::bigint << 61) and 1::bigint << 61 then 0
+                    else greatest(0, least(r[4], len(input_ids))) end
             }
         ) as requests
     from raw_events

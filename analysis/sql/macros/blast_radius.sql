@@ -1,9 +1,22 @@
 -- blast_radius(from_forward := 0): how far damage spread, request by request, in the order in which it reached them.
 create or replace macro blast_radius(from_forward := 0) as table
-select trace, nullif(request_id, -1) as request_id, any_value(request) as request, min(forward) as first_forward,
-    max(forward) as last_forward, count(distinct forward) as forwards, count(distinct (pool_group, slot)) as slots,
-    count(*) as found, string_agg(distinct what, ', ') as kinds
-from damage
-where forward >= from_forward
-group by trace, damage.request_id
+with by_slot as (  -- few rows, however often the same slots were found
+    select trace, request_id, pool_group, slot, what, any_value(request) as request, min(forward) as first_forward,
+        max(forward) as last_forward, count(*) as found
+    from damage
+    where forward >= from_forward
+    group by trace, request_id, pool_group, slot, what
+),
+by_forward as (
+    select trace, request_id, count(*) as forwards
+    from (select distinct trace, request_id, forward from damage where forward >= from_forward)
+    group by trace, request_id
+)
+select trace, nullif(request_id, -1) as request_id, any_value(request) as request, min(first_forward) as first_forward,
+    max(last_forward) as last_forward, any_value(forwards) as forwards,
+    count(distinct pool_group * (1::bigint << 40) + slot) as slots, sum(found)::bigint as found,
+    string_agg(distinct what, ', ' order by what) as kinds
+from by_slot
+join by_forward using (trace, request_id)
+group by trace, by_slot.request_id
 order by trace, first_forward, found desc

@@ -1,9 +1,14 @@
 -- first_bad_forward(): per trace the first forward in which anything was found, and what, for whom, in which slot.
 create or replace macro first_bad_forward() as table
-select trace, forward, arg_min(mode, event) as mode, arg_min(what, (event, source = 'finding')) as what,
-    arg_min(request, event) as request, arg_min(slot, event) as slot, arg_min(position, event) as position,
-    count(*) as found
-from damage
-group by trace, forward
-qualify row_number() over (partition by trace order by min(event)) = 1
+with begun as (select trace, arg_min(forward, event) as forward from damage group by trace),
+ordered as (
+    select damage.*, count(*) over (partition by trace) as found,
+        row_number() over (
+            partition by trace order by event, source desc, pool_group, request_id, position, slot, what) as number
+    from damage
+    join begun using (trace, forward)
+)
+select trace, forward, mode, what, request, pool_group, slot, position, found
+from ordered
+where number = 1
 order by trace

@@ -3,11 +3,12 @@ create or replace macro lifetimes_between(first_slot, last_slot) as table
 with promised as (select trace from traces where slot_history = 'complete'),
 told as (
     select
-        trace, pool_group, 
-        unnest(range(greatest(slot_start, first_slot), least(slot_start + slot_count, last_slot + 1))) as slot, event, next_forward, last_forward,
+        trace, pool_group,
+        unnest(range(greatest(0, slot_start, first_slot), least(slot_start + slot_count, last_slot + 1, num_slots))) as slot, event, next_forward, last_forward,
         request_id,
         case when kind <> 'alloc' then kind when status = '' then 'alloc' else status end as what
     from slot_events
+    join (select trace, pool_group, num_slots from pool_groups) using (trace, pool_group)
     where slot_start <= last_slot and slot_start + slot_count > first_slot
 ),
 points as (

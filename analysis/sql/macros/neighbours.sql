@@ -1,15 +1,15 @@
--- neighbours(slot, pool_group := 0, reach := 8): the slots around one: who wrote each last, and how often it was found bad.
-create or replace macro neighbours(which_slot, which_group := 0, reach := 8) as table
+-- neighbours(slot, in_group := 0, reach := 8): the slots around one: who wrote each last, and how often it was found bad.
+create or replace macro neighbours(which_slot, in_group := 0, reach := 8) as table
 with written as (
     select trace, slot, arg_max({forward: forward, request_id: request_id, position: position, token: token}, event) as w
     from slot_writes
-    where pool_group = which_group and slot between which_slot - reach and which_slot + reach
+    where slot_writes.pool_group = in_group and slot between which_slot - reach and which_slot + reach
     group by all
 ),
 bad as (
     select trace, slot, count(*) as found, min(forward) as first_bad_forward
     from damage
-    where pool_group = which_group and slot between which_slot - reach and which_slot + reach
+    where damage.pool_group = in_group and slot between which_slot - reach and which_slot + reach
     group by all
 )
 select trace, slot, slot - which_slot as distance, w.forward as written_in, w.request_id as request_id,

@@ -5,7 +5,7 @@ with chosen as (
     where request_id::varchar = which_request::varchar or name = which_request::varchar
 ),
 bad as (
-    select trace, forward, request_id, count(*) as found, string_agg(distinct what, ', ') as kinds
+    select trace, forward, request_id, count(*) as found, string_agg(distinct what, ', ' order by what) as kinds
     from damage
     semi join chosen using (trace, request_id)
     group by all

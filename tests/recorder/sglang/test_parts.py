@@ -122,6 +122,8 @@ def test_ids_are_sglangs_own() -> None:
 def test_rows_of_all_versions() -> None:
     assert row_of(SimpleNamespace(req_pool_idx=3)) == 3
     assert row_of(SimpleNamespace(req_pool_idx=None)) == -1
+    assert row_of(SimpleNamespace(req_pool_idx=3, kv=None)) == 3
+    assert row_of(SimpleNamespace(req_pool_idx=3, kv=SimpleNamespace(committed=7))) == 3
     assert row_of(SimpleNamespace(kv=SimpleNamespace(req_pool_idx=4))) == 4
     assert row_of(SimpleNamespace(kv=SimpleNamespace(req_pool_idx=None))) == -1
 
@@ -412,6 +414,13 @@ def test_the_steps_of_a_draft_graph_become_forwards() -> None:
     steps = graph.steps((None, None, torch.tensor([[1, 2, 3], [4, 5, 6]]), None))
     shown = [(s.input_ids.tolist(), s.positions.tolist(), s.out_cache_loc.tolist(), s.rids) for s in steps]
     assert shown == [([1, 4], [9, 19], [30, 40], ("a", "b")), ([2, 5], [10, 20], [31, 41], ("a", "b"))]
+
+
+def test_an_idle_draft_has_no_steps() -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    names = ("req_pool_indices", "positions", "out_cache_loc", "seq_lens")
+    graph = DraftGraph(SimpleNamespace(topk=1), batch("IDLE", rids=[], **dict.fromkeys(names, nothing)))
+    assert graph.steps((None, None, torch.empty(0, 3), None)) == []
 
 
 def test_a_draft_tree_is_refused() -> None:

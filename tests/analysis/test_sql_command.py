@@ -1,0 +1,226 @@
+"""`kvcanary sql` as a user meets it: formats, sources, errors, exit codes, the prompt."""
+
+import csv
+import io
+import json
+import os
+import pty
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from kvcanary.analysis import open_traces
+from kvcanary.analysis.prompt import Prompt, completion
+from kvcanary.cli import main
+
+from .hand_made import write
+
+HEAVY = {"torch", "numba", "polars", "duckdb", "pyarrow", "numpy", "rich"}
+
+
+@dataclass
+class Done:
+    """What a command came to."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    raw: bytes
+
+
+def run(*arguments, stdin=""):
+    """Run the command in this process: a dozen libraries are loaded once, not for each test."""
+    result = CliRunner().invoke(main, [*map(str, arguments)], input=stdin, catch_exceptions=False, prog_name="kvcanary")
+    raw = result.stdout_bytes
+    return Done(result.exit_code, raw.decode("utf-8", "replace"), result.stderr, raw)
+
+
+@pytest.mark.parametrize("command", ["sql", "triage"])
+def test_help_has_examples_and_loads_nothing(command):
+    code = f"import sys\nfrom kvcanary.cli import main\ntry:\n main(['{command}', '--help'])\nexcept SystemExit:\n pass\nprint('MODULES', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    text, modules = done.stdout.split("MODULES")
+    assert "Examples:" in text
+    assert "Exit codes" in text
+    assert not HEAVY & set(modules.split())
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return write(tmp_path / "trace.arrow")
+
+
+QUERY = "select forward, mode, list(num_tokens) as n, null as nothing, time_ns > 0 as late from forwards group by all order by 1"
+
+
+def test_formats(trace, tmp_path):
+    done = run("sql", trace, QUERY)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[0].split() == ["forward", "mode", "n", "nothing", "late"]
+    assert done.stdout.splitlines()[2].split() == ["0", "extend", "[4]", "yes"]
+    assert done.stdout.splitlines()[-1] == "(3 rows)"
+    rows = list(csv.reader(io.StringIO(run("sql", trace, QUERY, "--format", "csv").stdout)))
+    assert rows == [["forward", "mode", "n", "nothing", "late"], ["0", "extend", "[4]", "", "True"],
+                    ["1", "mixed", "[4]", "", "True"], ["2", "decode", "[1]", "", "True"]]  # fmt: skip
+    expected = [
+        {"forward": f, "mode": mode, "n": [n], "nothing": None, "late": True}
+        for f, mode, n in [(0, "extend", 4), (1, "mixed", 4), (2, "decode", 1)]
+    ]
+    assert json.loads(run("sql", trace, QUERY, "--format", "json").stdout) == expected
+    assert json.loads(run("sql", trace, "from gaps", "--format", "json").stdout) == []
+    out = tmp_path / "o.parquet"
+    assert run("sql", trace, QUERY, "--format", "parquet", "-o", out).returncode == 0
+    assert pq.read_table(out).to_pylist() == expected
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    piped = run("sql", trace, QUERY, "--format", "arrow")
+    assert pa.ipc.open_file(piped.raw).read_all().to_pylist() == expected
+
+
+def test_losses_are_told_whatever_the_format(trace):
+    for form in ("table", "csv", "json"):
+        done = run("sql", trace, "select 1 as a", "--format", form)
+        assert "4 event(s) lost while recording" in done.stderr
+    assert "lost" not in run("sql", trace, "select 1 as a", "--format", "csv").stdout
+
+
+def test_sql_from_a_file_and_from_a_pipe(trace, tmp_path):
+    script = tmp_path / "q.sql"
+    script.write_text("-- two statements\nselect 1 as a;\nselect count(*) as n from tokens;\n")
+    expected = [{"n": 7}]
+    assert json.loads(run("sql", trace, "-f", script, "--format", "json").stdout) == expected
+    assert json.loads(run("sql", trace, "-f", "-", "--format", "json", stdin=script.read_text()).stdout) == expected
+    assert json.loads(run("sql", trace, "--format", "json", stdin=script.read_text()).stdout) == expected
+
+
+def test_many_rows_are_cut_in_a_table_only(trace):
+    query = "select unnest(range(150)) as i"
+    assert "(150 rows, 100 shown; --rows 0 shows all)" in run("sql", trace, query).stdout
+    assert "(150 rows)" in run("sql", trace, query, "--rows", 0).stdout
+    assert len(run("sql", trace, query, "--format", "csv").stdout.splitlines()) == 151
+
+
+def test_names_from_a_trace_cannot_steer_the_terminal(trace):
+    done = run("sql", trace, "select chr(27) || '[31mred' as a")
+    assert "\x1b" not in done.stdout
+    assert "\\x1b[31mred" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["TRACE", "select nonsense from tokens"], 'Referenced column "nonsense" not found'),
+        (["TRACE", "selec 1;"], "syntax error"),
+        (["TRACE", "select error('stop here')"], "stop here"),
+        (["TRACE", "gone.arrow"], "gone.arrow: no such file or folder"),
+        (["gone.arrow"], "gone.arrow: no such file or folder"),
+        (["TRACE", "-f", "gone.sql"], "gone.sql: cannot be read"),
+        (["TRACE", "select 1 as a", "-o", "/no/such/folder/x"], "/no/such/folder/x: cannot be written"),
+        (["TRACE", "select 1 as a", "-f", "x.sql"], "exclude one another"),
+        (["TRACE", "--save"], "no report beside it"),
+        (["TRACE", "--trace", "x", "select 1 as a"], "--trace goes with one report folder"),
+        ([], "Missing argument"),
+    ],
+)
+def test_errors_have_exit_code_2_and_no_traceback(trace, arguments, message):
+    done = run("sql", *[trace if a == "TRACE" else a for a in arguments])
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_save(report):
+    folder = report("table_swap")
+    done = run("sql", folder, "--save")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert (folder / "report.duckdb").is_file()
+    assert json.loads(run("sql", folder, "select count(*) as n from tokens", "--format", "json").stdout) == [{"n": 451}]
+    assert "raw_events does not exist" in run("sql", folder, "from raw_events").stderr
+    live = run("sql", folder, "select count(*) as n from raw_events", "--live", "--format", "json")
+    assert json.loads(live.stdout) == [{"n": 116}]
+
+
+def test_a_report_without_its_trace_says_so(report, tmp_path):
+    folder = report("table_swap")
+    (tmp_path / "table_swap.arrow").unlink()
+    done = run("sql", folder, "select count(*) as n from violations", "--format", "json")
+    assert json.loads(done.stdout) == [{"n": 36}]
+    assert "not at hand" in done.stderr
+    assert "--trace" in done.stderr
+
+
+class Typist:
+    """Types lines at a prompt; an exception is raised instead of typed."""
+
+    def __init__(self, *lines):
+        self.lines = list(lines)
+        self.prompts = []
+
+    def __call__(self, prompt):
+        self.prompts.append(prompt.strip())
+        if not self.lines:
+            raise EOFError
+        line = self.lines.pop(0)
+        if isinstance(line, type):
+            raise line
+        return line
+
+
+def converse(trace, *lines):
+    said = []
+    with open_traces(trace) as session:
+
+        def show(query):
+            said.append(session.sql(query).to_pylist())
+
+        typist = Typist(*lines)
+        Prompt(session, show=show, read=typist, write=said.append).run()
+    return said, typist.prompts
+
+
+def test_the_prompt(trace):
+    said, prompts = converse(trace, "select 1", "", "  as a;", "", "nonsense;", "select 2 as b;", r"\q", "never")
+    assert said[0] == [{"a": 1}]
+    assert "syntax error" in said[1]
+    assert said[2:] == [[{"b": 2}]]
+    assert prompts == ["kvcanary>", "...>", "...>", "kvcanary>", "kvcanary>", "kvcanary>", "kvcanary>"]
+
+
+def test_the_prompt_is_interrupted_and_asked_what_there_is(trace):
+    said, _ = converse(trace, "select 1", KeyboardInterrupt, "select 3 as c;", r"\d", r"\d losses", r"\h")
+    assert said[1] == [{"c": 3}]
+    assert any(isinstance(line, str) and line.startswith("tokens ") for line in said)
+    assert [row["column_name"] for row in next(x for x in said[2:] if isinstance(x, list))][:2] == ["trace", "event"]
+    assert any("list relations" in str(line) for line in said)
+
+
+def test_completion():
+    words = ["forward", "forwards", "tokens"]
+    assert [completion(words, "FOR", i) for i in range(3)] == ["forward", "forwards", None]
+    assert completion(words, "t.tok", 0) == "t.tokens"
+
+
+def test_the_prompt_on_a_terminal_keeps_its_history(trace, tmp_path):
+    controller, terminal = pty.openpty()
+    code = "from kvcanary.cli import kvcanary_main; kvcanary_main()"
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "dumb"}
+    process = subprocess.Popen([sys.executable, "-c", code, "sql", str(trace)], stdin=terminal, stdout=terminal,
+                               stderr=terminal, env=environment)  # fmt: skip
+    os.close(terminal)
+    os.write(controller, b"select 40 + 2 as answer;\n\\q\n")
+    said = b""
+    while process.poll() is None or b"answer" not in said:
+        try:
+            said += os.read(controller, 4096)
+        except OSError:  # the terminal is closed
+            break
+    os.close(controller)
+    assert process.wait(60) == 0
+    assert b"42" in said
+    history = tmp_path / "state" / "kvcanary" / "sql_history"
+    assert "select 40 + 2 as answer;" in history.read_text()
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600

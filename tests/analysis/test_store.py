@@ -1,0 +1,284 @@
+"""report.duckdb: the same answers as the files give, for any DuckDB client, and never a stale one."""
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import duckdb
+import pytest
+from kvcanary.analysis import build_store, open_report, open_traces
+from kvcanary.analysis.errors import AnalysisError, SqlError
+from kvcanary.analysis.library import BASE, DERIVED
+from kvcanary.analysis.session import open_sources
+from kvcanary.analysis.sources import find_sources
+from kvcanary.analysis.store import fresh_store
+from kvcanary.recorder.recovery import recover
+from kvcanary.replayer.replay import ReplaySettings, replay
+
+RELATIONS = [*BASE, *(name for folder, name in DERIVED if folder == "views")]
+MACRO_CALLS = [
+    "slot_history(608)",
+    "slot_owner(608, 18)",
+    "lifetimes_between(600, 610)",
+    "request_timeline('long')",
+    "neighbours(608)",
+    "first_bad_forward()",
+    "blast_radius()",
+]
+
+
+def source_of(report):
+    [source] = find_sources([report])
+    return source
+
+
+def content(table):
+    return sorted(str(row) for row in table.to_pylist())
+
+
+@pytest.mark.parametrize("name", ["kv_flip_sliding", "token_swap"])
+def test_a_store_answers_as_the_files_do(report, name):
+    folder = report(name)
+    with open_report(folder) as session:
+        assert not session.stored
+        live = {query: session.sql(f"from {query}") for query in [*RELATIONS, *MACRO_CALLS]}
+    store = build_store(source_of(folder))
+    with open_report(folder) as session:
+        assert session.stored
+        for query, expected in live.items():
+            assert content(session.sql(f"from {query}")) == content(expected), query
+    assert live["tokens"].num_rows and live["violations"].num_rows
+    with duckdb.connect(str(store), read_only=True) as stock:  # nothing of ours
+        for query, expected in live.items():
+            assert len(stock.execute(f"from {query}").fetchall()) == expected.num_rows, query
+        comments = dict(stock.execute("select table_name, comment from duckdb_tables()").fetchall())
+        assert comments["tokens"].startswith("One row a token written")
+
+
+def test_a_store_needs_neither_trace_nor_report_files(report, tmp_path):
+    folder = report("table_swap")
+    build_store(source_of(folder))
+    (tmp_path / "table_swap.arrow").unlink()
+    (folder / "violations.parquet").unlink()
+    with open_report(folder) as session:
+        assert session.stored
+        assert session.sql("from first_bad_forward()")["forward"].to_pylist() == [18]
+
+
+def test_only_its_owner_reads_it_and_nothing_else_is_left(report):
+    folder = report("table_swap")
+    before = os.umask(0)
+    try:
+        store = build_store(source_of(folder))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(store.stat().st_mode) == 0o600
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "findings.parquet",
+        "report.duckdb",
+        "summary.json",
+        "violations.parquet",
+    ]
+
+
+@pytest.mark.parametrize("what", ["summary", "trace", "garbage", "version"])
+def test_a_stale_store_is_not_used(report, tmp_path, what, monkeypatch):
+    folder = report("table_swap")
+    source = source_of(folder)
+    store = build_store(source)
+    assert fresh_store(source) == store
+    if what == "garbage":
+        store.write_bytes(b"no database")
+    elif what == "version":
+        monkeypatch.setattr("kvcanary.analysis.store.library_hash", lambda: "another")
+    else:
+        path = folder / "summary.json" if what == "summary" else tmp_path / "table_swap.arrow"
+        os.utime(path, ns=(1, 1))
+    assert fresh_store(source) is None
+    with open_report(folder) as session:
+        assert not session.stored
+        assert session.sql("select count(*) as n from tokens")["n"].to_pylist() == [451]
+
+
+@pytest.mark.parametrize("name", ["it's a \"b\"", "sternchen*[1]?", "kanário 鳥"])
+def test_any_path(report, tmp_path, name):
+    first = report("table_swap")
+    folder = tmp_path / name
+    folder.mkdir()
+    shutil.copy(tmp_path / "table_swap.arrow", folder / f"{name}.arrow")
+    shutil.copytree(first, folder / f"{name}.report")
+    with open_traces(folder / f"{name}.arrow") as session:
+        assert session.sql("select distinct trace from tokens")["trace"].to_pylist() == [name]
+        assert session.sql("select count(*) as n from violations")["n"].to_pylist() == [36]
+    source = source_of(folder / f"{name}.report")
+    build_store(source)
+    with open_sources([source]) as session:
+        assert session.stored
+        assert session.sql("select distinct trace from violations")["trace"].to_pylist() == [name]
+
+
+def test_a_name_that_is_not_utf8(report, tmp_path):
+    report("table_swap")
+    target = os.fsencode(tmp_path / "x") + b"\xff.arrow"
+    shutil.copy(os.fsencode(tmp_path / "table_swap.arrow"), target)
+    with open_traces(os.fsdecode(target)) as session:
+        assert session.sql("select count(*) as n from tokens")["n"].to_pylist() == [451]
+        assert session.sql("select trace from traces")["trace"].to_pylist() == ["x\\udcff"]
+
+
+def test_several_at_once(report, tmp_path, engines):
+    folders = [report("table_swap"), report("token_swap")]
+    query = "select trace, (select count(*) from tokens t where t.trace = traces.trace) as tokens, (select count(*) from violations v where v.trace = traces.trace) as found from traces order by trace"
+    expected = [
+        {"trace": "table_swap", "tokens": 451, "found": 36},
+        {"trace": "token_swap", "tokens": 451, "found": 136},
+    ]
+    with open_traces(*folders) as session:
+        assert session.sql(query).to_pylist() == expected
+    for folder in folders:
+        build_store(source_of(folder))
+    with open_traces(*folders) as session:
+        assert session.stored
+        assert session.sql(query).to_pylist() == expected
+        assert session.sql("from first_bad_forward()").num_rows == 2
+        assert session.sql("from slot_history(608)").num_rows > 2
+    with open_traces(*folders, engines["sliding"][0]) as session:  # one without a store: all from their files
+        assert not session.stored
+        assert session.sql(query).to_pylist()[1:] == expected
+    with open_traces(folders[0], tmp_path / "table_swap.arrow") as session:  # a report and its trace are one
+        assert session.sql("select trace from traces").num_rows == 1
+
+
+def test_equal_names_are_told_apart(report, tmp_path):
+    report("table_swap")
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        shutil.copy(tmp_path / "table_swap.arrow", tmp_path / folder / "same.arrow")
+    with open_traces(tmp_path / "a" / "same.arrow", tmp_path / "b" / "same.arrow") as session:
+        assert sorted(session.sql("select trace from traces")["trace"].to_pylist()) == ["a/same", "b/same"]
+
+
+def test_a_report_of_another_trace_does_not_go_with_it(report, tmp_path, engines):
+    folder = report("table_swap")
+    shutil.copy(engines["paged"][0], tmp_path / "table_swap.arrow")
+    with open_traces(tmp_path / "table_swap.arrow") as session:
+        assert session.sql("from violations").num_rows == 0
+    source = source_of(folder)
+    assert source.trace is None
+    assert "another trace" in source.problem
+    with open_report(folder) as session:  # what the report itself knows is there
+        assert session.sql("from violations").num_rows == 36
+        assert session.sql("select present from lost")["present"].to_pylist() == [False]
+
+
+def test_a_moved_trace(report, tmp_path):
+    folder = report("table_swap")
+    away = tmp_path / "away"
+    away.mkdir()
+    (tmp_path / "table_swap.arrow").rename(away / "renamed.arrow")
+    with pytest.raises(AnalysisError, match="--trace"):
+        build_store(source_of(folder))
+    with open_report(folder, trace=away / "renamed.arrow") as session:
+        assert session.sql("from tokens").num_rows == 451
+    with pytest.raises(AnalysisError, match="no such file"):
+        open_report(folder, trace=away / "nothing.arrow")
+
+
+def test_a_torn_trace_says_what_is_missing(tmp_path, engines):
+    whole = engines["paged"][0].read_bytes()
+    torn = tmp_path / "torn.arrow"
+    torn.write_bytes(whole[: len(whole) * 2 // 3])
+    recovered = tmp_path / "recovered.arrow"
+    recover(torn, recovered)
+    with open_traces(torn) as session:
+        lost = session.sql("from lost").to_pylist()[0]
+        gaps = session.sql("select kind, missing_events from gaps").to_pylist()
+        tokens = session.sql("select count(*) as n from tokens")["n"][0].as_py()
+    assert (lost["complete"], lost["gaps"]) == (False, 1)
+    assert gaps == [{"kind": "torn", "missing_events": None}]
+    with open_traces(recovered) as session:
+        assert session.sql("select count(*) as n from tokens")["n"][0].as_py() == tokens
+
+
+def test_a_damaged_batch_is_left_out(tmp_path):
+    from kvcanary.recorder.writer import TraceWriter
+
+    from .hand_made import EVENTS, HEADER
+
+    path = tmp_path / "damaged.arrow"
+    with TraceWriter(path, HEADER, compression="none") as writer:
+        for item in EVENTS[:7]:
+            writer.append(item)
+        writer.flush()
+        for item in EVENTS[7:]:
+            writer.append(item)
+    data = bytearray(path.read_bytes())
+    at = data.rindex((200).to_bytes(8, "little"))  # the token of the last forward
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+    with open_traces(path) as session:
+        assert session.sql("select max(forward) as f from tokens")["f"].to_pylist() == [1]
+        gap = session.sql("from gaps").to_pylist()[0]
+        assert (gap["kind"], gap["after_event"]) == ("damaged", 6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "nothing", "no such file or folder"),
+        (lambda folder: folder, "no report: it has no summary.json"),
+    ],
+)
+def test_wrong_sources(tmp_path, make, message):
+    with pytest.raises(AnalysisError, match=message):
+        open_traces(make(tmp_path))
+
+
+def test_wrong_files(tmp_path, report):
+    (tmp_path / "x.arrow").write_text("hello")
+    with pytest.raises(AnalysisError, match="not a kvcanary trace"):
+        open_traces(tmp_path / "x.arrow")
+    folder = report("table_swap")
+    (folder / "findings.parquet").unlink()
+    with pytest.raises(AnalysisError, match=r"findings.parquet: missing.*replay the trace again"):
+        open_report(folder)
+    (folder / "findings.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(AnalysisError, match="cannot be opened"):
+        open_report(folder)
+    (folder / "summary.json").write_text("[]")
+    with pytest.raises(AnalysisError, match="not a summary"):
+        open_report(folder)
+
+
+def test_answers_as_arrow_and_polars(report):
+    with open_report(report("table_swap")) as session:
+        frame = session.polars("select mode, count(*) as n from forwards group by mode order by mode")
+        assert dict(frame.rows()) == {row["mode"]: row["n"] for row in session.sql(
+            "select mode, count(*) as n from forwards group by mode").to_pylist()}  # fmt: skip
+        assert sum(frame["n"]) == 57
+        assert session.sql("set variable x = 1").num_rows == 0
+        assert session.sql("select 1 as a; select 2 as b").to_pylist() == [{"b": 2}]
+        assert sum(batch.num_rows for batch in session.batches("from tokens")) == 451
+        with pytest.raises(SqlError, match="nonsense"):
+            session.sql("select nonsense from tokens")
+        assert session.sql("select count(*) as n from raw_events")["n"].to_pylist() == [116]
+
+
+def test_one_report_opens_while_another_is_made(report):
+    """A store is replaced as a whole: who has the old one open goes on reading it."""
+    folder = report("table_swap")
+    source = source_of(folder)
+    build_store(source)
+    with open_report(folder) as session:
+        build_store(source)
+        assert session.sql("select count(*) as n from tokens")["n"].to_pylist() == [451]
+
+
+def test_a_replay_after_the_store_is_seen(report, tmp_path):
+    folder = report("table_swap")
+    build_store(source_of(folder))
+    replay(tmp_path / "table_swap.arrow", settings=ReplaySettings(kv_hash="none", max_violations=1), report=folder)
+    with open_report(folder) as session:
+        assert not session.stored
+    assert Path(folder / "report.duckdb").exists()
