@@ -48,6 +48,7 @@ lab: $(VENV)/.runtime
 
 bench: $(VENV)/.tests
 	$(BIN)/python benchmarks/cpu_kernels.py
+	$(BIN)/python benchmarks/triage.py
 
 # SGLang on the CPU with its own online canary and the recorder attached: what both find must be the same, row for row.
 # Writes docs/conformance-sglang.md. A part of it: make conformance-sglang CONFORMANCE="--only llama --seeds 1 --no-write"

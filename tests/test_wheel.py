@@ -28,7 +28,7 @@ def test_the_wheel_replays_a_trace_elsewhere(tmp_path: Path) -> None:
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
     folders = {name.split("/")[1] for name in names if name.startswith("kvcanary/") and name.count("/") > 1}
-    assert folders == {"kernels", "recorder", "replayer"}
+    assert folders == {"analysis", "kernels", "recorder", "replayer"}
     assert "kvcanary/py.typed" in names
     trace = tmp_path / "kv_flip.arrow"
     shutil.copy(ROOT / "data" / "kv_flip.arrow", trace)

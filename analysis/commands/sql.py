@@ -169,6 +169,8 @@ def _show(session: Session, query: str, form: str, rows: int, output: Path | Non
         with open_private(output) as sink:
             write_result(reader, sink, form, max_rows=None)
     except pa.ArrowException as error:
+        if output is not None and output.is_file():
+            output.unlink()  # half a result is none
         raise SqlError(str(error)) from None
     except BrokenPipeError:
         raise

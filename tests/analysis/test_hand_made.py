@@ -5,10 +5,11 @@ import dataclasses
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis import open_traces
+from kvcanary.recorder.writer import TraceWriter
 from kvcanary.replayer.findings import Finding, finding_table
 from kvcanary.replayer.violations import VIOLATION_SCHEMA
 
-from .hand_made import write
+from .hand_made import HEADER, event, runs, write
 
 
 @pytest.fixture
@@ -192,3 +193,33 @@ def test_every_relation_says_what_it_is_and_reads(session):
         assert description.endswith("."), name
     assert len(session.relations()) > 30
     assert {"tokens", "slot_lifetimes", "table_position", "slot_history"} <= set(session.words())
+
+
+def test_absurd_numbers_break_no_relation(tmp_path):
+    """What a damaged engine records is answered from, or left out; it never breaks the rest."""
+    far = (1 << 63) - 1
+    forward = {"req_pool_indices": [1, 1], "request_ids": [7, 8], "input_ids": [5, 6], "positions": [far, -far],
+               "out_cache_loc": [far, -far]}  # fmt: skip
+    strange = [
+        event("alloc", {"request_id": 7}, slot_group=[0, 0, 9], slot_start=[far, 3, 1], slot_count=[far, far, 1]),
+        event("free", {"request_id": 7}, slot_group=[0], slot_start=[-far], slot_count=[far]),
+        event("forward", {"forward": 0, "mode": "extend"}, prefix_lens=[far, 0], extend_lens=[1, far], **forward),
+        event("forward", {"forward": 1, "mode": "extend"}, prefix_lens=[-far, 0], extend_lens=[-far, 1], **forward),
+        event("alloc", table_index=[0], table_row=[1], table_start=[far], table_count=[far], table_slots=[4, 5]),
+        event("alloc", lut_slots=[4], **runs("lut", 0, far, 1)),
+        event("transfer", {"mode": "send", "status": "end"}, prefix_lens=[far], **runs("slot", 0, far, far)),
+        event("kv_copy", copy_group=[0], copy_src_tier=[0], copy_src=[far], copy_dst_tier=[0], copy_dst=[far], copy_count=[far]),
+        event("loss", {"lost_events": far}),
+        event("loss", {"lost_events": far}, slot_group=[0, 0], slot_start=[1, 1], slot_count=[far, far]),
+    ]  # fmt: skip
+    path = tmp_path / "strange.arrow"
+    with TraceWriter(path, HEADER) as writer:
+        for item in strange:
+            writer.append(item)
+    with open_traces(path) as session:
+        for relation, description in session.relations().items():
+            if "(" not in description.split(":")[0]:  # a macro's description begins with its call
+                session.sql(f"from {relation}")
+        for call in ("slot_history(3)", "slot_owner(3, 0)", "request_timeline(7)", "neighbours(3)"):
+            session.sql(f"from {call}")
+        assert session.sql("select count(*) as n from slot_lifetimes")["n"].to_pylist() == [61]  # slots 3 to 63

@@ -10,6 +10,10 @@ with batch as (
     from raw_events
     where kind = 'forward'
 )
-select trace, forward, event, runner, mode, batch_index, request_id, req_pool_idx, prefix_len, extend_len
+-- absurd lengths, of a damaged engine, must not overflow where they are added
+select
+    trace, forward, event, runner, mode, batch_index, request_id, req_pool_idx,
+    greatest(least(prefix_len, 1::bigint << 61), -1) as prefix_len,
+    greatest(least(extend_len, 1::bigint << 61), -1) as extend_len
 from batch
 where req_pool_idx <> 0

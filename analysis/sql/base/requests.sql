@@ -10,7 +10,7 @@ with told as (
 ran as (
     select
         trace, request_id, min(forward) as first_forward, max(forward) as last_forward, count(*) as num_forwards,
-        sum(greatest(extend_len, 0))::bigint as num_tokens,
+        try_cast(sum(greatest(extend_len, 0)) as bigint) as num_tokens,
         arg_min(prefix_len, event) as prefix_hit,
         max(prefix_len + greatest(extend_len, 0)) as length
     from forward_requests

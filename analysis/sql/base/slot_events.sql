@@ -3,7 +3,10 @@
 with told as (
     select
         trace, event, kind, status, request_id, req_pool_indices[1] as req_pool_idx, note,
-        unnest(slot_group) as pool_group, unnest(slot_start) as slot_start, unnest(slot_count) as slot_count
+        unnest(slot_group) as pool_group,
+        -- absurd slots must not overflow where they are added
+        unnest(list_transform(slot_start, lambda s: greatest(least(s, 1::bigint << 61), -1))) as slot_start,
+        unnest(list_transform(slot_count, lambda n: greatest(least(n, 1::bigint << 61), -1))) as slot_count
     from raw_events
     where kind in ('alloc', 'free', 'evict')
 )
