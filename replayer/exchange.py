@@ -20,7 +20,8 @@ class Parcel:
     """What a sender's slots held when the transfer began, `n` of them in order of position.
 
     `head`, `tail` map a half to `[n, 32] uint8` records; `kv` holds `[n, capture_bytes] uint8` a stream; `unknown`
-    `[n] bool` slots that the sender's trace cannot vouch for; `healthy` says that their bytes were those written.
+    `[n] bool` slots that the sender's trace cannot vouch for; `damaged` `[n] bool` those whose bytes were not those
+    written.
     """
 
     trace: str
@@ -30,7 +31,7 @@ class Parcel:
     tail: dict[str, ByteArray]
     kv: list[ByteArray]
     unknown: npt.NDArray[np.bool_]
-    healthy: bool
+    damaged: npt.NDArray[np.bool_]
 
 
 class Exchange:

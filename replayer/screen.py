@@ -156,7 +156,8 @@ def _violation(summary: Summary, row: dict[str, Any]) -> Table:
     shown = ", ".join(requests[:6]) + (f" and {len(requests) - 6:,} more" if len(requests) > 6 else "")
     first, last = summary.first_violation_forward, summary.last_violation_forward
     span = f"forward {first:,}" if first == last else f"{summary.forwards_hit:,} forwards in {first:,}-{last:,}"
-    spread = f"{span}   {_count(summary.slots_hit, 'slot')}   {_count(len(requests), 'request')}: {shown}"
+    spread = f"{span}   {_count(summary.slots_hit, 'slot')}   {_count(len(requests), 'request')}"
+    spread += f": {shown}" if shown else ""
     return _grid([*rows, ("spread", spread)])
 
 
@@ -189,7 +190,7 @@ def _finding(summary: Summary, finding: dict[str, Any]) -> Table:
 
 
 def _mark(mark: dict[str, Any]) -> str:
-    labels = ", ".join(f"{key} {value}" for key, value in mark["labels"].items())
+    labels = ", ".join(f"{key} {value}" for key, value in mark["labels"].items() if value not in ("", -1))
     return f"event {mark['event']:,}: {mark['note']}" + (f" ({labels})" if labels else "")
 
 

@@ -140,11 +140,12 @@ class Transfers:
             self.sent += 1
             changed = np.flatnonzero(np.isin(transfer.slots, changes.slots))
             return self._found("transfer_source_changed", transfer, changed, "changed while they were being sent")
-        damaged = np.flatnonzero(self._kv_hash_differs(transfer))
+        damaged = self._kv_hash_differs(transfer)
         if self._exchange is not None:
-            self._exchange.send(key, self._parcel(transfer, healthy=not len(damaged)))
+            self._exchange.send(key, self._parcel(transfer, damaged))
+        which = np.flatnonzero(damaged)
         return self._found(
-            "transfer_source_damaged", transfer, damaged, "no longer held the bytes written when they were sent"
+            "transfer_source_damaged", transfer, which, "no longer held the bytes written when they were sent"
         )
 
     def _receive(self, transfer: Transfer) -> list[Finding]:
@@ -171,26 +172,28 @@ class Transfers:
         return self._compare(transfer, parcel, count)
 
     def _compare(self, transfer: Transfer, parcel: Parcel, count: int) -> list[Finding]:
-        side = (
-            "the prefill side sent damaged bytes"
-            if not parcel.healthy
-            else ("the prefill side sent what it had written: the transfer or the decode side went wrong")
-        )
+        """Say which side went wrong, if one did."""
         if count != len(transfer.slots) or count != len(parcel.slots):
             detail = f"received {len(transfer.slots)} slots where {parcel.trace} sent {len(parcel.slots)}"
             return [self._finding("transfer_differs", transfer, min(count, len(transfer.slots) - 1), detail)]
         differs = np.zeros(count, np.bool_)
         for theirs, mine in zip(parcel.kv, transfer.landed, strict=True):
             differs |= (theirs != mine).any(axis=1)
+        findings = []
         wrong = np.flatnonzero(differs & ~parcel.unknown)
-        if not len(wrong):
-            return []
-        first = int(wrong[0])
-        detail = (
-            f"{len(wrong)} of {count} slots hold other bytes than {parcel.trace} sent in event {parcel.event}, the "
-            f"first from its slot {int(parcel.slots[first])}; {side}"
+        if len(wrong):
+            first = int(wrong[0])
+            detail = (
+                f"{len(wrong)} of {count} slots hold other bytes than {parcel.trace} sent in event {parcel.event}, the "
+                f"first from its slot {int(parcel.slots[first])}: the transfer or the decode side went wrong"
+            )
+            findings.append(self._finding("transfer_differs", transfer, first, detail))
+        damaged = np.flatnonzero(parcel.damaged)
+        what = (
+            f"held other bytes than were written there when {parcel.trace} sent them in event {parcel.event}: the prefill "
+            "side went wrong"
         )
-        return [self._finding("transfer_differs", transfer, first, detail)]
+        return findings + self._found("transfer_source_damaged", transfer, damaged, what)
 
     def _kv_hash_differs(self, transfer: Transfer) -> npt.NDArray[np.bool_]:
         """Say for each slot sent, `[n] bool`, whether its bytes are not those that its TAIL record was written with."""
@@ -205,7 +208,7 @@ class Transfers:
         written = pool.pool.writers[slots, 0] > 0
         return differs & written & ~pool.pool.unknown[slots] & (slots != 0)
 
-    def _parcel(self, transfer: Transfer, *, healthy: bool) -> Parcel:
+    def _parcel(self, transfer: Transfer, damaged: npt.NDArray[np.bool_]) -> Parcel:
         tier, slots = transfer.pool.pool, transfer.slots
         return Parcel(
             trace=self._trace,
@@ -215,7 +218,7 @@ class Transfers:
             tail={half: records[slots] for half, records in tier.tail.items()},
             kv=[data[slots] for data in tier.kv],
             unknown=tier.unknown[slots],
-            healthy=healthy,
+            damaged=damaged,
         )
 
     def _found(self, kind: str, transfer: Transfer, which: npt.NDArray[np.intp], what: str) -> list[Finding]:

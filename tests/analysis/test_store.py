@@ -195,7 +195,7 @@ def test_a_torn_trace_says_what_is_missing(tmp_path, engines):
         lost = session.sql("from lost").to_pylist()[0]
         gaps = session.sql("select kind, missing_events from gaps").to_pylist()
         tokens = session.sql("select count(*) as n from tokens")["n"][0].as_py()
-    assert (lost["complete"], lost["gaps"]) == (False, 1)
+    assert (lost["complete"], lost["gaps"], lost["losses"], lost["lost_events"]) == (False, 1, 0, 0)
     assert gaps == [{"kind": "torn", "missing_events": None}]
     with open_traces(recovered) as session:
         assert session.sql("select count(*) as n from tokens")["n"][0].as_py() == tokens

@@ -90,7 +90,10 @@ def test_bytes_damaged_before_they_were_sent(tmp_path):
     assert set(summaries["decode"].violations_by_launch) == {"TAIL_K_FULL"}
     first = summaries["decode"].first_violation
     assert (first["slot"], first["reasons"], first["request_id"]) == (32, ["VERIFY_KV_HASH"], 107)
-    assert rows["decode"] == []  # what landed is what was sent
+    (told,) = rows["decode"]  # what landed is what was sent, and the report says whose fault that is
+    assert (told["kind"], told["slot"], told["position"]) == ("transfer_source_damaged", 32, 2)
+    assert "prefill.arrow sent them" in told["detail"]
+    assert "the prefill side went wrong" in told["detail"]
 
 
 def test_bytes_damaged_on_the_wire(tmp_path):
@@ -98,7 +101,7 @@ def test_bytes_damaged_on_the_wire(tmp_path):
     assert summaries["prefill"].verdict is Verdict.CLEAN
     (finding,) = rows["decode"]
     assert (finding["kind"], finding["slot"], finding["position"]) == ("transfer_differs", 40, 3)
-    assert "the prefill side sent what it had written" in finding["detail"]
+    assert "the transfer or the decode side went wrong" in finding["detail"]
     assert "slot 21" in finding["detail"]
     assert set(summaries["decode"].violations_by_launch) == {"TAIL_V_FULL"}
 
