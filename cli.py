@@ -47,30 +47,35 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, _COMMANDS[name][2]) for name in sorted(_COMMANDS)])
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+_HELP: Final = """The flight recorder and crash lab for an LLM inference engine's KV cache.
+
+\b
+From a production trace to a verdict:
+  kvcanary inspect trace.arrow       what is in it, what was lost
+  kvcanary-replay trace.arrow        rebuild the pools, verify every forward, write trace.report/
+  kvcanary triage trace.report       who held the slot before, since when, what kind of bug
+  kvcanary sql trace.report          any other question, in SQL
+  kvcanary recover torn.arrow        save what is whole of a torn trace
+"""
+
+_COMPLETION_HELP: Final = """Print the completion script for SHELL.
+
+\b
+Example, for bash:
+  kvcanary completion bash >> ~/.bashrc
+"""
+
+
+@click.group(cls=_LazyGroup, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvcanary")
 def main() -> None:
-    r"""The flight recorder and crash lab for an LLM inference engine's KV cache.
-
-    \b
-    From a production trace to a verdict:
-      kvcanary inspect trace.arrow       what is in it, what was lost
-      kvcanary-replay trace.arrow        rebuild the pools, verify every forward, write trace.report/
-      kvcanary triage trace.report       who held the slot before, since when, what kind of bug
-      kvcanary sql trace.report          any other question, in SQL
-      kvcanary recover torn.arrow        save what is whole of a torn trace
-    """
+    """Run one of the commands."""
 
 
-@click.command("completion")
+@click.command("completion", help=_COMPLETION_HELP)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    r"""Print the completion script for SHELL.
-
-    \b
-    Example, for bash:
-      kvcanary completion bash >> ~/.bashrc
-    """
+    """Print the completion script of a shell."""
     from click.shell_completion import get_completion_class
 
     for program, command in (("kvcanary", main), ("kvcanary-replay", _replay())):

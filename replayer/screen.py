@@ -212,6 +212,8 @@ def _next(summary: Summary) -> Text:
     text.append(summary.report, style="default")
     if summary.violations:
         text.append("   every violation is a row of violations.parquet")
+    if summary.verdict is Verdict.CORRUPT:
+        text.append(f"\nnext   kvcanary triage {summary.report}    or kvcanary sql {summary.report}")
     if summary.num_gaps and not summary.complete:
         text.append(f"\nnext   kvcanary recover {summary.trace}")
     return text

@@ -22,6 +22,9 @@ def modules_after(code: str) -> set[str]:
         "main(['inspect', '--help'])",
         "main(['recover', '--help'])",
         "main(['simulate', '--help'])",
+        "main(['lab', 'matrix', '--help'])",
+        "main(['sql', '--help'])",
+        "main(['triage', '--help'])",
         "replay_command(['--help'])",
     ],
 )
@@ -33,7 +36,7 @@ def test_help_loads_no_heavy_library(arguments: str) -> None:
 
 
 def test_every_command_has_help_with_an_example() -> None:
-    for command in ("replay", "inspect", "recover", "simulate", "completion"):
+    for command in ("replay", "inspect", "recover", "simulate", "sql", "triage", "completion"):
         result = subprocess.run(
             [sys.executable, "-c", f"from kvcanary.cli import main; main(['{command}', '--help'])"],
             capture_output=True,
@@ -41,6 +44,13 @@ def test_every_command_has_help_with_an_example() -> None:
             check=True,
         )
         assert "Example" in result.stdout, command
+        assert "\\b" not in result.stdout, command
+
+
+def test_the_first_help_shows_the_way_line_by_line() -> None:
+    code = "from kvcanary.cli import main; main(['--help'])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "  kvcanary-replay trace.arrow        rebuild the pools" in shown
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

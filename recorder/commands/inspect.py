@@ -21,18 +21,20 @@ _MAX_SHOWN = 10
 _BIGGEST_COLUMNS = 12
 
 
-@click.command("inspect")
+_EPILOG = """\b
+Examples:
+  kvcanary inspect trace.arrow
+  kvcanary inspect --json trace.arrow | jq .events_by_kind
+"""
+
+
+@click.command("inspect", epilog=_EPILOG)
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def inspect_command(trace: Path, as_json: bool) -> None:
-    r"""Show what TRACE holds: header, events, requests, time span, sizes, losses.
+    """Show what TRACE holds: header, events, requests, time span, sizes, losses.
 
     Exit code 0 for a whole trace, 125 for one that is torn, damaged or lossy, 2 for a file that is no trace.
-
-    \b
-    Examples:
-      kvcanary inspect trace.arrow
-      kvcanary inspect --json trace.arrow | jq .events_by_kind
     """
     from ..errors import TraceError
     from ..inspect import inspect_trace

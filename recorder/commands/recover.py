@@ -5,19 +5,19 @@ from pathlib import Path
 
 import click
 
+_EPILOG = """\b
+Examples:
+  kvcanary recover torn.arrow
+  kvcanary recover torn.arrow -o saved.arrow --force
+"""
 
-@click.command("recover")
+
+@click.command("recover", epilog=_EPILOG)
 @click.argument("torn", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: TORN's name with .recovered.arrow.")
 @click.option("--force", is_flag=True, help="Replace the output file if it exists.")
 def recover_command(torn: Path, output: Path | None, force: bool) -> None:
-    r"""Write every whole batch of TORN to a new trace, which opens anywhere, and say what was lost.
-
-    \b
-    Examples:
-      kvcanary recover torn.arrow
-      kvcanary recover torn.arrow -o saved.arrow --force
-    """
+    """Write every whole batch of TORN to a new trace, which opens anywhere, and say what was lost."""
     from ..errors import TraceError
     from ..recovery import recover
     from .text import printable
