@@ -57,12 +57,12 @@ class RecordingSettings:
 
     def start_up_line(self, path: Path, header: "TraceHeader") -> str:
         """Return the one line that a process logs when its recording begins."""
-        watch = f"KV watch every {self.kv_watch_every}" if self.kv_watch_every else "no KV watch"
-        sweep = f"sweep every {header.sweep_interval}" if header.sweep_interval else "no sweep"
+        watch = f"KV watch every {self.kv_watch_every} forwards" if self.kv_watch_every else "no KV watch"
+        sweep = f"sweep every {header.sweep_interval} forwards" if header.sweep_interval else "no sweep"
         groups = ", ".join(f"{g.name} {g.num_slots} slots" for g in header.groups)
         return (
-            f"kvcanary: recording to {path} ({groups}; {self.capture_bytes} bytes a token and half, {watch} forwards, "
-            f"{sweep} forwards, slot history {self.history}, {self.compression}, flush every "
+            f"kvcanary: recording to {path} ({groups}; {self.capture_bytes} bytes a token and half, {watch}, {sweep}, "
+            f"slot history {self.history}, {self.compression}, flush every "
             f"{self.flush_interval_ns / 1e9:g} s or {self.flush_bytes >> 10} KiB, at most "
             f"{self.max_queued_bytes >> 20} MiB queued)"
         )
