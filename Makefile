@@ -32,7 +32,7 @@ layers: $(VENV)/.tests
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist worksteal
 
 # The long runs: every kernel against the published canary, 20,000 cases each; a flipped bit in every byte of a trace;
 # whole traces against the published canary, 2,000 of broken engines, 500 of broken pairs, 40 of each fault of the lab;

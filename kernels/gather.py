@@ -1,11 +1,11 @@
 """Gather: what lies at listed places; the bytes of slots, cells of state tables. What does not exist gives zeros or -1."""
 
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from .dispatch import In8x2, In32x2, In64, In64x2, Out8x2, Out64, select
+from .dispatch import In8x2, In32x2, In64, In64x2, Out8x2, Out64, primitive, select
 from .kv_source import KvSource
 
 
@@ -93,45 +93,37 @@ def _gather_kv_loops(tensor: In8x2, page_size: int, bytes_per_token: int, slots:
                 out[i, b] = tensor[row, column + b]
 
 
+@primitive()
+def read_run(table: Any, row: int, start: int, count: int, at: int, out: Any) -> None:
+    """Write `table[row, start : start + count]` to `out[at :]`, -1 for what the table does not have."""
+    # Of the run, the part [first, end) lies in the table. No sum is taken of what may be near an int64's end.
+    first = count
+    end = count
+    if 0 <= row < table.shape[0] and -count < start < table.shape[1]:
+        first = max(-start, 0)
+        end = min(table.shape[1] - start, count)
+    for i in range(first):
+        out[at + i] = -1
+    for i in range(first, end):
+        out[at + i] = table[row, start + i]
+    for i in range(end, count):
+        out[at + i] = -1
+
+
+# Compiled code has one signature each: two entries, one body.
 def _read_runs_32_loops(table: In32x2, rows: In64, starts: In64, counts: In64, out: Out64) -> None:
     at = 0
     for r in range(rows.shape[0]):
-        row = rows[r]
-        start = starts[r]
         count = max(counts[r], 0)
-        # Of the run, the part [first, end) lies in the table. No sum is taken of what may be near an int64's end.
-        first = count
-        end = count
-        if 0 <= row < table.shape[0] and -count < start < table.shape[1]:
-            first = max(-start, 0)
-            end = min(table.shape[1] - start, count)
-        for i in range(first):
-            out[at + i] = -1
-        for i in range(first, end):
-            out[at + i] = table[row, start + i]
-        for i in range(end, count):
-            out[at + i] = -1
+        read_run(table, rows[r], starts[r], count, at, out)
         at += count
 
 
 def _read_runs_64_loops(table: In64x2, rows: In64, starts: In64, counts: In64, out: Out64) -> None:
     at = 0
     for r in range(rows.shape[0]):
-        row = rows[r]
-        start = starts[r]
         count = max(counts[r], 0)
-        # Of the run, the part [first, end) lies in the table. No sum is taken of what may be near an int64's end.
-        first = count
-        end = count
-        if 0 <= row < table.shape[0] and -count < start < table.shape[1]:
-            first = max(-start, 0)
-            end = min(table.shape[1] - start, count)
-        for i in range(first):
-            out[at + i] = -1
-        for i in range(first, end):
-            out[at + i] = table[row, start + i]
-        for i in range(end, count):
-            out[at + i] = -1
+        read_run(table, rows[r], starts[r], count, at, out)
         at += count
 
 

@@ -117,7 +117,11 @@ def transfer_event(
     num_bytes: int,
     note: str,
 ) -> TraceEvent:
-    """Return the event of a transfer between two engines, after `forward`; raise `ValueError` for another status or direction."""
+    """Return the event of a transfer between two engines after `forward`.
+
+    Raises:
+        ValueError: there is no such status or direction.
+    """
     _one_of("status", status, TRANSFER_STATUSES)
     _one_of("direction", direction, TRANSFER_DIRECTIONS)
     starts, counts = ordered_runs(slots)

@@ -30,7 +30,7 @@ DIVERGENCE_SCHEMA = pa.schema(
     ]
 )
 _FIGURES = ("out_of_window_tokens", "full_idx_divergence")
-ROWS_AT_ONCE = 4096
+ROWS_AT_ONCE = 4096  # a table for each forward would cost more than the forward
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Divergence:
             totals = (self._verify["full"], self._verify["swa"])
             self._rows.append((forward.event, forward.forward, forward.runner, index, *totals, *counts))
 
-    def take_table(self, *, at_least: int = 1) -> pa.Table | None:
+    def take_table(self, *, at_least: int) -> pa.Table | None:
         """Return the rows since the last call, None where there are fewer than `at_least`."""
         if len(self._rows) < at_least:
             return None

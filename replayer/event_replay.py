@@ -15,6 +15,7 @@ from ..recorder.reader import EventView, TraceBatch, TraceGap
 from ..recorder.schema import EVENT_KINDS, SLOTS_LISTED
 from ..recorder.slot_runs import runs_to_slots
 from .checks import make_checks
+from .divergence import ROWS_AT_ONCE
 from .exchange import Exchange
 from .findings import Finding, finding_table
 from .forward import UnusableEventError, read_forward
@@ -122,17 +123,12 @@ class EventReplay:
         time_ns = int(view.scalar("time_ns"))
         summary.first_time_ns = summary.first_time_ns or time_ns
         summary.last_time_ns = max(summary.last_time_ns, time_ns)
+        before = summary.violations + summary.findings
         try:
             if kind == "forward":
                 self._forward(view)
-                return
-            self._executor.check_event(view)
-            self._executor.tables.apply_changes(view)  # any event may carry what it was the first to see
-            if kind in self._on:
-                self._on[kind](view)
-            elif kind not in _HISTORY_KINDS:
-                name = kind if kind in EVENT_KINDS else f"unknown kind {kind!r}"
-                summary.unjudged[name] = summary.unjudged.get(name, 0) + 1
+            else:
+                self._between_forwards(view)
         except UnusableEventError as error:
             summary.num_gaps += 1
             self._note(
@@ -141,11 +137,21 @@ class EventReplay:
                 "before it is taken for unknown",
             )
             self._forget()
+        self._stop_if_asked(before, view)
+
+    def _between_forwards(self, view: EventView) -> None:
+        summary, kind = self._summary, view.kind
+        self._executor.check_event(view)
+        self._executor.tables.apply_changes(view)  # any event may carry what it was the first to see
+        if kind in self._on:
+            self._on[kind](view)
+        elif kind not in _HISTORY_KINDS:
+            name = kind if kind in EVENT_KINDS else f"unknown kind {kind!r}"
+            summary.unjudged[name] = summary.unjudged.get(name, 0) + 1
 
     def _forward(self, view: EventView) -> None:
         summary = self._summary
         forward = read_forward(view, summary.header)
-        before = summary.violations + summary.findings
         self._executor.forward(forward, view)
         summary.forwards += 1
         summary.forwards_by_mode[forward.mode] = summary.forwards_by_mode.get(forward.mode, 0) + 1
@@ -154,22 +160,21 @@ class EventReplay:
         self._request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
         self._take_findings(self._health.forward(forward))
         self._pass_on_divergence()
-        self._stop_if_asked(before, f"forward, {forward.forward:,}")
 
     def _sweep(self, view: EventView) -> None:
-        summary = self._summary
-        sweep = read_sweep(view, summary.header)
-        before = summary.violations + summary.findings
+        sweep = read_sweep(view, self._summary.header)
         self._executor.sweep(sweep, view)
         self._health.sweep(sweep)
-        self._stop_if_asked(before, f"sweep, after forward {sweep.forward:,}")
 
     def _transfer(self, view: EventView) -> None:
         self._take_findings(self._transfers.event(view))
 
-    def _stop_if_asked(self, before: int, what: str) -> None:
+    def _stop_if_asked(self, before: int, view: EventView) -> None:
         summary = self._summary
         if self._settings.fail_fast and summary.violations + summary.findings > before:
+            what = f"event, {view.number:,} ({view.kind})"
+            if view.kind == "forward":
+                what = f"forward, {int(view.scalar('forward')):,}"
             raise StopReplayError(f"stopped at the first bad {what} (--fail-fast)")
         if self._settings.max_violations is not None and summary.violations >= self._settings.max_violations:
             raise StopReplayError(f"stopped after {summary.violations:,} violations (--max-violations)")
@@ -260,7 +265,7 @@ class EventReplay:
             self._sinks.violations.append(table)
             self._tally.violations(table)
 
-    def _pass_on_divergence(self, *, at_least: int = 4096) -> None:
+    def _pass_on_divergence(self, *, at_least: int = ROWS_AT_ONCE) -> None:
         table = self._executor.divergence.take_table(at_least=at_least)
         if table is not None:
             self._sinks.divergence.append(table)

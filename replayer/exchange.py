@@ -35,15 +35,27 @@ class Parcel:
 
 
 class Exchange:
-    """Parcels on their way. `pump` makes a sender's replay go on; it returns False when there is nothing left to do."""
+    """Parcels on their way.
+
+    `senders` make a sender's replay go on; they return False when there is nothing left to do. `wanted` says whether a
+    receiver may still come: without one, parcels would pile up for nobody.
+    """
 
     def __init__(self) -> None:
         self.senders: list[Callable[[], bool]] = []
+        self.wanted: Callable[[], bool] = lambda: False
         self._parcels: dict[ParcelKey, Parcel] = {}
 
     def send(self, key: ParcelKey, parcel: Parcel) -> None:
         """Take in a parcel; one sent again replaces the one before."""
-        self._parcels[key] = parcel
+        if self.wanted():
+            self._parcels[key] = parcel
+        else:
+            self._parcels.clear()
+
+    def __len__(self) -> int:
+        """How many parcels are on their way."""
+        return len(self._parcels)
 
     def withdraw(self, key: ParcelKey) -> None:
         """Forget a parcel whose transfer failed."""

@@ -23,6 +23,8 @@ PREFILL, DECODE = "prefill", "decode"
 class ReplayRun:
     """The replay of one trace, which may be taken a batch of events at a time; a context manager.
 
+    `summary` is filled on the way; `ended` says that nothing is left to replay.
+
     Args:
         trace: the trace file.
         settings: how to replay.
@@ -39,7 +41,7 @@ class ReplayRun:
         self._started = time.perf_counter()
         self._report = report
         self._busy = False
-        self._ended = False
+        self.ended = False
         with ExitStack() as stack:
             self._reader = stack.enter_context(TraceReader(trace))
             header = self._reader.header
@@ -60,7 +62,7 @@ class ReplayRun:
 
     def step(self) -> bool:
         """Replay the next batch of events; False when nothing is left, or while a step is under way already."""
-        if self._busy or self._ended:
+        if self._busy or self.ended:
             return False
         self._busy = True
         try:
@@ -73,14 +75,14 @@ class ReplayRun:
             self.summary.stopped = str(stop)
         finally:
             self._busy = False
-        self._ended = True
+        self.ended = True
         return False
 
     def interrupt(self) -> None:
         """End the replay here, at the user's wish."""
-        if not self._ended:
+        if not self.ended:
             self.summary.stopped = f"interrupted after {self.summary.forwards:,} forwards"
-            self._ended = True
+            self.ended = True
 
     def progress(self) -> Progress:
         """Return how far the replay has come."""
@@ -163,6 +165,8 @@ def replay_joined(
             for trace, report in zip(traces, reports, strict=True)
         ]
         exchange.senders = [run.step for run in runs]
+        receivers = [run for run in runs if run.summary.header.role != PREFILL]
+        exchange.wanted = lambda: len(runs) > 1 and not all(run.ended for run in receivers)
         # The receiving side leads: it lets the others go on as far as it needs them.
         _run_all(sorted(runs, key=lambda run: run.summary.header.role != DECODE), on_progress)
         return [run.finish() for run in runs]

@@ -22,6 +22,7 @@ from ..recorder.schema import (
     TRANSFER_DIRECTIONS,
     TRANSFER_STATUSES,
 )
+from ..recorder.slot_runs import runs_to_slots
 from .forward import UnusableEventError
 
 Int64Array = npt.NDArray[np.int64]
@@ -141,15 +142,21 @@ def _slot_event(view: EventView, groups: Sequence[PoolGroup]) -> SlotEvent:
         status=status,
         note=note,
         request_id=int(view.scalar("request_id")),
-        row=_row(view),
+        row=event_row(view),
         parts=_slot_runs(view, groups),
     )
 
 
-def _transfer_event(view: EventView, groups: Sequence[PoolGroup]) -> TransferEvent:
+def transfer_terms(view: EventView) -> tuple[str, str]:
+    """Return a transfer event's status and direction; raise `UnusableEventError` where there is no such thing."""
     status, direction = str(view.scalar("status")), str(view.scalar("mode"))
     if status not in TRANSFER_STATUSES or direction not in TRANSFER_DIRECTIONS:
         raise UnusableEventError(f"a transfer of status {status!r} and direction {direction!r}")
+    return status, direction
+
+
+def _transfer_event(view: EventView, groups: Sequence[PoolGroup]) -> TransferEvent:
+    status, direction = transfer_terms(view)
     return TransferEvent(
         event=view.number,
         time_ns=view.time_ns,
@@ -158,7 +165,7 @@ def _transfer_event(view: EventView, groups: Sequence[PoolGroup]) -> TransferEve
         room=int(view.scalar("room")),
         peer=str(view.scalar("peer")),
         request_id=int(view.scalar("request_id")),
-        row=_row(view),
+        row=event_row(view),
         parts=_slot_runs(view, groups),
     )
 
@@ -172,7 +179,7 @@ def _status_event(view: EventView) -> StatusEvent:
         time_ns=view.time_ns,
         status=status,
         request_id=int(view.scalar("request_id")),
-        row=_row(view),
+        row=event_row(view),
     )
 
 
@@ -184,17 +191,28 @@ def _sample_event(view: EventView) -> SampleEvent:
     return SampleEvent(event=view.number, forward=int(view.scalar("forward")), lens=lens, tokens=tokens)
 
 
-def _row(view: EventView) -> int:
+def event_row(view: EventView) -> int:
+    """Return the one row that an event names, -1 for none; raise `UnusableEventError` where it names more."""
     rows = view.ints("req_pool_indices")
     if len(rows) > 1:
         raise UnusableEventError(f"{len(rows)} rows, expected one or none")
     return int(rows[0]) if len(rows) else -1
 
 
-def _slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, ...]:
-    columns = [view.ints(f"slot_{column}") for column in ("group", "start", "count")]
+def slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return group, start and count of an event's runs of slots, `[n] int64` each.
+
+    Raises:
+        UnusableEventError: they do not fit one another or the pools, or name more slots than a pool has.
+    """
+    groups_, starts, counts = columns = [view.ints(f"slot_{column}") for column in ("group", "start", "count")]
     _require_one_length("slot", columns)
-    return _expanded(columns, [group.num_slots for group in groups])
+    _require_inside(columns, [group.num_slots for group in groups])
+    return groups_, starts, counts
+
+
+def _slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, ...]:
+    return _expanded(*slot_runs(view, groups))
 
 
 def _copy_event(view: EventView, groups: Sequence[PoolGroup]) -> CopyEvent:
@@ -206,7 +224,8 @@ def _copy_event(view: EventView, groups: Sequence[PoolGroup]) -> CopyEvent:
             raise UnusableEventError(f"copy_{name} names a tier other than {TIER_POOL} and {TIER_HOST}")
     to_pool = columns["dst_tier"] == TIER_POOL
     runs = [columns[name][to_pool] for name in ("group", "dst", "count")]
-    return CopyEvent(event=view.number, parts=_expanded(runs, [group.num_slots for group in groups]))
+    _require_inside(runs, [group.num_slots for group in groups])
+    return CopyEvent(event=view.number, parts=_expanded(*runs))
 
 
 def _require_one_length(what: str, columns: list[Int64Array]) -> None:
@@ -214,42 +233,45 @@ def _require_one_length(what: str, columns: list[Int64Array]) -> None:
         raise UnusableEventError(f"the {what} columns differ in length")
 
 
-def _expanded(runs: list[Int64Array], num_slots: list[int]) -> tuple[GroupSlots, ...]:
-    """Return the slots of runs (group, start, count), group by group; nothing is expanded before all of them fit."""
+def _require_inside(runs: list[Int64Array], num_slots: list[int]) -> None:
+    """Raise `UnusableEventError` where runs (group, start, count) leave their pools; nothing is expanded before."""
     groups, starts, counts = runs
-    if not len(groups):
-        return ()
     if len(groups) == 1:  # by far the most frequent: a decode's next page
-        return _one_run(int(groups[0]), int(starts[0]), int(counts[0]), num_slots)
-    if int(groups.min()) < 0 or int(groups.max()) >= len(num_slots):
-        raise UnusableEventError(f"runs of group {int(groups.max())}, the header names {len(num_slots)}")
-    limits = np.array(num_slots, np.int64)[groups]
-    # Differences, not sums: hostile numbers wrap around.
-    if bool(((starts < 0) | (counts < 0) | (starts > limits) | (counts > limits - starts)).any()):
-        raise UnusableEventError("a run of slots leaves its pool")
-    parts = []
-    for group in (
-        np.flatnonzero(np.bincount(groups)) if int(groups.min()) != int(groups.max()) else groups[:1]
-    ).tolist():
+        _require_run_inside(int(groups[0]), int(starts[0]), int(counts[0]), num_slots)
+        return
+    for group in np.unique(groups).tolist():
         mine = groups == group
-        if np.count_nonzero(mine) > num_slots[group] or int(counts[mine].sum()) > num_slots[group]:
-            raise UnusableEventError(f"runs of more slots than group {group} has, {num_slots[group]}")
-        slots = _run_slots(starts[mine], counts[mine])
-        slots = slots[slots > 0]
-        if len(slots):
-            parts.append(GroupSlots(group=group, slots=slots, repeated=_repeated(starts[mine], counts[mine], slots)))
-    return tuple(parts)
+        limit = num_slots[group] if 0 <= group < len(num_slots) else 0
+        # Differences, not sums: hostile numbers wrap around.
+        beyond = (starts < 0) | (counts < 0) | (starts > limit) | (counts > limit - starts)
+        for at in np.flatnonzero(mine & (beyond | (limit == 0)))[:1].tolist():
+            _require_run_inside(group, int(starts[at]), int(counts[at]), num_slots)
+        if np.count_nonzero(mine) > limit or int(counts[mine].sum()) > limit:
+            raise UnusableEventError(f"runs of more slots than group {group} has, {limit}")
 
 
-def _one_run(group: int, start: int, count: int, num_slots: list[int]) -> tuple[GroupSlots, ...]:
+def _require_run_inside(group: int, start: int, count: int, num_slots: list[int]) -> None:
     if not 0 <= group < len(num_slots):
         raise UnusableEventError(f"a run of group {group}, the header names {len(num_slots)}")
     if start < 0 or count < 0 or start + count > num_slots[group]:
         raise UnusableEventError(
             f"a run of {count} slots from {start} leaves group {group}, which has {num_slots[group]}"
         )
-    slots = np.arange(max(start, 1), start + count, dtype=np.int64)
-    return (GroupSlots(group=group, slots=slots, repeated=_NO_SLOTS),) if len(slots) else ()
+
+
+def _expanded(groups: Int64Array, starts: Int64Array, counts: Int64Array) -> tuple[GroupSlots, ...]:
+    """Return the slots of runs that lie inside their pools, group by group."""
+    if len(groups) == 1:  # by far the most frequent: a decode's next page
+        slots = np.arange(max(int(starts[0]), 1), int(starts[0] + counts[0]), dtype=np.int64)
+        return (GroupSlots(group=int(groups[0]), slots=slots, repeated=_NO_SLOTS),) if len(slots) else ()
+    parts = []
+    for group in np.unique(groups).tolist():
+        mine = groups == group
+        slots = runs_to_slots(starts[mine], counts[mine])
+        slots = slots[slots > 0]
+        if len(slots):
+            parts.append(GroupSlots(group=group, slots=slots, repeated=_repeated(starts[mine], counts[mine], slots)))
+    return tuple(parts)
 
 
 def _repeated(starts: Int64Array, counts: Int64Array, slots: Int64Array) -> Int64Array:
@@ -259,8 +281,3 @@ def _repeated(starts: Int64Array, counts: Int64Array, slots: Int64Array) -> Int6
         return _NO_SLOTS
     unique, times = np.unique(slots, return_counts=True)
     return unique[times > 1]
-
-
-def _run_slots(starts: Int64Array, counts: Int64Array) -> Int64Array:
-    before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()), dtype=np.int64)

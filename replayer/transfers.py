@@ -14,7 +14,7 @@ from ..kernels.constants import KvHashMode
 from ..kernels.kv_source import fold_kv
 from ..recorder.header import TraceHeader
 from ..recorder.reader import EventView
-from ..recorder.schema import PHASE_AFTER, PHASE_BEFORE, SEND, TRANSFER_DIRECTIONS, TRANSFER_STATUSES
+from ..recorder.schema import PHASE_AFTER, PHASE_BEFORE, SEND
 from ..recorder.slot_runs import runs_to_slots
 from .exchange import Exchange, Parcel
 from .findings import Finding
@@ -22,6 +22,7 @@ from .forward import UnusableEventError
 from .kv_changes import KvChanges
 from .pools import RECORD_BYTES, GroupPool
 from .requests import RequestBook
+from .slot_events import event_row, slot_runs, transfer_terms
 
 Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
@@ -48,25 +49,15 @@ class Transfer:
 
 def read_transfer(view: EventView, pools: list[GroupPool]) -> Transfer | None:
     """Return a transfer event, None where it names no slot; raise `UnusableEventError` if it contradicts itself."""
-    status, direction = str(view.scalar("status")), str(view.scalar("mode"))
-    if status not in TRANSFER_STATUSES or direction not in TRANSFER_DIRECTIONS:
-        raise UnusableEventError(f"a transfer of status {status!r} and direction {direction!r}")
-    groups, starts, counts = (view.ints(f"slot_{column}") for column in ("group", "start", "count"))
-    if not len(groups) == len(starts) == len(counts):
-        raise UnusableEventError("the slot columns differ in length")
+    status, direction = transfer_terms(view)
+    groups, starts, counts = slot_runs(view, [pool.group for pool in pools])
     if not len(groups):
         return None
-    if len(set(groups.tolist())) != 1 or not 0 <= groups[0] < len(pools):
-        raise UnusableEventError("a transfer of no group, or of several")
+    if bool((groups != groups[0]).any()):
+        raise UnusableEventError("a transfer of several groups, expected an event for each")
     pool = pools[int(groups[0])]
-    if bool(((starts < 0) | (counts < 0) | (starts > pool.num_slots) | (counts > pool.num_slots)).any()) or bool(
-        (starts + counts > pool.num_slots).any()
-    ):
-        raise UnusableEventError(f"a transfer of slots that the pool of {pool.num_slots} does not have")
-    if int(counts.sum()) > pool.num_slots:
-        raise UnusableEventError(f"a transfer of {int(counts.sum())} slots, the pool has {pool.num_slots}")
     slots = runs_to_slots(starts, counts)
-    first, rows = view.ints("prefix_lens"), view.ints("req_pool_indices")
+    first = view.ints("prefix_lens")
     return Transfer(
         event=int(view.scalar("event")),
         forward=int(view.scalar("forward")),
@@ -75,7 +66,7 @@ def read_transfer(view: EventView, pools: list[GroupPool]) -> Transfer | None:
         direction=direction,
         room=int(view.scalar("room")),
         request_id=int(view.scalar("request_id")),
-        row=int(rows[0]) if len(rows) else -1,
+        row=event_row(view),
         start_position=int(first[0]) if len(first) else 0,
         pool=pool,
         slots=slots,

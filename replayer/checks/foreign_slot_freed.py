@@ -13,7 +13,7 @@ from ..findings import Finding
 from ..slot_events import SlotEvent
 from .check import HistoryCheck
 from .history import History
-from .reporting import by_row, changed_hands, event_finding
+from .reporting import by_row, changed_hands, event_finding, holder
 
 
 class ForeignSlotFreed(HistoryCheck):
@@ -40,9 +40,8 @@ class ForeignSlotFreed(HistoryCheck):
             else:
                 continue
             slots, rows = part.slots[foreign], rows[foreign]
-            for owner, mine in by_row(rows, OWNER) if len(slots) else []:
+            for _, mine in by_row(rows, OWNER) if len(slots) else []:
                 first = rows[mine][0]
-                holder = "the prefix cache" if first[STATE] == CACHED else f"request {history.book.name(owner)}"
                 verb = "is evicted" if event.kind == "evict" else f"is given back ({event.note or 'free'})"
                 findings.append(
                     event_finding(
@@ -51,7 +50,7 @@ class ForeignSlotFreed(HistoryCheck):
                         history,
                         group=part.group,
                         slots=slots[mine],
-                        detail=f"{verb} while {holder} holds it",
+                        detail=f"{verb} while {holder(first, history)} holds it",
                         events=changed_hands(first),
                     )
                 )

@@ -53,8 +53,8 @@ class History:
     """Everything that was told so far, as the checks need it.
 
     `complete` says that the trace promises to tell of every slot; `known` is the event being judged, None for one
-    that says nothing about slots, `touched` the slots it names where the trace is complete; `last_forward` the number of the last forward, -1 before the first; `ended` the
-    requests that are gone.
+    that says nothing about slots, `touched` the slots it names where the trace is complete; `last_forward` is the
+    number of the last forward, -1 before the first; `ended` holds the requests that are gone.
     """
 
     def __init__(self, header: TraceHeader, book: RequestBook, *, backend: str) -> None:

@@ -1,9 +1,10 @@
 """A padding token writes a slot that is in use.
 
-Invariant: padding rows and tokens behind the last request write slot 0, or a slot that nobody uses. A padding slot -1
-that wraps to the last slot, and padded rows that keep the slots of the step before, show here. Evidence: the slot's
-allocation and the forward. Legitimate exceptions: none; where the trace does not promise to tell of every slot, only
-slots that the same forward reads or writes count as in use.
+Invariant: padding rows and tokens behind the last request write slot 0, or a slot that nobody uses. Padded rows that
+keep the slots of the step before show here; a padding slot -1 that wraps to the last slot on the device does not, since
+-1 is what the engine tells, and shows in the KV hash. Evidence: the slot's allocation and the forward. Legitimate
+exceptions: none; where the trace does not promise to tell of every slot, only slots that the same forward reads or
+writes count as in use.
 """
 
 from collections.abc import Iterable
@@ -11,11 +12,11 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ledger import CACHED, HELD, OWNER, PADDED, PADDED_LIVE, PADDED_WRITTEN, SHARED, STATE
+from ...kernels.ledger import CACHED, HELD, PADDED, PADDED_LIVE, PADDED_WRITTEN, SHARED, STATE
 from ..findings import Finding
 from .check import HistoryCheck
 from .history import History
-from .reporting import Repeats, happened, read_findings, write_findings
+from .reporting import Repeats, happened, holder, read_findings, write_findings
 from .view import ForwardView
 
 
@@ -38,12 +39,9 @@ class PaddedWrite(HistoryCheck):
         return findings
 
     def _written(self, row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int]]:
-        holder = "a request of the same forward"
-        if self._history.complete and row[STATE] == CACHED:
-            holder = "the prefix cache"
-        elif self._history.complete and row[STATE] in (HELD, SHARED):
-            holder = f"request {self._history.book.name(int(row[OWNER]))}"
-        return f"padding writes a slot of {holder}", happened(row)
+        in_use = self._history.complete and row[STATE] in (HELD, SHARED, CACHED)
+        whose = holder(row, self._history) if in_use else "a request of the same forward"
+        return f"padding writes a slot of {whose}", happened(row)
 
     def forget(self) -> None:
         """Forget what was reported."""

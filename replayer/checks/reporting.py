@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ledger import ALLOC, CONTENT, LEFT, PADDING_WRITER
+from ...kernels.ledger import ALLOC, CACHED, CONTENT, LEFT, OWNER, PADDING_WRITER, STATE
 from ..findings import Finding, evidence
 from ..forward import Forward
 from ..ledger import TIMELESS
@@ -19,6 +19,7 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 MAX_REMEMBERED = 4096
+MAX_PARTIES = 64
 
 # From a ledger row and the index of what is wrong to the finding's words and further events that prove it.
 Explain = Callable[[Int64Array, int], tuple[str, Iterable[int]]]
@@ -239,8 +240,20 @@ def event_finding(
 
 
 def by_row(rows: Int64Array, column: int) -> list[tuple[int, BoolArray]]:
-    """Return each value of a ledger column with the rows that have it: damage is told by its other party."""
-    return [(int(value), rows[:, column] == value) for value in np.unique(rows[:, column])[:64]]
+    """Return each value of a ledger column with the rows that have it: damage is told by its other party.
+
+    Past `MAX_PARTIES` values the last one stands for the rest, so that every row is counted.
+    """
+    values = np.unique(rows[:, column])
+    parties = [(int(value), rows[:, column] == value) for value in values[: MAX_PARTIES - 1]]
+    if len(values) >= MAX_PARTIES:
+        parties.append((int(values[MAX_PARTIES - 1]), rows[:, column] >= values[MAX_PARTIES - 1]))
+    return parties
+
+
+def holder(row: Int64Array, history: History) -> str:
+    """Return in words who holds a slot, by its ledger row."""
+    return "the prefix cache" if row[STATE] == CACHED else f"request {history.book.name(int(row[OWNER]))}"
 
 
 def changed_hands(row: Int64Array) -> list[int]:

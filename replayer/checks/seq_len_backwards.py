@@ -1,10 +1,11 @@
 """A request's length goes back without its having started over.
 
 Invariant: from one forward of the target to the next, a request's prefix is as long as prefix and tokens of the one
-before it; after a target-verify forward, at least one token longer than its prefix. Evidence: the two forwards. Legitimate exceptions: a request that was
-retracted or is admitted anew starts over; a draft goes back to verify, and is not judged; what a target-verify forward
-drafted and rejected was never length. Where the trace does not promise to tell of retractions, a request may start over
-unseen, and only two forwards that both sampled are compared: a request has all its tokens when it samples.
+before it; after a target-verify forward, at least one token longer than its prefix. Evidence: the two forwards.
+Legitimate exceptions: a request that was retracted or is admitted anew starts over; a draft goes back to verify, and is
+not judged; what a target-verify forward drafted and rejected was never length. Where the trace does not promise to tell
+of retractions, a request may start over unseen, and only two forwards that both sampled are compared: a request has all
+its tokens when it samples.
 """
 
 import numpy as np

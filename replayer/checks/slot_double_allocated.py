@@ -6,13 +6,13 @@ pages gives nothing out (status "shared"); handing slots to the cache neither (s
 trace promises to tell of every slot, since an untold free would excuse it.
 """
 
-from ...kernels.ledger import CACHED, HELD, OWNER, STATE
+from ...kernels.ledger import HELD, OWNER, STATE
 from ...recorder.reader import EventView
 from ..findings import Finding
 from ..slot_events import SlotEvent
 from .check import HistoryCheck
 from .history import History
-from .reporting import by_row, changed_hands, event_finding
+from .reporting import by_row, changed_hands, event_finding, holder
 
 
 class SlotDoubleAllocated(HistoryCheck):
@@ -34,9 +34,8 @@ class SlotDoubleAllocated(HistoryCheck):
             rows = part.rows
             taken = rows[:, STATE] >= HELD
             slots, rows = part.slots[taken], rows[taken]
-            for owner, mine in by_row(rows, OWNER) if len(slots) else []:
+            for _, mine in by_row(rows, OWNER) if len(slots) else []:
                 first = rows[mine][0]
-                holder = "the prefix cache" if first[STATE] == CACHED else f"request {history.book.name(owner)}"
                 findings.append(
                     event_finding(
                         "slot_double_allocated",
@@ -44,7 +43,7 @@ class SlotDoubleAllocated(HistoryCheck):
                         history,
                         group=part.group,
                         slots=slots[mine],
-                        detail=f"is given out while {holder} holds it",
+                        detail=f"is given out while {holder(first, history)} holds it",
                         events=changed_hands(first),
                     )
                 )

@@ -91,7 +91,11 @@ Examples:
     metavar="N",
     help="Stop after the forward that reaches N violations.",
 )
-@click.option("--fail-fast", is_flag=True, help="Stop after the first forward with a violation or finding.")
+@click.option(
+    "--fail-fast",
+    is_flag=True,
+    help="Stop after the first forward, or event between forwards, with a violation or finding.",
+)
 def replay_command(
     traces: tuple[Path, ...],
     report: Path | None,

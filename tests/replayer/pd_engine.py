@@ -49,7 +49,6 @@ class Side:
 
     def forward(self, tokens, slots, *, start=0, mode="extend", truth=None, sampled=(), row=1):
         """Feed `tokens` at positions `start ...` into `slots`."""
-        bs = 1
         known = np.array(truth if truth is not None else tokens, np.int64)
         self.recorder.before_forward(
             ForwardInput(
@@ -70,7 +69,6 @@ class Side:
             for token, slot in zip(tokens, slots, strict=True):
                 data[slot] = (np.arange(BYTES) * (half + 3) + token * 7 + slot) % 251
         self.recorder.after_forward(sampled_tokens=sampled, sampled_lens=[len(sampled)] if len(sampled) else ())
-        return bs
 
     def transfer(self, status, direction, slots, **more):
         self.recorder.transfer(

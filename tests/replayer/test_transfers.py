@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.event import TraceEvent
 from kvcanary.replayer.commands.replay import replay_command
+from kvcanary.replayer.exchange import Exchange
 from kvcanary.replayer.replay import ReplaySettings, replay, replay_joined
 from kvcanary.replayer.verdict import Verdict
 
@@ -141,6 +142,33 @@ def test_a_failed_transfer_is_no_transfer(tmp_path):
     assert summaries["decode"].transfers_received == summaries["prefill"].transfers_sent == 0
 
 
+def test_parcels_are_kept_only_while_somebody_may_receive_them(tmp_path, monkeypatch):
+    """A prefill trace alone, or one that goes on when its decode traces have ended, holds nothing back."""
+    seen = []
+    send = Exchange.send
+
+    def watched(exchange, key, parcel):
+        send(exchange, key, parcel)
+        seen.append(len(exchange))
+
+    monkeypatch.setattr(Exchange, "send", watched)
+    prefill, decode = pair(tmp_path)
+    replay_joined([prefill], settings=ReplaySettings(), reports=[None])
+    assert seen == [0]
+    replay_joined([prefill, decode], settings=ReplaySettings(), reports=[None, None])
+    assert seen == [0, 1]
+    idle = Side(tmp_path / "idle.arrow", role="decode").close()
+    replay_joined([prefill, idle], settings=ReplaySettings(), reports=[None, None])
+    assert seen == [0, 1, 0]
+
+
+def test_fail_fast_stops_at_a_transfer(tmp_path):
+    prefill, _ = pair(tmp_path, spoil="source")
+    summary = replay(prefill, settings=ReplaySettings(fail_fast=True), report=None)
+    assert summary.findings == 1
+    assert summary.stopped == "stopped at the first bad event, 2 (transfer) (--fail-fast)"
+
+
 def test_the_command_joins_them(tmp_path):
     prefill, decode = pair(tmp_path, spoil="wire")
     result = CliRunner().invoke(replay_command, ["--no-report", str(decode), str(prefill)])
@@ -160,13 +188,14 @@ GOOD = {"slot_group": [0, 0], "slot_start": [1, 9], "slot_count": [2, 1], "prefi
         ({"status": "maybe"}, {}, "status 'maybe'"),
         ({"mode": "sideways"}, {}, "direction 'sideways'"),
         ({}, {"slot_start": [1]}, "differ in length"),
-        ({}, {"slot_group": [0, 1]}, "of several"),
-        ({}, {"slot_group": [7, 7]}, "of no group"),
-        ({}, {"slot_start": [1, SLOTS]}, "does not have"),
-        ({}, {"slot_start": [-1, 2]}, "does not have"),
-        ({}, {"slot_count": [2, -1]}, "does not have"),
-        ({}, {"slot_count": [2, 1 << 62]}, "does not have"),
-        ({}, {"slot_start": [0] * 40, "slot_count": [SLOTS] * 40, "slot_group": [0] * 40}, "the pool has"),
+        ({}, {"slot_group": [0, 1]}, "a run of group 1, the header names 1"),
+        ({}, {"slot_group": [7, 7]}, "a run of group 7, the header names 1"),
+        ({}, {"slot_group": [0, -1]}, "a run of group -1, the header names 1"),
+        ({}, {"slot_start": [1, SLOTS]}, "a run of 1 slots from 64 leaves group 0, which has 64"),
+        ({}, {"slot_start": [-1, 2]}, "a run of 2 slots from -1 leaves group 0"),
+        ({}, {"slot_count": [2, -1]}, "a run of -1 slots from 9 leaves group 0"),
+        ({}, {"slot_count": [2, 1 << 62]}, "slots from 9 leaves group 0"),
+        ({}, {"slot_start": [0] * 40, "slot_count": [SLOTS] * 40, "slot_group": [0] * 40}, "more slots than group 0"),
         ({}, {}, "kv_bytes has 0 bytes, expected 96"),
         (
             {"mode": "send"},
