@@ -35,6 +35,8 @@ BASE: Final = (
     "marks",
     "violations",
     "findings",
+    "incidents",
+    "incident_members",
 )
 # Views and macros, each after those that it builds on: a view is bound when it is made.
 DERIVED: Final = (
@@ -43,6 +45,9 @@ DERIVED: Final = (
     ("views", "slot_lifetimes"),
     ("views", "damage"),
     ("views", "first_damage"),
+    ("views", "incident_violations"),
+    ("views", "incident_findings"),
+    ("views", "incident_requests"),
     ("views", "chunks"),
     ("views", "lost"),
     ("macros", "slot_history"),

@@ -12,6 +12,8 @@ from ..replayer.findings import FINDING_SCHEMA
 from ..replayer.violations import VIOLATION_SCHEMA
 from .errors import AnalysisError
 from .header_tables import HEADER_SCHEMAS, header_rows, summary_rows
+from .incidents.finding import incidents_fit
+from .incidents.schema import INCIDENT_SCHEMA, MEMBER_SCHEMA
 from .sources import Source
 from .trace_scan import plain_path, scan_trace
 
@@ -19,6 +21,7 @@ from .trace_scan import plain_path, scan_trace
 NO_LOOP_JOIN = "set asof_loop_join_threshold = 0"
 
 _REPORT_FILES = {"violations": VIOLATION_SCHEMA, "findings": FINDING_SCHEMA}
+_INCIDENT_FILES = {"incidents": INCIDENT_SCHEMA, "incident_members": MEMBER_SCHEMA}
 
 
 def quoted(text: str) -> str:
@@ -54,11 +57,18 @@ def make_raw_relations(connection: Any, sources: Sequence[Source], resources: Ex
         parts = [
             f"select {quoted(s.name)} as trace, * from {_parquet(s, name, resources)}" for s in sources if s.report
         ]
-        parts.append(f"select ''::varchar as trace, * from _no_{name}")
+        parts.append(f"select ''::varchar as trace, *, 0::bigint as file_row_number from _no_{name}")
         _view(connection, f"_all_{name}", parts)
         connection.execute(
-            f'create temp view raw_{name} as select * exclude ("group"), "group" as pool_group from _all_{name}'
+            f'create temp view raw_{name} as select * exclude ("group", file_row_number), "group" as pool_group, '
+            f"file_row_number as number from _all_{name}"
         )
+    with_incidents = [s for s in sources if s.report is not None and incidents_fit(s.report)]
+    for name, schema in _INCIDENT_FILES.items():
+        connection.register(f"_no_{name}", schema.empty_table())
+        parts = [f"select {quoted(s.name)} as trace, * from {_file(s, name, resources)}" for s in with_incidents]
+        parts.append(f"select ''::varchar as trace, * from _no_{name}")
+        _view(connection, f"raw_{name}", parts)
 
 
 def _view(connection: Any, name: str, parts: list[str]) -> None:
@@ -69,4 +79,9 @@ def _parquet(source: Source, name: str, resources: ExitStack) -> str:
     path = (source.report or Path()) / f"{name}.parquet"
     if not path.is_file():
         raise AnalysisError(f"{path}: missing; the report is incomplete, so replay the trace again")
+    return f"read_parquet({quoted(str(plain_path(path, resources)))}, file_row_number = true)"
+
+
+def _file(source: Source, name: str, resources: ExitStack) -> str:
+    path = (source.report or Path()) / f"{name}.parquet"
     return f"read_parquet({quoted(str(plain_path(path, resources)))})"

@@ -9,13 +9,14 @@ from typing import Any
 import duckdb
 
 from .errors import AnalysisError
+from .incidents.schema import INCIDENTS_NAME
 from .library import comment_statements, library_hash, relation_statements
 from .live import NO_LOOP_JOIN, make_raw_relations, quoted
 from .sources import STORE_NAME, Source
 from .trace_scan import is_plain, plain_path, private_folder
 
 # What the build may hold in memory; what does not fit goes to the temporary folder.
-MEMORY_LIMIT = "2GB"
+MEMORY_LIMIT = "1536MB"
 
 
 def build_store(source: Source) -> Path:
@@ -96,6 +97,8 @@ def _fill(path: Path, source: Source, resources: ExitStack) -> None:
 def _stamp(source: Source) -> dict[str, str]:
     """What a store is made of; of a trace that is not at hand nothing is asked."""
     stamp = {"library": library_hash(), "summary": _file_stamp((source.report or Path()) / "summary.json")}
+    incidents = (source.report or Path()) / INCIDENTS_NAME
+    stamp["incidents"] = _file_stamp(incidents) if incidents.is_file() else ""
     if source.trace is not None:
         stamp["trace"] = _file_stamp(source.trace)
     return stamp

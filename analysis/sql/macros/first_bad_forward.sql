@@ -4,11 +4,11 @@ with begun as (select trace, arg_min(forward, event) as forward from damage grou
 ordered as (
     select damage.*, count(*) over (partition by trace) as found,
         row_number() over (
-            partition by trace order by event, source desc, pool_group, request_id, position, slot, what) as number
+            partition by trace order by event, source desc, pool_group, request_id, position, slot, what) as place
     from damage
     join begun using (trace, forward)
 )
 select trace, forward, mode, what, request, pool_group, slot, position, found
 from ordered
-where number = 1
+where place = 1
 order by trace

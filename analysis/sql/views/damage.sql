@@ -1,9 +1,10 @@
 -- Violations and findings under the same columns: what is wrong, where, for whom, and who wrote the slot last. A finding
 -- that names a slot and no pool group means the slot of the runner's block table, that is its first full group's.
+-- number is the row's number in violations or findings.
 select
     trace, 'violation' as source, reasons::varchar as what, event, forward, mode, runner, pool_group, request_id, request,
     req_pool_idx, expected_position as position, slot, stored_token, expected_token, writer_event, writer_forward,
-    writer_request_id, writer_request
+    writer_request_id, writer_request, number
 from violations
 union all
 select
@@ -11,7 +12,7 @@ select
     case when findings.pool_group < 0 and findings.slot >= 0 then coalesce(of_table.pool_group, -1)
         else findings.pool_group end,
     findings.request_id, findings.request, findings.req_pool_idx, findings.position, findings.slot,
-    -1, -1, -1, -1, -1, ''
+    -1, -1, -1, -1, -1, '', findings.number
 from findings
 left join events using (trace, event)
 left join (

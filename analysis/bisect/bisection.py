@@ -1,0 +1,170 @@
+"""A whole bisection: over saved traces, or over versions that a command records; and its result."""
+
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import AnalysisError
+from .cache import VerdictCache
+from .criteria import REFERENCE, Criterion
+from .log import BisectLog
+from .outcome import Judgement, Outcome, decided, vote
+from .search import Search, search
+from .trial import FOLDER_VARIABLE, VERSION_VARIABLE, Command, run_trial
+from .versions import SavedVersion
+
+EXIT_FOUND: Final = 0
+EXIT_NONE: Final = 1
+EXIT_INCONCLUSIVE: Final = 125
+
+Tell = Callable[[str, Judgement], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bisection:
+    """A bisection's result. `reproduce` is the command that shows the fault again, "" where nothing was found."""
+
+    versions: tuple[str, ...]
+    criterion: Criterion
+    search: Search
+    reproduce: str = ""
+    cached: int = 0
+
+    @property
+    def first_bad(self) -> str | None:
+        """The version that brought the fault, where there is one answer."""
+        found = self.search.candidates
+        return self.versions[found[0]] if len(found) == 1 else None
+
+    @property
+    def candidates(self) -> list[str]:
+        """The versions of which one is the first bad."""
+        return [self.versions[index] for index in self.search.candidates]
+
+    @property
+    def evidence(self) -> Judgement | None:
+        """What was seen in the first version known to be bad."""
+        return dict(self.search.judged).get(self.search.bad)
+
+    @property
+    def exit_code(self) -> int:
+        """0: one version found. 125: several are left, or none could be judged. 1: the ends hold no first bad version."""
+        if len(self.search.candidates) == 1:
+            return EXIT_FOUND
+        if self.search.candidates or self.search.judged[-1][1].outcome is Outcome.SKIP:
+            return EXIT_INCONCLUSIVE
+        return EXIT_NONE
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        evidence = self.evidence
+        return {
+            "exit_code": self.exit_code,
+            "first_bad": self.first_bad,
+            "candidates": self.candidates,
+            "last_good": self.versions[self.search.good] if self.search.good >= 0 else None,
+            "problem": self.search.problem,
+            "criterion": self.criterion.words(),
+            "evidence": evidence.to_json() if evidence is not None else None,
+            "reproduce": self.reproduce,
+            "versions": list(self.versions),
+            "judged": [{"version": self.versions[i], **judgement.to_json()} for i, judgement in self.search.judged],
+            "cached": self.cached,
+        }
+
+
+def bisect_saved(
+    versions: Sequence[SavedVersion], criterion: Criterion, cache: VerdictCache, *, rule: str, tell: Tell
+) -> Bisection:
+    """Bisect over saved traces; several runs of one version vote."""
+
+    def judge(index: int) -> Judgement:
+        version = versions[index]
+        found: list[Judgement] = []
+        for number, run in enumerate(version.runs):
+            found.append(cache.judge(run, criterion))
+            if decided(found, rule, len(version.runs) - number - 1):
+                break
+        judgement = vote(found, rule)
+        tell(version.name, judgement)
+        return judgement
+
+    criterion.check()
+    done = search(len(versions), judge)
+    reproduce = ""
+    if done.bad >= 0:
+        seen = dict(done.judged)[done.bad].seen
+        trace = str(seen.get("trace") or versions[done.bad].runs[0][0])
+        reproduce = _look(criterion, trace)
+    return Bisection(
+        versions=tuple(version.name for version in versions),
+        criterion=criterion,
+        search=done,
+        reproduce=reproduce,
+        cached=cache.hits,
+    )
+
+
+def bisect_run(
+    versions: Sequence[str],
+    command: Command,
+    criterion: Criterion,
+    log: BisectLog,
+    *,
+    tries: int,
+    rule: str,
+    tell: Tell,
+) -> Bisection:
+    """Bisect over versions that a command records, up to `tries` times each, until the vote is decided."""
+    resumed = 0
+
+    def judge(index: int) -> Judgement:
+        nonlocal resumed
+        version = versions[index]
+        found = log.trials(version)[:tries]
+        resumed += len(found)
+        while len(found) < tries and not decided(found, rule, tries - len(found)):
+            begin = time.monotonic()
+            found.append(run_trial(command, version, len(found) + 1, criterion))
+            log.note(version, found[-1], time.monotonic() - begin)
+        judgement = vote(found, rule)
+        tell(version, judgement)
+        return judgement
+
+    criterion.check()
+    done = search(len(versions), judge, inward=False)
+    reproduce = ""
+    if done.bad >= 0:
+        version, seen = versions[done.bad], dict(done.judged)[done.bad].seen
+        reproduce = _look(criterion, str(seen.get("trace"))) if command.keep else _record_again(command, version)
+    return Bisection(versions=tuple(versions), criterion=criterion, search=done, reproduce=reproduce, cached=resumed)
+
+
+def _look(criterion: Criterion, trace: str) -> str:
+    """Return the command that shows the fault in a trace."""
+    if criterion.kind == REFERENCE:
+        return shlex.join(["kvcanary", "diff", criterion.value, trace])
+    return shlex.join(["kvcanary-replay", trace])
+
+
+def _record_again(command: Command, version: str) -> str:
+    """Return the command that records and shows the fault here."""
+    words = shlex.join(command.filled(version, Path()))
+    return f"{VERSION_VARIABLE}={shlex.quote(version)} {FOLDER_VARIABLE}=. {words} && kvcanary-replay *.arrow"
+
+
+def make_criterion(
+    *, incident: str, finding: str, reference: str, sql: str, kv: bool, kv_tolerance: float | None
+) -> Criterion:
+    """Return what the options ask for; raise `AnalysisError` where they ask for two things."""
+    asked = {"incident": incident, "finding": finding, "reference": reference, "sql": sql}
+    chosen = {kind: value for kind, value in asked.items() if value}
+    if len(chosen) > 1:
+        raise AnalysisError(f"{' and '.join(f'--{kind}' for kind in chosen)} exclude one another")
+    if not chosen:
+        return Criterion()
+    [(kind, value)] = chosen.items()
+    return Criterion(kind=kind, value=value, kv=kv, kv_tolerance=kv_tolerance)

@@ -1,0 +1,207 @@
+"""What makes a trace bad: anything found, one kind of thing found, a difference from a reference, or an SQL condition."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from ...recorder.errors import TraceError
+from ...recorder.reader import TraceReader
+from ...recorder.recordings import group_recordings
+from ...replayer.findings import FINDING_KINDS
+from ...replayer.replay import replay_joined
+from ...replayer.settings import ReplaySettings
+from ...replayer.summary import Summary
+from ...replayer.verdict import Verdict
+from ..diff.compare import diff_traces
+from ..diff.result import DIFFERENT, SAME
+from ..diff.settings import DiffSettings, NotComparableError
+from ..errors import AnalysisError
+from ..incidents.finishing import add_incidents
+from ..incidents.rules import RULES, UNKNOWN
+from ..session import open_sources
+from ..sources import find_sources
+from .outcome import Judgement, Outcome
+
+ANY, INCIDENT, FINDING, REFERENCE, SQL = "any", "incident", "finding", "reference", "sql"
+HASH_CHUNK: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Criterion:
+    """What makes a trace bad.
+
+    `kind` is "any" (violation or finding), "incident" or "finding" (`value` names which), "reference" (it differs from
+    the trace `value`), or "sql" (`value` is a query whose first value is true or not 0). `kv` says whether a reference's
+    KV bytes are compared, `kv_tolerance` how.
+    """
+
+    kind: str = ANY
+    value: str = ""
+    kv: bool = True
+    kv_tolerance: float | None = None
+
+    def check(self) -> None:
+        """Raise `AnalysisError` where no trace could ever be bad by it."""
+        known = {INCIDENT: [*RULES, UNKNOWN], FINDING: list(FINDING_KINDS)}.get(self.kind)
+        if known is not None and self.value not in known:
+            raise AnalysisError(f"no {self.kind} of kind {self.value!r}; there are {', '.join(sorted(known))}")
+        if self.kind == REFERENCE:
+            try:
+                TraceReader(Path(self.value)).close()
+            except TraceError as error:
+                raise AnalysisError(f"--reference: {error}") from None
+
+    def key(self) -> str:
+        """Return text that is the same only for what judges alike."""
+        told: dict[str, Any] = asdict(self)
+        if self.kind == REFERENCE:
+            told["value"] = content_hash(Path(self.value))
+        return json.dumps(told, sort_keys=True)
+
+    def words(self) -> str:
+        """Say what makes a trace bad."""
+        return {
+            ANY: "any violation or finding",
+            INCIDENT: f"an incident of kind {self.value}",
+            FINDING: f"a finding of kind {self.value}",
+            REFERENCE: f"a difference from {self.value}",
+            SQL: f"the SQL condition {self.value}",
+        }[self.kind]
+
+
+def content_hash(path: Path) -> str:
+    """Return the SHA-256 of a file; raise `AnalysisError` where it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(HASH_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise AnalysisError(f"{path}: cannot be read ({error.strerror or error})") from None
+    return digest.hexdigest()
+
+
+def judge_traces(traces: Sequence[Path], criterion: Criterion) -> Judgement:
+    """Judge what one run of an engine recorded: the traces of its ranks, or of a prefill and a decode engine.
+
+    A trace that cannot be read is no verdict on the engine: skip.
+
+    Raises:
+        AnalysisError: the SQL condition is none.
+    """
+    if not traces:
+        return Judgement(outcome=Outcome.SKIP, words="no trace was recorded")
+    try:
+        if criterion.kind == REFERENCE:
+            return _against_reference(traces, criterion)
+        with TemporaryDirectory(prefix="kvcanary-bisect-") as folder:
+            return _replayed(traces, criterion, Path(folder))
+    except TraceError as error:
+        return Judgement(outcome=Outcome.SKIP, words=str(error))
+
+
+def _against_reference(traces: Sequence[Path], criterion: Criterion) -> Judgement:
+    doubts = []
+    settings = DiffSettings(kv=criterion.kv, kv_tolerance=criterion.kv_tolerance)
+    for trace in traces:
+        try:
+            result = diff_traces(Path(criterion.value), trace, settings=settings)
+        except NotComparableError as error:
+            doubts.append(str(error))
+            continue
+        except AnalysisError as error:
+            doubts.append(str(error))
+            continue
+        if result.verdict == DIFFERENT and result.first is not None:
+            first = result.first
+            words = f"{first.kind}: request {first.request or first.partner}: {first.words}"
+            return Judgement(outcome=Outcome.BAD, words=words, seen={"first": asdict(first), "trace": str(trace)})
+        if result.verdict != SAME:
+            doubts += result.doubts
+    if doubts:
+        return Judgement(outcome=Outcome.SKIP, words="; ".join(doubts))
+    return Judgement(outcome=Outcome.GOOD, words="no request differs from the reference")
+
+
+def _replayed(traces: Sequence[Path], criterion: Criterion, folder: Path) -> Judgement:
+    summaries: list[Summary] = []
+    for number, joined in enumerate(_together(traces)):
+        reports = [folder / f"{number}-{i}.report" for i in range(len(joined))]
+        for report in reports:
+            report.mkdir()
+        summaries += replay_joined(joined, settings=ReplaySettings(), reports=reports)
+    for summary in summaries:
+        add_incidents(summary)
+    corrupt = [summary for summary in summaries if summary.verdict is Verdict.CORRUPT]
+    doubts = [doubt for summary in summaries for doubt in summary.doubts]
+    hit = [summary for summary in (summaries if criterion.kind == SQL else corrupt) if _is_bad(summary, criterion)]
+    if hit:
+        return Judgement(outcome=Outcome.BAD, words=_words(hit[0], criterion), seen=_seen(hit[0]))
+    if doubts:
+        return Judgement(outcome=Outcome.SKIP, words="; ".join(doubts[:3]))
+    found = f"   (something else was found: {_words(corrupt[0], Criterion())})" if corrupt else ""
+    return Judgement(outcome=Outcome.GOOD, words=f"not {criterion.words()}{found}" if found else "clean")
+
+
+def _together(traces: Sequence[Path]) -> list[list[Sequence[Path]]]:
+    """Return what is replayed together: prefill and decode sides as one, others alone; segments of a recording joined."""
+    pair: list[Sequence[Path]] = []
+    alone: list[Sequence[Path]] = []
+    for recording in group_recordings(traces)[0]:
+        role = recording.header is not None and recording.header.role
+        (pair if role else alone).append(recording.paths)
+    return [*([pair] if pair else []), *([paths] for paths in alone)]
+
+
+def _is_bad(summary: Summary, criterion: Criterion) -> bool:
+    if criterion.kind == FINDING:
+        return criterion.value in summary.findings_by_kind
+    if criterion.kind == INCIDENT:
+        return any(incident["kind"] == criterion.value for incident in summary.incidents)
+    if criterion.kind == SQL:
+        trace = Path(summary.trace)  # of several segments there is no such file
+        sources = find_sources([Path(summary.report or "")], trace=trace if trace.is_file() else None)
+        with open_sources(sources) as session:
+            rows = session.sql(criterion.value)
+        if not rows.num_columns:
+            raise AnalysisError(f"--sql {criterion.value!r}: no query; expected one whose first value is true or false")
+        return bool(rows.num_rows and rows.column(0)[0].as_py())
+    return True
+
+
+def _words(summary: Summary, criterion: Criterion) -> str:
+    """Say in a sentence what was found first."""
+    incidents = [i for i in summary.incidents if criterion.kind != INCIDENT or i["kind"] == criterion.value]
+    parts = []
+    if criterion.kind == SQL:
+        parts.append("the SQL condition holds")
+    if incidents:
+        first = incidents[0]
+        parts.append(f"incident {first['kind']} (confidence {first['confidence']}): {first['sentence']}")
+    if summary.first_violation is not None:
+        row = summary.first_violation
+        whose = f", request {row['request']}" if row["request"] else ""
+        parts.append(
+            f"first violation in forward {row['forward']}{whose}: {'+'.join(row['reasons'])} in slot {row['slot']}"
+        )
+    elif summary.first_finding is not None:
+        row = summary.first_finding
+        parts.append(f"first finding in forward {row['forward']}: {row['kind']}: {row['detail']}")
+    return "; ".join(parts)
+
+
+def _seen(summary: Summary) -> dict[str, Any]:
+    return {
+        "trace": summary.trace,
+        "violations": summary.violations,
+        "violations_by_reason": dict(summary.violations_by_reason),
+        "findings_by_kind": dict(summary.findings_by_kind),
+        "incidents": [
+            {key: incident[key] for key in ("kind", "confidence", "first_forward", "sentence")}
+            for incident in summary.incidents[:5]
+        ],
+    }

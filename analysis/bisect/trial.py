@@ -1,0 +1,173 @@
+"""One trial of `kvcanary bisect run`: run the user's command for a version, and judge what it recorded."""
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ..errors import AnalysisError
+from .criteria import Criterion, judge_traces
+from .outcome import Judgement, Outcome
+
+NOT_STARTED: Final = (126, 127)  # what a shell says of a command that is not executable, or not there
+SKIP: Final = 125
+VERSION_VARIABLE: Final = "KVCANARY_BISECT_VERSION"
+TRACE_VARIABLE: Final = "KVCANARY_BISECT_TRACE"
+FOLDER_VARIABLE: Final = "KVCANARY_TRACE"
+KEPT_OUTPUT_BYTES: Final = 4096
+_GRACE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """The user's command; `{version}`, `{trace}` and `{out}` in its words are put in for each trial.
+
+    `timeout_s` is the most that one trial may take, None for no limit; `keep` is where traces stay, None: nowhere.
+    """
+
+    words: tuple[str, ...]
+    timeout_s: float | None = None
+    keep: Path | None = None
+
+    def filled(self, version: str, folder: Path) -> list[str]:
+        """Return the words for a trial that records into `folder`."""
+        values = {"{version}": version, "{trace}": str(folder / "trace.arrow"), "{out}": str(folder)}
+        words = list(self.words)
+        for name, value in values.items():
+            words = [word.replace(name, value) for word in words]
+        return words
+
+
+def run_trial(command: Command, version: str, number: int, criterion: Criterion) -> Judgement:
+    """Run the command once, and judge every trace that it left in its folder.
+
+    Raises:
+        AnalysisError: the command cannot be started at all, which no other version would change.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvcanary-bisect-") as temporary:
+        folder = Path(temporary)
+        if command.keep is not None:
+            folder = command.keep / f"{_file_name(version)}-{number}"
+            _make(folder)
+        problem = _run(command, version, folder)
+        if problem:
+            return Judgement(outcome=Outcome.SKIP, words=problem)
+        return judge_traces(sorted(folder.rglob("*.arrow")), criterion)
+
+
+def _run(command: Command, version: str, folder: Path) -> str:
+    """Return why there is nothing to judge, "" where there is."""
+    words = command.filled(version, folder)
+    environment = {
+        **os.environ,
+        VERSION_VARIABLE: version,
+        TRACE_VARIABLE: str(folder / "trace.arrow"),
+        FOLDER_VARIABLE: str(folder),
+    }
+    with tempfile.TemporaryFile() as output:
+        try:
+            # A session of its own, so that a time limit ends the engine's other processes too.
+            process = subprocess.Popen(
+                words, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as error:
+            raise AnalysisError(f"{words[0]}: cannot be run ({error.strerror or error})") from None
+        try:
+            code = process.wait(command.timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"took more than {command.timeout_s:g} s"
+        finally:
+            _end(process)
+        if code in NOT_STARTED:
+            raise AnalysisError(f"the command ended with {code}, not found or not executable:\n{_tail(output)}")
+        if code == SKIP:
+            return "the command said skip (125)"
+        if code:
+            return f"the command ended with {code}: {_tail(output) or 'no output'}"
+    return ""
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End whatever the command has left running, kindly first."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, kind)
+        except (ProcessLookupError, PermissionError):
+            break
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def _tail(output: object) -> str:
+    """Return the last line that the command printed."""
+    file = output
+    size = file.seek(0, os.SEEK_END)  # type: ignore[attr-defined]  # a binary temporary file
+    file.seek(max(0, size - KEPT_OUTPUT_BYTES))  # type: ignore[attr-defined]
+    lines = file.read().decode("utf-8", "replace").strip().splitlines()  # type: ignore[attr-defined]
+    return str(lines[-1]) if lines else ""
+
+
+def _file_name(version: str) -> str:
+    return "".join(char if char.isalnum() or char in "._+-" else "_" for char in version) or "_"
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for trace in folder.glob("*.arrow"):  # of an earlier bisection, which would be judged along
+            trace.unlink()
+    except OSError as error:
+        raise AnalysisError(f"{folder}: cannot be made ({error.strerror or error}); name another with --keep") from None
+
+
+def listed_versions(text: str | None, good: str, bad: str) -> list[str]:
+    """Return the versions from `good` to `bad`, oldest first.
+
+    Args:
+        text: names joined by commas, or a file with one a line; None for the commits of the git repository here.
+        good: the first.
+        bad: the last.
+
+    Raises:
+        AnalysisError: either is not among them, or in the wrong order.
+    """
+    from .versions import read_order
+
+    names: Sequence[str]
+    if text is None:
+        names = _commits(good, bad)
+        return [good, *names]
+    path = Path(text)
+    names = read_order(path) if path.is_file() else [name.strip() for name in text.split(",") if name.strip()]
+    for option, name in (("--good", good), ("--bad", bad)):
+        if name not in names:
+            raise AnalysisError(f"{option} {name} is not among the versions: {', '.join(names[:20])}")
+    first, last = names.index(good), names.index(bad)
+    if first >= last:
+        raise AnalysisError(f"--good {good} does not come before --bad {bad} in --versions: oldest first, please")
+    return list(names[first : last + 1])
+
+
+def _commits(good: str, bad: str) -> list[str]:
+    command = ["git", "rev-list", "--reverse", "--first-parent", "--end-of-options", f"{good}..{bad}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise AnalysisError(
+            f"git cannot be run ({error.strerror or error}); name the versions with --versions"
+        ) from None
+    if done.returncode:
+        raise AnalysisError(
+            f"{done.stderr.strip()}; name the versions with --versions, or run this in a git repository"
+        )
+    commits = done.stdout.split()
+    if not commits:
+        raise AnalysisError(f"git knows no commit after {good} up to {bad}")
+    return commits

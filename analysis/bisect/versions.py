@@ -1,0 +1,97 @@
+"""Saved traces in the order of the engine versions that recorded them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from ...recorder.errors import TraceError
+from ...recorder.reader import TraceReader
+from ..errors import AnalysisError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedVersion:
+    """A version and what was recorded with it: each run is one trace, or those of one folder."""
+
+    name: str
+    runs: tuple[tuple[Path, ...], ...]
+
+
+def read_versions(paths: Sequence[Path], order: Sequence[str] = ()) -> list[SavedVersion]:
+    """Return the versions of traces, and of folders of traces, oldest first.
+
+    A folder is one run: its ranks, or a prefill and a decode side. `order` names versions, or trace files, oldest first;
+    without it versions are ordered as PEP 440 says.
+
+    Raises:
+        AnalysisError: a path holds no readable trace, a trace names no version, versions cannot be ordered, or fewer than
+            two are left.
+    """
+    runs: dict[str, list[tuple[Path, ...]]] = {}
+    for path in paths:
+        run = tuple(sorted(path.glob("*.arrow"))) if path.is_dir() else (path,)
+        if not run:
+            raise AnalysisError(f"{path}: no trace in this folder")
+        runs.setdefault(_name(path, run, order), []).append(run)
+    names = _ordered(runs, order)
+    if len(names) < 2:
+        raise AnalysisError(f"a bisection needs traces of at least two versions, came {', '.join(names) or 'none'}")
+    return [SavedVersion(name=name, runs=tuple(runs[name])) for name in names]
+
+
+def read_order(path: Path) -> list[str]:
+    """Return the lines of a file of versions or traces, oldest first; blank lines and # comments are passed over.
+
+    Raises:
+        AnalysisError: it cannot be read, or names nothing.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise AnalysisError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError:
+        raise AnalysisError(f"{path}: not UTF-8 text; expected one version a line, oldest first") from None
+    names = [line.split("#")[0].strip() for line in lines]
+    found = [name for name in names if name]
+    if not found:
+        raise AnalysisError(f"{path}: names no version; expected one a line, oldest first")
+    twice = next((name for name in found if found.count(name) > 1), None)
+    if twice is not None:
+        raise AnalysisError(f"{path}: names {twice} twice")
+    return found
+
+
+def _name(path: Path, run: tuple[Path, ...], order: Sequence[str]) -> str:
+    """Return the version that a run is of; where the order names files, the file's."""
+    for listed in (str(path), path.name, path.stem):
+        if listed in order:
+            return listed
+    versions = []
+    for trace in run:
+        try:
+            with TraceReader(trace) as reader:
+                engine = reader.header.engine
+        except TraceError as error:
+            raise AnalysisError(str(error)) from None
+        versions.append(engine.commit if engine.commit in order else engine.version)
+    if len(set(versions)) > 1:
+        raise AnalysisError(
+            f"{path}: traces of several versions, {', '.join(sorted(set(versions)))}; name them one by one"
+        )
+    if not versions[0]:
+        raise AnalysisError(f"{path}: its header names no engine version; put the files in order with --order FILE")
+    return versions[0]
+
+
+def _ordered(runs: dict[str, list[tuple[Path, ...]]], order: Sequence[str]) -> list[str]:
+    if order:
+        unknown = sorted(set(runs) - set(order))
+        if unknown:
+            raise AnalysisError(f"--order does not say where {', '.join(unknown)} belongs")
+        return [name for name in order if name in runs]
+    try:
+        return sorted(runs, key=Version)
+    except InvalidVersion as error:
+        raise AnalysisError(f"{error}: versions cannot be ordered; say how with --order FILE") from None

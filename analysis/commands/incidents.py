@@ -1,0 +1,160 @@
+"""`kvcanary incidents`: a report's incidents, found anew and explained."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_FAILED = 2
+
+_EPILOG = """\b
+Examples:
+  kvcanary incidents trace.report
+      every incident: what it is, how sure that is, where it was seen
+  kvcanary incidents trace.report --explain 1
+      one incident with its mechanism, its look-alikes, and the queries that prove it
+  kvcanary incidents trace.report --json | jq '.incidents[] | {kind, confidence, sentence}'
+  kvcanary incidents trace.report --trace /mnt/traces/trace.arrow
+      where the trace is no longer where it was replayed
+
+\b
+Exit codes: 0 shown (also where there is none), 2 wrong usage or an unreadable report. docs/incidents.md describes the
+kinds.
+"""
+
+
+@click.command("incidents", epilog=_EPILOG)
+@click.argument("report", metavar="REPORT", type=click.Path(path_type=Path))
+@click.option("--trace", type=click.Path(path_type=Path), help="Where the report's trace is now, if it has moved.")
+@click.option("--explain", type=click.IntRange(min=1), metavar="N", help="Explain incident N with its evidence.")
+@click.option("--json", "as_json", is_flag=True, help="Print incidents as JSON.")
+def incidents_command(report: Path, trace: Path | None, explain: int | None, as_json: bool) -> None:
+    """Put violations and findings that share a cause together, and say what kind of mistake each looks like.
+
+    REPORT is the folder that kvcanary-replay wrote. The incidents are found anew and written into it, as
+    incidents.parquet and incident_members.parquet. Without the trace the kinds are less certain.
+    """
+    from ...recorder.commands.text import printable
+    from ..errors import AnalysisError
+    from ..incidents.finding import find_incidents, write_incidents
+    from ..sources import read_summary
+
+    try:
+        summary = read_summary(report)
+        traces = _traces(report, trace, summary)
+        found = find_incidents(report, traces)
+        _write(lambda: write_incidents(report, found))
+        rows = _chosen(found.rows, explain)
+    except AnalysisError as error:
+        click.echo(f"Error: {printable(str(error))}", err=True)
+        sys.exit(EXIT_FAILED)
+    if not traces:
+        click.echo(
+            printable(
+                f"note: {summary['trace']} is not at hand, so the kinds are less certain (--trace says where it is)"
+            ),
+            err=True,
+        )
+    if as_json:
+        import json
+
+        click.echo(
+            json.dumps(
+                {"report": str(report), "num_incidents": len(found.rows), "incidents": rows}, indent=2, default=str
+            )
+        )
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    _show(console, report, rows, len(found.rows), _begin(summary), explained=explain is not None)
+
+
+def _traces(report: Path, moved_to: Path | None, summary: dict[str, Any]) -> list[Path]:
+    """Return the files of the report's trace, [] where they are not there."""
+    from ..errors import AnalysisError
+    from ..incidents.finishing import trace_files
+    from ..sources import find_sources
+
+    if moved_to is None:
+        files = trace_files(Path(summary["trace"]))
+        if len(files) > 1:
+            return files
+    else:
+        files = trace_files(moved_to)
+        if len(files) > 1:
+            return files
+        if not files:
+            raise AnalysisError(f"{moved_to}: no such trace; --trace names where the report's trace is now")
+    [source] = find_sources([report], trace=moved_to)
+    return [] if source.trace is None else [source.trace]
+
+
+def _write(write: Any) -> None:
+    """Write the tables; a report that may only be read is shown all the same."""
+    from ...recorder.commands.text import printable
+    from ..errors import AnalysisError
+
+    try:
+        write()
+    except AnalysisError as error:
+        click.echo(printable(f"note: {error}"), err=True)
+
+
+def _chosen(rows: list[dict[str, Any]], number: int | None) -> list[dict[str, Any]]:
+    from ..errors import AnalysisError
+
+    if number is None:
+        return rows
+    if number > len(rows):
+        raise AnalysisError(f"--explain {number}: the report has {len(rows)} incident(s)")
+    return [rows[number - 1]]
+
+
+def _begin(summary: dict[str, Any]) -> int:
+    first = summary.get("first_time_ns")
+    return first if isinstance(first, int) else 0
+
+
+def _show(
+    console: Console, report: Path, rows: list[dict[str, Any]], total: int, begin: int, *, explained: bool
+) -> None:
+    from rich.text import Text
+
+    from ...recorder.commands.text import printable
+    from ...replayer.incident_blocks import show_incident
+
+    noun = "incident" if total == 1 else "incidents"
+    console.print(Text(printable(f"report  {report}   {total:,} {noun}")), soft_wrap=True)
+    for row in rows:
+        console.print()
+        show_incident(console, row, begin)
+        if explained:
+            _explain(console, row)
+    if rows and not explained:
+        console.print()
+        console.print(Text(printable(f"next    kvcanary incidents {report} --explain {rows[0]['incident']}"), style="dim"), soft_wrap=True)  # fmt: skip
+
+
+def _explain(console: Console, row: dict[str, Any]) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from ...recorder.commands.text import printable
+    from ..incidents.rules import RULES
+
+    parts = [("mechanism", row["detail"] or "no rule knows this kind")]
+    parts += [(f"or {kind}", RULES[kind].mechanism) for kind in row["alternatives"] if kind != row["kind"]]
+    for title, text in parts:
+        console.print()
+        console.print(Padding(Text(f"{title}: {printable(text)}"), (0, 0, 0, 4), expand=False))
+    console.print()
+    console.print(Padding(Text("evidence, for kvcanary sql:", style="dim"), (0, 0, 0, 4), expand=False))
+    for query in row["evidence"]:
+        console.print(Padding(Text(printable(query)), (0, 0, 0, 6), expand=False), soft_wrap=True)

@@ -1,0 +1,165 @@
+"""What of two traces can be compared, by their headers alone; and what cannot, said plainly."""
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from ...recorder.header import PoolGroup, TraceHeader
+from .kv_values import KV_DTYPES, dtype_of
+from .settings import DiffSettings, NotComparableError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedGroup:
+    """One pool group as one of the two traces has it.
+
+    `window` is the number of positions that both traces read (0: all). `streams` are the places, in the runner's stream
+    order, of the KV streams that both have, `capture_bytes` of each compared.
+    """
+
+    index: int
+    window: int
+    streams: tuple[int, ...] = ()
+    capture_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The pool groups that both traces have, side by side: `groups[side][k]`; and what is left out, as `notes`."""
+
+    groups: tuple[tuple[ComparedGroup, ...], tuple[ComparedGroup, ...]]
+    kv: bool
+    kv_dtype: str
+    hand_over: bool
+    notes: tuple[str, ...]
+
+
+def make_plan(a: TraceHeader, b: TraceHeader, settings: DiffSettings) -> Plan:
+    """Say what of two traces can be compared.
+
+    Raises:
+        NotComparableError: nothing can, or not what was asked for.
+    """
+    notes: list[str] = []
+    _same_model(a, b, settings)
+    _same_tokens(a, b, notes)
+    runners = min(len(a.runners), len(b.runners))
+    if len(a.runners) != len(b.runners):
+        notes.append(f"A has {len(a.runners)} model runners, B has {len(b.runners)}: the first {runners} are compared")
+    pairs = [pair for runner in range(runners) for pair in _paired_groups(a, b, runner, notes)]
+    if not pairs:
+        raise NotComparableError("the traces have no pool group of the same kind")
+    kv = settings.kv and _kv_wanted(a, b, settings, notes)
+    sides: tuple[list[ComparedGroup], list[ComparedGroup]] = ([], [])
+    for first, second in pairs:
+        window = _window(a.groups[first], b.groups[second], notes)
+        streams = _paired_streams(a, first, b, second) if kv else []
+        for side, group, place in ((0, first, 0), (1, second, 1)):
+            sides[side].append(
+                ComparedGroup(
+                    index=group,
+                    window=window,
+                    streams=tuple(stream[place] for stream in streams),
+                    capture_bytes=tuple(stream[2] for stream in streams),
+                )
+            )
+    if kv and not any(group.streams for group in sides[0]):
+        _refuse_kv("the traces hold KV bytes of different layers, halves or sizes", settings, notes)
+        kv = False
+    dtype = settings.kv_dtype or dtype_of(a.model.dtype)
+    if kv and settings.kv_tolerance is not None:
+        if dtype not in KV_DTYPES:
+            raise NotComparableError(
+                f"--kv-tolerance needs to know what the KV bytes are; the header says dtype {a.model.dtype!r}: name one "
+                f"of {', '.join(KV_DTYPES)} with --kv-dtype, or compare byte by byte"
+            )
+        if not settings.kv_dtype and dtype_of(b.model.dtype) != dtype:
+            raise NotComparableError(
+                f"KV values of {a.model.dtype} and {b.model.dtype} cannot be compared; use --no-kv"
+            )
+    hand_over = bool(a.role and b.role and a.role != b.role)
+    if hand_over:
+        notes.append(f"A is a {a.role} side, B a {b.role} side: requests go by room, each side's own part is left out")
+    return Plan(
+        groups=(tuple(sides[0]), tuple(sides[1])), kv=kv, kv_dtype=dtype, hand_over=hand_over, notes=tuple(notes)
+    )
+
+
+def _same_model(a: TraceHeader, b: TraceHeader, settings: DiffSettings) -> None:
+    names = [PurePath(header.model.name).name for header in (a, b)]
+    if names[0] != names[1] and not settings.any_model:
+        raise NotComparableError(
+            f"A is of model {names[0]!r}, B of {names[1]!r}; if these are two names of one model, say so with --any-model"
+        )
+    if a.oracle and b.oracle and a.oracle.vocab_size != b.oracle.vocab_size:
+        raise NotComparableError(
+            f"A samples among {a.oracle.vocab_size:,} tokens, B among {b.oracle.vocab_size:,}: not the same vocabulary"
+        )
+
+
+def _same_tokens(a: TraceHeader, b: TraceHeader, notes: list[str]) -> None:
+    if a.tokens != b.tokens:
+        raise NotComparableError(
+            f"the tokens of A are {a.tokens}, those of B {b.tokens}: record both alike, hashed with the same salt"
+        )
+    if a.tokens == "hashed":
+        notes.append("tokens are hashed in both traces: taken for hashed with the same salt")
+
+
+def _paired_groups(a: TraceHeader, b: TraceHeader, runner: int, notes: list[str]) -> list[tuple[int, int]]:
+    """Pair a runner's groups by kind and order."""
+    mine, theirs = ([i for i, g in enumerate(h.groups) if g.runner == runner] for h in (a, b))
+    pairs: list[tuple[int, int]] = []
+    for kind in ("full", "swa"):
+        ours, others = [i for i in mine if a.groups[i].kind == kind], [i for i in theirs if b.groups[i].kind == kind]
+        pairs += zip(ours, others, strict=False)
+        if len(ours) != len(others):
+            notes.append(
+                f"runner {runner}: A has {len(ours)} {kind} pool groups, B has {len(others)}; what both have is compared"
+            )
+    return pairs
+
+
+def _window(a: PoolGroup, b: PoolGroup, notes: list[str]) -> int:
+    if a.window != b.window:
+        notes.append(f"group {a.name}: windows of {a.window} and {b.window}; what both read is compared")
+    return min(a.window, b.window)
+
+
+def _kv_wanted(a: TraceHeader, b: TraceHeader, settings: DiffSettings, notes: list[str]) -> bool:
+    places = [(h.ranks.tp_rank, h.ranks.tp_size, h.ranks.pp_rank, h.ranks.pp_size) for h in (a, b)]
+    if places[0] != places[1]:
+        why = (
+            f"A is rank tp {places[0][0]}/{places[0][1]} pp {places[0][2]}/{places[0][3]}, B tp {places[1][0]}/"
+            f"{places[1][1]} pp {places[1][2]}/{places[1][3]}: they hold other heads or layers"
+        )
+        _refuse_kv(why, settings, notes)
+        return False
+    if a.model.dtype != b.model.dtype and not settings.kv_dtype:
+        _refuse_kv(f"A computes in {a.model.dtype!r}, B in {b.model.dtype!r}", settings, notes)
+        return False
+    for name, header in (("A", a), ("B", b)):
+        if not any(group.streams for group in header.groups):
+            _refuse_kv(f"{name} holds no KV bytes", settings, notes)
+            return False
+    return True
+
+
+def _refuse_kv(why: str, settings: DiffSettings, notes: list[str]) -> None:
+    if settings.kv_tolerance is not None:
+        raise NotComparableError(f"KV bytes cannot be compared: {why}")
+    notes.append(f"KV bytes are not compared: {why}")
+
+
+def _paired_streams(a: TraceHeader, first: int, b: TraceHeader, second: int) -> list[tuple[int, int, int]]:
+    """Return `(place in A, place in B, bytes)` of the streams of one half, layer by layer, as far as they are alike."""
+    found = []
+    places = [
+        [(place, stream) for place, (group, stream) in enumerate(h.streams(h.groups[g].runner)) if group == g]
+        for h, g in ((a, first), (b, second))
+    ]
+    for half in ("K", "V"):
+        mine, theirs = ([(p, s) for p, s in side if s.half == half] for side in places)
+        for (at, stream), (there, other) in zip(mine, theirs, strict=False):
+            if stream.bytes_per_token == other.bytes_per_token:
+                found.append((at, there, min(stream.capture_bytes, other.capture_bytes)))
+    return found

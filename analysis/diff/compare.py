@@ -1,0 +1,198 @@
+"""Two traces in, one result out: each walked once, their facts spilled to disk and joined there by DuckDB."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import duckdb
+
+from ...recorder.errors import TraceError
+from ...recorder.header import TraceHeader
+from ...recorder.recordings import group_recordings, traces_in
+from ...replayer.segment_stream import SegmentStream
+from ..errors import AnalysisError
+from ..live import quoted
+from ..trace_scan import private_folder
+from .comparability import Plan, make_plan
+from .divergences import find_divergences
+from .endings import find_endings
+from .facts import FACTS, Sinks
+from .lane import Lane, LaneSummary
+from .pairing import pair_requests
+from .result import MAX_LISTED, DiffResult, Divergence
+from .settings import DiffSettings, NotComparableError
+from .timing import find_timing
+from .wording import Wording
+
+MEMORY_LIMIT: Final = "1GB"
+
+Progress = Callable[[str, int, int], None]
+
+
+def diff_traces(
+    a: Path, b: Path, *, settings: DiffSettings | None = None, on_progress: Progress = lambda *_: None
+) -> DiffResult:
+    """Compare two traces.
+
+    Args:
+        a: the trace that is taken for right: a file, or a folder with the segments of one recording.
+        b: the other one.
+        settings: how.
+        on_progress: called with what is being done ("A", "B" or "joining"), bytes done, and bytes in all.
+
+    Raises:
+        NotComparableError: nothing can be said about these two.
+        AnalysisError: a trace cannot be read, or the temporary files cannot be written.
+    """
+    settings = settings or DiffSettings()
+    try:
+        files = (_files(a), _files(b))
+        headers = (_header(files[0]), _header(files[1]))
+        plan = make_plan(*headers, settings)
+        with ExitStack() as resources:
+            folder = Path(resources.enter_context(private_folder()))
+            lanes = (
+                _walk(files[0], headers[0], plan, 0, folder, on_progress),
+                _walk(files[1], headers[1], plan, 1, folder, on_progress),
+            )
+            on_progress("joining", 0, 0)
+            connection = resources.enter_context(_connect(folder))
+            return _join(connection, (a, b), headers, plan, settings, lanes)
+    except TraceError as error:
+        raise AnalysisError(str(error)) from None
+    except OSError as error:
+        raise AnalysisError(
+            f"the comparison's temporary files cannot be written ({error.strerror or error}); set TMPDIR to a folder with "
+            "room for about as much as both traces hold uncompressed"
+        ) from None
+    except duckdb.OutOfMemoryException as error:
+        raise AnalysisError(f"no room for the join: {error}; narrow it with --requests, or --no-kv") from None
+
+
+def _files(trace: Path) -> Sequence[Path]:
+    """Return a trace's file, or the segments of the one recording in a folder."""
+    if not trace.is_dir():
+        return [trace]
+    recordings, _ = group_recordings(traces_in(trace))
+    if len(recordings) > 1:
+        names = ", ".join(Path(recording.name).name for recording in recordings[:5])
+        raise AnalysisError(f"{trace}: holds {len(recordings)} recordings, {names}; name one of them")
+    return recordings[0].paths
+
+
+def _header(files: Sequence[Path]) -> TraceHeader:
+    header = SegmentStream(files).header
+    if header.segment is not None and header.segment.number:
+        raise NotComparableError(
+            f"{files[0]}: segment {header.segment.number} of a recording; what it begins with was written before it: compare "
+            "whole recordings, from segment 0 on (a folder that holds one)"
+        )
+    return header
+
+
+def _walk(
+    files: Sequence[Path], header: TraceHeader, plan: Plan, side: int, folder: Path, on_progress: Progress
+) -> LaneSummary:
+    size = sum(file.stat().st_size for file in files)
+    with Sinks(folder, "ab"[side]) as sinks:
+        lane = Lane(header, plan.groups[side], sinks, kv=plan.kv, hand_over=plan.hand_over)
+        lane.walk(files, lambda done: on_progress("AB"[side], done, size))
+    return lane.summary
+
+
+def _connect(folder: Path) -> Any:
+    connection: Any = duckdb.connect(
+        ":memory:", config={"autoinstall_known_extensions": False, "python_enable_replacements": False}
+    )
+    connection.execute(f"set temp_directory = {quoted(str(folder / 'spill'))}")
+    connection.execute(f"set memory_limit = '{MEMORY_LIMIT}'")
+    connection.execute("set preserve_insertion_order = false")
+    for side in ("a", "b"):
+        for name in FACTS:
+            path = quoted(str(folder / f"{side}_{name}.parquet"))
+            connection.execute(f"create view {side}_{name} as from read_parquet({path})")
+    return connection
+
+
+def _join(
+    connection: Any,
+    traces: tuple[Path, Path],
+    headers: tuple[TraceHeader, TraceHeader],
+    plan: Plan,
+    settings: DiffSettings,
+    lanes: tuple[LaneSummary, LaneSummary],
+) -> DiffResult:
+    pairing = pair_requests(connection, settings, hand_over=plan.hand_over)
+    compared = find_divergences(
+        connection,
+        kv=plan.kv,
+        hand_over=plan.hand_over,
+        kv_dtype=plan.kv_dtype,
+        tolerance=settings.kv_tolerance,
+        whole=not settings.requests,
+    )
+    whole = (lanes[0].complete and not lanes[0].doubts, lanes[1].complete and not lanes[1].doubts)
+    late = (lanes[0].late_samples, lanes[1].late_samples)
+    unfinished = find_endings(connection, whole=whole, late=late, hand_over=plan.hand_over)
+    timing = find_timing(connection, lanes[0].modes, lanes[1].modes, hand_over=plan.hand_over)
+    notes = list(plan.notes)
+    if unfinished:
+        notes.append(f"{unfinished:,} requests had not ended in one of the traces: compared as far as both go")
+    for name, lane in zip("AB", lanes, strict=True):
+        if lane.assumed:
+            notes.append(f"{lane.assumed:,} entries of {name} that were received or lost are taken for right")
+    counts = dict(connection.execute("select kind, count(*) from firsts group by kind").fetchall())
+    kinds = ", ".join(quoted(kind) for kind in sorted(settings.kinds)) or "''"
+    connection.execute(f"delete from firsts where kind not in ({kinds})")
+    num_different = int(connection.execute("select count(distinct pair) from firsts where pair <> -1").fetchone()[0])
+    return DiffResult(
+        a=str(traces[0]),
+        b=str(traces[1]),
+        headers=(_told(headers[0]), _told(headers[1])),
+        settings=settings.to_json(),
+        pairing=pairing,
+        lanes=lanes,
+        compared=compared,
+        counts=counts,
+        counted=settings.kinds,
+        num_different=num_different,
+        requests=_requests(connection, Wording(connection, headers, plan)),
+        timing=timing,
+        notes=tuple(notes),
+    )
+
+
+def _told(header: TraceHeader) -> dict[str, Any]:
+    return {
+        "engine": dataclasses.asdict(header.engine),
+        "model": dataclasses.asdict(header.model),
+        "ranks": dataclasses.asdict(header.ranks),
+        "role": header.role,
+    }
+
+
+_FIRST_PAIRS: Final = """
+with order_of as (
+    select pair, min((seen, a_event, case kind {places} end)) as o from firsts group by pair order by o limit {limit}
+)
+select firsts.*, coalesce(a_label, '') as a_label, coalesce(b_label, '') as b_label, order_of.o
+from firsts join order_of using (pair) left join pairs using (pair)
+order by order_of.o, firsts.pair, seen, case kind {places} end, position
+"""
+
+
+def _requests(connection: Any, wording: Wording) -> tuple[tuple[Divergence, ...], ...]:
+    """Return the requests that differ first, each with its divergences in order."""
+    from .kinds import KINDS
+
+    places = " ".join(f"when '{kind}' then {place}" for place, kind in enumerate(KINDS))
+    result = connection.execute(_FIRST_PAIRS.format(places=places, limit=MAX_LISTED))
+    names = [column[0] for column in result.description]
+    found: dict[Any, list[Divergence]] = {}
+    # pair is -1 for what no request of both traces can be blamed for
+    for values in result.fetchall():
+        row = dict(zip(names, values, strict=True))
+        found.setdefault(row["pair"], []).append(wording.divergence(row))
+    return tuple(tuple(divergences) for divergences in found.values())

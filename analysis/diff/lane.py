@@ -1,0 +1,349 @@
+"""One walk over one trace, which takes down facts that do not depend on slots, chunks or batches."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...recorder.header import TraceHeader
+from ...recorder.machine.forward import Forward, UnusableEventError, read_forward
+from ...recorder.machine.kv_changes import KvChanges
+from ...recorder.machine.tables import StateTables
+from ...recorder.reader import EventView, TraceGap
+from ...recorder.schema import PHASE_AFTER, PHASE_BEFORE, SLOTS_LISTED
+from ...replayer.segment_stream import SegmentStream
+from .comparability import ComparedGroup
+from .facts import DRAFT, GUESS, SETTLED, Sinks
+from .names import NEVER, PADDED, UNKNOWN, Int64Array, SlotNames, token_words
+from .slot_traffic import SlotTraffic
+
+PENDING_FORWARDS: Final = 1024  # forwards whose sampled tokens may still come
+NO_ROUND: Final = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class LaneSummary:
+    """What is known of a trace as a whole after its walk."""
+
+    forwards: int = 0
+    tokens: int = 0
+    modes: dict[str, int] = field(default_factory=dict)
+    complete: bool = False
+    late_samples: bool = False
+    assumed: int = 0
+    doubts: list[str] = field(default_factory=list)
+    first_ns: int = 0
+    last_ns: int = 0
+
+
+class Lane:
+    """Walks one trace. Memory: the tables, some 25 bytes a slot, a batch of events, a line a request not ended."""
+
+    def __init__(
+        self, header: TraceHeader, groups: Iterable[ComparedGroup], sinks: Sinks, *, kv: bool, hand_over: bool
+    ) -> None:
+        self.summary = LaneSummary()
+        self._header = header
+        self._groups = tuple(groups)
+        self._sinks = sinks
+        self._kv = kv
+        self._tables = StateTables(header, backend="cpu")
+        self._names = [self._make_names(group) for group in self._groups]
+        self._traffic = SlotTraffic(header, self._groups, self._names, sinks, kv=kv, sends=hand_over)
+        self._on = {
+            "request": self._request,
+            "status": self._status,
+            "sample": self._sample,
+            "loss": self._loss,
+            "sweep": self._traffic.sweep,
+            "transfer": self._traffic.transfer,
+            "kv_copy": self._traffic.kv_copy,
+        }
+        self._prompts: dict[
+            int, int
+        ] = {}  # tokens of the prompt, of requests that have not ended; -2 once it is taken down
+        self._settled: dict[tuple[int, int], int] = {}  # (runner, row): where guessing begins
+        self._unsampled: OrderedDict[int, tuple[Int64Array, Int64Array, Int64Array]] = OrderedDict()
+
+    def _make_names(self, group: ComparedGroup) -> SlotNames:
+        pool = self._header.groups[group.index]
+        table = self._header.tables[pool.table]
+        return SlotNames(pool.num_slots, pool.host_num_slots, table.rows, table.width)
+
+    def walk(self, files: Sequence[Path], on_batch: Callable[[int], None]) -> None:
+        """Take down everything of a recording's files; `on_batch` gets the bytes read."""
+        segments = SegmentStream(files)
+        for item in segments.stream():
+            if isinstance(item, TraceGap):
+                self.summary.doubts.append(item.reason)
+                if item.missing_events != 0:
+                    self._forget()
+                continue
+            for view in item:
+                self._event(view)
+            on_batch(segments.bytes_done + item.end_byte)
+        self.summary.complete = segments.complete
+        self.summary.assumed = sum(names.assumed for names in self._names)
+
+    def _event(self, view: EventView) -> None:
+        summary = self.summary
+        summary.first_ns = summary.first_ns or view.time_ns
+        summary.last_ns = max(summary.last_ns, view.time_ns)
+        try:
+            if view.kind == "forward":
+                self._forward(view)
+            else:
+                self._tables.apply_changes(view)
+                if view.kind in self._on:
+                    self._on[view.kind](view)
+        except UnusableEventError as error:
+            summary.doubts.append(f"event {view.number} ({view.kind}) contradicts itself: {error}; left out")
+            self._forget()
+
+    def _forget(self) -> None:
+        self._tables.forget()
+        self._settled.clear()
+        for names in self._names:
+            names.forget()
+
+    # --- forwards
+
+    def _forward(self, view: EventView) -> None:
+        self._tables.apply_changes(view)
+        forward = read_forward(view, self._header)
+        changes = KvChanges(view, self._header, forward.runner)
+        self._traffic.changes(changes, view, PHASE_BEFORE, forward.runner)
+        summary = self.summary
+        summary.forwards += 1
+        summary.modes[forward.mode] = summary.modes.get(forward.mode, 0) + 1
+        extend = np.where(forward.req_pool_indices == 0, 0, np.maximum(forward.extend_lens, 0))
+        summary.tokens += int(extend.sum())
+        if any(self._header.groups[group.index].runner == forward.runner for group in self._groups):
+            self._follow(forward, extend)
+        self._traffic.changes(changes, view, PHASE_AFTER, forward.runner)
+        self._tables.apply_forward(forward)
+        if forward.runner == 0:
+            self._samples_of(forward, extend)
+
+    def _follow(self, forward: Forward, extend: Int64Array) -> None:
+        """Name what the forward's requests read and write."""
+        height = min(table.shape[0] for table in self._tables.req_to_token)
+        width = min(table.shape[1] for table in self._tables.req_to_token)
+        rows, ids = forward.req_pool_indices, forward.request_ids
+        # Only what a block table can hold is followed; a row outside of it is a finding of the replay.
+        usable = (rows > 0) & (rows < height) & (ids != -1) & (forward.prefix_lens + extend <= width) & (extend > 0)
+        usable &= forward.prefix_lens >= 0
+        token_of = np.repeat(usable, extend)
+        chosen = np.flatnonzero(token_of)
+        real = int(extend.sum())
+        who = np.flatnonzero(usable)
+        rows, ids, prefix, extend = rows[who], ids[who], forward.prefix_lens[who], extend[who]
+        tokens, fed = forward.input_ids[chosen], forward.positions[chosen]
+        request = np.repeat(np.arange(len(who)), extend)
+        position = np.repeat(prefix - (np.cumsum(extend) - extend), extend) + np.arange(len(chosen))
+        words = token_words(tokens, fed)
+        drafting = forward.runner != 0 and forward.mode == "decode"
+        upto = self._rounds(forward, rows, prefix, extend, drafting)
+        self._prompt_hashes(forward, rows, ids)
+        guess = np.full(len(chosen), DRAFT if drafting else SETTLED, np.int64)
+        if forward.mode == "target_verify":
+            guess[position > prefix[request]] = GUESS
+        reads = np.zeros(len(chosen), np.uint64)
+        misreads = np.zeros(len(chosen), np.uint64)
+        for k, group in enumerate(self._groups):
+            pool = self._header.groups[group.index]
+            if pool.runner != forward.runner:
+                continue
+            names, table = self._names[k], self._tables.req_to_token[pool.table]
+            lut = self._tables.luts[pool.lut] if pool.lut >= 0 else None
+            self._learn(names, forward, who, table, lut, group.window or 0)
+            written = forward.out_cache_loc[pool.table]
+            if lut is not None:
+                written = np.where((written >= 0) & (written < len(lut)), lut[np.clip(written, 0, len(lut) - 1)], -1)
+            reading = names.read(
+                rows,
+                ids,
+                prefix,
+                extend,
+                words,
+                table=table,
+                lut=lut,
+                window=group.window,
+                upto=upto if drafting else None,
+                written=None if pool.reads_before_write else written[chosen],
+            )
+            factor = np.uint64(2 * k + 3)
+            reads = reads * factor + reading.reads
+            misreads = misreads * factor + reading.misreads
+            names.write(written[chosen], reading.names, ids[request], position)
+            names.spoil(written[real:], PADDED)
+            self._told_misreads(forward, group, names, ids, reading.wrong, reading.wrong_slot)
+            names.wrote(rows, prefix, extend, reading.names)
+            if self._kv and group.streams:
+                self._written_bytes(k, group, forward, chosen, written, ids[request], position, guess)
+        event, number = forward.event, forward.forward
+        where = (ids[request], forward.runner, position, event, number, guess)
+        rounds = upto[request] if drafting else np.full(len(chosen), NO_ROUND, np.int64)
+        self._sinks.add("tokens", *where, rounds, tokens, fed, reads, misreads)
+        self._sinks.add("batches", ids, forward.runner, event, number, forward.mode, prefix, extend)
+
+    def _rounds(
+        self, forward: Forward, rows: Int64Array, prefix: Int64Array, extend: Int64Array, drafting: bool
+    ) -> Int64Array:
+        """Return where each request's guessing began, `[bs]`: behind what its runner computed last for good."""
+        ends = (prefix + extend).tolist()
+        if not drafting:
+            for row, end in zip(rows.tolist(), ends, strict=True):
+                self._settled[forward.runner, row] = end
+            return prefix
+        found = [self._settled.get((forward.runner, row), NO_ROUND) for row in rows.tolist()]
+        return np.array(found, np.int64)
+
+    def _learn(
+        self,
+        names: SlotNames,
+        forward: Forward,
+        who: Int64Array,
+        table: npt.NDArray[np.int32],
+        lut: Int64Array | None,
+        window: int,
+    ) -> None:
+        """Name what each row should lead to, where a request begins with more than it has computed on that row."""
+        offset = self._header.runners[forward.runner].token_offset
+        truth, lens = self._tables.truth, forward.truth_lens
+        for r in who.tolist():
+            row, prefix = int(forward.req_pool_indices[r]), int(forward.prefix_lens[r])
+            names.admit(row, int(forward.request_ids[r]))
+            if names.own_len[row] >= prefix:
+                continue
+            if truth is not None and lens is not None and row < len(truth):
+                tokens = truth[row, offset : min(int(lens[r]), truth.shape[1])].astype(np.int64)
+                unknown = np.flatnonzero(tokens[:prefix] < 0)  # what a loss took away
+                names.expect(row, tokens[: unknown[0]] if len(unknown) else tokens, prefix)
+            start = max(int(names.own_len[row]), prefix - window if window else 0)
+            if start < prefix:
+                slots = table[row, start:prefix].astype(np.int64)
+                if lut is not None:
+                    slots = np.where((slots >= 0) & (slots < len(lut)), lut[np.clip(slots, 0, len(lut) - 1)], 0)
+                names.trust(row, slots, start)
+
+    def _prompt_hashes(self, forward: Forward, rows: Int64Array, ids: Int64Array) -> None:
+        """Take down each request's prompt, once."""
+        truth, lens = self._tables.truth, forward.truth_lens
+        if forward.runner != 0:
+            return
+        by_id = dict(zip(forward.request_ids.tolist(), range(len(forward.request_ids)), strict=True))
+        for row, request_id in zip(rows.tolist(), ids.tolist(), strict=True):
+            length = self._prompts.get(request_id, -1)
+            if length == -2:
+                continue
+            r = by_id[request_id]
+            tokens = np.empty(0, np.int64)
+            if truth is not None and lens is not None and row < len(truth):
+                tokens = truth[row, : min(int(lens[r]), truth.shape[1])].astype(np.int64)
+            elif int(forward.prefix_lens[r]) == 0 and length >= 0:  # fed at once, or as far as it was
+                first = int(np.maximum(forward.extend_lens[:r], 0).sum())
+                tokens = forward.input_ids[first : first + int(forward.extend_lens[r])]
+            if length < 0:
+                length = len(tokens)
+            if 0 < length <= len(tokens):
+                words = token_words(tokens[:length], np.arange(length, dtype=np.int64))
+                self._sinks.add("prompts", [request_id], words.sum(dtype=np.uint64, keepdims=True), forward.event)
+                self._prompts[request_id] = -2
+
+    def _told_misreads(
+        self,
+        forward: Forward,
+        group: ComparedGroup,
+        names: SlotNames,
+        ids: Int64Array,
+        wrong: Int64Array,
+        slots: Int64Array,
+    ) -> None:
+        for r in np.flatnonzero(wrong >= 0).tolist():
+            slot = int(slots[r])
+            inside = 0 <= slot < len(names.names)
+            writer, at = names.writers[0][slot].tolist() if inside else (-1, -1)
+            state = "outside of the pool" if not inside else _state(names.names[slot])
+            where = ([int(ids[r])], forward.runner, forward.event, group.index, int(wrong[r]), slot)
+            self._sinks.add("misreads", *where, writer, at, state)
+
+    def _written_bytes(
+        self,
+        k: int,
+        group: ComparedGroup,
+        forward: Forward,
+        chosen: Int64Array,
+        written: Int64Array,
+        ids: Int64Array,
+        position: Int64Array,
+        guess: Int64Array,
+    ) -> None:
+        stored = written[chosen] > 0
+        which = chosen[stored]
+        parts = [forward.kv_bytes[s][which, :w] for s, w in zip(group.streams, group.capture_bytes, strict=True)]
+        where = (ids[stored], k, position[stored], forward.event, forward.forward, guess[stored])
+        content = np.concatenate(parts, axis=1)
+        self._sinks.add("kv", *where, content)
+        self._traffic.wrote(k, written[which], content)
+
+    # --- samples
+
+    def _samples_of(self, forward: Forward, extend: Int64Array) -> None:
+        begin = forward.prefix_lens + (1 if forward.mode == "target_verify" else extend)
+        if len(forward.sampled_tokens):
+            self._take_samples(
+                forward.request_ids, begin, forward.sampled_lens, forward.sampled_tokens, forward.event, forward.forward
+            )
+            return
+        self._unsampled[forward.forward] = (forward.request_ids, begin, forward.req_pool_indices)
+        while len(self._unsampled) > PENDING_FORWARDS:
+            self._unsampled.popitem(last=False)
+
+    def _take_samples(
+        self, ids: Int64Array, begin: Int64Array, lens: Int64Array, tokens: Int64Array, event: int, number: int
+    ) -> None:
+        at = np.repeat(begin - (np.cumsum(lens) - lens), lens) + np.arange(len(tokens))
+        real = np.repeat(ids != -1, lens)
+        self._sinks.add("samples", np.repeat(ids, lens)[real], at[real], event, number, tokens[real])
+
+    def _sample(self, view: EventView) -> None:
+        self.summary.late_samples = True
+        number = int(view.scalar("forward"))
+        known = self._unsampled.pop(number, None)
+        lens, tokens = view.ints("sampled_lens"), view.ints("sampled_tokens")
+        if known is None or len(known[0]) != len(lens) or bool((lens < 0).any()) or int(lens.sum()) != len(tokens):
+            return
+        self._take_samples(known[0], known[1], lens, tokens, view.number, number)
+
+    # --- what happens between forwards
+
+    def _request(self, view: EventView) -> None:
+        request_id, length = int(view.scalar("request_id")), int(view.scalar("prompt_len"))
+        self._prompts.setdefault(request_id, length)
+        name, room = str(view.scalar("name")), int(view.scalar("room"))
+        self._sinks.add("requests", [request_id], [name], room, length, view.number)
+
+    def _status(self, view: EventView) -> None:
+        request_id, status = int(view.scalar("request_id")), str(view.scalar("status"))
+        self._sinks.add("statuses", [request_id], view.number, status)
+        if status in ("finished", "aborted"):
+            self._prompts.pop(request_id, None)
+
+    def _loss(self, view: EventView) -> None:
+        lost = int(view.scalar("lost_events"))
+        self.summary.doubts.append(str(view.scalar("note")) or f"{lost} events lost while recording")
+        if view.scalar("status") == SLOTS_LISTED:
+            self._traffic.lost(view)
+        else:
+            self._forget()
+            self._tables.apply_changes(view)
+
+
+def _state(name: np.uint64) -> str:
+    known = {int(NEVER): "never written", int(PADDED): "written by padding", int(UNKNOWN): "received for somebody else"}
+    return known.get(int(name), "")

@@ -1,0 +1,116 @@
+"""Which request of one trace is which of the other."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..errors import AnalysisError
+from ..live import quoted
+from .settings import DiffSettings, NotComparableError
+
+_KNOWN: Final = """
+create table {s}_known as
+with told as (
+    select request_id, arg_min(name, event) as name, max(room) as room, max(prompt_len) as prompt_len,
+        min(event) as event
+    from {s}_requests group by request_id
+),
+seen as (select request_id, min(event) as event from {s}_batches group by request_id),
+hashes as (select request_id, arg_min(prompt_hash, event) as prompt_hash from {s}_prompts group by request_id)
+select coalesce(told.request_id, seen.request_id) as request_id, coalesce(told.name, '') as name,
+    coalesce(told.room, -1) as room, coalesce(told.prompt_len, -1) as prompt_len,
+    least(told.event, seen.event) as event, hashes.prompt_hash, seen.request_id is not null as ran,
+    case when name <> '' then name else coalesce(told.request_id, seen.request_id)::varchar end as label
+from told full join seen using (request_id)
+left join hashes on hashes.request_id = coalesce(told.request_id, seen.request_id)
+"""
+
+# requests of one key are paired in the order in which they came
+_PAIRS: Final = """
+create or replace table pairs as
+with a as (
+    select *, {key} as key, row_number() over (partition by {key} order by event) as nth from a_known
+    where {key} is not null
+),
+b as (
+    select *, {key} as key, row_number() over (partition by {key} order by event) as nth from b_known
+    where {key} is not null
+)
+select row_number() over (order by a.event) - 1 as pair, a.request_id as a_id, b.request_id as b_id,
+    a.label as a_label, b.label as b_label, greatest(a.prompt_len, b.prompt_len) as prompt_len,
+    a.prompt_hash as a_prompt, b.prompt_hash as b_prompt, a.event as a_event, b.event as b_event
+from a join b using (key, nth)
+"""
+
+_BY_ID: Final = "label"
+_BY_ROOM: Final = "nullif(room, -1)::varchar"
+_BY_PROMPT: Final = "prompt_hash::varchar"
+MISSING_LABEL: Final = "(label in ({names}) or request_id::varchar in ({names}))"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairing:
+    """How requests were aligned, how many there are on each side, and how many pairs."""
+
+    by: str
+    a_requests: int
+    b_requests: int
+    pairs: int
+
+
+def pair_requests(connection: Any, settings: DiffSettings, *, hand_over: bool) -> Pairing:
+    """Make the table `pairs`.
+
+    Raises:
+        NotComparableError: the traces have no request in common.
+        AnalysisError: none of the requests asked for is there.
+    """
+    for side in ("a", "b"):
+        connection.execute(_KNOWN.format(s=side))
+    totals = [connection.execute(f"select count(*) from {side}_known").fetchone()[0] for side in ("a", "b")]
+    keys = {"id": _BY_ROOM if hand_over else _BY_ID, "prompt": _BY_PROMPT}
+    by = settings.align
+    if by == "auto":
+        many = 2 * _count(connection, keys["id"]) >= max(1, min(totals))
+        by = "id" if many and _same_prompts(connection) else "prompt"
+    found = _count(connection, keys[by])
+    if not found and settings.align == "auto" and _count(connection, keys["id"]):
+        by = "id"
+        found = _count(connection, keys["id"])
+    if not found:
+        raise NotComparableError(
+            f"no request in common: A has {totals[0]:,}, B has {totals[1]:,}, and none has the same "
+            f"{'id or prompt' if settings.align == 'auto' else by}; record the same prompts, or try another --align"
+        )
+    if settings.requests:
+        found = _narrow(connection, settings.requests)
+    return Pairing(
+        by="room" if hand_over and by == "id" else by, a_requests=totals[0], b_requests=totals[1], pairs=found
+    )
+
+
+def _count(connection: Any, key: str) -> int:
+    connection.execute(_PAIRS.format(key=key))
+    return int(connection.execute("select count(*) from pairs").fetchone()[0])
+
+
+def _same_prompts(connection: Any) -> bool:
+    """Whether ids mean the same requests: three of four pairs have one prompt, as far as prompts are known."""
+    query = "select count(a_prompt = b_prompt), count(*) filter (where a_prompt = b_prompt) from pairs"
+    known, same = connection.execute(query).fetchone()
+    return bool(4 * same >= 3 * known)
+
+
+def _narrow(connection: Any, requests: tuple[str, ...]) -> int:
+    names = ", ".join(quoted(name) for name in requests)
+    connection.execute(
+        f"delete from pairs where not (a_label in ({names}) or b_label in ({names}) or a_id::varchar in ({names}) or "
+        f"b_id::varchar in ({names}))"
+    )
+    for side in ("a", "b"):
+        other = f"select {side}_id from pairs"
+        where = MISSING_LABEL.format(names=names)
+        connection.execute(f"delete from {side}_known where not ({where} or request_id in ({other}))")
+    left = connection.execute("select (select count(*) from a_known) + (select count(*) from b_known)").fetchone()[0]
+    if not left:
+        raise AnalysisError(f"--requests: neither trace has a request {', '.join(requests)}")
+    return int(connection.execute("select count(*) from pairs").fetchone()[0])

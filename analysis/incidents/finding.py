@@ -1,0 +1,165 @@
+"""A report's incidents: found, written, read back."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...recorder.errors import TraceError
+from ...recorder.header import PoolGroup
+from ..errors import AnalysisError
+from .building import incident_rows
+from .facts import MAX_PLACES, Facts
+from .gathering import gather
+from .linking import NamedSlots, link
+from .merging import merge
+from .ranking import make_cases, rank
+from .schema import INCIDENT_SCHEMA, INCIDENTS_NAME, MEMBER_SCHEMA, MEMBERS_NAME, STAMP_KEY
+from .sites import FINDING, MAX_SITES, Sites, iter_rows, read_sites, site_keys
+
+Int64Array = npt.NDArray[np.int64]
+TRANSFER_DIFFERS = "transfer_differs"
+_SOURCES = pa.array(["violation", "finding"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incidents:
+    """A report's incidents: `rows` as in `INCIDENT_SCHEMA`, and to which of them each place of the report belongs."""
+
+    rows: list[dict[str, Any]]
+    sites: Sites
+    of_site: Int64Array
+
+
+def find_incidents(report: Path, traces: Sequence[Path], *, max_sites: int = MAX_SITES) -> Incidents:
+    """Find the incidents of a report.
+
+    Args:
+        report: the folder that kvcanary-replay wrote.
+        traces: its trace, or the segments of it; none where it is not at hand, which makes the kinds less certain.
+        max_sites: how many places to hold at most.
+
+    Raises:
+        AnalysisError: the report's files are missing or damaged.
+    """
+    sites = read_sites(report, limit=max_sites)
+    if not len(sites):
+        return Incidents(rows=[], sites=sites, of_site=np.zeros(0, np.int64))
+    facts = Facts()
+    try:
+        facts = gather(traces, sites)
+    except TraceError as error:
+        raise AnalysisError(str(error)) from None
+    groups = facts.header.groups if facts.header is not None else ()
+    clusters = link(sites, groups, list(_named(sites, facts)))
+    ranked = [rank(case) for case in make_cases(report, sites, clusters, facts)]
+    incidents = merge(ranked, sites, clusters)
+    rows = incident_rows(sites, clusters, incidents, ranked, facts)
+    return Incidents(rows=rows, sites=sites, of_site=incidents[clusters])
+
+
+def write_incidents(report: Path, found: Incidents) -> None:
+    """Write `incidents.parquet` and `incident_members.parquet` into a report.
+
+    Raises:
+        AnalysisError: they cannot be written, or the report changed meanwhile.
+    """
+    schema = INCIDENT_SCHEMA.with_metadata({STAMP_KEY: _stamp(report)})
+    try:
+        members = report / f"{MEMBERS_NAME}.partial"
+        with members.open("wb") as file, pq.ParquetWriter(file, MEMBER_SCHEMA, compression="zstd") as writer:
+            for table in _members(report, found):
+                writer.write_table(table)
+        rows = report / f"{INCIDENTS_NAME}.partial"
+        with rows.open("wb") as file:
+            pq.write_table(pa.Table.from_pylist(found.rows, schema=schema), file, compression="zstd")
+        members.replace(report / MEMBERS_NAME)
+        rows.replace(report / INCIDENTS_NAME)
+    except OSError as error:
+        raise AnalysisError(f"{report}: incidents cannot be written ({error.strerror or error})") from None
+
+
+def read_incidents(report: Path) -> list[dict[str, Any]] | None:
+    """Return a report's incidents as they were written, None where they are not there or of another replay."""
+    if not incidents_fit(report):
+        return None
+    with (report / INCIDENTS_NAME).open("rb") as file:
+        return list(pq.read_table(file).to_pylist())
+
+
+def incidents_fit(report: Path) -> bool:
+    """Whether a report has incidents, made of the violations and findings that it has now."""
+    try:
+        with (report / INCIDENTS_NAME).open("rb") as file:
+            schema = pq.read_schema(file)
+        told = (schema.metadata or {}).get(STAMP_KEY)
+        fits = schema.equals(INCIDENT_SCHEMA) and (report / MEMBERS_NAME).is_file()
+    except (OSError, pa.ArrowException):
+        return False
+    return fits and told == _stamp(report)
+
+
+def _stamp(report: Path) -> bytes:
+    sizes = {}
+    for name in ("violations", "findings"):
+        path = report / f"{name}.parquet"
+        try:
+            with path.open("rb") as file:
+                sizes[name] = [path.stat().st_size, pq.read_metadata(file).num_rows]
+        except (OSError, pa.ArrowException):
+            sizes[name] = []
+    return json.dumps(sizes).encode()
+
+
+def _named(sites: Sites, facts: Facts) -> Iterator[NamedSlots]:
+    """The slots of the events behind findings about more than one slot, and the full slots of sliding-window ones."""
+    groups = facts.header.groups if facts.header is not None else ()
+    chosen = np.flatnonzero((sites["source"] == FINDING) & np.isin(sites["event"], list(facts.named)))
+    for place in chosen.tolist():
+        group = int(sites["group"][place])
+        slots = facts.named[int(sites["event"][place])].get(group)
+        if slots is not None:
+            if sites.kinds[int(sites["what"][place])] == TRANSFER_DIFFERS and group < len(groups):
+                slots = _with_neighbours(slots, groups[group])
+            yield NamedSlots(site=place, group=group, slots=slots)
+    for place in range(min(len(sites), MAX_PLACES)):
+        group = int(sites["group"][place])
+        if not 0 <= group < len(groups) or groups[group].lut < 0:
+            continue
+        history = facts.of(group, int(sites["slot"][place]), upto=int(sites["event"][place]))
+        full = [fact.via for fact in history if fact.what == "written"][-2:]
+        if full:
+            yield NamedSlots(site=place, group=-1 - groups[group].table, slots=np.array(full, np.int64))
+
+
+def _with_neighbours(slots: Int64Array, group: PoolGroup) -> Int64Array:
+    """Slots and those one page on either side: what did not land where it should landed beside."""
+    near = np.unique(np.concatenate([slots - group.page_size, slots, slots + group.page_size]))
+    return near[(near > 0) & (near < group.num_slots)]
+
+
+def _members(report: Path, found: Incidents) -> Iterator[pa.Table]:
+    """Each row's incident, in the order of the files."""
+    keys = found.sites["key"].view(np.uint64)
+    order = np.argsort(keys)
+    keys, of_key = keys[order], found.of_site[order]
+    kinds = {kind: number for number, kind in enumerate(found.sites.kinds)}
+    for columns in iter_rows(report, kinds):
+        mine = site_keys(columns, found.sites.shift)
+        at = np.minimum(np.searchsorted(keys, mine), max(len(keys) - 1, 0))
+        if len(mine) and (not len(keys) or bool((keys[at] != mine).any())):
+            raise AnalysisError(f"{report}: changed while it was read; run kvcanary incidents again")
+        yield pa.table(
+            [
+                pa.DictionaryArray.from_arrays(pa.array(columns["source"].astype(np.int8)), _SOURCES),
+                pa.array(columns["row"]),
+                pa.array((of_key[at] + 1).astype(np.int32)),
+            ],
+            schema=MEMBER_SCHEMA,
+        )

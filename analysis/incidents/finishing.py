@@ -1,0 +1,63 @@
+"""What comes after a corrupt replay: its incidents go into the report, and into its summary."""
+
+from pathlib import Path
+from typing import Any, Final
+
+from ...recorder.segments import split_segment_name
+from ...replayer.summary import Summary
+from ..errors import AnalysisError
+from .schema import INCIDENTS_NAME, MEMBERS_NAME
+
+# What summary.json says of them; incidents.parquet has all.
+MAX_IN_SUMMARY: Final = 100
+_LISTED_IN_SUMMARY: Final = 20
+
+
+def add_incidents(summary: Summary) -> str:
+    """Find the incidents of a replay that left a report, and write them there.
+
+    A replay without a report has none, nor has one that found nothing; what an earlier replay left there goes.
+
+    Returns:
+        What to tell the user, "" for nothing.
+    """
+    if summary.report is None:
+        return ""
+    report = Path(summary.report)
+    try:
+        if not summary.violations and not summary.findings:
+            for name in (INCIDENTS_NAME, MEMBERS_NAME):
+                (report / name).unlink(missing_ok=True)
+            return ""
+        from .finding import find_incidents, write_incidents  # a clean replay needs none of it
+
+        found = find_incidents(report, trace_files(Path(summary.trace)))
+        write_incidents(report, found)
+        summary.num_incidents = len(found.rows)
+        summary.incidents = in_summary(found.rows)
+        (report / "summary.json").write_text(summary.to_json_text(), encoding="utf-8")
+    except (AnalysisError, OSError) as error:
+        return f"the incidents are missing: {error}"
+    return ""
+
+
+def in_summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows as summary.json has them: the first, with short lists."""
+    short = []
+    for row in rows[:MAX_IN_SUMMARY]:
+        lists = {name: row[name][:_LISTED_IN_SUMMARY] for name in ("requests", "request_ids", "slots")}
+        short.append({**row, **lists})
+    return short
+
+
+def trace_files(trace: Path) -> list[Path]:
+    """Return a trace's file, or, where it was recorded in segments, all that lie there, in order; [] where none does."""
+    if trace.is_file():
+        return [trace]
+    found = []
+    if trace.parent.is_dir():
+        for path in trace.parent.iterdir():
+            split = split_segment_name(path)
+            if split is not None and f"{split[0]}.arrow" == trace.name:
+                found.append((split[1], path))
+    return [path for _, path in sorted(found)]

@@ -1,0 +1,124 @@
+"""Places that hang together: over pages, over a request's neighbouring positions, over one event.
+
+Two places belong together when they lie in one page (the unit that allocators hand out), when one request has them at
+neighbouring positions (the chain carries damage on), when one request was hit in both by the same event, or when one
+forward was fed something wrong in both. Time and causes are looked at later, when each cluster's kind is known.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.constants import FailReason
+from ...recorder.header import PoolGroup
+from .sites import FINDING, Sites
+
+Int64Array = npt.NDArray[np.int64]
+
+# A draft's records stand one position further on.
+_NEIGHBOUR: Final = 1
+# Kinds of slot numbers: those of block tables are even, those of groups behind a full-to-SWA table odd.
+_SPACES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedSlots:
+    """Further slots of a place: `slots` `[n] int64` of one pool group, for place `site`.
+
+    They are the slots that the event behind a finding names, or the full slots through which a sliding-window slot was
+    written.
+    """
+
+    site: int
+    group: int
+    slots: Int64Array
+
+
+def link(sites: Sites, groups: Sequence[PoolGroup], named: Sequence[NamedSlots]) -> Int64Array:
+    """Return each place's cluster, `[n] int64`, numbered from 0 in order of their first events."""
+    count = len(sites)
+    pages = np.arange(count), page_nodes(sites["group"], sites["slot"], groups)
+    extra = [page_nodes(np.full(len(n.slots), n.group), n.slots, groups) for n in named]
+    owners = [np.full(len(n.slots), n.site) for n in named]
+    site = np.concatenate([pages[0], *owners])
+    node = np.concatenate([pages[1], *extra])
+    edges = [_same(site[node >= 0], node[node >= 0])]
+    mine = np.flatnonzero(sites["request"] >= 0)
+    request, event = sites["request"][mine], sites["event"][mine]
+    edges.append(_consecutive(mine, request, event, reach=0))
+    fed = np.flatnonzero(_is_input(sites))
+    edges.append(_consecutive(fed, np.zeros_like(fed), sites["event"][fed], reach=0))
+    placed = mine[sites["position"][mine] >= 0]
+    reach = max(_NEIGHBOUR, 1 << sites.shift)
+    edges.append(_consecutive(placed, sites["request"][placed], sites["position"][placed], reach=reach))
+    a, b = (np.concatenate([edge[side] for edge in edges]) for side in (0, 1))
+    return np.unique(components(count, a, b), return_inverse=True)[1].astype(np.int64)
+
+
+def page_nodes(group: Int64Array, slot: Int64Array, groups: Sequence[PoolGroup]) -> Int64Array:
+    """Return a number for each slot's page, `[n] int64`, -1 where no slot is meant.
+
+    Groups that share a block table share their slots' numbers and so their pages; a group behind a full-to-SWA table has
+    its own. Group -1 means the first block table's slots, -2 the second's, and so on. A group that the header does not
+    have, or none at hand, has pages of one slot.
+    """
+    node = np.full(len(slot), -1, np.int64)
+    valid = (slot > 0) & (slot < 1 << 40)
+    node[valid] = slot[valid] * _SPACES + (2 * group[valid] + 1) % _SPACES
+    for number, known in enumerate(groups):
+        at = valid & (group == number)
+        space = 2 * known.table if known.lut < 0 else 2 * number + 1
+        node[at] = slot[at] // max(1, known.page_size) * _SPACES + space % _SPACES
+    for table in {known.table for known in groups}:
+        at = valid & (group == -1 - table)
+        size = max(1, *(known.page_size for known in groups if known.table == table))
+        node[at] = slot[at] // size * _SPACES + 2 * table % _SPACES
+    return node
+
+
+def components(count: int, a: Int64Array, b: Int64Array) -> Int64Array:
+    """Return for each of `count` nodes the smallest node that edges `(a, b)` connect it with."""
+    label = np.arange(count, dtype=np.int64)
+    while len(a):
+        low, high = np.minimum(label[a], label[b]), np.maximum(label[a], label[b])
+        apart = low != high
+        if not apart.any():
+            break
+        a, b = a[apart], b[apart]
+        np.minimum.at(label, high[apart], low[apart])
+        while not np.array_equal(label, label[label]):
+            label = label[label]
+    return label
+
+
+def _is_input(sites: Sites) -> npt.NDArray[np.bool_]:
+    """Whether a place is about what the model was fed, `[n] bool`."""
+    kinds = [number for number, kind in enumerate(sites.kinds) if kind in ("input_not_truth", "input_not_sampled")]
+    written = int(FailReason.WRITE_TOKEN | FailReason.WRITE_POSITION)
+    is_finding = sites["source"] == FINDING
+    found: npt.NDArray[np.bool_] = np.where(
+        is_finding, np.isin(sites["what"], np.array(kinds, np.int64)), (sites["what"] & written) != 0
+    )
+    return found
+
+
+def _same(site: Int64Array, node: Int64Array) -> tuple[Int64Array, Int64Array]:
+    order = np.lexsort((site, node))
+    site, node = site[order], node[order]
+    equal = node[1:] == node[:-1]
+    return site[:-1][equal], site[1:][equal]
+
+
+def _consecutive(
+    site: Int64Array, first: Int64Array, second: Int64Array, *, reach: int
+) -> tuple[Int64Array, Int64Array]:
+    """Edges between places whose first keys are the same, and whose second ones differ by `reach` at most."""
+    order = np.lexsort((second, first))
+    site, first, second = site[order], first[order], second[order]
+    # Nothing here is larger than it looks: hostile numbers that wrap around come out negative.
+    distance = second[1:] - second[:-1]
+    near = (first[1:] == first[:-1]) & (distance >= 0) & (distance <= reach)
+    return site[:-1][near], site[1:][near]

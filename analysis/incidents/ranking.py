@@ -1,0 +1,173 @@
+"""From clusters to cases, and from each case to its kinds, ranked."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from .case import Case, Judgement, Sign
+from .facts import Facts
+from .rules import RULES
+from .sites import FINDING, VIOLATION, Sites, open_parquet, require_columns
+
+Int64Array = npt.NDArray[np.int64]
+
+# Clusters past these are not judged one by one; they go with a judged one of the same signs.
+MAX_CASES: Final = 256
+SIGNS_A_CASE: Final = 64
+
+_TEXT: Final = ("request", "mode", "oracle", "writer_request", "launch", "detail", "kind", "evidence")
+_VIOLATION_FIELDS: Final = {
+    "bits": "fail_reason_bits",
+    "mode": "mode",
+    "position": "expected_position",
+    "stored_token": "stored_token",
+    "expected_token": "expected_token",
+    "stored_position": "position",
+    "writer_event": "writer_event",
+    "writer_forward": "writer_forward",
+    "writer_request_id": "writer_request_id",
+    "writer_request": "writer_request",
+    "oracle": "oracle",
+    "launch": "launch",
+}
+_FINDING_FIELDS: Final = {
+    "kind": "kind",
+    "position": "position",
+    "count": "count",
+    "detail": "detail",
+    "evidence": "evidence",
+}
+_BOTH: Final = {
+    "event": "event",
+    "forward": "forward",
+    "runner": "runner",
+    "group": "group",
+    "request_id": "request_id",
+    "request": "request",
+    "row": "req_pool_idx",
+    "slot": "slot",
+}
+
+
+# What a finding's words say of its count, which a sign has in a field of its own.
+_COUNTED: Final = re.compile(r" \(the first of [\d,]+\)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """One cluster's kinds, best first, each with its judgement; `case` is what they were judged by."""
+
+    case: Case
+    kinds: tuple[tuple[str, Judgement], ...]
+
+
+def make_cases(report: Path, sites: Sites, clusters: Int64Array, facts: Facts) -> list[Case]:
+    """Return the earliest `MAX_CASES` clusters as cases, in their order.
+
+    Args:
+        report: the folder, from which the earliest rows of each cluster are read in full.
+        sites: its places.
+        clusters: each place's cluster.
+        facts: what the trace tells; empty where it is not at hand.
+
+    Raises:
+        AnalysisError: the report's files are damaged.
+    """
+    total = min(int(clusters.max()) + 1, MAX_CASES) if len(clusters) else 0
+    members: list[list[int]] = [[] for _ in range(total)]
+    kinds: list[Counter[str]] = [Counter() for _ in range(total)]
+    reasons: list[Counter[int]] = [Counter() for _ in range(total)]
+    _count(sites, clusters, total, kinds, reasons)
+    order = np.flatnonzero(clusters < total)
+    for i, cluster in zip(order.tolist(), clusters[order].tolist(), strict=True):
+        if len(members[cluster]) < SIGNS_A_CASE:
+            members[cluster].append(i)
+    wanted = np.array(sorted({i for mine in members for i in mine}), np.int64)
+    signs: dict[int, Sign] = {}
+    for source, name, fields in (
+        (VIOLATION, "violations", _VIOLATION_FIELDS),
+        (FINDING, "findings", _FINDING_FIELDS),
+    ):
+        mine = wanted[sites["source"][wanted] == source]
+        signs |= _read_signs(report / f"{name}.parquet", mine, sites["row"][mine], {**_BOTH, **fields}, facts.modes)
+    return [
+        Case(signs=[signs[i] for i in members[c]], kinds=kinds[c], reasons=reasons[c], facts=facts)
+        for c in range(total)
+    ]
+
+
+def rank(case: Case) -> Ranked:
+    """Judge a case by every rule."""
+    found = [(kind, judgement) for kind, rule in RULES.items() if (judgement := rule.judge(case)) is not None]
+    found.sort(key=lambda item: -item[1].score)  # stable: what stands first in the list of rules stays first
+    return Ranked(case=case, kinds=tuple(found))
+
+
+def _count(
+    sites: Sites, clusters: Int64Array, total: int, kinds: Sequence[Counter[str]], reasons: Sequence[Counter[int]]
+) -> None:
+    """Add up the rows of each cluster by what they say."""
+    mine = clusters < total
+    packed = np.stack([clusters[mine], sites["source"][mine], sites["what"][mine]], axis=1)
+    unique, place = np.unique(packed, axis=0, return_inverse=True)
+    rows = np.bincount(place.reshape(-1), weights=sites["rows"][mine], minlength=len(unique))
+    for (cluster, source, what), count in zip(unique.tolist(), rows.tolist(), strict=True):
+        if source == FINDING:
+            kinds[cluster][sites.kinds[what]] += int(count)
+        else:
+            reasons[cluster][what] += int(count)
+
+
+def _read_signs(
+    path: Path, places: Int64Array, rows: Int64Array, fields: dict[str, str], modes: dict[int, str]
+) -> dict[int, Sign]:
+    """Read single rows of a report's file, `{place: sign}`; only the row groups that hold them."""
+    if not len(places):
+        return {}
+    found: dict[int, Sign] = {}
+    with open_parquet(path) as file:
+        require_columns(path, file, fields.values())
+        sizes = [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]).astype(np.int64)
+        of_group = np.searchsorted(starts, rows, side="right") - 1
+        for group in np.unique(of_group).tolist():
+            at = np.flatnonzero(of_group == group)
+            table = file.read_row_group(group, columns=list(dict.fromkeys(fields.values())))
+            chosen = table.take(pa.array(rows[at] - starts[group])).to_pylist()
+            for place, row in zip(places[at].tolist(), chosen, strict=True):
+                found[place] = _sign({ours: row[theirs] for ours, theirs in fields.items()}, modes)
+    return found
+
+
+def _sign(values: dict[str, Any], modes: dict[int, str]) -> Sign:
+    """A row as a sign; what a report never holds, nulls and texts that are no list of numbers, count as nothing."""
+    facts: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "evidence":
+            facts[name] = _numbers(value)
+        elif name == "detail":
+            facts[name] = _COUNTED.sub("", str(value or ""))
+        elif name in _TEXT:
+            facts[name] = str(value or "")
+        else:
+            facts[name] = -1 if value is None else int(value)
+    facts.setdefault("bits", 0)
+    facts.setdefault("kind", "")
+    facts.setdefault("mode", modes.get(facts["event"], ""))
+    return Sign(**facts)
+
+
+def _numbers(text: Any) -> tuple[int, ...]:
+    try:
+        found = json.loads(text or "[]")
+    except (ValueError, TypeError, RecursionError):
+        return ()
+    return tuple(n for n in found if isinstance(n, int))[:64] if isinstance(found, list) else ()

@@ -1,0 +1,67 @@
+"""Writes a report's page."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from ..errors import AnalysisError
+from ..output import open_private
+from ..session import Session, open_sources
+from ..sources import Source
+from ..store import build_store, fresh_store
+from .ask import Limits
+from .content import page_content
+from .document import page_document
+from .finishing import PAGE_NAME
+from .plots import plot_library
+
+MAX_BYTES: Final = 5_000_000
+MEMORY_LIMIT: Final = "2GB"
+
+
+def build_page(source: Source, target: Path | None = None) -> Path:
+    """Write the page of a report, by default `report.html` in its folder, and return its path.
+
+    The queries are answered from report.duckdb, which is made first where there is none that fits. The file can be read
+    by this user only, for it may hold tokens.
+
+    Raises:
+        NoPlotLibraryError: vl-convert is not installed.
+        AnalysisError: there is no report, it cannot be read, or the page cannot be written.
+    """
+    if source.report is None:
+        raise AnalysisError(f"{source.trace}: no report beside it; run kvcanary-replay {source.trace}")
+    path = target or source.report / PAGE_NAME
+    if not path.parent.is_dir():
+        raise AnalysisError(f"{path.parent}: no such folder; make it, or name another place with -o")
+    library = plot_library()  # what is missing is said before any work
+    with _session(source) as session:
+        session.sql(f"set memory_limit = '{MEMORY_LIMIT}'")
+        page = bounded_page(session, source, library)
+    try:
+        with open_private(path) as file:
+            file.write(page)
+    except OSError as error:
+        raise AnalysisError(f"{path}: cannot be written ({error.strerror or error}); name another with -o") from None
+    return path
+
+
+def bounded_page(session: Session, source: Source, library: str, *, limits: Limits | None = None) -> bytes:
+    """Return the page, with fewer of everything where it would be larger than `MAX_BYTES`."""
+    limits = limits or Limits()
+    while True:
+        page = page_document(page_content(session, source, limits), library).encode()
+        if len(page) <= MAX_BYTES or limits == limits.halved():
+            return page
+        limits = limits.halved()
+
+
+@contextlib.contextmanager
+def _session(source: Source) -> Iterator[Session]:
+    """Open the report's store, made first if need be; the files themselves where it cannot be made."""
+    if source.trace is not None and fresh_store(source) is None:
+        with contextlib.suppress(AnalysisError):  # a folder that cannot be written: slower, the same answers
+            build_store(source)
+    with open_sources([source]) as session:
+        yield session

@@ -1,0 +1,155 @@
+"""What the page shows one by one: incidents where the report has them, else what was found by kind."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ...replayer.findings import FINDING_KINDS
+from ..live import quoted
+from .ask import Ask, Limits, page_sql
+
+# SQL over `damage`: four classes, which the page tells apart by colour.
+DAMAGE_CLASS: Final = (
+    "case when source = 'finding' then 'history' when what = 'VERIFY_KV_HASH' then 'KV bytes' "
+    "when what not like '%VERIFY%' then 'input' else 'record' end"
+)
+
+# Without incidents: kinds beside everything together.
+_MAX_KINDS: Final = 4
+_REASONS: Final = {
+    "VERIFY_CHAIN_HASH": "broken chain",
+    "VERIFY_POSITION": "wrong position",
+    "VERIFY_KV_HASH": "changed KV bytes",
+    "VERIFY_TOKEN": "wrong token",
+    "WRITE_TOKEN": "wrong input token",
+    "WRITE_POSITION": "wrong input position",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """One incident, or one kind of damage.
+
+    `damage_where` and `violations_where` are SQL conditions that pick its rows of `damage` and `violations`; `facts`
+    goes into the page.
+    """
+
+    title: str
+    damage_where: str
+    violations_where: str
+    first_forward: int
+    last_forward: int
+    facts: dict[str, Any]
+
+
+def find_subjects(ask: Ask, limits: Limits) -> tuple[list[Subject], dict[str, Any], bool]:
+    """Return what to show, how many there are in all (a number of the page), and whether they are incidents."""
+    incidents = ask.records(f"select * from incidents order by incident limit {limits.subjects}")
+    if incidents:
+        return [_incident(ask, row) for row in incidents], ask.number("select count(*) from incidents"), True
+    sql = page_sql("kinds", {"class": DAMAGE_CLASS, "limit": min(_MAX_KINDS, limits.subjects)})
+    subjects = [_kind(ask, row) for row in ask.records(sql)]
+    if len(subjects) > 1:
+        subjects.insert(0, _everything(ask, subjects))
+    return subjects, ask.number("select count(distinct (source, what)) from damage"), False
+
+
+def in_words(source: str, what: str) -> str:
+    """Return a reason or a finding's kind in words."""
+    if source == "finding":
+        words = FINDING_KINDS.get(what, what.replace("_", " "))
+    else:
+        words = ", ".join(_REASONS.get(reason, reason) for reason in what.split("+"))
+    return words[:1].upper() + words[1:]
+
+
+def _everything(ask: Ask, kinds: list[Subject]) -> Subject:
+    return _subject(
+        ask,
+        title="everything that was found",
+        sentence="Everything that was found, of whatever kind",
+        kind="",
+        damage_where="true",
+        violations_where="true",
+        first_forward=min(kind.first_forward for kind in kinds),
+        last_forward=max(kind.last_forward for kind in kinds),
+    )
+
+
+def _kind(ask: Ask, row: Mapping[str, Any]) -> Subject:
+    what = quoted(row["what"])
+    is_violation = row["source"] == "violation"
+    return _subject(
+        ask,
+        title=f"{row['source']}s of kind {row['what']}",
+        sentence=in_words(row["source"], row["what"]),
+        kind=row["what"],
+        damage_where=f"source = {quoted(row['source'])} and what = {what}",
+        violations_where=f"reasons::varchar = {what}" if is_violation else "false",
+        first_forward=row["first_forward"],
+        last_forward=row["last_forward"],
+    )
+
+
+def _incident(ask: Ask, row: Mapping[str, Any]) -> Subject:
+    number = int(row["incident"])
+    members = f"from incident_members where incident = {number}"
+    return _subject(
+        ask,
+        title=f"incident {number}",
+        sentence=row["sentence"],
+        kind=row["kind"],
+        damage_where=f"(source, number) in (select (source::varchar, number) {members})",
+        violations_where=f"number in (select number {members} and source = 'violation')",
+        first_forward=row["first_forward"],
+        last_forward=row["last_forward"],
+        incident=row,
+    )
+
+
+def _subject(
+    ask: Ask,
+    *,
+    title: str,
+    sentence: str,
+    kind: str,
+    damage_where: str,
+    violations_where: str,
+    first_forward: int,
+    last_forward: int,
+    incident: Mapping[str, Any] | None = None,
+) -> Subject:
+    facts: dict[str, Any] = {"title": title, "sentence": sentence, "kind": kind}
+    if incident is None:
+        of = f"from damage where {damage_where}"
+        numbers = {
+            "violations": f"select count(*) {of} and source = 'violation'",
+            "findings": f"select count(*) {of} and source = 'finding'",
+            "requests": f"select count(distinct nullif(request_id, -1)) {of}",
+            "slots": f"select count(distinct (pool_group, slot)) filter (where slot >= 0) {of}",
+            "first_forward": f"select min(forward) {of}",
+            "last_forward": f"select max(forward) {of}",
+        }
+    else:
+        of = f"from incidents where incident = {int(incident['incident'])}"
+        numbers = {name: f"select {name} {of}" for name in ("violations", "findings", "first_forward", "last_forward")}
+        numbers |= {name: f"select num_{name} {of}" for name in ("requests", "slots")}
+        facts |= {
+            "number": int(incident["incident"]),
+            "confidence": str(incident["confidence"]),
+            "kind_title": incident["title"],
+            "detail": incident["detail"],
+            "seen_by": list(incident["seen_by"]),
+            "alternatives": [kind for kind in incident["alternatives"] if kind != incident["kind"]],
+            "told": {name: incident[name] for name in ("first_request", "in_slot", "expected") if incident[name]},
+            "evidence": [ask.query(sql) for sql in incident["evidence"]],
+        }
+    facts["numbers"] = {name: ask.number(sql) for name, sql in numbers.items()}
+    return Subject(
+        title=title,
+        damage_where=damage_where,
+        violations_where=violations_where,
+        first_forward=first_forward,
+        last_forward=last_forward,
+        facts=facts,
+    )

@@ -1,0 +1,78 @@
+"""The slot map of one subject: the damaged slots and those around them, who held them, what was found in them."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from .ask import Ask, Limits, page_sql
+from .found import DAMAGE_CLASS, Subject
+
+_LIVES_A_SLOT: Final = 40
+# How many slots on either side of a damaged one, by how many are damaged: few can show more around them.
+_REACH: Final = ((2, 4), (6, 2))
+_LEAST_REACH: Final = 1
+
+
+def slot_map(ask: Ask, subject: Subject, sizes: Mapping[int, int], limits: Limits) -> dict[str, Any]:
+    """Return the map's rows (pool group, slot), and tables of what stands in them; `sizes` are slots by pool group."""
+    values = {"title": subject.title, "where": subject.damage_where, "limit": limits.slots}
+    slots = ask.table(page_sql("subject_slots", values))
+    total = ask.number(
+        f"select count(distinct (pool_group, slot)) from damage where slot >= 0 and {subject.damage_where}"
+    )
+    ranges = neighbourhoods(list(zip(slots["data"][0], slots["data"][1], strict=True)), sizes, limits)
+    if not ranges:
+        return {"slots": slots, "total": total, "rows": []}
+    rows = [(group, slot) for group, first, last in sorted(ranges) for slot in range(first, last + 1)]
+    span = max(1, subject.last_forward - subject.first_forward)
+    common = {
+        "slots": " or ".join(f"(pool_group = {g} and slot between {a} and {b})" for g, a, b in ranges),
+        "forward": subject.first_forward,
+        "class": DAMAGE_CLASS,
+        "gap": max(4, span // 100),
+    }
+    common["slots"] = f"({common['slots']})"
+    lives = "\n    union all ".join(f"from lifetimes_between({a}, {b}) where pool_group = {g}" for g, a, b in ranges)
+    return {
+        "slots": slots,
+        "total": total,
+        "rows": rows,
+        "lives": ask.table(
+            page_sql("slot_lives", {**common, "lives": lives, "each": _LIVES_A_SLOT, "limit": limits.lives})
+        ),
+        "damage": ask.table(page_sql("slot_damage", {**common, "limit": limits.damage})),
+        "writes": ask.table(page_sql("slot_writes", {**common, "limit": limits.writes})),
+        "changes": ask.table(page_sql("slot_changes", {**common, "limit": limits.changes})),
+    }
+
+
+def neighbourhoods(
+    slots: list[tuple[int, int]], sizes: Mapping[int, int], limits: Limits
+) -> list[tuple[int, int, int]]:
+    """Return the ranges (pool group, first slot, last slot) around damaged slots that fit the limits.
+
+    `slots` are (pool group, slot), the most important first; slots that lie close share a range.
+    """
+    reach = next((reach for few, reach in _REACH if len(slots) <= few), _LEAST_REACH)
+    chosen: set[tuple[int, int]] = set()
+    ranges: list[tuple[int, int, int]] = []
+    for group, slot in slots:
+        end = max(slot + 1, min(slot + reach + 1, sizes.get(group, slot + 1)))
+        around = {(group, near) for near in range(min(slot, max(1, slot - reach)), end)}
+        if len(chosen | around) > limits.slots and chosen:
+            continue
+        grown = _runs(chosen | around)
+        if len(grown) > limits.places:
+            continue
+        chosen |= around
+        ranges = grown
+    return ranges
+
+
+def _runs(slots: set[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    runs: list[tuple[int, int, int]] = []
+    for group, slot in sorted(slots):
+        if runs and runs[-1][0] == group and runs[-1][2] == slot - 1:
+            runs[-1] = (group, runs[-1][1], slot)
+        else:
+            runs.append((group, slot, slot))
+    return runs

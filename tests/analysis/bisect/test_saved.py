@@ -1,0 +1,146 @@
+"""Bisecting saved traces: order, criteria, votes, skips, cache, and what is said in the end."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from kvcanary.analysis.commands.bisect import bisect_command
+
+from .traces import DATA, history, keep, saved, torn
+
+
+@pytest.fixture
+def bisect(tmp_path):
+    def run(*arguments, code):
+        words = [str(a) for a in arguments]
+        if "--no-cache" not in words:
+            words = ["--cache", str(tmp_path / "cache"), *words]
+        done = CliRunner().invoke(bisect_command, ["--json", *words])
+        assert done.exit_code == code, (done.output, done.exception)
+        return json.loads(done.stdout) if code != 2 else done.stderr
+
+    return run
+
+
+def test_the_first_bad_version_its_incident_and_how_to_see_it(bisect, tmp_path):
+    traces = history(tmp_path, "ggggggggbbbb")
+    found = bisect(*reversed(traces), code=0)
+    assert found["versions"] == [f"1.{n}" for n in range(12)]  # 1.10 after 1.9
+    assert found["first_bad"] == "1.8"
+    assert found["last_good"] == "1.7"
+    assert [v["version"] for v in found["judged"]][:2] == ["1.0", "1.11"]
+    assert len(found["judged"]) <= 6
+    assert "forward 18, request long" in found["evidence"]["words"]
+    assert found["evidence"]["words"].startswith("incident req_to_token")
+    assert found["reproduce"] == f"kvcanary-replay {traces[8]}"
+
+
+def test_verdicts_are_kept_by_content(bisect, tmp_path):
+    traces = history(tmp_path, "ggbb")
+    first = bisect(*traces, code=0)
+    assert first["cached"] == 0
+    assert bisect(*traces, code=0)["cached"] == len(first["judged"])
+    assert bisect("--no-cache", *traces, code=0)["cached"] == 0
+    other = bisect("--finding", "slot_leaked", *traces, code=1)
+    assert other["cached"] == 0
+    for damaged in (tmp_path / "cache").glob("*.json"):
+        damaged.write_text("{")
+    assert bisect(*traces, code=0)["cached"] == 0
+
+
+def test_skips_leave_several_and_say_so(bisect, tmp_path):
+    found = bisect(*history(tmp_path, "ggttbb"), code=125)
+    assert found["first_bad"] is None
+    assert found["candidates"] == ["1.2", "1.3", "1.4"]
+    assert "damaged or torn" in next(v for v in found["judged"] if v["version"] == "1.3")["words"]
+    assert bisect(*history(tmp_path, "ttgtgb"), code=0)["first_bad"] == "1.5"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "code", "problem"),
+    [
+        ("gggg", 1, "the last version that can be judged is good"),
+        ("bbb", 1, "the first version that can be judged is bad already"),
+        ("ttt", 125, "no version can be judged"),
+    ],
+)
+def test_ends_that_hold_no_first_bad_version(kinds, code, problem, bisect, tmp_path):
+    found = bisect(*history(tmp_path, kinds), code=code)
+    assert problem in found["problem"]
+    assert found["first_bad"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds", "first_bad", "words"),
+    [
+        (["--incident", "kv_changed"], "gbbo", "1.3", "incident kv_changed"),
+        (["--finding", "input_not_sampled"], "gbi", "1.2", "incident"),
+        (["--sql", "select count(*) > 0 from violations where reasons like '%VERIFY_KV_HASH%'"], "gbo", "1.2", "SQL"),
+        (["--reference", str(DATA / "clean_llama.arrow")], "ggb", "1.2", "table: request long"),
+        (["--reference", str(DATA / "kv_flip.arrow"), "--no-kv"], "gob", "1.2", "table: request long"),
+    ],
+)
+def test_what_counts_as_bad_is_for_the_user_to_say(options, kinds, first_bad, words, bisect, tmp_path):
+    found = bisect(*options, *history(tmp_path, kinds), code=0)
+    assert found["first_bad"] == first_bad
+    assert words in found["evidence"]["words"]
+    assert found["reproduce"].startswith("kvcanary diff " if "--reference" in options else "kvcanary-replay ")
+
+
+def test_several_traces_of_a_version_vote(bisect, tmp_path):
+    traces = history(tmp_path, "ggb")
+    more = [saved(kind, tmp_path / f"more{i}.arrow", "1.1") for i, kind in enumerate(["clean_llama", "table_swap"])]
+    assert bisect(*traces, *more, code=0)["first_bad"] == "1.2"
+    assert bisect("--vote", "any", *traces, *more, code=0)["first_bad"] == "1.1"
+    draw = bisect(*traces, more[1], code=0)
+    assert draw["first_bad"] == "1.1"
+    assert "1 bad, 1 good" in draw["evidence"]["words"]
+
+
+def test_a_folder_is_one_run_and_a_file_gives_the_order(bisect, tmp_path):
+    runs = []
+    for name, kind in (("alpha", "clean_pd"), ("beta", "clean_pd"), ("gamma", "pd_transfer_wrong_stride")):
+        folder = tmp_path / name
+        folder.mkdir()
+        for side in ("prefill", "decode"):
+            keep(DATA / "simulated" / kind / f"{side}.arrow", folder / f"{side}.arrow")
+        runs.append(folder)
+    order = tmp_path / "order.txt"
+    order.write_text("# oldest first\nalpha\n\nbeta\ngamma  # bad\n")
+    assert bisect("--order", order, *runs, code=0)["first_bad"] == "gamma"
+
+
+def test_what_cannot_be_bisected_is_said(bisect, tmp_path):
+    good, bad = history(tmp_path, "gb")
+    unnamed = saved("clean_llama", tmp_path / "unnamed.arrow", "")
+    odd = saved("clean_llama", tmp_path / "odd.arrow", "main-dirty")
+    order = tmp_path / "order.txt"
+    order.write_text("1.0\n")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for arguments, words in (
+        ([good], "at least two versions"),
+        ([good, unnamed], "names no engine version"),
+        ([good, odd], "--order FILE"),
+        ([good, empty], "no trace in this folder"),
+        (["--order", order, good, bad], "does not say where 1.1 belongs"),
+        (["--order", tmp_path / "none", good, bad], "cannot be read"),
+        (["--incident", "gremlin", good, bad], "no incident of kind 'gremlin'"),
+        (["--finding", "gremlin", good, bad], "no finding of kind 'gremlin'"),
+        (["--incident", "kv_changed", "--sql", "select 1", good, bad], "exclude one another"),
+        (["--sql", "select nothing", good, bad], "nothing"),
+        (["--reference", order, good, bad], "--reference"),
+        ([good, DATA / "README.md"], "not a kvcanary trace"),
+    ):
+        assert words in bisect(*arguments, code=2), arguments
+
+
+def test_for_people(tmp_path):
+    traces = [str(trace) for trace in [*history(tmp_path, "gb"), torn("clean_llama", tmp_path / "t.arrow", "1.0.1")]]
+    done = CliRunner().invoke(bisect_command, ["--no-cache", *traces])
+    assert done.exit_code == 125
+    lines = done.output.splitlines()
+    assert lines[0].startswith("good 1.0   clean")
+    assert "SKIPS   the first bad version is one of 1.0.1, 1.1: those between could not be judged" in lines
+    assert any(line.startswith("there   1.1: incident req_to_token") for line in lines)
+    assert lines[-1] == f"next    kvcanary-replay {traces[1]}"

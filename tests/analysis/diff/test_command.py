@@ -1,0 +1,89 @@
+"""`kvcanary diff`: exit codes, what is printed, and clear words for wrong input."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from kvcanary.analysis.commands.diff import diff_command
+
+DATA = Path(__file__).parents[3] / "data"
+GOOD, BAD = DATA / "clean_llama.arrow", DATA / "table_swap.arrow"
+OLD, OTHER = DATA / "versions" / "sglang_0.5.16.arrow", DATA / "versions" / "transformers_5.23.0.arrow"
+
+
+def run(*words, code):
+    done = CliRunner().invoke(diff_command, [str(word) for word in words])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.output
+
+
+def test_for_people():
+    said = run(GOOD, BAD, code=1)
+    assert "DIFFERENT   1 of 8 requests   table 1" in said
+    assert "aligned by id: 8 requests of 8 and 8" in said
+    assert "B reads position 40 in slot 608, which holds position 40 of request shared-b" in said
+    assert f"next   kvcanary-replay {BAD}" in said
+    timing = run("--no-kv", OTHER, OLD, code=0)
+    assert "SAME   no request differs, but for the timing below" in timing
+    assert "prefix hits of 2 requests" in timing
+    assert run("-q", GOOD, GOOD, code=0).startswith("SAME")
+
+
+def test_for_scripts():
+    found = json.loads(run("--json", GOOD, BAD, code=1))
+    assert found["first"]["kind"] == "table"
+    assert found["first"] == found["requests"][0][0]
+    assert found["counts"] == {"table": 1}
+    assert found["timing"]["same"]
+    assert found["compared"] == {"tokens": 451, "sampled": 204, "kv": 451}
+    refused = json.loads(run("--json", GOOD, DATA / "clean_hybrid.arrow", code=125))
+    assert refused["verdict"] == "not comparable"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--ignore", "table"], 0),
+        (["--only", "table"], 1),
+        (["--only", "kv,sampled"], 0),
+        (["--requests", "long"], 1),
+        (["--requests", "short,one-token"], 0),
+        (["--align", "prompt"], 1),
+        (["--strict"], 1),
+        (["--kv-tolerance", "0"], 1),
+    ],
+)
+def test_what_counts(words, code):
+    run(*words, GOOD, BAD, code=code)
+
+
+def test_a_torn_trace_is_no_clean_bill(tmp_path):
+    torn = tmp_path / "torn.arrow"
+    torn.write_bytes(GOOD.read_bytes()[: GOOD.stat().st_size * 2 // 3])
+    said = run(GOOD, torn, code=125)
+    assert "INCONCLUSIVE" in said
+    assert "torn" in said
+    torn.write_bytes(BAD.read_bytes()[: BAD.stat().st_size - 500])
+    assert "DIFFERENT" in run(GOOD, torn, code=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([GOOD, "/no/such.arrow"], "no such file"),
+        ([GOOD, DATA / "README.md"], "not a kvcanary trace"),
+        (["--requests", "nobody", GOOD, BAD], "neither trace has a request nobody"),
+        (["--only", "tabel", GOOD, BAD], "no kind 'tabel'; there are missing, input"),
+        (["--only", "kv", "--ignore", "table", GOOD, BAD], "--only goes without"),
+        (["--no-kv", "--kv-tolerance", "1", GOOD, BAD], "exclude one another"),
+        (["--ignore", "missing,input,position,table,sampled,kv,kv_changed,length", GOOD, BAD], "nothing is left"),
+    ],
+)
+def test_wrong_input_is_said(words, expected):
+    assert expected in run(*words, code=2)
+
+
+def test_a_whole_disk_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    assert "set TMPDIR" in run(GOOD, BAD, code=2)

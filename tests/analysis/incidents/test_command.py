@@ -1,0 +1,136 @@
+"""Incidents as a user meets them: after a replay, in the command, in SQL."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from kvcanary.analysis import open_report
+from kvcanary.cli import main
+
+DATA = Path(__file__).parents[3] / "data"
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def replayed(tmp_path):
+    """Replays a trace of data/ with the command, without a page."""
+
+    def make(name, *options):
+        trace = tmp_path / f"{name}.arrow"
+        shutil.copy(DATA / trace.name, trace)
+        return run("replay", "--no-page", *options, trace), tmp_path / f"{name}.report"
+
+    return make
+
+
+def test_a_replay_shows_and_keeps_its_incidents(replayed):
+    result, report = replayed("table_swap")
+    assert result.exit_code == 1, result.output
+    assert "CORRUPT   1 incident, 36 violations, 1 of 8 requests hit" in result.output
+    assert "#1  Stale table entry   req_to_token, confidence medium" in result.output
+    assert "The table row of request long (row 2) pointed at slot 608" in result.output
+    summary = json.loads((report / "summary.json").read_text())
+    assert summary["num_incidents"] == 1
+    assert [row["kind"] for row in summary["incidents"]] == ["req_to_token"]
+    with open_report(report) as session:
+        assert session.sql("select kind, violations from incidents").to_pylist() == [
+            {"kind": "req_to_token", "violations": 36}
+        ]
+        assert session.sql("from incident_violations").num_rows == 36
+        assert session.sql("from incident_findings").num_rows == 0
+        [hit] = session.sql("from incident_requests").to_pylist()
+        assert (hit["request"], hit["violations"], hit["findings"]) == ("long", 36, 0)
+        [spread] = session.sql("select request, found from blast_radius(1)").to_pylist()
+        assert spread == {"request": "long", "found": 36}
+        assert session.sql("from blast_radius(2)").num_rows == 0
+        assert session.sql("from blast_radius()").num_rows == 1
+
+
+def test_json_has_them(replayed):
+    result, _ = replayed("kv_flip", "--json")
+    found = json.loads(result.stdout)
+    assert [(row["kind"], row["first_forward"]) for row in found["incidents"]] == [("kv_changed", 20)]
+
+
+def test_without_a_report_there_are_none(replayed):
+    result, report = replayed("kv_flip", "--no-report")
+    assert result.exit_code == 1
+    assert not report.exists()
+    assert "incident" not in result.output.splitlines()[3]
+    assert "name what went wrong" in result.output
+
+
+def test_a_clean_replay_looks_for_nothing_and_loads_no_duckdb(tmp_path):
+    trace = tmp_path / "clean_llama.arrow"
+    shutil.copy(DATA / trace.name, trace)
+    report = tmp_path / "clean_llama.report"
+    report.mkdir()
+    (report / "incidents.parquet").write_bytes(b"of an earlier replay")
+    code = (
+        "import sys; from click.testing import CliRunner; from kvcanary.cli import main; "
+        f"result = CliRunner().invoke(main, ['replay', {str(trace)!r}]); "
+        "print(result.exit_code, 'duckdb' in sys.modules, 'kvcanary.analysis.incidents.gathering' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "False", "False"]
+    assert not (report / "incidents.parquet").exists()
+
+
+def test_the_command_finds_them_anew_and_explains(replayed):
+    _, report = replayed("free_too_early")
+    for name in ("incidents.parquet", "incident_members.parquet"):
+        (report / name).unlink()
+    result = run("incidents", report)
+    assert result.exit_code == 0, result.output
+    assert "1 incident\n" in result.output
+    assert "#1  A page was given back too early   free_too_early" in result.output
+    assert "or else     page_given_twice (0.58)" in result.output
+    assert (report / "incidents.parquet").is_file()
+    explained = run("incidents", report, "--explain", 1).output
+    assert "mechanism: A page is freed while its request still runs" in explained
+    assert "or page_given_twice: The allocator hands out" in explained
+    assert "from slot_history(776, in_group := 0)" in explained
+    [row] = json.loads(run("incidents", report, "--json").stdout)["incidents"]
+    assert row["kind"] == "free_too_early"
+
+
+def test_the_command_without_the_trace(replayed):
+    _, report = replayed("kv_flip")
+    (report.parent / "kv_flip.arrow").rename(report.parent / "elsewhere.arrow")
+    result = run("incidents", report)
+    assert result.exit_code == 0
+    assert "not at hand, so the kinds are less certain" in result.stderr
+    result = run("incidents", report, "--trace", report.parent / "elsewhere.arrow")
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda report: (report / "summary.json").unlink(), "no report: it has no summary.json"),
+        (lambda report: (report / "violations.parquet").unlink(), "missing; the report is incomplete"),
+        (lambda report: (report / "findings.parquet").write_bytes(b"PAR1"), "no Parquet file of a report"),
+    ],
+)
+def test_clear_errors(replayed, change, message):
+    _, report = replayed("kv_flip")
+    change(report)
+    result = run("incidents", report)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_no_such_incident_or_trace(replayed):
+    _, report = replayed("kv_flip")
+    result = run("incidents", report, "--explain", 4)
+    assert (result.exit_code, "the report has 1 incident(s)" in result.stderr) == (2, True)
+    result = run("incidents", report, "--trace", report.parent / "nowhere.arrow")
+    assert (result.exit_code, "no such trace" in result.stderr) == (2, True)

@@ -1,0 +1,134 @@
+"""Each rule on a trial of its fault: the right kind, once, with words and evidence that hold."""
+
+import re
+
+import pytest
+from kvcanary.analysis import build_store, open_report
+from kvcanary.analysis.incidents.finding import find_incidents, write_incidents
+from kvcanary.analysis.incidents.rules import RULES
+from kvcanary.analysis.sources import find_sources
+
+# kind: the lab's fault, its configuration, and a seed in which it has an effect
+TRIALS = {
+    "kv_changed": ("kv_used", "mha_page16", 2),
+    "kv_write_lost": ("kv_write_lost", "mha_page16", 3),
+    "groups_alias": ("groups_alias", "eagle", 3),
+    "req_to_token": ("req_to_token", "mha_page16", 3),
+    "row_reassigned_in_flight": ("row_reassigned_in_flight", "mha_page16", 2),
+    "resume_overwrites_tail": ("resume_overwrites_tail", "mha_page16", 2),
+    "double_free": ("double_free", "mha_page16", 2),
+    "free_too_early": ("free_too_early", "mha_page16", 2),
+    "page_given_twice": ("page_given_twice", "mha_page16", 3),
+    "page_leaked": ("page_leaked", "mha", 3),
+    "commit_beyond_allocation": ("commit_beyond_allocation", "mha", 1),
+    "radix_insert_then_free": ("radix_insert_then_free", "mha", 3),
+    "hit_before_written": ("hit_before_written", "twins", 1),
+    "tokens_truncated_hash_kept": ("tokens_truncated_hash_kept", "mla", 3),
+    "eviction_of_locked_page": ("eviction_of_locked_page", "mha_page16", 2),
+    "fork_copy_missing": ("fork_copy_missing", "forks", 2),
+    "stale_swa_mapping": ("stale_swa_mapping", "dsv4", 3),
+    "swa_window_off_by_one": ("swa_window_off_by_one", "dsv4", 3),
+    "draft_position_plus_one": ("draft_position_plus_one", "eagle", 3),
+    "seq_len_backwards": ("seq_len_backwards", "mha", 3),
+    "next_token_swap": ("next_token_swap", "mla", 3),
+    "chunk_tail_predicted_token": ("chunk_tail_predicted_token", "eagle", 3),
+    "async_resume_wrong_input": ("async_resume_wrong_input", "mixed", 3),
+    "pad_slot_wraps": ("pad_slot_wraps", "mha", 1),
+    "pad_rows_keep_last_blocks": ("pad_rows_keep_last_blocks", "mla", 3),
+    "future_map_overrun": ("future_map_overrun", "overlap_swa", 3),
+    "abort_frees_during_transfer": ("abort_frees_during_transfer", "pd_swa", 3),
+    "transfer_wrong_stride": ("transfer_wrong_stride", "pd", 1),
+    "failed_load_counted_loaded": ("failed_load_counted_loaded", "pd", 3),
+}
+
+
+@pytest.fixture(scope="module")
+def any_report(tried):
+    """A session over some report's store."""
+    trial = tried(*TRIALS["kv_changed"])
+    report, [trace] = trial.reports[0], trial.traces
+    write_incidents(report, find_incidents(report, [trace]))
+    build_store(find_sources([report], trace=trace)[0])
+    with open_report(report, trace=trace) as session:
+        assert session.stored
+        yield session
+
+
+def test_every_rule_has_a_trial():
+    assert set(TRIALS) == set(RULES)
+    assert all(rule.kind == kind and rule.title and "(" in rule.mechanism for kind, rule in RULES.items())
+
+
+@pytest.mark.parametrize("kind", TRIALS)
+def test_a_fault_is_one_incident_of_its_kind(tried, any_report, kind):
+    trial = tried(*TRIALS[kind])
+    found = [
+        (report, trace, row)
+        for report, trace in zip(trial.reports, trial.traces, strict=True)
+        for row in find_incidents(report, [trace]).rows
+    ]
+    *_, row = min(found, key=lambda one: one[2]["time_ns"])
+    assert [one[2]["kind"] for one in found] == [kind]
+    assert row["confidence"] != "low"
+    assert row["alternatives"][0] == kind
+    assert row["alternative_scores"] == sorted(row["alternative_scores"], reverse=True)
+    assert row["first_forward"] <= row["last_forward"]
+    assert re.search(r"\d", row["sentence"])
+    for query in row["evidence"]:  # what its queries are made of, any report can answer, if only with nothing
+        any_report.sql(query)
+
+
+@pytest.mark.parametrize("kind", ["double_free", "next_token_swap"])
+def test_the_evidence_of_an_incident_proves_it(tried, kind):
+    trial = tried(*TRIALS[kind])
+    report, [trace] = trial.reports[0], trial.traces
+    found = find_incidents(report, [trace])
+    write_incidents(report, found)
+    [row] = found.rows
+    with open_report(report, trace=trace) as session:
+        assert session.sql("select kind, sentence from incidents").to_pylist() == [
+            {"kind": kind, "sentence": row["sentence"]}
+        ]
+        answered = {query: session.sql(query).num_rows for query in row["evidence"]}
+        empty = {query for query, rows in answered.items() if not rows}
+        # An incident has violations or findings; not each has both.
+        assert empty <= {query for query in answered if "incident_findings" in query or "incident_violations" in query}
+        assert len(answered) >= 5
+
+
+@pytest.mark.parametrize("fault", ["kv_used", "req_to_token"])
+def test_the_sentence_names_what_the_lab_broke(tried, fault):
+    trial = tried(fault, "mha_page16", {"kv_used": 2, "req_to_token": 3}[fault])
+    [row] = find_incidents(trial.reports[0], trial.traces).rows
+    assert f"slot {trial.label['slot']} " in row["sentence"]
+    assert f"position {trial.label['position']}" in row["sentence"]
+
+
+@pytest.mark.parametrize("kind", ["kv_changed", "double_free", "draft_position_plus_one"])
+def test_the_marks_of_the_lab_change_nothing(tried, tried_without_marks, kind):
+    marked, bare = tried(*TRIALS[kind]), tried_without_marks(*TRIALS[kind])
+
+    def what(trial):
+        found = find_incidents(trial.reports[0], trial.traces).rows
+        # The mark is an event, so that the numbers of those behind it differ; all else must not.
+        keys = ("kind", "score", "alternatives", "first_forward", "last_forward", "requests", "slots", "violations")
+        return [{key: row[key] for key in keys} for row in found]
+
+    assert what(bare) == what(marked)
+
+
+@pytest.mark.parametrize("fault", ["dedup_remap", "duplicate_prompt_numerics"])
+def test_what_is_no_fault_is_no_incident(tried, fault):
+    trial = tried(fault, "twins", 1)
+    assert find_incidents(trial.reports[0], trial.traces).rows == []
+
+
+def test_without_the_trace_the_kind_is_less_certain(tried):
+    trial = tried(*TRIALS["page_given_twice"])
+    [row] = find_incidents(trial.reports[0], []).rows
+    assert row["violations"] + row["findings"] > 0
+    trial = tried(*TRIALS["req_to_token"])
+    [with_trace] = find_incidents(trial.reports[0], trial.traces).rows
+    [without] = find_incidents(trial.reports[0], []).rows
+    assert without["kind"] == with_trace["kind"] == "req_to_token"
+    assert without["score"] < with_trace["score"]
