@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 FUZZ_CASES ?= 20000
 SGLANG_VENV := .venv-sglang
+VLLM_VENV ?= .venv-vllm
 CONFORMANCE ?=
 
-.PHONY: demo test lint types layers unit fuzz lab bench conformance-sglang traces golden clean
+.PHONY: demo test lint types layers unit page-test fuzz soak lab bench conformance-sglang conformance-vllm traces golden clean
 
 demo: $(VENV)/.runtime
 	@echo "# a clean trace of a real engine: exit code 0"
@@ -36,11 +37,25 @@ unit: $(VENV)/.tests
 
 # The long runs: every kernel against the published canary, 20,000 cases each; a flipped bit in every byte of a trace;
 # whole traces against the published canary, 2,000 of broken engines, 500 of broken pairs, 40 of each fault of the lab;
-# 240 random simulated engines, which must all replay clean.
+# 240 random simulated engines, which must all replay clean; every fault of the lab against its clean run.
 fuzz: $(VENV)/.tests
 	$(BIN)/pytest tests/kernels tests/recorder/test_damage.py tests/recorder/test_torn.py --conformance-cases $(FUZZ_CASES) --timeout 7200
 	$(BIN)/pytest tests/replayer/test_published_sim.py tests/replayer/test_published_pair.py tests/replayer/test_published_lab.py --conformance-cases $(FUZZ_CASES) --timeout 7200
 	$(BIN)/pytest tests/recorder/simulated/test_clean_runs.py --conformance-cases 3000 --timeout 7200
+	$(BIN)/pytest tests/analysis/diff --conformance-cases 1000 --timeout 7200
+
+# The recorder over minutes: 200 engines killed with SIGKILL, a disk of 1 MB/s, engines of the lab in segments, 240 random
+# engines under a recorder that fails somewhere.
+soak: $(VENV)/.tests
+	$(BIN)/pytest tests/soak -s --timeout 7200
+
+# The page of every trace in data/ in a real Chromium, which must be installed (KVCANARY_CHROMIUM names another).
+page-test: $(VENV)/.browser
+	$(BIN)/pytest tests/browser
+
+$(VENV)/.browser: $(VENV)/.tests
+	$(PIP) playwright
+	touch $@
 
 # Every fault of the lab, twenty seeds each, and 200 clean runs: what is detected, how soon, by what.
 lab: $(VENV)/.runtime
@@ -58,6 +73,16 @@ conformance-sglang: $(SGLANG_VENV)/.ready
 $(SGLANG_VENV)/.ready: tests/conformance/sglang/install.sh tests/conformance/sglang/standin/sitecustomize.py pyproject.toml
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	. $(SGLANG_VENV)/bin/activate && tests/conformance/sglang/install.sh
+	touch $@
+
+# vLLM on the CPU with the recorder attached: clean runs must replay clean with the same tokens, injected faults be found.
+# Writes docs/conformance-vllm.md. A part of it: make conformance-vllm CONFORMANCE="--only hybrid --seeds 1 --no-write"
+conformance-vllm: $(VLLM_VENV)/.ready
+	$(VLLM_VENV)/bin/python tests/conformance/vllm/run.py $(CONFORMANCE)
+
+$(VLLM_VENV)/.ready: tests/conformance/vllm/install.sh pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	. $(VLLM_VENV)/bin/activate && tests/conformance/vllm/install.sh
 	touch $@
 
 # Record the traces in data/ anew, from the real engine and from the simulated one, and the verdicts that tests expect of them.
@@ -82,4 +107,4 @@ $(VENV)/.tests: $(VENV)/.runtime
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis kernels/__pycache__
+	rm -rf $(VENV) $(SGLANG_VENV) .venv-vllm .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis kernels/__pycache__

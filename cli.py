@@ -4,8 +4,9 @@ A command's module is imported when the command is named, and heavy libraries in
 answers at once.
 """
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -14,8 +15,13 @@ from .recorder.commands.program import run_program
 
 # command: (module below this package, name of the click command in it, the line that --help shows)
 _COMMANDS: Final = {
+    "bisect": ("analysis.commands.bisect", "bisect_command", "Find the engine version that brought a fault."),
+    "diff": ("analysis.commands.diff", "diff_command", "Compare two traces of the same workload."),
+    "incidents": ("analysis.commands.incidents", "incidents_command", "Show a report's incidents and why they are."),
     "inspect": ("recorder.commands.inspect", "inspect_command", "Show what a trace holds, and what it lost."),
     "lab": ("replayer.commands.lab", "lab_command", "Break an engine on purpose, and see what is noticed."),
+    "page": ("analysis.commands.page", "page_command", "Make one HTML page of a report, to look at."),
+    "record": ("recorder.commands.record", "record_command", "Run an engine with the recorder on."),
     "recover": ("recorder.commands.recover", "recover_command", "Rewrite what is whole of a torn trace."),
     "replay": ("replayer.commands.replay", "replay_command", "Replay traces and judge them (kvcanary-replay)."),
     "simulate": ("recorder.commands.simulate", "simulate_command", "Record a trace from the simulated engine."),
@@ -23,6 +29,25 @@ _COMMANDS: Final = {
     "triage": ("analysis.commands.triage", "triage_command", "Answer the questions asked of every damage."),
     "completion": ("", "", "Print the shell completion script."),
 }
+
+
+def _incidents(summary: Any) -> str:
+    from .analysis.incidents.finishing import add_incidents
+
+    return add_incidents(summary)
+
+
+def _page(summary: Any) -> str:
+    from .analysis.page.finishing import add_page
+
+    context = click.get_current_context()
+    asked = context.meta.get("kvcanary.page")
+    for_scripts = context.params["quiet"] or context.params["as_json"]
+    return add_page(summary, wanted=not for_scripts if asked is None else asked)
+
+
+# What comes after each replay, in order: given the `Summary`, may change it and the report, returns what to tell.
+_AFTER_REPLAY: Final[tuple[Callable[[Any], str], ...]] = (_incidents, _page)
 
 
 class _LazyGroup(click.Group):
@@ -51,6 +76,7 @@ _HELP: Final = """The flight recorder and crash lab for an LLM inference engine'
 
 \b
 From a production trace to a verdict:
+  kvcanary record -o DIR -- COMMAND  run an engine's server with the recorder on
   kvcanary inspect trace.arrow       what is in it, what was lost
   kvcanary-replay trace.arrow        rebuild the pools, verify every forward, write trace.report/
   kvcanary triage trace.report       who held the slot before, since when, what kind of bug
@@ -66,7 +92,7 @@ Example, for bash:
 """
 
 
-@click.group(cls=_LazyGroup, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_LazyGroup, help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "obj": _AFTER_REPLAY})
 @click.version_option(__version__, prog_name="kvcanary")
 def main() -> None:
     """Run one of the commands."""
@@ -102,4 +128,5 @@ def replay_main() -> None:
     """Entry point of `kvcanary-replay`."""
     command = click.version_option(__version__, prog_name="kvcanary-replay")(_replay())
     command.context_settings["help_option_names"] = ["-h", "--help"]
+    command.context_settings["obj"] = _AFTER_REPLAY
     run_program(command, "kvcanary-replay")

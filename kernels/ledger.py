@@ -273,3 +273,8 @@ def _note_writes_loops(slots: In64, end: int, event: int, ledger: Out64x2) -> No
 def note_writes(*, slots: Int64Array, end: int, event: int, ledger: Int64Array, backend: str = "cpu") -> None:
     """Note that event `event` (+ 1) wrote the first `end` of `slots` `[tokens] int64`; ledger changed in place."""
     select(_note_writes_loops, backend)(slots, end, event, ledger)
+
+
+def prepare_notes(backend: str) -> None:
+    """Compile `note_writes` now, so that nobody waits for it later."""
+    select(_note_writes_loops, backend)

@@ -297,13 +297,52 @@ def plan(
         verify_plan.request_offsets,
         out_of_range,
     )
+    _fill_writes(
+        req_pool_indices, prefix_lens, extend_lens, req_to_token, full_to_swa, write_plan, out_of_range, backend
+    )
+
+
+def plan_writes(
+    *,
+    req_pool_indices: npt.NDArray[np.int64],
+    prefix_lens: npt.NDArray[np.int64],
+    extend_lens: npt.NDArray[np.int64],
+    req_to_token: npt.NDArray[np.int32],
+    full_to_swa: npt.NDArray[np.int64] | None,
+    write_plan: WritePlan,
+    out_of_range: npt.NDArray[np.int64],
+    backend: str = "cpu",
+) -> None:
+    """Fill the write plan alone, as `plan` would: for who keeps records and verifies nothing."""
+    bs = len(req_pool_indices)
+    require("req_pool_indices", req_pool_indices, np.int64, 1)
+    require("prefix_lens", prefix_lens, np.int64, 1, length=bs)
+    require("extend_lens", extend_lens, np.int64, 1, length=bs)
+    require("req_to_token", req_to_token, np.int32, 2)
+    require("out_of_range", out_of_range, np.int64, 1, length=1, written=True)
+    _require_writable(write_plan)
+    _fill_writes(
+        req_pool_indices, prefix_lens, extend_lens, req_to_token, full_to_swa, write_plan, out_of_range, backend
+    )
+
+
+def _fill_writes(
+    req_pool_indices: npt.NDArray[np.int64],
+    prefix_lens: npt.NDArray[np.int64],
+    extend_lens: npt.NDArray[np.int64],
+    req_to_token: npt.NDArray[np.int32],
+    full_to_swa: npt.NDArray[np.int64] | None,
+    write_plan: WritePlan,
+    out_of_range: npt.NDArray[np.int64],
+    backend: str,
+) -> None:
     select(plan_writes_loops, backend)(
         req_pool_indices,
         prefix_lens,
         extend_lens,
         req_to_token,
-        lut,
-        has_lut,
+        _NO_LUT if full_to_swa is None else full_to_swa,
+        int(full_to_swa is not None),
         write_plan.offsets,
         write_plan.seed_slots,
         write_plan.num_valid_reqs,

@@ -18,6 +18,18 @@ Int32Array = npt.NDArray[np.int32]
 ByteArray = npt.NDArray[np.uint8]
 
 
+def prepare(backend: str) -> None:
+    """Compile what there is to compile now, so that nobody waits for it later."""
+    for loops in (
+        _apply_runs_loops,
+        _apply_forward_loops,
+        _translate_loops,
+        _store_bytes_loops,
+        _mark_writer_loops,
+    ):
+        select(loops, backend)
+
+
 def _apply_runs_loops(
     index: int,
     indices: In64,

@@ -12,7 +12,7 @@ from .checksum import ColumnForm, batch_crc32c, column_forms, text_crc32c
 from .errors import UnreadableTraceError
 from .framing import Frame, FramingError, check_buffers
 from .header import TraceHeader
-from .schema import CRC_KEY, FIRST_EVENT_KEY, HEADER_CRC_KEY, HEADER_KEY, NUM_EVENTS_KEY, trace_schema
+from .schema import ADDED, CRC_KEY, FIRST_EVENT_KEY, HEADER_CRC_KEY, HEADER_KEY, NUM_EVENTS_KEY, trace_schema
 
 # What pyarrow raises on hostile bytes, beside its own exceptions.
 ARROW_ERRORS: Final = (pa.ArrowException, OSError, MemoryError, ValueError, TypeError, KeyError, OverflowError)
@@ -56,6 +56,8 @@ def check_schema(schema: pa.Schema) -> TraceHeader:
 def _check_columns(schema: pa.Schema) -> None:
     for expected in _OWN_SCHEMA:
         found = [schema.field(index) for index in schema.get_all_field_indices(expected.name)]
+        if not found and expected.name in ADDED:
+            continue
         if len(found) != 1:
             came = "missing" if not found else f"there {len(found)} times"
             raise UnreadableTraceError(f"column {expected.name} ({expected.type}) is {came}")

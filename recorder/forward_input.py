@@ -1,5 +1,6 @@
 """What an engine's integrator tells the recorder about one forward, and the recorder's own copy of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -134,8 +135,15 @@ class CopiedForward:
     note: str = ""
 
 
-def copy_forward(told: ForwardInput, header: TraceHeader, *, number: int, time_ns: int) -> CopiedForward:
-    """Copy what was told, at once.
+def copy_forward(
+    told: ForwardInput,
+    header: TraceHeader,
+    *,
+    number: int,
+    time_ns: int,
+    hash_tokens: Callable[[Int64Array], Int64Array],
+) -> CopiedForward:
+    """Copy what was told, at once; `hash_tokens` returns tokens as the trace may hold them.
 
     Raises:
         ValueError: lengths that do not fit one another or the header; the message names the field.
@@ -155,7 +163,7 @@ def copy_forward(told: ForwardInput, header: TraceHeader, *, number: int, time_n
     for name, array in (("request_ids", request_ids), ("prefix_lens", prefix_lens), ("extend_lens", extend_lens)):
         _check_length(name, array.size, bs, "one for each of req_pool_indices")
     tokens = int(np.where(rows == 0, 0, np.maximum(extend_lens, 0)).sum())
-    input_ids = own_int64(told.input_ids)
+    input_ids = hash_tokens(own_int64(told.input_ids))
     if input_ids.size < tokens:
         raise ValueError(f"input_ids has length {input_ids.size}, expected at least sum(extend_lens), {tokens}")
     positions = own_int64(told.positions)
@@ -179,7 +187,7 @@ def copy_forward(told: ForwardInput, header: TraceHeader, *, number: int, time_n
             for table, read in enumerate(told.reads)
         ),
         luts=told.luts,
-        truth=None if told.truth is None else _copy_truth(told.truth, rows),
+        truth=None if told.truth is None else _copy_truth(told.truth, rows, hash_tokens),
     )
     for group in header.groups:
         if group.runner != told.runner:
@@ -242,9 +250,9 @@ def _copy_read(read: Any, rows: Int64Array, prefix_lens: Int64Array, first: Int6
     return RowValues(rows=rows, starts=starts, counts=np.maximum(counts, 0), values=saturated(slots))
 
 
-def _copy_truth(truth: TruthTokens, rows: Int64Array) -> RowValues:
+def _copy_truth(truth: TruthTokens, rows: Int64Array, hash_tokens: Callable[[Int64Array], Int64Array]) -> RowValues:
     lens = own_int64(truth.lens)
-    flat = own_int64(truth.flat)
+    flat = hash_tokens(own_int64(truth.flat))
     _check_length("TruthTokens.lens", lens.size, rows.size, "one for each of req_pool_indices")
     _check_length("TruthTokens.flat", flat.size, int(np.maximum(lens, 0).sum()), "sum(lens)")
     values = flat if _is_int32(truth.flat) else saturated(flat)

@@ -6,13 +6,15 @@ It travels as JSON under `kvcanary.header` in the Arrow schema's metadata.
 import dataclasses
 import functools
 import json
+import time
 import types
 import typing
+import uuid
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import UnreadableTraceError
-from .schema import FORMAT_MAJOR, FORMAT_MINOR, ROLES, SLOT_HISTORIES
+from .schema import FORMAT_MAJOR, FORMAT_MINOR, ROLES, SLOT_HISTORIES, TOKENS
 
 MAX_KV_SOURCES = 4
 
@@ -122,12 +124,24 @@ class CaptureInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One of the files that a recording was cut into, all with one `trace_id`.
+
+    `number` counts from 0; `first_event` is the number of the file's first event, which goes on from the one before.
+    """
+
+    number: int
+    first_event: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
     """Everything a reader must know before the first event.
 
     `role` is "prefill" or "decode" where the two are engines of their own. `slot_history` "complete" promises that every
     alloc, free, evict, hand-over to the prefix cache and request status is told. `sweep_interval`: the prefix cache is
-    walked every so many forwards of the first runner, 0 never.
+    walked every so many forwards of the first runner, 0 never. `tokens` is "hashed" where salted hashes stand in place of
+    token ids. `segment` is None for a trace of one file.
     """
 
     format_major: int = FORMAT_MAJOR
@@ -148,7 +162,9 @@ class TraceHeader:
     role: str = ""
     slot_history: str = ""
     sweep_interval: int = 0
+    tokens: str = "plain"
     capture: CaptureInfo = field(default_factory=CaptureInfo)
+    segment: Segment | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -182,9 +198,30 @@ class TraceHeader:
         except (TypeError, ValueError) as error:
             raise UnreadableTraceError(f"the trace header cannot be used: {error}") from None
 
+    @property
+    def first_event(self) -> int:
+        """The number of the file's first event."""
+        return 0 if self.segment is None else self.segment.first_event
+
     def streams(self, runner: int) -> list[tuple[int, KvStream]]:
         """Return `(group index, stream)` of a runner in the order in which `kv_bytes` holds them."""
         return [(g, s) for g, group in enumerate(self.groups) if group.runner == runner for s in group.streams]
+
+
+def completed_header(header: TraceHeader, *, flush_bytes: int, flush_interval_ns: int, compression: str) -> TraceHeader:
+    """Return the header with what only a writer knows."""
+    from .. import __version__
+
+    capture = dataclasses.replace(
+        header.capture, flush_bytes=flush_bytes, flush_interval_ns=flush_interval_ns, compression=compression
+    )
+    return dataclasses.replace(
+        header,
+        capture=capture,
+        recorder_version=header.recorder_version or __version__,
+        trace_id=header.trace_id or uuid.uuid4().hex,
+        created_ns=header.created_ns or time.time_ns(),
+    )
 
 
 _T = TypeVar("_T")
@@ -235,9 +272,11 @@ MAX_PARTS = 64
 
 
 def _check_header(header: TraceHeader) -> None:
-    for name, allowed in (("role", ROLES), ("slot_history", SLOT_HISTORIES)):
+    for name, allowed in (("role", ROLES), ("slot_history", SLOT_HISTORIES), ("tokens", TOKENS)):
         if getattr(header, name) not in allowed:
             raise ValueError(f"{name} is {getattr(header, name)!r}, expected one of {', '.join(map(repr, allowed))}")
+    if header.segment is not None and (header.segment.number < 0 or header.segment.first_event < 0):
+        raise ValueError(f"segment {header.segment.number} begins with event {header.segment.first_event}")
     if header.sweep_interval < 0:
         raise ValueError(f"sweep_interval is {header.sweep_interval}, expected 0 (never) or a number of forwards")
     for number, table in enumerate([*header.tables, *([header.truth_table] if header.truth_table else [])]):

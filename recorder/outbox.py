@@ -1,5 +1,6 @@
 """Between recorder and writer: events go in whole or not at all, and what was dropped is said before what follows."""
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -55,12 +56,13 @@ class Outbox:
         if said and self._put_requests(event.time_ns) and self._writer.append(event):
             self.taken += 1
             return True
-        self._drop()
+        self.drop()
         if event.kind == "request":
             self._requests.append(event)
         return False
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Count an event that the trace will not hold."""
         self.dropped += 1
         self._unsaid += 1
 
@@ -69,7 +71,7 @@ class Outbox:
         while self._requests:
             self._requests[0].time_ns = time_ns  # time never runs backwards in a trace
             if not self._writer.append(self._requests[0]):
-                self._drop()
+                self.drop()
                 return False
             self._requests.popleft()
             self.taken += 1
@@ -104,12 +106,22 @@ class Outbox:
         for group in self._groups:
             group.clear_lost()
 
+    def end(self, note: str, time_ns: int) -> None:
+        """Say that nobody knows what is missing from here on, and let the writer end the file without being waited for."""
+        said = self.put_unknown_loss(note, time_ns)
+        self._writer.end("" if said else note)
+
+    def freeze(self, note: str) -> None:
+        """Ask the writer to keep what is there from deletion."""
+        self._writer.freeze(note)
+
     def close(self, time_ns: int, timeout: float) -> None:
         """Say what is not yet said and close the writer, waiting at most `timeout` seconds."""
+        until = time.monotonic() + timeout
         self._put_requests(time_ns)
-        if self._unsaid:
-            self._put_loss(time_ns)  # where the queue is full still, the writer says it when it closes
-        self._writer.close(timeout)
+        if self._unsaid and not self._put_loss(time_ns) and self._writer.flush(timeout):
+            self._put_loss(time_ns)  # now there is room; a disk that is stuck leaves a torn file, which says as much
+        self._writer.close(max(until - time.monotonic(), 0.0))
 
     @property
     def failed(self) -> str:

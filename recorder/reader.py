@@ -106,6 +106,7 @@ class TraceReader:
             self.path.name,
             self.num_batches_hint,
             self._size_now,
+            self.header.first_event,
         )
         if self._header_damage:
             yield walk.header_gap(self._header_damage)

@@ -20,8 +20,8 @@ from .engine_events import (
     transfer_event,
 )
 from .forward_event import forward_event
-from .forward_input import ForwardInput, copy_forward
-from .host_arrays import Int64Array, own_int64
+from .forward_input import CopiedForward, ForwardInput, copy_forward
+from .host_arrays import ByteArray, Int64Array, own_int64
 from .kv_watch import of_runner, take_forward, watch
 from .outbox import RecorderStats
 from .recording import Recording, guarded, prepare_kernels
@@ -41,8 +41,9 @@ class Recorder(Recording):
         kv_watch_every: compare the prefix bytes that are read with those that were written, every N forwards;
             0 never.
         backend: what the recorder's kernels run on, "cpu" or "reference".
+        privacy: hashes tokens and names before anything else sees them; None: they are recorded as they are.
         writer_options: passed to `TraceWriter`: `flush_bytes`, `flush_interval_ns`, `max_queued_bytes`,
-            `compression`, `overwrite`.
+            `compression`, `overwrite`, and for segments and a flight recorder those of docs/segments.md.
 
     Raises:
         ValueError: sources that do not fit the header, or options that make no sense.
@@ -63,7 +64,7 @@ class Recorder(Recording):
         self._say(
             "request",
             request_id=int(request_id),
-            name=name,
+            name=name if self._privacy is None else self._privacy.hash_name(name),
             prompt_len=int(prompt_len),
             room=int(room),
             labels=_json(labels),
@@ -75,7 +76,9 @@ class Recorder(Recording):
         if self._pending is not None:
             self._pending.note = "the engine told of no end of this forward"
             self._finish_forward(_NOTHING, _NOTHING)
-        forward = copy_forward(told, self.header, number=self._forwards, time_ns=self._now())
+        forward = copy_forward(
+            told, self.header, number=self._forwards, time_ns=self._now(), hash_tokens=self._hash_tokens
+        )
         self._forwards += 1
         forward.changes = self._state.changes(forward)
         every = self._kv_watch_every
@@ -95,7 +98,7 @@ class Recorder(Recording):
         """
         if self._pending is None:
             raise ValueError("after_forward without before_forward")
-        lens, tokens = own_int64(sampled_lens), own_int64(sampled_tokens)
+        lens, tokens = own_int64(sampled_lens), self._hash_tokens(own_int64(sampled_tokens))
         if lens.size not in (0, self._pending.rows.size) or tokens.size != int(np.maximum(lens, 0).sum()):
             raise ValueError(
                 f"sampled_lens has length {lens.size} and asks for {int(np.maximum(lens, 0).sum())} tokens, expected "
@@ -162,7 +165,12 @@ class Recorder(Recording):
             sampled_lens: `[bs]` of that forward.
         """
         self._put(
-            sample_event(time_ns=self._now(), forward=forward, sampled_tokens=sampled_tokens, sampled_lens=sampled_lens)
+            sample_event(
+                time_ns=self._now(),
+                forward=forward,
+                sampled_tokens=self._hash_tokens(own_int64(sampled_tokens)),
+                sampled_lens=sampled_lens,
+            )
         )
 
     @guarded
@@ -294,12 +302,57 @@ class Recorder(Recording):
         self._say("mark", note=note, labels=_json(labels))
 
     @guarded
+    def freeze(self, note: str = "") -> None:
+        """Keep all that a flight recorder still has, and leave a mark that says why; the recording goes on.
+
+        Done by the writer's thread: what is told after this call may be in it too. See docs/segments.md.
+        """
+        self._outbox.freeze(note)
+
+    @guarded
     def lost(self, note: str) -> None:
         """Say that something is missing here, nobody knows what; nothing before it is held against what follows."""
-        if self._outbox.put_unknown_loss(note, self._now()):
+        self.start_over(note)
+
+    def start_over(self, note: str) -> bool:
+        """As `lost`, for a caller that must know whether it was taken; may raise."""
+        with self._lock:
+            if not self._outbox.put_unknown_loss(note, self._now()):
+                return False
             self._state.forget()
             for kv in self._kv:
                 kv.forget()
+            return True
+
+    def put_captured(self, forward: CopiedForward, gathered: Mapping[int, list[ByteArray]]) -> bool:
+        """Tell of a whole forward whose changes were found on the device; may raise.
+
+        Args:
+            forward: with its `changes` and `kv_changes`.
+            gathered: for each of the runner's groups, each stream's `[T, capture_bytes]` written bytes.
+
+        Returns:
+            Whether the trace will hold it. If not, nothing after it may go on from it: `start_over`.
+        """
+        with self._lock:
+            if self._off:
+                return False
+            forward.input_ids = self._hash_tokens(forward.input_ids)
+            if "truth_tokens" in forward.changes:
+                forward.changes["truth_tokens"] = self._hash_tokens(forward.changes["truth_tokens"])
+            self._forwards = forward.number + 1
+            if not self._put(forward_event(forward, _NOTHING, _NOTHING, gathered)):
+                return False
+            take_forward(forward, self._kv, gathered)
+            return True
+
+    def drop_captured(self, number: int, written: Mapping[int, Int64Array]) -> None:
+        """Count a forward that was taken down and cannot be told; `written[group]` are the slots that it wrote."""
+        with self._lock:
+            self._forwards = number + 1
+            for group, slots in written.items():
+                self._kv[group].lose(slots)
+            self._outbox.drop()
 
     def _end_pending(self, note: str) -> None:
         if self._pending is not None:

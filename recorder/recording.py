@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -24,6 +25,7 @@ from .header import CaptureInfo, TraceHeader
 from .host_arrays import Int64Array
 from .kv_shadow import group_shadows
 from .outbox import Outbox, RecorderStats
+from .privacy import Privacy, with_privacy
 from .state_shadow import StateShadow
 from .writer import TraceWriter
 
@@ -71,17 +73,21 @@ class Recording:
         kv_sources: Mapping[tuple[int, int], KvSource] | None = None,
         kv_watch_every: int = 1,
         backend: str = "cpu",
+        privacy: Privacy | None = None,
         **writer_options: Any,
     ) -> None:
         if kv_watch_every < 0:
             raise ValueError(f"kv_watch_every is {kv_watch_every}, expected 0 (never) or a number of forwards")
         prepare_kernels(backend)
         self.path = Path(path)
+        header = header if privacy is None else with_privacy(header, privacy)
         self._kv = group_shadows(header, kv_sources or {}, backend=backend)
         self._state = StateShadow(header, backend=backend)
         self._kv_watch_every = kv_watch_every
+        self._privacy = privacy
         # Wall-clock time that cannot run backwards: one reading of the clock, then the monotonic one.
         self._clock_offset_ns = time.time_ns() - time.perf_counter_ns()
+        self._moment = 0
         self.header = dataclasses.replace(
             header,
             created_ns=header.created_ns or self._now(),
@@ -118,6 +124,8 @@ class Recording:
             self._outbox.close(self._now(), timeout)
         except Exception:
             logger.exception("kvcanary: the trace %s could not be closed", self.path)
+        if self._outbox.failed and self._off == "closed":
+            self._off = f"the writer stopped: {self._outbox.failed}"
         self._kv.clear()  # the engine's pools must not live on through our views of them
 
     def __enter__(self) -> Self:
@@ -143,8 +151,25 @@ class Recording:
             off=self._off,
         )
 
-    def _now(self) -> int:
+    def clock(self) -> int:
+        """Return the wall-clock time in nanoseconds; it never runs backwards."""
         return self._clock_offset_ns + time.perf_counter_ns()
+
+    @contextmanager
+    def as_of(self, time_ns: int) -> Iterator[None]:
+        """Give what is told meanwhile an earlier reading of `clock`: it was told then, and has waited since."""
+        self._moment = time_ns
+        try:
+            yield
+        finally:
+            self._moment = 0
+
+    def _now(self) -> int:
+        return self._moment or self.clock()
+
+    def _hash_tokens(self, tokens: Int64Array) -> Int64Array:
+        """Return tokens as the trace may hold them."""
+        return tokens if self._privacy is None else self._privacy.hash_tokens(tokens)
 
     def _put_watched(self, event: TraceEvent, runner: int, looked_at: list[tuple[int, Int64Array]]) -> None:
         """Send an event off with what changed, without a write, of the slots that it names."""
@@ -175,6 +200,6 @@ class Recording:
                 self._off = reason
                 self._pending = None
             logger.error("kvcanary: the recorder of %s switched itself off: %s", self.path, reason, exc_info=error)
-            self._outbox.put_unknown_loss(f"the recorder switched itself off: {reason}", self._now())
+            self._outbox.end(f"the recorder switched itself off: {reason}", self._now())
         except Exception:  # nothing may reach the engine
             logger.exception("kvcanary: switching off failed")

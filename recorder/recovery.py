@@ -94,7 +94,7 @@ class _Copy:
     def __init__(self, reader: TraceReader, file: TraceFile) -> None:
         self._reader = reader
         self._file = file
-        self._next = 0
+        self._next = reader.header.first_event
         self._time_ns = reader.header.created_ns
         self.kept_batches = 0
         self.kept_events = 0

@@ -10,7 +10,7 @@ from typing import Final
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 1
+FORMAT_MINOR: Final = 2
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -29,7 +29,8 @@ EVENT_KINDS: Final = (
     "sweep",  # what the prefix cache holds: slot, position, previous slot, locked
     "transfer",  # prefill/decode transfer: peer, room, slots, bytes, start / end / failed
     "kv_copy",  # whole slots copied by the engine outside a forward: fork, offload, load-back, compaction
-    "keyframe",  # the whole state tables, at the start of a segment
+    "keyframe",  # what a replay would hold at the start of a segment, in parts
+    "segment",  # the end of a segment that others follow
     "mark",  # a note; an injected fault's ground truth
     "loss",  # events that were dropped, and why
 )
@@ -107,13 +108,20 @@ INT_LISTS: Final = (
     "copy_dst_tier",
     "copy_dst",
     "copy_count",
+    # rows of the array that a part of a keyframe holds, as runs; their bytes are in state_bytes
+    "state_start",
+    "state_count",
 )
 
 # uint8 list columns; 64-bit offsets, since whole-row capture of a large prefill can pass 2 GiB in a batch.
 BYTE_LISTS: Final = (
     "kv_bytes",  # written slots: [stream][token][capture_bytes], streams in header order, the runner's own only
     "kv_change_bytes",
+    "state_bytes",  # a part of a keyframe: rows of the array named by `note`, one after another
 )
+
+# Columns that came after 1.0: an older trace does not have them, and no event of it uses them.
+ADDED: Final = frozenset({"state_start", "state_count", "state_bytes"})
 
 PHASE_BEFORE: Final = 0  # an observed KV change seen before the forward ran
 PHASE_AFTER: Final = 1  # ... seen after it
@@ -142,6 +150,19 @@ TRANSFER_DIRECTIONS: Final = (SEND, RECEIVE)
 # cache and request status is told.
 SLOT_HISTORIES: Final = ("", "complete")
 ROLES: Final = ("", "prefill", "decode")
+TOKENS: Final = ("plain", "hashed")  # token ids, or salted hashes in their place
+
+# `status` of a keyframe event: it begins; a part of it: an array, a request that the arrays name, a forward whose
+# samples are still to come; it is whole.
+KEYFRAME_BEGIN: Final = "begin"
+KEYFRAME_PART: Final = "part"
+KEYFRAME_REQUEST: Final = "request"
+KEYFRAME_FORWARD: Final = "forward"
+KEYFRAME_END: Final = "end"
+
+# `status` of a segment event: the recording goes on in the next file; its `note` where that is so by a freeze.
+SEGMENT_GOES_ON: Final = "goes_on"
+FROZEN: Final = "frozen"
 
 TIER_POOL: Final = 0
 TIER_HOST: Final = 1

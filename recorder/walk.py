@@ -27,6 +27,7 @@ class Walk:
         name: str,
         listed: int | None,
         size_now: Callable[[], int],
+        first_event: int = 0,
     ) -> None:
         self._data = data
         self._view = view
@@ -40,7 +41,7 @@ class Walk:
         self._given = 0
         self._scan = position  # behind the start of the last good batch, whose claimed end may be wrong
         self._name = name
-        self._expected = 0
+        self._first = self._expected = first_event
         self._batches = 0
         self._damage: list[str] = []
         self._torn = False
@@ -159,7 +160,9 @@ class Walk:
         if self._torn and not self._closed:
             self._damage.clear()
             kept = (
-                f"the {self._expected} events before it were read" if self._expected else "no event was flushed before"
+                f"the {self._expected - self._first} events before it were read"
+                if self._expected > self._first
+                else "no event was flushed before"
             )
             return self._gap(
                 None,

@@ -1,22 +1,21 @@
 """Writing a trace from inside an engine: a bounded queue, a background thread, and a file that is whole at any time."""
 
 import atexit
-import dataclasses
 import logging
 import os
 import threading
 import time
-import uuid
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from .encode import batch_metadata, encode_events, header_schema
+from .errors import TraceError
 from .event import TraceEvent, loss_event
-from .header import TraceHeader
-from .trace_file import TraceFile
+from .freezing import POLL_SECONDS, FreezeFile, FreezeSignal
+from .header import TraceHeader, completed_header
+from .segments import SegmentSettings, open_files
 
 _log = logging.getLogger("kvcanary")
 
@@ -26,7 +25,10 @@ MAX_QUEUED_BYTES: Final = 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterStats:
-    """What a writer has done so far; `queued_bytes` includes what is being written right now."""
+    """What a writer has done so far; `queued_bytes` includes what is being written right now.
+
+    `frozen` are the folders of what was frozen (of a recording that is one file, that file).
+    """
 
     appended_events: int
     written_events: int
@@ -34,6 +36,7 @@ class WriterStats:
     queued_bytes: int
     written_batches: int
     written_bytes: int
+    frozen: tuple[str, ...]
     failed: str | None
 
 
@@ -42,7 +45,10 @@ class TraceWriter:
 
     Events go to a queue of at most `max_queued_bytes`; a thread writes them out in batches, once `flush_bytes` are
     there or the oldest has waited `flush_interval_ns`. What a batch holds is in the page cache when the next one
-    begins, so a killed process loses at most one interval. The file has mode 0600.
+    begins, so a killed process loses at most one interval. The file has mode 0600. With `segment_bytes` or
+    `segment_ns` there are several, `trace.000000.arrow` and so on for `trace.arrow`; see `SegmentSettings`.
+
+    `freeze`, the signal `freeze_signal` and the file `freeze_file` keep from deletion what is there.
 
     Raises `TraceError` when the file cannot be made: it exists (without `overwrite`), its folder is missing or cannot
     be written, the disk is full; `ValueError` for settings out of range.
@@ -58,6 +64,12 @@ class TraceWriter:
         max_queued_bytes: int = 256 << 20,
         compression: str = "lz4",
         overwrite: bool = False,
+        segment_bytes: int = 0,
+        segment_ns: int = 0,
+        keep_segments: int = 0,
+        keep_bytes: int = 0,
+        freeze_file: Path | None = None,
+        freeze_signal: int = 0,
     ) -> None:
         if not 0 < flush_bytes <= MAX_FLUSH_BYTES:
             raise ValueError(f"flush_bytes is {flush_bytes}, expected 1 to {MAX_FLUSH_BYTES}")
@@ -66,12 +78,21 @@ class TraceWriter:
         if flush_interval_ns <= 0:
             raise ValueError(f"flush_interval_ns is {flush_interval_ns}, expected more than 0")
         self.path = Path(path)
-        self.header = _completed(header, flush_bytes, flush_interval_ns, compression)
+        self.header = completed_header(
+            header, flush_bytes=flush_bytes, flush_interval_ns=flush_interval_ns, compression=compression
+        )
         self._flush_bytes = flush_bytes
         self._flush_interval = flush_interval_ns / 1e9
         self._max_queued_bytes = max_queued_bytes
-        self._schema = header_schema(self.header)
-        self._file = TraceFile(self.path, self._schema, compression=compression, overwrite=overwrite)
+        settings = SegmentSettings(
+            segment_bytes=segment_bytes, segment_ns=segment_ns, keep_segments=keep_segments, keep_bytes=keep_bytes
+        )
+        self._file = open_files(self.path, self.header, settings, compression=compression, overwrite=overwrite)
+        self._triggers: list[FreezeFile | FreezeSignal] = []
+        if freeze_file is not None:
+            self._triggers.append(FreezeFile(Path(freeze_file)))
+        if freeze_signal:
+            self._triggers.append(FreezeSignal(freeze_signal))
         self._pid = os.getpid()
         self._changed = threading.Condition()
         # All below are guarded by `_changed`.
@@ -85,11 +106,18 @@ class TraceWriter:
         self._dropped = 0
         self._reported = 0  # dropped events that an accepted loss event has told of
         self._flush_until = 0
+        self._freeze: tuple[str, int] | None = None  # why, and how many appended events it must wait for
+        self._frozen: list[str] = []
         self._closing = False
+        self._unknown_loss = ""
         self._failed: str | None = None
         self._bad_event_logged = False
         self._thread = threading.Thread(target=self._run, name="kvcanary-writer", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no more threads
+            self._file.abandon()
+            raise TraceError(f"{self.path}: cannot be written: {error}") from None
         atexit.register(self.close)
 
     def __enter__(self) -> Self:
@@ -154,6 +182,34 @@ class TraceWriter:
             self._changed.wait_for(lambda: self._settled >= target or self._failed is not None, timeout)
             return self._settled >= target and self._failed is None
 
+    def freeze(self, note: str) -> bool:
+        """Ask for what is there to be kept from deletion, with everything appended so far; waits for nothing.
+
+        Return False where the writer writes no more.
+        """
+        if self._forked():
+            return False
+        with self._changed:
+            if self._failed is not None or self._closing:
+                return False
+            notes = note if self._freeze is None else f"{self._freeze[0]}; {note}"
+            self._freeze = notes, self._appended
+            self._flush_until = max(self._flush_until, self._appended)
+            self._changed.notify_all()
+            return True
+
+    def end(self, unknown_loss: str = "") -> None:
+        """Take no more events; what is queued and the footer are written without anybody waiting for it.
+
+        `unknown_loss` becomes a last loss event, for whose kind a full queue has no room.
+        """
+        if self._forked():
+            return
+        with self._changed:
+            self._closing = True
+            self._unknown_loss = self._unknown_loss or unknown_loss
+            self._changed.notify_all()
+
     def close(self, timeout: float = 30.0) -> bool:
         """Write what is queued and the footer; return False when the file could not be made whole in `timeout` s.
 
@@ -161,9 +217,10 @@ class TraceWriter:
         """
         if self._forked():
             return False
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        for trigger in self._triggers:
+            if isinstance(trigger, FreezeSignal):
+                trigger.remove()
+        self.end()
         self._thread.join(timeout)
         if self._thread.is_alive():
             _log.error(
@@ -182,6 +239,7 @@ class TraceWriter:
             queued_bytes=self._queued_bytes,
             written_batches=self._file.batches,
             written_bytes=self._file.size_bytes,
+            frozen=tuple(self._frozen),
             failed=self.failed,
         )
 
@@ -192,25 +250,34 @@ class TraceWriter:
         try:
             while True:
                 events, size = self._next_events()
-                if not events:
+                if events:
+                    self._write(events)
+                    with self._changed:
+                        self._settled += len(events)
+                        self._queued_bytes -= size
+                        self._changed.notify_all()
+                    events.clear()
+                self._look_for_triggers()
+                if self._freeze_is_due():
+                    self._freeze_now()
+                elif self._closing and not self._queue:
                     break
-                self._write(events)
-                with self._changed:
-                    self._settled += len(events)
-                    self._queued_bytes -= size
-                    self._changed.notify_all()
-                events.clear()
             self._write_last_loss()
             self._file.close()
         except BaseException as error:  # noqa: BLE001  # whatever it is, the engine must go on
             self._fail(f"{type(error).__name__}: {error}")
 
     def _next_events(self) -> tuple[list[TraceEvent], int]:
-        """Wait for a batch's worth of events; an empty list says that the writer is closed and the queue is empty."""
+        """Wait for a batch's worth of events; an empty list says that there is something else to do."""
+        poll = POLL_SECONDS if self._triggers else None
         with self._changed:
             while not self._due():
-                left = self._oldest + self._flush_interval - time.monotonic() if self._queue else None
-                self._changed.wait(left if left is None else max(left, 0.0))
+                left = poll
+                if self._queue:
+                    until = max(self._oldest + self._flush_interval - time.monotonic(), 0.0)
+                    left = until if poll is None else min(until, poll)
+                if not self._changed.wait(left) and poll is not None and not self._due():
+                    return [], 0
             events: list[TraceEvent] = []
             size = 0
             while self._queue and size < self._flush_bytes:
@@ -222,7 +289,7 @@ class TraceWriter:
 
     def _due(self) -> bool:
         if not self._queue:
-            return self._closing
+            return self._closing or self._freeze_is_due()
         return (
             self._closing
             or self._waiting_bytes >= self._flush_bytes
@@ -231,9 +298,28 @@ class TraceWriter:
         )
 
     def _write(self, events: list[TraceEvent]) -> None:
-        batch = encode_events(events, self._written, self._schema)
-        self._file.write(batch, batch_metadata(batch, self._written))
+        self._file.write(events)
         self._written += len(events)
+
+    def _look_for_triggers(self) -> None:
+        """Outside the lock: a look at a file may take as long as its disk likes."""
+        for trigger in self._triggers:
+            note = trigger.asked()
+            if note is not None:
+                self.freeze(note)
+
+    def _freeze_is_due(self) -> bool:
+        return self._freeze is not None and self._settled >= self._freeze[1]
+
+    def _freeze_now(self) -> None:
+        with self._changed:
+            asked, self._freeze = self._freeze, None
+        if asked is None:
+            return
+        where = self._file.freeze(asked[0])
+        if where:
+            self._frozen.append(where)
+            _log.warning("kvcanary: %s: frozen (%s): %s", self.path, asked[0], where)
 
     def _write_last_loss(self) -> None:
         with self._changed:
@@ -241,6 +327,8 @@ class TraceWriter:
         if lost > 0:
             note = "events were dropped: the writer's queue was full or an event was not fit for the trace"
             self._write([loss_event(lost_events=lost, note=note, time_ns=time.time_ns())])
+        if self._unknown_loss:
+            self._write([loss_event(lost_events=-1, note=self._unknown_loss, time_ns=time.time_ns())])
 
     def _fail(self, reason: str) -> None:
         with self._changed:
@@ -258,19 +346,3 @@ class TraceWriter:
             self._written,
         )
         self._file.abandon()
-
-
-def _completed(header: TraceHeader, flush_bytes: int, flush_interval_ns: int, compression: str) -> TraceHeader:
-    """Fill in what only the writer knows."""
-    from .. import __version__
-
-    capture = dataclasses.replace(
-        header.capture, flush_bytes=flush_bytes, flush_interval_ns=flush_interval_ns, compression=compression
-    )
-    return dataclasses.replace(
-        header,
-        capture=capture,
-        recorder_version=header.recorder_version or __version__,
-        trace_id=header.trace_id or uuid.uuid4().hex,
-        created_ns=header.created_ns or time.time_ns(),
-    )

@@ -5,8 +5,8 @@ import numpy.typing as npt
 
 from ..kernels.plan import VerifyPlan, WritePlan
 from ..kernels.records import ViolationLog
-from .forward import Forward
-from .pools import Endpoint, GroupPool
+from ..recorder.machine.forward import Forward
+from ..recorder.machine.pools import Endpoint, GroupPool
 from .sweep import Sweep
 from .violations import LaunchViolations
 

@@ -13,9 +13,9 @@ import pyarrow as pa
 
 from ..kernels.divergence import swa_divergence
 from ..recorder.header import TraceHeader
-from .forward import Forward
+from ..recorder.machine.forward import Forward
+from ..recorder.machine.tables import StateTables
 from .planning import GroupStep
-from .tables import StateTables
 
 DIVERGENCE_SCHEMA = pa.schema(
     [

@@ -11,17 +11,21 @@ from pathlib import Path
 import numpy as np
 
 from ..kernels.constants import KvHashMode, LaunchTag
+from ..recorder.machine.forward import UnusableEventError, read_forward
+from ..recorder.machine.keyframe_load import KeyframeLoader
+from ..recorder.machine.kv_copies import apply_copies, forget_listed
+from ..recorder.machine.machine import MachineState
+from ..recorder.machine.pulse import Pulse
+from ..recorder.machine.requests import RequestBook
 from ..recorder.reader import EventView, TraceBatch, TraceGap
-from ..recorder.schema import EVENT_KINDS, SLOTS_LISTED
-from ..recorder.slot_runs import runs_to_slots
+from ..recorder.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_GOES_ON, SLOTS_LISTED
 from .checks import make_checks
 from .divergence import ROWS_AT_ONCE
 from .exchange import Exchange
 from .findings import Finding, finding_table
-from .forward import UnusableEventError, read_forward
 from .health import Health
 from .report import ReportSinks
-from .requests import RequestBook, RequestFacts
+from .schedule import Schedule
 from .settings import ReplaySettings, StopReplayError
 from .stepwise import StepwiseExecutor
 from .summary import MAX_LISTED, Summary, Tally
@@ -47,6 +51,8 @@ class EventReplay:
         *,
         kv_hash_mode: KvHashMode,
         exchange: Exchange | None,
+        schedule: Schedule | None = None,
+        all_there: bool = False,
     ) -> None:
         header = summary.header
         self.bytes_read = 0
@@ -75,7 +81,22 @@ class EventReplay:
             exchange=exchange,
             backend=settings.backend,
         )
-        self._health = Health(header)
+        pulse = Pulse(len(header.runners))
+        self._health = Health(header, pulse)
+        state = MachineState(
+            header=header,
+            tables=self._executor.tables,
+            pools=self._executor.pools,
+            book=self._book,
+            pulse=pulse,
+            history=self._executor.history,
+        )
+        self._keyframes = KeyframeLoader(state, kv_hash_mode=kv_hash_mode)
+        # A keyframe is taken where the state before it is not known; else the replay's own is the same.
+        self._wants_keyframe = False
+        self._goes_on = self._frozen = False
+        self._schedule = schedule
+        self._all_there = all_there
         self._on: dict[str, Callable[[EventView], None]] = {
             "request": self._request,
             "kv_copy": self._kv_copy,
@@ -83,7 +104,12 @@ class EventReplay:
             "mark": self._mark,
             "sweep": self._sweep,
             "transfer": self._transfer,
+            "keyframe": self._keyframe,
+            "segment": self._segment,
         }
+        if header.segment is not None and header.segment.number:
+            self._forget()
+            self._wants_keyframe = True
 
     def take(self, item: TraceBatch | TraceGap) -> None:
         """Replay one batch of events, or note a gap."""
@@ -92,6 +118,7 @@ class EventReplay:
             self._note(self._summary.gaps, item.reason)
             if item.missing_events != 0:  # a damaged end mark, or a batch given twice, takes no event away
                 self._forget()
+                self._wants_keyframe = True
             return
         for view in item:
             self._event(view)
@@ -100,7 +127,12 @@ class EventReplay:
     def finish(self) -> None:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""
         summary, executor = self._summary, self._executor
-        if summary.complete and not summary.stopped:
+        summary.goes_on = self._goes_on
+        if self._goes_on and self._all_there and not self._frozen:
+            summary.cut_short = (
+                f"the recording goes on behind segment {summary.segments[-1]}, in a file that is not here"
+            )
+        if summary.complete and not summary.stopped and not self._goes_on:
             executor.finish()
             if not summary.num_gaps and not summary.num_losses:
                 self._take_findings(self._health.finish(executor.launcher.kernel_counters))
@@ -119,6 +151,7 @@ class EventReplay:
 
     def _event(self, view: EventView) -> None:
         summary, kind = self._summary, view.kind
+        self._goes_on = False
         summary.events[kind] = summary.events.get(kind, 0) + 1
         time_ns = int(view.scalar("time_ns"))
         summary.first_time_ns = summary.first_time_ns or time_ns
@@ -140,14 +173,16 @@ class EventReplay:
         self._stop_if_asked(before, view)
 
     def _between_forwards(self, view: EventView) -> None:
-        summary, kind = self._summary, view.kind
+        kind = view.kind
         self._executor.check_event(view)
         self._executor.tables.apply_changes(view)  # any event may carry what it was the first to see
         if kind in self._on:
             self._on[kind](view)
         elif kind not in _HISTORY_KINDS:
-            name = kind if kind in EVENT_KINDS else f"unknown kind {kind!r}"
-            summary.unjudged[name] = summary.unjudged.get(name, 0) + 1
+            self._not_judged(kind if kind in EVENT_KINDS else f"unknown kind {kind!r}")
+
+    def _not_judged(self, name: str) -> None:
+        self._summary.unjudged[name] = self._summary.unjudged.get(name, 0) + 1
 
     def _forward(self, view: EventView) -> None:
         summary = self._summary
@@ -159,6 +194,8 @@ class EventReplay:
         summary.tokens += forward.num_tokens
         self._request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
         self._take_findings(self._health.forward(forward))
+        if self._schedule is not None:
+            self._take_findings(self._schedule.forward(forward, self._book))
         self._pass_on_divergence()
 
     def _sweep(self, view: EventView) -> None:
@@ -182,32 +219,10 @@ class EventReplay:
     def _request(self, view: EventView) -> None:
         request_id = int(view.scalar("request_id"))
         self._request_ids.add(request_id)
-        self._book.facts[request_id] = RequestFacts(
-            name=str(view.scalar("name")), prompt_len=int(view.scalar("prompt_len")), room=int(view.scalar("room"))
-        )
+        self._book.learn(view)
 
     def _kv_copy(self, view: EventView) -> None:
-        columns = [view.ints(f"copy_{c}") for c in ("group", "src_tier", "src", "dst_tier", "dst", "count")]
-        if len({len(column) for column in columns}) != 1:
-            raise UnusableEventError("the copy columns differ in length")
-        runs: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
-        for group, src_tier, src, dst_tier, dst, count in zip(*(c.tolist() for c in columns), strict=True):
-            if not 0 <= group < len(self._executor.pools) or src_tier not in (0, 1) or dst_tier not in (0, 1):
-                raise UnusableEventError(f"a copy in group {group} from tier {src_tier} to tier {dst_tier}")
-            limit = self._executor.pools[group].largest_tier
-            if not 0 <= count <= limit:
-                raise UnusableEventError(f"a copy of {count} slots, the larger tier has {limit}")
-            runs.setdefault((group, src_tier, dst_tier), []).append((src, dst, count))
-        for (group, src_tier, dst_tier), given in runs.items():
-            # Everything is read before anything is written: a run may begin where another one ends.
-            starts, targets, counts = np.array(given, dtype=np.int64).T
-            pool = self._executor.pools[group]
-            if int(counts.sum()) > pool.largest_tier:
-                raise UnusableEventError(
-                    f"a copy of {int(counts.sum())} slots, the larger tier has {pool.largest_tier}"
-                )
-            if pool.copy_slots(src_tier, runs_to_slots(starts, counts), dst_tier, runs_to_slots(targets, counts)):
-                raise UnusableEventError(f"a copy of {int(counts.sum())} slots leaves its tier")
+        apply_copies(view, self._executor.pools)
 
     def _loss(self, view: EventView) -> None:
         summary = self._summary
@@ -215,17 +230,31 @@ class EventReplay:
         summary.num_losses += 1
         summary.lost_events += max(lost, 0)
         self._note(summary.losses, str(view.scalar("note")) or f"{lost} events lost")
-        groups, starts, counts = (view.ints(f"slot_{c}") for c in ("group", "start", "count"))
         if view.scalar("status") != SLOTS_LISTED:
             self._forget()
+            self._wants_keyframe = True
             self._executor.tables.apply_changes(view)
             return
-        if not len(groups) == len(starts) == len(counts):
-            raise UnusableEventError("the slot columns differ in length")
-        for group, start, count in zip(groups.tolist(), starts.tolist(), counts.tolist(), strict=True):
-            if not 0 <= group < len(self._executor.pools) or start < 0 or count < 0:
-                raise UnusableEventError(f"a run of {count} slots from {start} in group {group}")
-            self._executor.pools[group].forget(slice(start, start + count))
+        forget_listed(view, self._executor.pools)
+
+    def _keyframe(self, view: EventView) -> None:
+        status = view.scalar("status")
+        if not status:
+            self._not_judged("keyframe")
+            return
+        if status == KEYFRAME_BEGIN and self._wants_keyframe:
+            self._executor.forget()
+            self._wants_keyframe = False
+            self._keyframes.take(view)
+            self._summary.unknown_before = any(pool.any_unknown for pool in self._executor.pools)
+        elif self._keyframes.loading:
+            self._keyframes.take(view)
+        if status == KEYFRAME_END:
+            self._health.resume()
+
+    def _segment(self, view: EventView) -> None:
+        self._goes_on = view.scalar("status") == SEGMENT_GOES_ON
+        self._frozen = view.scalar("note") == FROZEN
 
     def _mark(self, view: EventView) -> None:
         summary = self._summary
@@ -242,6 +271,7 @@ class EventReplay:
         summary.marks.append({**mark, "labels": labels})
 
     def _forget(self) -> None:
+        self._keyframes.stop()
         self._executor.forget()
         self._health.forget()
 

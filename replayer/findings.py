@@ -50,6 +50,7 @@ FINDING_KINDS = {
     "transfer_source_damaged": "slots no longer held the bytes written when they were sent to the decode side",
     "transfer_source_changed": "slots changed while they were being sent to the decode side",
     "transfer_differs": "what the decode side received is not what the prefill side sent",
+    "ranks_disagree": "a tensor-parallel rank ran another forward than the rank it is compared with",
     "input_not_truth": "the model was fed a token that the scheduler does not have at that position",
     "input_not_sampled": "the model was fed another token than the one sampled for that position",
 }

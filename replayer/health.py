@@ -10,23 +10,20 @@ import numpy.typing as npt
 
 from ..kernels.constants import LaunchTag
 from ..recorder.header import TraceHeader
+from ..recorder.machine.forward import Forward
+from ..recorder.machine.pools import launch_tag
+from ..recorder.machine.pulse import Pulse
 from .findings import Finding
-from .forward import Forward
-from .pools import launch_tag
 from .sweep import Sweep
-
-_DECODING = frozenset({"decode", "target_verify", "mixed"})
 
 
 class Health:
     """Counts what should have been launched."""
 
-    def __init__(self, header: TraceHeader) -> None:
+    def __init__(self, header: TraceHeader, pulse: Pulse | None = None) -> None:
         self._header = header
         self._expected = np.zeros(len(LaunchTag), np.int64)
-        self._ran = [0] * len(header.runners)
-        self._decoded = False
-        self._since_sweep = 0
+        self._pulse = Pulse(len(header.runners)) if pulse is None else pulse
         self._stalled = False
         self._last: Forward | None = None
 
@@ -35,7 +32,7 @@ class Health:
         self._last = forward
         if not len(forward.req_pool_indices):
             return []
-        self._ran[forward.runner] += 1
+        self._pulse.forward(forward)
         for group in self._header.groups:
             if group.runner == forward.runner:
                 for half in group.halves:
@@ -43,25 +40,28 @@ class Health:
                     self._expected[launch_tag("TAIL", half, group.kind)] += 2
         if forward.runner != 0:
             return []
-        self._decoded |= forward.mode in _DECODING
-        self._since_sweep += 1
         limit = 2 * self._header.sweep_interval
-        if not limit or self._stalled or self._since_sweep <= limit:
+        if not limit or self._stalled or self._pulse.since_sweep <= limit:
             return []
         self._stalled = True
         return [
             _finding(
                 forward,
-                f"no SWEEP launch in {self._since_sweep} forwards, the prefix cache should be walked every "
+                f"no SWEEP launch in {self._pulse.since_sweep} forwards, the prefix cache should be walked every "
                 f"{self._header.sweep_interval}",
             )
         ]
 
     def sweep(self, sweep: Sweep) -> None:
         """Count a walk of the prefix cache."""
+        self._pulse.sweep(sweep.runner)
         if sweep.runner == 0:
-            self._since_sweep = 0
             self._stalled = False
+
+    def resume(self) -> None:
+        """Go on from a pulse that was set: a stall that lasts was told before."""
+        limit = 2 * self._header.sweep_interval
+        self._stalled = 0 < limit < self._pulse.since_sweep
 
     def finish(self, kernel_counters: npt.NDArray[np.int64]) -> list[Finding]:
         """Return what was never or too seldom launched in a whole trace."""
@@ -72,14 +72,14 @@ class Health:
             for tag, expected in zip(LaunchTag, self._expected.tolist(), strict=True)
             if expected and kernel_counters[tag] != expected
         ]
-        for runner, ran in zip(self._header.runners, self._ran, strict=True):
-            if not ran and self._decoded:
+        for runner, ran in zip(self._header.runners, self._pulse.ran, strict=True):
+            if not ran and self._pulse.decoded:
                 findings.append(_finding(self._last, f"runner {runner.name} has groups and never ran a forward"))
         return findings
 
     def forget(self) -> None:
         """After a gap nobody knows how long ago the last walk was."""
-        self._since_sweep = 0
+        self._pulse.forget()
 
 
 def _finding(forward: Forward, detail: str) -> Finding:

@@ -8,8 +8,8 @@ from ..kernels.plan import VerifyPlan, WritePlan
 from ..kernels.records import ViolationLog
 from ..kernels.verify import verify
 from ..kernels.write import write
-from .forward import Forward
-from .pools import Endpoint, GroupPool, launch_tag
+from ..recorder.machine.forward import Forward
+from ..recorder.machine.pools import Endpoint, GroupPool, launch_tag
 
 Int64Array = npt.NDArray[np.int64]
 NUM_TAGS = len(LaunchTag)

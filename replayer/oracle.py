@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from ..kernels.oracle import generalized_ids, oracle_tokens
 from ..recorder.header import TraceHeader
-from .checks.batch_tokens import batch_tokens
-from .forward import Forward
-from .requests import RequestBook
+from ..recorder.machine.batch_tokens import batch_tokens
+from ..recorder.machine.forward import Forward
+from ..recorder.machine.requests import RequestBook
 
 Int64Array = npt.NDArray[np.int64]
 

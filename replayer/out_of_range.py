@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from ..kernels.constants import SLOT_OUT_OF_RANGE
 from ..kernels.plan import VerifyPlan, WritePlan
+from ..recorder.machine.forward import Forward
+from ..recorder.machine.pools import GroupPool
+from ..recorder.machine.requests import RequestBook
 from .findings import Finding, evidence
-from .forward import Forward
-from .pools import GroupPool
-from .requests import RequestBook
 
 Int64Array = npt.NDArray[np.int64]
 

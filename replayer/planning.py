@@ -4,15 +4,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kernels.constants import PADDING_SLOT
-from ..kernels.plan import VerifyPlan, WritePlan, plan, plan_capacity
-from ..kernels.state import translate
+from ..kernels.plan import VerifyPlan, WritePlan, plan
 from ..recorder.header import TraceHeader
-from .forward import Forward, UnusableEventError
-from .pools import GroupPool
-from .tables import StateTables
+from ..recorder.machine.forward import Forward
+from ..recorder.machine.pools import GroupPool
+from ..recorder.machine.tables import StateTables
+from ..recorder.machine.write_planning import own_slots, part_from_unknown, readable_prefixes, which_unknown
 
 Int64Array = npt.NDArray[np.int64]
-MAX_PLAN_ENTRIES = 1 << 28  # 512 requests of half a million positions; more is a damaged or hostile file
 
 
 class GroupStep:
@@ -47,19 +46,10 @@ class Planner:
     def plan(self, pool: GroupPool, forward: Forward) -> GroupStep:
         """Return a group's plans; raise `UnusableEventError` where the forward asks for an absurd number of entries."""
         group, index, tables = pool.group, pool.index, self._tables
-        slots = forward.out_cache_loc[group.table]
-        lut = None
-        if group.lut >= 0:
-            lut = tables.luts[group.lut]
-            translated = np.empty_like(slots)
-            translate(slots=slots, lut=lut, out=translated, backend=self._backend)
-            slots = translated
+        slots = own_slots(pool, forward, tables, backend=self._backend)
+        lut = tables.luts[group.lut] if group.lut >= 0 else None
         bs = len(forward.req_pool_indices)
-        # A prefix longer than the table is a finding of its own (`explain_requests`); the plan stops where it does.
-        prefix_lens = np.minimum(forward.prefix_lens, tables.req_to_token[group.table].shape[1])
-        entries = plan_capacity(prefix_lens, group.window)
-        if entries > MAX_PLAN_ENTRIES:
-            raise UnusableEventError(f"it reads {entries:,} positions, expected at most {MAX_PLAN_ENTRIES:,}")
+        prefix_lens, entries = readable_prefixes(pool, forward, tables)
         if entries > len(self._verify_plans[index].slots) or bs + 1 > len(self._verify_plans[index].request_offsets):
             self._verify_plans[index] = VerifyPlan.allocate(capacity=2 * entries, request_capacity=2 * bs)
         if bs > len(self._write_plans[index].seed_slots):
@@ -84,9 +74,7 @@ class Planner:
         step.looked_beyond = bool(self._out_of_range[0])
         if pool.any_unknown:
             step.unknown_entries = leave_out_unknown(pool, step.verify_plan)
-            seeds = step.write_plan.seed_slots[:bs]
-            # Slot 0 as a seed is a table entry that a gap has made unknown.
-            seeds[_lookup(pool, seeds) | (seeds == PADDING_SLOT)] = -1
+            part_from_unknown(pool, step.write_plan, bs)
         return step
 
 
@@ -94,13 +82,7 @@ def leave_out_unknown(pool: GroupPool, verify_plan: VerifyPlan) -> int:
     """Turn plan entries that stand on lost events into padding, which is never verified; return how many."""
     count = int(verify_plan.num_valid[0])
     slots, prevs = verify_plan.slots[:count], verify_plan.prev_slots[:count]
-    hit = _lookup(pool, slots)
+    hit = which_unknown(pool, slots)
     slots[hit] = PADDING_SLOT
-    prevs[_lookup(pool, prevs)] = PADDING_SLOT
+    prevs[which_unknown(pool, prevs)] = PADDING_SLOT
     return int(hit.sum())
-
-
-def _lookup(pool: GroupPool, slots: Int64Array) -> npt.NDArray[np.bool_]:
-    unknown = pool.pool.unknown
-    inside = (slots >= 0) & (slots < len(unknown))
-    return inside & unknown[np.where(inside, slots, 0)]

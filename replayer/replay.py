@@ -9,11 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..recorder.errors import TraceError
-from ..recorder.reader import TraceReader
+from ..recorder.machine.pools import pool_bytes
+from ..recorder.recordings import recording_name
 from .event_replay import EventReplay
 from .exchange import Exchange
-from .pools import pool_bytes
 from .report import ReportSinks
+from .schedule import Schedule
+from .segment_stream import SegmentStream
 from .settings import Progress, ReplaySettings, StopReplayError, resolve_kv_hash
 from .summary import Summary
 
@@ -21,39 +23,58 @@ PREFILL, DECODE = "prefill", "decode"
 
 
 class ReplayRun:
-    """The replay of one trace, which may be taken a batch of events at a time; a context manager.
+    """The replay of one recording, which may be taken a batch of events at a time; a context manager.
 
     `summary` is filled on the way; `ended` says that nothing is left to replay.
 
     Args:
-        trace: the trace file.
+        trace: the trace file, or the segments of one recording in their order.
         settings: how to replay.
         report: the report directory, which must exist; None to write nothing.
         exchange: where its transfers meet those of other traces; None for a trace on its own.
+        schedule: compares its forwards with those of another rank; None for nothing to compare.
+        all_there: whether the segments given are all that should be there, so that none may follow them.
 
     Raises:
         TraceError: the trace cannot be read at all, or not with these settings.
     """
 
     def __init__(
-        self, trace: Path, *, settings: ReplaySettings, report: Path | None, exchange: Exchange | None = None
+        self,
+        trace: Path | Sequence[Path],
+        *,
+        settings: ReplaySettings,
+        report: Path | None,
+        exchange: Exchange | None = None,
+        schedule: Schedule | None = None,
+        all_there: bool = False,
     ) -> None:
         self._started = time.perf_counter()
         self._report = report
         self._busy = False
         self.ended = False
+        paths = [trace] if isinstance(trace, Path) else list(trace)
+        name = str(paths[0]) if len(paths) == 1 else recording_name(paths)
         with ExitStack() as stack:
-            self._reader = stack.enter_context(TraceReader(trace))
+            self._reader = SegmentStream(paths)
             header = self._reader.header
             mode = resolve_kv_hash(settings.kv_hash, header)
-            self.summary = Summary(trace=str(trace), header=header, settings=settings.to_json())
+            self.summary = Summary(trace=name, header=header, settings=settings.to_json())
             self.summary.settings["kv_hash"] = mode.name.lower()
             sinks = stack.enter_context(ReportSinks(report, sliding=bool(header.lut_lens)))
             try:
-                self._events = EventReplay(self.summary, settings, sinks, kv_hash_mode=mode, exchange=exchange)
+                self._events = EventReplay(
+                    self.summary,
+                    settings,
+                    sinks,
+                    kv_hash_mode=mode,
+                    exchange=exchange,
+                    schedule=schedule,
+                    all_there=all_there,
+                )
             except MemoryError:
                 raise TraceError(
-                    f"{trace}: its pools and tables need {pool_bytes(header) / 2**30:.1f} GiB, which this "
+                    f"{name}: its pools and tables need {pool_bytes(header) / 2**30:.1f} GiB, which this "
                     "machine does not have; replay on a larger one"
                 ) from None
             self._sinks = sinks
@@ -87,7 +108,7 @@ class ReplayRun:
     def progress(self) -> Progress:
         """Return how far the replay has come."""
         return Progress(
-            bytes_read=self._events.bytes_read,
+            bytes_read=min(self._reader.bytes_done + self._events.bytes_read, self._reader.size_bytes),
             bytes_total=self._reader.size_bytes,
             forwards=self.summary.forwards,
             tokens=self.summary.tokens,
@@ -96,6 +117,8 @@ class ReplayRun:
 
     def finish(self) -> Summary:
         """Judge the end, write the report's files, and return the summary."""
+        if self.summary.header.segment is not None:
+            self.summary.segments = list(self._reader.numbers)
         self._events.finish()
         self._sinks.close()
         self.summary.seconds = time.perf_counter() - self._started
@@ -108,6 +131,7 @@ class ReplayRun:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stream.close()
         self._resources.close()
 
 
@@ -138,19 +162,23 @@ def replay(
 
 
 def replay_joined(
-    traces: Sequence[Path],
+    traces: Sequence[Path | Sequence[Path]],
     *,
     settings: ReplaySettings,
     reports: Sequence[Path | None],
     on_progress: Callable[[Progress], None] = lambda _: None,
+    schedules: Sequence[Schedule | None] = (),
+    all_there: bool = False,
 ) -> list[Summary]:
     """Replay traces of prefill and decode engines together; transfers meet by room.
 
     Args:
-        traces: the trace files, of any number of engines on either side.
+        traces: the trace files, or segments of one recording each, of any number of engines on either side.
         settings: how to replay.
         reports: a report directory each, or None.
         on_progress: called after every batch of events, of whichever trace.
+        schedules: what compares each one's forwards with another rank's; nothing where left out.
+        all_there: whether the segments given are all that should be there.
 
     Returns:
         A summary each, in the same order.
@@ -161,8 +189,12 @@ def replay_joined(
     exchange = Exchange()
     with ExitStack() as stack:
         runs = [
-            stack.enter_context(ReplayRun(trace, settings=settings, report=report, exchange=exchange))
-            for trace, report in zip(traces, reports, strict=True)
+            stack.enter_context(
+                ReplayRun(
+                    trace, settings=settings, report=report, exchange=exchange, schedule=schedule, all_there=all_there
+                )
+            )
+            for trace, report, schedule in zip(traces, reports, schedules or [None] * len(traces), strict=True)
         ]
         exchange.senders = [run.step for run in runs]
         receivers = [run for run in runs if run.summary.header.role != PREFILL]

@@ -1,5 +1,7 @@
 """What a person sees at the end of a replay: one trace, its verdict, the first thing that went wrong, what is next."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -9,10 +11,11 @@ from rich.text import Text
 
 from ..recorder.commands.text import printable
 from .findings import FINDING_KINDS
+from .incident_blocks import show_incidents
 from .summary import Summary
 from .verdict import Verdict
 
-_STYLES = {Verdict.CLEAN: "bold green", Verdict.CORRUPT: "bold red", Verdict.INCONCLUSIVE: "bold yellow"}
+VERDICT_STYLES = {Verdict.CLEAN: "bold green", Verdict.CORRUPT: "bold red", Verdict.INCONCLUSIVE: "bold yellow"}
 
 _REASONS = {
     "VERIFY_CHAIN_HASH": "the slot's predecessor is not the token that came before it",
@@ -35,12 +38,16 @@ def show(console: Console, summary: Summary) -> None:
         console.print(Text(line, style="dim"), soft_wrap=True)
     console.print()
     console.print(_verdict(summary), soft_wrap=True)
-    if summary.first_violation:
+    if summary.incidents:
+        console.print()
+        total = summary.num_incidents or len(summary.incidents)
+        show_incidents(console, summary.incidents, total=total, first_time_ns=summary.first_time_ns)
+    elif summary.first_violation:
         console.print()
         console.print(Padding(_violation(summary, summary.first_violation), (0, 0, 0, 2), expand=False))
         console.print()
         console.print(Padding(_counts(summary), (0, 0, 0, 2), expand=False))
-    if summary.first_finding:
+    if summary.first_finding and not summary.incidents:
         console.print()
         console.print(Padding(_finding(summary, summary.first_finding), (0, 0, 0, 2), expand=False))
     for title, lines, total in (
@@ -53,6 +60,23 @@ def show(console: Console, summary: Summary) -> None:
     console.print(_next(summary), soft_wrap=True)
 
 
+def one_line(summary: Summary) -> str:
+    """Return a verdict in one line: the first violation, the first finding, and the doubts."""
+    line = f"{summary.verdict.value.upper():12s} {summary.trace}   {summary.forwards:,} forwards"
+    first, finding = summary.first_violation, summary.first_finding
+    if first:
+        whose = f"request {first['request']}, " if first["request"] else ""
+        line += (
+            f"   {summary.violations:,} violations, first in forward {first['forward']:,}: {whose}slot "
+            f"{first['slot']:,}, {'+'.join(first['reasons'])}"
+        )
+    if finding:
+        line += f"   {summary.findings:,} findings, first in forward {finding['forward']:,}: {finding['kind']}"
+    if summary.doubts:
+        line += f"   ({'; '.join(summary.doubts)})"
+    return printable(line)
+
+
 def _headline(summary: Summary) -> Text:
     header = summary.header
     version = " ".join(part for part in (header.engine.name, header.engine.version) if part)
@@ -62,6 +86,7 @@ def _headline(summary: Summary) -> Text:
         version + commit,
         header.model.name,
         f"tp {header.ranks.tp_rank}/{header.ranks.tp_size}",
+        *([f"segments {segment_names(summary.segments)}"] if summary.segments else []),
         f"{summary.forwards:,} forwards",
         f"{summary.requests:,} requests",
         f"{summary.tokens:,} tokens",
@@ -102,9 +127,9 @@ def _more_checks(summary: Summary) -> list[str]:
 
 def _verdict(summary: Summary) -> Text:
     verdict = summary.verdict
-    text = Text(verdict.name, style=_STYLES[verdict])
+    text = Text(verdict.name, style=VERDICT_STYLES[verdict])
     if verdict is Verdict.CORRUPT:
-        found = []
+        found = [_count(summary.num_incidents, "incident")] if summary.num_incidents is not None else []
         if summary.violations:
             found.append(_count(summary.violations, "violation"))
         if summary.findings:
@@ -207,20 +232,34 @@ def _list(console: Console, title: str, lines: list[str], total: int) -> None:
 
 def _next(summary: Summary) -> Text:
     if summary.report is None:
-        return Text("next   run again with --report DIR to keep every violation", style="dim")
+        return Text("next   run again with --report DIR to keep every violation and name what went wrong", style="dim")
     text = Text("report ", style="dim")
     text.append(summary.report, style="default")
     if summary.violations:
         text.append("   every violation is a row of violations.parquet")
     if summary.verdict is Verdict.CORRUPT:
         text.append(f"\nnext   kvcanary triage {summary.report}    or kvcanary sql {summary.report}")
-    if summary.num_gaps and not summary.complete:
+        page = Path(summary.report) / "report.html"
+        if page.exists():  # written by who comes after a replay
+            text.append(f"\nopen   {page}")
+    if summary.num_gaps and not summary.complete and len(summary.segments) < 2:
         text.append(f"\nnext   kvcanary recover {summary.trace}")
     return text
 
 
 def _count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def segment_names(numbers: Sequence[int]) -> str:
+    """Return `0-3, 5` for segments 0 to 3 and 5, nothing for a trace of one file."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _duration(seconds: float) -> str:

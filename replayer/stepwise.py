@@ -12,23 +12,24 @@ import numpy.typing as npt
 from ..kernels.constants import KvHashMode
 from ..kernels.state import mark_writers, store_bytes
 from ..recorder.header import PoolGroup, TraceHeader
+from ..recorder.machine.forward import Forward
+from ..recorder.machine.kv_changes import KvChanges
+from ..recorder.machine.pools import Endpoint, GroupPool, launch_tag
+from ..recorder.machine.requests import RequestBook
+from ..recorder.machine.tables import StateTables
 from ..recorder.reader import EventView
 from ..recorder.schema import PHASE_AFTER, PHASE_BEFORE
 from .attribution import sweep_violations, verify_violations, write_violations
 from .checks import HistoryCheck
+from .checks.panel import Panel
 from .checks.view import ForwardView, GroupReads
 from .divergence import Divergence
 from .findings import Finding
-from .forward import Forward
-from .kv_changes import KvChanges
 from .launch import Launcher
 from .oracle import expected_tokens
 from .out_of_range import beyond_table, explain_plan, explain_requests, explain_writes
 from .planning import GroupStep, Planner, leave_out_unknown
-from .pools import Endpoint, GroupPool, launch_tag
-from .requests import RequestBook
 from .sweep import Sweep, explain_sweep
-from .tables import StateTables
 from .violations import LaunchViolations
 
 Int64Array = npt.NDArray[np.int64]
@@ -38,7 +39,8 @@ class StepwiseExecutor:
     """Steps forwards and sweeps through plan, verify and write on rebuilt pools.
 
     `launcher` holds the canary's own health counters; `verified` and `written` count what those launches looked at;
-    `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot.
+    `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot;
+    `history` is what the history checks share, None without any.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class StepwiseExecutor:
         self._on_violations = on_violations
         self._on_findings = on_findings
         self._checks = checks
+        self.history = next((check.history for check in checks if isinstance(check, Panel)), None)
         self._planner = Planner(header, self.tables, backend=backend)
 
     def forward(self, forward: Forward, view: EventView) -> None:

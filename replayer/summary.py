@@ -26,6 +26,10 @@ class Summary:
     header: TraceHeader
     settings: dict[str, Any]
     complete: bool = False
+    segments: list[int] = field(default_factory=list)
+    goes_on: bool = False
+    cut_short: str = ""
+    unknown_before: bool = False
     stopped: str = ""
     events: dict[str, int] = field(default_factory=dict)
     forwards: int = 0
@@ -62,6 +66,9 @@ class Summary:
     findings: int = 0
     findings_by_kind: dict[str, int] = field(default_factory=dict)
     first_finding: dict[str, Any] | None = None
+    # None until somebody has looked for them; rows as docs/incidents.md describes them, at most 100
+    num_incidents: int | None = None
+    incidents: list[dict[str, Any]] = field(default_factory=list)
     marks: list[dict[str, Any]] = field(default_factory=list)
     num_marks: int = 0
     seconds: float = 0.0
@@ -78,10 +85,17 @@ class Summary:
             doubts.append(f"{count} lost while recording")
         if not self.complete and not self.num_gaps and not self.stopped:
             doubts.append("the trace has no end: it was torn, or is still being written")
+        if self.cut_short:
+            doubts.append(self.cut_short)
         if self.transfers_unmatched:
             doubts.append(
                 f"{self.transfers_unmatched:,} transfer(s) received whose sender is in no trace given; replay them "
                 "together: kvcanary-replay prefill.arrow decode.arrow"
+            )
+        if self.unknown_before and self.unknown_entries:
+            doubts.append(
+                f"{self.unknown_entries:,} entries left out: what they stand on was lost, or came from another trace, "
+                "before the first segment given"
             )
         if self.unjudged:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.unjudged.items()))

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from ..kernels.plan import VerifyPlan
 from ..recorder.header import TraceHeader
+from ..recorder.machine.forward import UnusableEventError
 from ..recorder.reader import EventView
 from .findings import Finding
-from .forward import UnusableEventError
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..kernels.constants import FailReason, LaunchTag
-from .requests import RequestBook
+from ..recorder.machine.requests import RequestBook
 
 Int64Array = npt.NDArray[np.int64]
 

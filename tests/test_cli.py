@@ -25,6 +25,9 @@ def modules_after(code: str) -> set[str]:
         "main(['lab', 'matrix', '--help'])",
         "main(['sql', '--help'])",
         "main(['triage', '--help'])",
+        "main(['diff', '--help'])",
+        "main(['bisect', '--help'])",
+        "main(['bisect', 'run', '--help'])",
         "replay_command(['--help'])",
     ],
 )
@@ -36,7 +39,7 @@ def test_help_loads_no_heavy_library(arguments: str) -> None:
 
 
 def test_every_command_has_help_with_an_example() -> None:
-    for command in ("replay", "inspect", "recover", "simulate", "sql", "triage", "completion"):
+    for command in ("replay", "inspect", "recover", "simulate", "sql", "triage", "diff", "bisect", "completion"):
         result = subprocess.run(
             [sys.executable, "-c", f"from kvcanary.cli import main; main(['{command}', '--help'])"],
             capture_output=True,

@@ -13,7 +13,7 @@ from .text import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..header import PoolGroup, TraceHeader
+    from ..header import PoolGroup, Segment, TraceHeader
     from ..inspect import TraceInspection
 
 _NS = 1_000_000_000
@@ -25,6 +25,8 @@ _EPILOG = """\b
 Examples:
   kvcanary inspect trace.arrow
   kvcanary inspect --json trace.arrow | jq .events_by_kind
+  kvcanary inspect /traces/
+      a line for each trace and segment of a server, and what is missing between them
 """
 
 
@@ -32,14 +34,22 @@ Examples:
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def inspect_command(trace: Path, as_json: bool) -> None:
-    """Show what TRACE holds: header, events, requests, time span, sizes, losses.
+    """Show what TRACE holds: header, events, requests, time span, sizes, losses. Of a folder, a line for each file.
 
     Exit code 0 for a whole trace, 125 for one that is torn, damaged or lossy, 2 for a file that is no trace.
     """
     from ..errors import TraceError
     from ..inspect import inspect_trace
+    from .folder_inspection import inspect_folder, show_folder
 
     try:
+        if trace.is_dir():
+            all_found = inspect_folder(trace)
+            if as_json:
+                click.echo(json.dumps(all_found.to_json(), indent=2))
+            else:
+                show_folder(_console(), all_found)
+            sys.exit(all_found.exit_code)
         found = inspect_trace(trace)
     except TraceError as error:
         click.echo(f"Error: {printable(str(error))}", err=True)
@@ -47,11 +57,15 @@ def inspect_command(trace: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
-        from rich.console import Console
-
-        # A pipe has no width of its own; lines must not be cut at 80 there.
-        _show(Console(highlight=False, width=None if sys.stdout.isatty() else 160), found)
+        _show(_console(), found)
     sys.exit(0 if found.state == "complete" else 125)
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    # A pipe has no width of its own; lines must not be cut at 80 there.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def _show(console: "Console", found: "TraceInspection") -> None:
@@ -92,6 +106,7 @@ def _header_rows(header: "TraceHeader") -> list[tuple[str, str]]:
         ("engine", " ".join(filter(None, [engine.name, engine.version, engine.commit and f"({engine.commit})"]))),
         ("model", f"{header.model.name} {header.model.dtype}".strip()),
         ("format", f"{header.format_major}.{header.format_minor}, recorder {header.recorder_version or 'unknown'}"),
+        *([("segment", _segment(header.segment))] if header.segment is not None else []),
         ("created", f"{_when(header.created_ns)}   trace {header.trace_id or 'without an id'}"),
         ("runners", ", ".join(f"{r.name} (token offset {r.token_offset})" for r in header.runners)),
         (
@@ -105,11 +120,24 @@ def _header_rows(header: "TraceHeader") -> list[tuple[str, str]]:
     watch = (
         f"prefix re-read every {capture.kv_watch_every} forwards" if capture.kv_watch_every else "prefix not re-read"
     )
-    rows.append(("capture", f"{watch}, truth tokens {'yes' if capture.truth_tokens else 'no'}, {capture.compression}"))
+    rows.append(
+        (
+            "capture",
+            f"{watch}, truth tokens {'yes' if capture.truth_tokens else 'no'}, {_tokens(header)}{capture.compression}",
+        )
+    )
     if header.oracle is not None:
         rows.append(("oracle", f"{header.oracle.kind}, vocabulary {header.oracle.vocab_size:,}"))
     rows += [("note", note) for note in header.notes[:_MAX_SHOWN]]
     return rows
+
+
+def _tokens(header: "TraceHeader") -> str:
+    return "" if header.tokens == "plain" else f"tokens {header.tokens}, "
+
+
+def _segment(segment: "Segment") -> str:
+    return f"{segment.number}, from event {segment.first_event:,} of its recording"
 
 
 def _pool(group: "PoolGroup") -> str:

@@ -96,9 +96,23 @@ The same options and seed give the same events, apart from their times.
 @click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Read this much of the file.")
 @click.option("--scale-time", type=click.FloatRange(min=0), default=1.0, help="Multiply the file's arrival times.")
 @click.option("--kv-watch-every", type=click.IntRange(min=0), default=1, show_default=True, help="0: never.")
+@click.option(
+    "--tokens",
+    type=click.Choice(["plain", "hashed"]),
+    default="plain",
+    show_default=True,
+    help="hashed: salted hashes in place of the tokens, by a fresh salt.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON.")
 def simulate_command(  # one parameter an option
-    output: Path, force: bool, pd: bool, failure_rate: float, as_json: bool, kv_watch_every: int, **options: Any
+    output: Path,
+    force: bool,
+    pd: bool,
+    failure_rate: float,
+    as_json: bool,
+    kv_watch_every: int,
+    tokens: str,
+    **options: Any,
 ) -> None:
     """Record a trace from an engine that has no model, only everything around one.
 
@@ -109,9 +123,11 @@ def simulate_command(  # one parameter an option
     from ..engines.simulated.errors import WorkloadError
     from ..engines.simulated.pd_pair import PairSettings, PdPair
     from ..errors import TraceError
+    from ..privacy import Privacy, new_salt
     from .text import printable
 
-    recording = {"kv_watch_every": kv_watch_every, "overwrite": force}
+    privacy = Privacy(new_salt()) if tokens == "hashed" else None
+    recording: dict[str, Any] = {"kv_watch_every": kv_watch_every, "overwrite": force, "privacy": privacy}
     runs: SimulatedEngine | PdPair
     try:
         workload = _workload(options)

@@ -4,11 +4,13 @@ import logging
 from typing import Any
 
 from ..environment import RecordingSettings
+from .hooking import StepCost
 from .sglang_drafts import DraftGraph
 from .sglang_history import ALLOCS, FREES, GroupHistory
 from .sglang_hooks import Finish, Hook, not_applied, register_drafts, wrap_method
 from .sglang_requests import row_of
-from .sglang_session import Session, on_host
+from .sglang_session import Session, on_host, output_lens
+from .stop_signal import stop_on_sigterm
 from .stop_socket import serve_stop, stop_children
 
 logger = logging.getLogger("kvcanary")
@@ -30,6 +32,7 @@ class Attachment:
         self._runners: list[Any] = []
         self._session: Session | None = None
         self._off: set[str] = set()
+        self._cost = StepCost()
 
     def fault(self, hook: str, error: Exception) -> None:
         """Take note of a hook that failed."""
@@ -45,6 +48,17 @@ class Attachment:
         else:
             logger.error("kvcanary: %s is no longer told: %s: %s", hook, type(error).__name__, error, exc_info=error)
             session.recorder.lost(f"SGLang adapter, {hook} is no longer told: {type(error).__name__}: {error}")
+
+    def spent(self, nanoseconds: int) -> None:
+        """Count the time that a hook took on the engine's thread."""
+        self._cost.spent(nanoseconds)
+
+    def _close(self) -> None:
+        """End the trace, with what the recording cost in it."""
+        session = self._session
+        if session is not None:
+            session.recorder.mark("cost", {**self._cost.summary(), **session.cost()})
+            session.recorder.close()
 
     def _live(self, hook: str) -> Session | None:
         return None if hook in self._off else self._session
@@ -77,9 +91,21 @@ class Attachment:
         if any(runner.is_draft_worker for runner in runners):
             self.notes += register_drafts(self)
         session = Session(scheduler, runners, self._settings, (*self.notes, *not_applied()))
+        try:
+            self._follow(scheduler, session, allocator if history else None)
+        except Exception:
+            session.recorder.lost("the recording could not begin")
+            session.recorder.close()
+            raise
+        self._session = session
+        serve_stop(self._close)
+        stop_on_sigterm(self._close)
+
+    def _follow(self, scheduler: Any, session: Session, allocator: Any) -> None:
+        """Hook what the scheduler's parts do; with an allocator, which slots it gives out."""
         self._wrap(session.target.req_to_token_pool, "alloc", self.on_rows)
         self._wrap(session.target.req_to_token_pool, "free", self.on_row_free)
-        if history:
+        if allocator is not None:
             session.keep_history(allocator)
             for one in session.histories:
                 self._wrap_allocator(one)
@@ -90,8 +116,6 @@ class Attachment:
             for name in LOADS:
                 wrap_method(scheduler.tree_cache, name, self.on_load_back, self.fault)
         self._follow_transfers(scheduler, session)
-        self._session = session
-        serve_stop(session.recorder.close)
 
     def _follow_transfers(self, scheduler: Any, session: Session) -> None:
         """Hook what a prefill engine sends and a decode engine receives."""
@@ -100,11 +124,10 @@ class Attachment:
             self._wrap(scheduler, "send_kv_chunk", self.on_send)
         queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
         if role == "decode" and not wrap_method(queue, "_commit_transfer_to_req", self.on_receive, self.fault):
-            session.recorder.close()
             raise ValueError("this SGLang does not say what a decode engine receives, so nothing can be judged")
 
     def _wrap(self, owner: Any, name: str, hook: Hook) -> None:
-        if not wrap_method(owner, name, hook, self.fault):
+        if not wrap_method(owner, name, hook, self.fault, self.spent):
             logger.warning("kvcanary: %s has no %s: not told", type(owner).__name__, name)
 
     def _wrap_allocator(self, history: GroupHistory) -> None:
@@ -116,7 +139,7 @@ class Attachment:
         }
         for name, hook in hooks.items():
             if hasattr(history.allocator, name):
-                wrap_method(history.allocator, name, self._while_on(hook), self._history_fault)
+                wrap_method(history.allocator, name, self._while_on(hook), self._history_fault, self.spent)
 
     def _while_on(self, hook: Hook) -> Hook:
         def guarded(*args: Any, **kwargs: Any) -> Finish | None:
@@ -134,6 +157,8 @@ class Attachment:
         session = self._live("on_model")
         if session is None or id(runner) not in session.layout.runners:
             return None
+        if runner is session.target:
+            self._cost.next_step()
         session.before_model(runner, batch)
         return lambda _, error: session.after_model(error)
 
@@ -147,7 +172,7 @@ class Attachment:
         runner = graph_runner.model_runner
         if session is None or id(runner) not in session.layout.runners:
             return None
-        graph = DraftGraph(graph_runner, batch)
+        graph = DraftGraph(graph_runner, batch, own=session.own)
 
         def finish(result: Any, error: BaseException | None) -> None:
             for step in [] if error else graph.steps(result):
@@ -159,7 +184,7 @@ class Attachment:
     def on_forward(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Walk the prefix cache at the end of a target's forward, where SGLang's canary sweeps."""
         session = self._live("on_forward")
-        if session is None or runner is not session.target:
+        if session is None or runner is not session.target or not session.sweep.walks:
             return None
         return lambda _, error: None if error else session.sweep.after_forward()
 
@@ -167,8 +192,7 @@ class Attachment:
         """Get to know the requests of a batch that is about to run."""
         session = self._live("on_batch")
         if session is not None:
-            for req in batch.reqs or ():
-                session.see(req)
+            session.see_all(batch.reqs or [])
         return None
 
     def on_run(self, _scheduler: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
@@ -185,7 +209,7 @@ class Attachment:
         if session is None:
             return None
         reqs = list(batch.reqs or ())
-        before = [len(req.output_ids) for req in reqs]
+        before = output_lens(reqs)
         return lambda _, error: None if error else session.took_result(reqs, before, result)
 
     def on_retract(self, *_args: Any, **_kwargs: Any) -> Finish | None:

@@ -5,10 +5,9 @@ graph is through: they come out of it. Nothing that one step writes is overwritt
 after the graph are those that each step wrote.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from ..host_arrays import Int64Array, own_int64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,33 +19,39 @@ class DraftStep:
     req_pool_indices: Any
     seq_lens: Any
     spec_info: Any
-    input_ids: Int64Array
-    positions: Int64Array
-    out_cache_loc: Int64Array
+    input_ids: Any
+    positions: Any
+    out_cache_loc: Any
 
 
 class DraftGraph:
     """What goes into a graph of several draft steps, taken down before it runs.
 
+    Args:
+        graph_runner: SGLang's runner of the graph.
+        batch: the `ForwardBatch`.
+        own: makes a copy of a tensor, here or on the device.
+
     Raises:
         ValueError: a draft tree (top-k above 1), whose steps are no chain.
     """
 
-    def __init__(self, graph_runner: Any, batch: Any) -> None:
+    def __init__(self, graph_runner: Any, batch: Any, *, own: Callable[[Any], Any]) -> None:
         topk = int(getattr(graph_runner, "topk", 1))
         if topk != 1:
             raise ValueError(f"EAGLE with top-k {topk} cannot be recorded, expected 1")
-        self._rows = own_int64(batch.req_pool_indices)
-        self._positions = own_int64(batch.positions)
-        bs = self._rows.size
-        self._slots = own_int64(batch.out_cache_loc).reshape((bs, -1) if bs else (0, 1))  # [bs, steps]
-        self._seq_lens = own_int64(batch.seq_lens)
+        self._own = own
+        self._rows = own(batch.req_pool_indices)
+        self._positions = own(batch.positions)
+        bs = int(self._rows.shape[0])
+        self._slots = own(batch.out_cache_loc).reshape((bs, -1) if bs else (0, 1))  # [bs, steps]
+        self._seq_lens = own(batch.seq_lens)
         self._mode, self._rids, self._spec_info = batch.forward_mode, tuple(batch.rids or ()), batch.spec_info
 
     def steps(self, result: Any) -> list[DraftStep]:
         """Return the forwards that ran in the graph, from what came out of it: `draft_tokens` `[bs, steps]`."""
-        bs = self._rows.size
-        tokens = own_int64(result[2]).reshape((bs, -1) if bs else (0, 1))
+        bs = int(self._rows.shape[0])
+        tokens = self._own(result[2]).reshape((bs, -1) if bs else (0, 1))
         return [
             DraftStep(
                 forward_mode=self._mode,

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ..device.recorder import DeviceRecorder
 from ..host_arrays import Int64Array, own_int64
 from ..recorder import Recorder
 from .sglang_hooks import Finish
@@ -21,7 +22,9 @@ FREES: Final = ("free", "free_segment", "free_page_ids")
 class GroupHistory:
     """One allocator and the groups (target's, drafts') whose slots it gives out; slot 0 is nobody's."""
 
-    def __init__(self, allocator: Any, groups: tuple[int, ...], num_slots: int, recorder: Recorder) -> None:
+    def __init__(
+        self, allocator: Any, groups: tuple[int, ...], num_slots: int, recorder: Recorder | DeviceRecorder
+    ) -> None:
         self.allocator = allocator
         self.groups = groups
         self.page_size = max(1, int(getattr(allocator, "page_size", 1) or 1))

@@ -5,18 +5,19 @@ plugins have been called. What this version of SGLang does not have is left out,
 trace's header.
 """
 
-import functools
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-logger = logging.getLogger("kvcanary")
+from .hooking import Finish as Finish
+from .hooking import Hook as Hook
+from .hooking import harmless as harmless
+from .hooking import wrap_method as wrap_method
 
-Finish = Callable[[Any, BaseException | None], None]
-Hook = Callable[..., Finish | None]
+logger = logging.getLogger("kvcanary")
 
 # In a process of SGLang's that runs no scheduler (tokenizer, detokenizer) this is not imported, and nothing is hooked.
 SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
@@ -107,51 +108,6 @@ TARGETS: Final = (
 )
 
 
-def harmless(hook: Hook, on_fault: Callable[[str, Exception], None]) -> Callable[..., Any]:
-    """Return a wrapper `(original, *args, **kwargs)` that calls `hook` before the original and what it returns after.
-
-    The hook gets the original's arguments; what it returns, if anything, is called with the original's result and
-    the exception that it raised. The engine sees the original's result or exception and no other.
-    """
-    name = getattr(hook, "__name__", "hook")
-
-    def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        finish: Finish | None = None
-        try:
-            finish = hook(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            on_fault(name, error)
-        if finish is None:
-            return original(*args, **kwargs)
-        try:
-            result = original(*args, **kwargs)
-        except BaseException as error:
-            _finish(finish, None, error, name, on_fault)
-            raise
-        _finish(finish, result, None, name, on_fault)
-        return result
-
-    return wrapper
-
-
-def _finish(
-    finish: Finish, result: Any, raised: BaseException | None, name: str, on_fault: Callable[[str, Exception], None]
-) -> None:
-    try:
-        finish(result, raised)
-    except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-        on_fault(name, error)
-
-
-def wrap_method(owner: Any, name: str, hook: Hook, on_fault: Callable[[str, Exception], None]) -> bool:
-    """Put `hook` around one object's method; return whether the object has such a method."""
-    original = getattr(owner, name, None)
-    if not callable(original):
-        return False
-    setattr(owner, name, functools.update_wrapper(functools.partial(harmless(hook, on_fault), original), original))
-    return True
-
-
 def find(target: Target) -> str | None:
     """Return the path under which this SGLang has the target, None where it has not."""
     for path in target.paths:
@@ -200,7 +156,7 @@ def register(targets: Sequence[Target], attachment: Any) -> list[str]:
     for target, path in found.items():
         if path is not None:
             hook = getattr(attachment, f"on_{target.name}")
-            HookRegistry.register(path, harmless(hook, attachment.fault), HookType.AROUND)
+            HookRegistry.register(path, harmless(hook, attachment.fault, attachment.spent), HookType.AROUND)
     return [f"not hooked: {target.paths[0]}: {target.without}" for target, path in found.items() if path is None]
 
 

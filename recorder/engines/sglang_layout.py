@@ -80,7 +80,9 @@ class Layout:
         self.runners[id(runner)] = RunnerLayout(index=index, table=table, groups=groups)
 
     def _streams(self, where: str, pool: Any) -> list[tuple[KvStream, KvSource]]:
-        """Return the first layer's halves; none where a token's bytes cannot be read as one aligned row."""
+        """Return the first layer's halves; none where no bytes are wanted or a token's are no one aligned row."""
+        if not self._settings.capture_bytes:
+            return []
         halves = [("K", "k_buffer"), ("V", "v_buffer")] if hasattr(pool, "k_buffer") else [("K", "kv_buffer")]
         found = []
         for half, attribute in halves:

@@ -63,15 +63,24 @@ class KnownRequest:
             self._count = total
         return self._tokens[:total]
 
+    def tokens(self, start: int, stop: int) -> Int64Array:
+        """Return the tokens of positions `start` to before `stop`, as the scheduler holds them now."""
+        prompt, output = self.req.origin_input_ids, self.req.output_ids
+        split = len(prompt)
+        if start >= split:
+            return np.array(output[start - split : stop - split], np.int64)
+        return np.array([*prompt[start:stop], *output[: max(stop - split, 0)]], np.int64)
+
 
 class RequestBook:
-    """The engine's requests by name; `tell` is called with each one that was not known."""
+    """The engine's requests by name; `version` grows with each one that comes or goes."""
 
-    __slots__ = ("_by_rid", "_exact")
+    __slots__ = ("_by_rid", "_exact", "version")
 
     def __init__(self, *, exact_ids: bool) -> None:
         self._by_rid: dict[str, KnownRequest] = {}
         self._exact = exact_ids
+        self.version = 0
 
     def see(self, req: Any) -> tuple[KnownRequest, bool]:
         """Return a request of the engine's and whether it is new."""
@@ -80,6 +89,7 @@ class RequestBook:
             return known, False
         known = KnownRequest(req, request_id_of(req.rid, exact=self._exact))
         self._by_rid[req.rid] = known
+        self.version += 1
         return known, True
 
     def get(self, rid: str) -> KnownRequest | None:
@@ -91,6 +101,7 @@ class RequestBook:
         known = self._by_rid.get(req.rid)
         if known is not None and known.req is req:
             del self._by_rid[req.rid]
+            self.version += 1
 
     def ids(self, rids: Sequence[str], rows: int) -> Int64Array:
         """Return the ids of a batch's requests `[rows] int64`, -1 for padding."""

@@ -1,16 +1,23 @@
 """One scheduler's recording: what its forwards, requests and slots mean in the recorder's words."""
 
+import dataclasses
 import logging
 import os
 import time
+import weakref
 from collections import OrderedDict
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import numpy as np
 
+from ..device.recorder import DeviceRecorder
 from ..environment import RecordingSettings
 from ..forward_input import translate
+from ..header import TraceHeader
+from ..host_arrays import Int64Array, own_int64
 from ..recorder import Recorder
+from .sglang_device import KnownBatches, device_forward
 from .sglang_forward import forward_input
 from .sglang_history import GroupHistory
 from .sglang_layout import Layout, RunnerLayout, describe_engine
@@ -21,7 +28,8 @@ from .sglang_transfers import Transfers, room_of
 logger = logging.getLogger("kvcanary")
 
 # Forwards whose samples may still be outstanding: overlap scheduling is one behind, pipelines a few.
-MAX_OUTSTANDING = 64
+MAX_OUTSTANDING: Final = 64
+_OUTPUT: Final = attrgetter("output_ids")
 
 
 class Session:
@@ -39,24 +47,54 @@ class Session:
         self.layout = Layout(model_runners, settings)
         header = describe_engine(scheduler, self.layout, self.target, settings, notes)
         self._requests = RequestBook(exact_ids=header.oracle is not None)
+        tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
         settings.folder.mkdir(parents=True, exist_ok=True)
         path = settings.folder / trace_name(header)
-        self.recorder = Recorder(
-            path,
-            header,
-            kv_sources=self.layout.sources,
-            kv_watch_every=settings.kv_watch_every,
-            **settings.writer_options(),
-        )
-        self.sweep = PrefixCacheWalk(
-            self.target, scheduler.tree_cache, self.layout, header.sweep_interval, self.recorder
-        )
+        self.recorder = self._open(path, header, settings)
+        self.sweep = PrefixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
         self.transfers = Transfers(self.layout, self.recorder)
         self.histories: list[GroupHistory] = []
         self.retracting = False
+        self._batches = KnownBatches(self._requests)
+        self._reqs: list[Any] = []
         self._last_target: tuple[int, tuple[str, ...]] = (-1, ())
-        self._results: OrderedDict[int, tuple[int, tuple[str, ...]]] = OrderedDict()
+        # By id; a weak reference tells the result from a later one at the same address, and keeps no tensor alive.
+        self._results: OrderedDict[int, tuple[weakref.ref[Any], int, tuple[str, ...]]] = OrderedDict()
         logger.info("%s", settings.start_up_line(path, self.recorder.header))
+
+    def _open(self, path: Any, header: TraceHeader, settings: RecordingSettings) -> Recorder | DeviceRecorder:
+        """Return a recorder that never waits for the device, where there is one and it can be."""
+        sources, every = self.layout.sources, settings.kv_watch_every
+        # Slots that an allocator on the device gives out can only be told by waiting for it, and so in its order.
+        if on_gpu(self.layout.tables[0]) and settings.history != "on":
+            try:
+                return DeviceRecorder(
+                    path,
+                    header,
+                    tables=self.layout.tables,
+                    luts=self.layout.luts,
+                    kv_sources=sources,
+                    kv_watch_every=every,
+                    **settings.writer_options(),
+                )
+            except ValueError as error:
+                note = f"every forward waits for the device: {error}"
+                logger.warning("kvcanary: %s", note)
+                header = dataclasses.replace(header, notes=(*header.notes, note))
+        return Recorder(path, header, kv_sources=sources, kv_watch_every=every, **settings.writer_options())
+
+    def cost(self) -> dict[str, int]:
+        """Return what the recording has cost so far: forwards, and memory on the device and pinned on the host."""
+        recorder = self.recorder
+        if isinstance(recorder, DeviceRecorder):
+            memory = {"device_bytes": recorder.device_bytes, "pinned_bytes": recorder.pinned_bytes}
+        else:
+            memory = {}
+        return {"forwards": recorder.next_forward, **memory}
+
+    def own(self, values: Any) -> Any:
+        """Return a copy of a tensor of the engine's that may be read later: on the device, or flat on the host."""
+        return values.clone() if isinstance(self.recorder, DeviceRecorder) else own_int64(values)
 
     def keep_history(self, allocator: Any) -> None:
         """Find the allocators behind the groups; slots that they give out are told from now on."""
@@ -78,6 +116,13 @@ class Session:
             )
         return known
 
+    def see_all(self, reqs: list[Any]) -> None:
+        """Get to know a batch's requests."""
+        if reqs != self._reqs:
+            for req in reqs:
+                self.see(req)
+            self._reqs = list(reqs)
+
     def before_model(self, runner: Any, batch: Any) -> None:
         """Tell of the forward that a model runner is about to run.
 
@@ -87,6 +132,11 @@ class Session:
         layout = self.layout.runners[id(runner)]
         rids = tuple(batch.rids or ())
         rows = int(batch.req_pool_indices.shape[0])
+        if not runner.is_draft_worker:
+            self._last_target = (self.recorder.next_forward, rids)
+        if isinstance(self.recorder, DeviceRecorder):
+            self.recorder.before_forward(device_forward(batch, runner=layout, known=self._batches.of(rids, rows)))
+            return
         told = forward_input(
             batch,
             runner=layout,
@@ -96,8 +146,6 @@ class Session:
         )
         for history in self.histories:
             self._tell_written(history, layout, told)
-        if not runner.is_draft_worker:
-            self._last_target = (self.recorder.next_forward, rids)
         self.recorder.before_forward(told)
 
     def _tell_written(self, history: GroupHistory, layout: RunnerLayout, told: Any) -> None:
@@ -115,20 +163,34 @@ class Session:
         """Note which forward a scheduler step's result belongs to; `first` is the step's first forward."""
         if result is None or self._last_target[0] < first:
             return
-        self._results[id(result)] = self._last_target
+        self._results[id(result)] = (weakref.ref(result), *self._last_target)
         while len(self._results) > MAX_OUTSTANDING:
             self._results.popitem(last=False)
 
     def took_result(self, reqs: list[Any], before: list[int], result: Any) -> None:
-        """Tell which tokens the scheduler took over from a result; `before[i]` is how many request i had."""
-        forward, rids = self._results.pop(id(result), (-1, ()))
-        if forward < 0 or not rids:
+        """Tell which tokens the scheduler took over from a result; `before[i]` is how many request i had.
+
+        A pipeline stage takes over results that are not those of its own forwards: nothing is told of them.
+        """
+        ran = self._results.pop(id(result), None)
+        after = output_lens(reqs)
+        if ran is None or ran[0]() is not result or after == before:
             return
-        new = {req.rid: list(req.output_ids[count:]) for req, count in zip(reqs, before, strict=True)}
-        sampled = [new.get(rid, []) for rid in rids]
-        lens = np.array([len(tokens) for tokens in sampled], np.int64)
-        if lens.any():
-            flat = np.array([token for tokens in sampled for token in tokens], np.int64)
+        _, forward, rids = ran
+
+        def sampled() -> tuple[Int64Array, Int64Array]:
+            self._batches.refresh()
+            parts = zip(reqs, before, after, strict=True)
+            new = {req.rid: req.output_ids[first:last] for req, first, last in parts}
+            tokens = [new.get(rid, ()) for rid in rids]
+            lens = np.array([len(part) for part in tokens], np.int64)
+            return np.array([token for part in tokens for token in part], np.int64), lens
+
+        if isinstance(self.recorder, DeviceRecorder):
+            self.recorder.sampled_later(forward, sampled)
+            return
+        flat, lens = sampled()
+        if flat.size:
             self.recorder.sampled(forward=forward, sampled_tokens=flat, sampled_lens=lens)
 
     def got_row(self, req: Any) -> None:
@@ -150,6 +212,11 @@ class Session:
             self.recorder.lost("a decode engine restores a retracted request's KV from the host, which is not told")
 
 
+def output_lens(reqs: list[Any]) -> list[int]:
+    """Return how many tokens each request has sampled so far; no loop of Python's own, this is the engine's thread."""
+    return list(map(len, map(_OUTPUT, reqs)))
+
+
 def trace_name(header: Any) -> str:
     """Return the name of a process's trace: when, role, ranks and process, so that no two are the same."""
     ranks = header.ranks
@@ -165,6 +232,11 @@ def _allocators(allocator: Any) -> list[tuple[str, Any]]:
         return [("full", allocator)]
     full = allocator.full_attn_allocator
     return [("swa", swa)] if full is swa else [("full", full), ("swa", swa)]
+
+
+def on_gpu(tensor: Any) -> bool:
+    """Say whether a tensor lies on a GPU."""
+    return getattr(getattr(tensor, "device", None), "type", "") == "cuda"
 
 
 def on_host(allocator: Any) -> bool:

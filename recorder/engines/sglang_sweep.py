@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from ..device.recorder import DeviceRecorder
 from ..forward_input import translate
 from ..host_arrays import own_int64
 from ..recorder import Recorder
@@ -13,7 +14,9 @@ from .sglang_layout import Layout, RunnerLayout, online_sweep_interval
 class PrefixCacheWalk:
     """Walks the prefix cache every so many target forwards; where the engine's own canary sweeps, right after it."""
 
-    def __init__(self, target: Any, tree_cache: Any, layout: Layout, every: int, recorder: Recorder) -> None:
+    def __init__(
+        self, target: Any, tree_cache: Any, layout: Layout, every: int, recorder: Recorder | DeviceRecorder
+    ) -> None:
         self._target = target
         self._tree_cache = tree_cache
         self._layout = layout
@@ -24,6 +27,11 @@ class PrefixCacheWalk:
         self._forwards = 0
         self._passes = self._online_passes()
         self._walk: Any = self._walker() if self._online or every else None
+
+    @property
+    def walks(self) -> bool:
+        """Whether the prefix cache is walked at all."""
+        return self._walk is not None
 
     def _walker(self) -> Any:
         from sglang.srt.kv_canary.radix_cache_walker import walk_radix_cache_for_canary

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..device.recorder import DeviceRecorder
 from ..forward_input import translate
 from ..host_arrays import read_runs
 from ..recorder import Recorder
@@ -24,7 +25,7 @@ SUCCESS: Final = 4
 class Transfers:
     """Tells the transfers of one scheduler; both sides name a pool group alike, so they find one another."""
 
-    def __init__(self, layout: Layout, recorder: Recorder) -> None:
+    def __init__(self, layout: Layout, recorder: Recorder | DeviceRecorder) -> None:
         self._layout = layout
         self._recorder = recorder
         self._first: dict[int, int] = {}  # of each room that is being sent, its first position

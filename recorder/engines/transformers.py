@@ -9,7 +9,9 @@ transformers 5.23; synchronous batching only, and the block-table fast path (GPU
 
 import functools
 import logging
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
+from ..environment import read_environment
 from ..recorder import Recorder, prepare_kernels
 from .transformers_session import Session
 
@@ -251,6 +254,29 @@ class Attachment:
         return hook
 
 
+def attach_from_environment() -> Attachment | None:
+    """Record from now on, where `KVCANARY_TRACE` or a file of settings asks for it; None where nothing does.
+
+    The trace is `transformers-<UTC time>-<pid>.arrow` in the folder named. Of the settings, `sweep_every` and `history`
+    have no meaning here.
+
+    Raises:
+        ValueError, ImportError: as `attach` does, or a setting is wrong.
+        OSError: the folder cannot be made.
+    """
+    settings = read_environment()
+    if settings is None:
+        return None
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    return attach(
+        settings.folder / f"transformers-{when}-{os.getpid()}.arrow",
+        kv_watch_every=settings.kv_watch_every,
+        capture_bytes=settings.capture_bytes,
+        **settings.writer_options(),
+    )
+
+
 def attach(
     path: str | Path,
     *,
@@ -264,7 +290,7 @@ def attach(
     Args:
         path: the first processor's trace; further ones get a number before the suffix.
         kv_watch_every: look for KV bytes that changed without a write every N forwards; 0 never.
-        capture_bytes: leading bytes of each token's K and V to keep, a multiple of 16.
+        capture_bytes: leading bytes of each token's K and V to keep, a multiple of 16; 0 for none.
         layers: whose KV bytes to keep, at most 4 of a group; None for the first layer of each group.
         writer_options: `compression`, `flush_bytes`, `flush_interval_ns`, `max_queued_bytes`, `overwrite`.
 
@@ -277,8 +303,8 @@ def attach(
     path = Path(path)
     if kv_watch_every < 0:
         raise ValueError(f"kv_watch_every is {kv_watch_every}, expected 0 (never) or a number of forwards")
-    if capture_bytes <= 0 or capture_bytes % 16:
-        raise ValueError(f"capture_bytes is {capture_bytes}, expected a positive multiple of 16")
+    if capture_bytes < 0 or capture_bytes % 16:
+        raise ValueError(f"capture_bytes is {capture_bytes}, expected a multiple of 16, or 0 for none")
     if path.exists() and not writer_options.get("overwrite", False):
         raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
     from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler

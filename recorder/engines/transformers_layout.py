@@ -91,7 +91,7 @@ def describe_engine(
     Args:
         processor: a `ContinuousBatchProcessor`.
         layers: whose KV bytes to capture; None for the first layer of each group.
-        capture_bytes: how many leading bytes of each token's K and V.
+        capture_bytes: how many leading bytes of each token's K and V; 0 for none.
 
     Raises:
         ValueError: a layer that the model does not have.
@@ -109,7 +109,7 @@ def describe_engine(
     for index, (name, allocator) in enumerate(cache.cache_allocators.items()):
         layout = GroupLayout(index, allocator)
         layouts.append(layout)
-        wanted = tuple(n for n in allocator.layer_indices if layers is None or n in layers)
+        wanted = tuple(n for n in allocator.layer_indices if capture_bytes and (layers is None or n in layers))
         streams = layout.streams(wanted[:1] if layers is None else wanted, capture_bytes)
         if wanted and not streams:
             notes.append(f"{name}: KV bytes not captured, a token's K is no multiple of {ALIGN_BYTES} bytes")

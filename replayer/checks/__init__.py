@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from ...recorder.header import TraceHeader
-from ..requests import RequestBook
+from ...recorder.machine.requests import RequestBook
 from .check import HistoryCheck
 from .foreign_slot_freed import ForeignSlotFreed
 from .freed_during_transfer import FreedDuringTransfer

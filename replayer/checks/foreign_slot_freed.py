@@ -8,9 +8,9 @@ is nobody's. Judged only where the trace promises to tell of every slot, since a
 """
 
 from ...kernels.ledger import CACHED, HELD, OWNER, STATE
+from ...recorder.machine.slot_events import SlotEvent
 from ...recorder.reader import EventView
 from ..findings import Finding
-from ..slot_events import SlotEvent
 from .check import HistoryCheck
 from .history import History
 from .reporting import by_row, changed_hands, event_finding, holder

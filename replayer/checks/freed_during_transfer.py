@@ -8,9 +8,9 @@ cache keeps them; after "failed" they may go. Judged only where the trace promis
 
 import numpy as np
 
+from ...recorder.machine.slot_events import SlotEvent
 from ...recorder.reader import EventView
 from ..findings import Finding
-from ..slot_events import SlotEvent
 from .check import HistoryCheck
 from .history import History
 from .reporting import by_row, event_finding

@@ -6,14 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import record_words
-from ...kernels.ledger import judge_reads, judge_writes, note_writes
+from ...kernels.ledger import judge_reads, judge_writes
 from ...recorder.header import TraceHeader
+from ...recorder.machine.batch_tokens import BatchTokens, batch_tokens
+from ...recorder.machine.requests import RequestBook
+from ...recorder.machine.slot_events import SlotEvent, TransferEvent
+from ...recorder.machine.slot_history import SlotHistory
 from ...recorder.reader import EventView
-from ..ledger import SlotLedger
-from ..requests import RequestBook
-from ..slot_events import CopyEvent, KnownEvent, SlotEvent, StatusEvent, TransferEvent, read_known_event
-from .batch_tokens import BatchTokens, batch_tokens
-from .row_book import RowBook
 from .view import ForwardView, GroupReads
 
 Int64Array = npt.NDArray[np.int64]
@@ -49,26 +48,17 @@ class Touched:
     transfer: Int64Array
 
 
-class History:
+class History(SlotHistory):
     """Everything that was told so far, as the checks need it.
 
-    `complete` says that the trace promises to tell of every slot; `known` is the event being judged, None for one
-    that says nothing about slots, `touched` the slots it names where the trace is complete; `last_forward` is the
-    number of the last forward, -1 before the first; `ended` holds the requests that are gone.
+    `touched` holds the slots that the event being judged names, where the trace is complete.
     """
 
     def __init__(self, header: TraceHeader, book: RequestBook, *, backend: str) -> None:
+        super().__init__(header, backend=backend)
         self.header = header
         self.book = book
-        self.backend = backend
-        self.complete = header.slot_history == "complete"
-        self.ledger = SlotLedger(header.groups, complete=self.complete)
-        self.rows = RowBook(header)
-        self.known: KnownEvent | None = None
         self.touched: list[Touched] = []
-        self.last_forward = -1
-        self.had_gap = False
-        self.ended: dict[int, int] = {}
         self._serial = 0
         self._view: ForwardView | None = None
         self._judged: list[Judged] = []
@@ -76,7 +66,7 @@ class History:
 
     def open(self, view: EventView) -> None:
         """Read an event; raise `UnusableEventError` where it contradicts itself or the pools."""
-        self.known = read_known_event(view, self.header.groups)
+        super().open(view)
         self.touched = []
         if self.complete and isinstance(self.known, SlotEvent | TransferEvent):
             self.touched = [
@@ -137,50 +127,21 @@ class History:
             group=group, ledger=ledger, reads=reads, read_bits=read_bits, writes=writes, write_bits=write_bits
         )
 
-    def take_forward(self, view: ForwardView) -> None:
-        """Move on by a forward."""
-        forward = view.forward
-        for group in view.groups:
-            note_writes(
-                slots=group.written,
-                end=int(group.write_offsets[len(forward.request_ids)]),
-                event=forward.event + 1,
-                ledger=self.ledger.rows[group.pool.index],
-                backend=self.backend,
-            )
-        self.rows.take_forward(forward)
-        self.last_forward = forward.forward
-        self._view = None
-        self._tokens = None
-        self._judged = []
-
-    def take_event(self, view: EventView) -> None:
-        """Move on by an event between two forwards."""
-        known = self.known
-        if isinstance(known, SlotEvent):
-            self.ledger.apply_slots(known)
-        elif isinstance(known, CopyEvent):
-            self.ledger.apply_copy(known)
-        elif isinstance(known, TransferEvent):
-            self.ledger.apply_transfer(known)
-        elif isinstance(known, StatusEvent):
-            self.rows.take_status(known)
-            if known.status in ("finished", "aborted"):
-                self.ended[known.request_id] = known.event
-            else:
-                self.ended.pop(known.request_id, None)
-        elif view.kind in ("loss", "keyframe"):
-            # Which allocations were lost is not said; a keyframe is the beginning of a trace that had one before it.
-            self.forget()
+    def take_view(self, view: ForwardView) -> None:
+        """Move on by a forward that was judged."""
+        end = len(view.forward.request_ids)
+        self.take_forward(
+            view.forward, [(group.pool.index, group.written, int(group.write_offsets[end])) for group in view.groups]
+        )
+        self._drop_view()
 
     def forget(self) -> None:
         """Take everything for unknown."""
-        self.ledger.forget()
-        self.rows.forget()
-        self.ended.clear()
-        self.known = None
+        super().forget()
         self.touched = []
-        self.had_gap = True
+        self._drop_view()
+
+    def _drop_view(self) -> None:
         self._view = None
         self._tokens = None
         self._judged = []

@@ -8,8 +8,8 @@ what the scheduler has committed (drafted tokens, an overlapped step's own token
 
 import numpy as np
 
+from ...recorder.machine.tables import UNKNOWN_TOKEN
 from ..findings import Finding
-from ..tables import UNKNOWN_TOKEN
 from .check import HistoryCheck
 from .history import History
 from .reporting import input_finding

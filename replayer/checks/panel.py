@@ -10,10 +10,10 @@ from .view import ForwardView
 
 
 class Panel(HistoryCheck):
-    """Asks each check about the forwards and the kinds of event that it judges."""
+    """Asks each check about the forwards and the kinds of event that it judges; `history` is what they share."""
 
     def __init__(self, history: History, checks: Sequence[HistoryCheck]) -> None:
-        self._history = history
+        self.history = history
         self._checks = checks
         self._of_forwards = [check for check in checks if type(check).forward is not HistoryCheck.forward]
         kinds = {kind for check in checks for kind in check.judges}
@@ -24,16 +24,16 @@ class Panel(HistoryCheck):
         findings: list[Finding] = []
         for check in self._of_forwards:
             findings += check.forward(view)
-        self._history.take_forward(view)
+        self.history.take_view(view)
         return findings
 
     def event(self, view: EventView) -> list[Finding]:
         """Judge another event, then move on by it; raise `UnusableEventError` before anything has changed."""
-        self._history.open(view)
+        self.history.open(view)
         findings: list[Finding] = []
         for check in self._of_events.get(view.kind, ()):
             findings += check.event(view)
-        self._history.take_event(view)
+        self.history.take_event(view)
         return findings
 
     def finish(self) -> list[Finding]:
@@ -42,6 +42,6 @@ class Panel(HistoryCheck):
 
     def forget(self) -> None:
         """Take all that was remembered for unknown."""
-        self._history.forget()
+        self.history.forget()
         for check in self._checks:
             check.forget()

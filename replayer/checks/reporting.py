@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.ledger import ALLOC, CACHED, CONTENT, LEFT, OWNER, PADDING_WRITER, STATE
+from ...recorder.machine.batch_tokens import BatchTokens
+from ...recorder.machine.forward import Forward
+from ...recorder.machine.ledger import TIMELESS
+from ...recorder.machine.requests import RequestBook
+from ...recorder.machine.slot_events import SlotEvent, StatusEvent, TransferEvent
 from ..findings import Finding, evidence
-from ..forward import Forward
-from ..ledger import TIMELESS
-from ..requests import RequestBook
-from ..slot_events import SlotEvent, StatusEvent, TransferEvent
-from .batch_tokens import BatchTokens
 from .history import History, Judged
 from .view import ForwardView, GroupReads
 

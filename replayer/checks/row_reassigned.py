@@ -8,11 +8,11 @@ and so told, before the row is taken back. Judged only where the trace promises 
 
 import numpy as np
 
+from ...recorder.machine.row_book import EVENT, GIVEN, HOLDER
 from ..findings import Finding
 from .check import HistoryCheck
 from .history import History
 from .reporting import forward_finding
-from .row_book import EVENT, GIVEN, HOLDER
 from .view import ForwardView
 
 

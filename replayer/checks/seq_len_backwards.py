@@ -10,11 +10,11 @@ its tokens when it samples.
 
 import numpy as np
 
+from ...recorder.machine.row_book import END, PREFIX, SAMPLED_END, SEEN, VERIFY
 from ..findings import Finding
 from .check import HistoryCheck
 from .history import History
 from .reporting import forward_finding
-from .row_book import END, PREFIX, SAMPLED_END, SEEN, VERIFY
 from .view import ForwardView
 
 

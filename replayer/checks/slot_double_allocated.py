@@ -7,9 +7,9 @@ trace promises to tell of every slot, since an untold free would excuse it.
 """
 
 from ...kernels.ledger import HELD, OWNER, STATE
+from ...recorder.machine.slot_events import SlotEvent
 from ...recorder.reader import EventView
 from ..findings import Finding
-from ..slot_events import SlotEvent
 from .check import HistoryCheck
 from .history import History
 from .reporting import by_row, changed_hands, event_finding, holder

@@ -7,9 +7,9 @@ since an untold allocation would excuse it.
 """
 
 from ...kernels.ledger import ALLOC, LEFT
+from ...recorder.machine.slot_events import SlotEvent
 from ...recorder.reader import EventView
 from ..findings import Finding
-from ..slot_events import SlotEvent
 from .check import HistoryCheck
 from .history import History
 from .reporting import by_row, event_finding

@@ -8,10 +8,10 @@ trace promises to tell of every slot.
 """
 
 from ...kernels.ledger import FREE, HELD, OWNER, STATE
+from ...recorder.machine.slot_events import TransferEvent
 from ...recorder.reader import EventView
 from ...recorder.schema import SEND
 from ..findings import Finding
-from ..slot_events import TransferEvent
 from .check import HistoryCheck
 from .history import History
 from .reporting import by_row, changed_hands, event_finding

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.plan import VerifyPlan
-from ..forward import Forward
-from ..pools import GroupPool
-from ..tables import StateTables
+from ...recorder.machine.forward import Forward
+from ...recorder.machine.pools import GroupPool
+from ...recorder.machine.tables import StateTables
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -13,7 +13,9 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..settings import Progress, ReplaySettings
+    from ...recorder.recordings import Recording
+    from ..jobs import Job, Plan
+    from ..settings import ReplaySettings
     from ..summary import Summary
 
 _EPILOG = """\b
@@ -33,6 +35,8 @@ Examples:
       all checks but two
   kvcanary-replay prefill.arrow decode.arrow
       two engines of one deployment: what the one sent is compared with what the other received
+  kvcanary-replay /traces/
+      all that a server recorded: segments joined, a verdict for each rank and one over all
 """
 
 
@@ -41,8 +45,8 @@ Examples:
 @click.option(
     "--report",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Report directory. [default: TRACE.report beside the trace, trace.report for trace.arrow; with several "
-    "traces, one folder each inside DIR]",
+    help="Report directory. [default: TRACE.report beside the trace, trace.report for trace.arrow and its segments; "
+    "with several recordings, one folder each inside DIR]",
 )
 @click.option("--no-report", is_flag=True, help="Write no report; print the verdict only.")
 @click.option(
@@ -83,7 +87,19 @@ Examples:
     expose_value=False,
     help="Where the pools are rebuilt. This version replays on the CPU.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON: one object, or a list for several.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the summary as JSON: one object, a list for several, for a folder an object with all of them.",
+)
+@click.option(
+    "--page/--no-page",
+    default=None,
+    expose_value=False,
+    callback=lambda context, _, value: context.meta.update({"kvcanary.page": value}),
+    help="Write report.html too where something was found. [default: unless --json or --quiet]",
+)
 @click.option("--quiet", "-q", is_flag=True, help="Print one line a trace.")
 @click.option(
     "--max-violations",
@@ -110,6 +126,9 @@ def replay_command(
 ) -> None:
     """Replay recorded traces and say which KV slots went wrong, since when, and for whom.
 
+    A TRACE is a file, or a folder with the traces of a server in it: segments of one recording are joined, prefill and
+    decode sides replayed together, tensor-parallel ranks compared with one another.
+
     Rebuilds the block tables and KV pools from each TRACE, runs the canary's plan, write and verify kernels over
     every recorded forward, and writes every violation to a report directory.
     """
@@ -117,6 +136,9 @@ def replay_command(
 
     from ...recorder.commands.text import printable
     from ...recorder.errors import TraceError
+    from ...recorder.recordings import group_recordings
+    from ..jobs import Job, plan_jobs
+    from ..screen import one_line, show
     from ..settings import ReplaySettings
     from ..verdict import EXIT_UNREADABLE, combined_exit_code
 
@@ -132,37 +154,106 @@ def replay_command(
     # A pipe has no width of its own; lines must not be cut at 80 columns there.
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     err = Console(stderr=True, highlight=False)
+    folders = any(trace.is_dir() for trace in traces)
     codes: list[int] = []
     summaries: list[dict[str, object]] = []
-    targets = _report_folders(traces, report, no_report)
-    for group in _together(list(zip(traces, targets, strict=True))):
-        names = ", ".join(str(trace) for trace, _ in group)
+    finished: list[Summary] = []
+    failed: list[str] = []
+
+    def fail(name: str, error: str, among: tuple[str, ...]) -> None:
+        codes.append(EXIT_UNREADABLE)
+        summaries.append({"trace": name, "error": error, "exit_code": EXIT_UNREADABLE})
+        failed.append(error if any(one in error for one in among) else f"{name}: {error}")
+        err.print(printable(failed[-1]), style="red", markup=False, soft_wrap=True)
+
+    paths, unread = _expand(traces)
+    for name, message in unread:
+        fail(name, message, (name,))
+    recordings, notes = group_recordings(paths)
+    for note in notes:
+        err.print(printable(note), style="dim", markup=False, soft_wrap=True)
+    reports = _report_folders(recordings, report, no_report)
+    plan = plan_jobs([Job(recording=r, report=target) for r, target in zip(recordings, reports, strict=True)])
+    for number, group in enumerate(plan.groups):
         try:
-            done = _replay(group, settings, explicit=report is not None, err=err, quiet=as_json or quiet)
+            done = _replay(
+                group, settings, explicit=report is not None, err=err, quiet=as_json or quiet, all_there=folders
+            )
         except TraceError as error:
-            codes.append(EXIT_UNREADABLE)
-            summaries.append({"trace": names, "error": str(error), "exit_code": EXIT_UNREADABLE})
-            message = str(error) if any(str(trace) in str(error) for trace, _ in group) else f"{names}: {error}"
-            err.print(printable(message), style="red", markup=False, soft_wrap=True)
+            fail(
+                ", ".join(job.recording.name for job in group),
+                str(error),
+                tuple(str(path) for job in group for path in job.recording.paths),
+            )
             continue
         for summary in done:
+            _finish(summary, err)
             codes.append(summary.verdict.exit_code)
             summaries.append(summary.to_json())
+            finished.append(summary)
             if quiet and not as_json:
-                click.echo(_one_line(summary))
-            elif not as_json:
-                from ..screen import show
-
+                click.echo(one_line(summary))
+            elif not as_json and not (folders and summary.verdict.exit_code == 0):
                 if len(codes) > 1:
                     out.rule(style="dim")
                 show(out, summary)
         if any(summary.stopped.startswith("interrupted") for summary in done):
+            left = sum(map(len, plan.groups[number + 1 :]))
+            if left:
+                err.print(f"interrupted: {left} more not replayed", markup=False, soft_wrap=True)
             break
     if as_json:
-        import json
+        _print_json(summaries, codes, plan, several=len(traces) > 1, folders=folders)
+    elif folders and not quiet:
+        from ..folder_screen import show_table
 
-        click.echo(json.dumps(summaries if len(traces) > 1 else summaries[0], indent=2))
+        if len(finished) > 1 or failed or all(summary.verdict.exit_code == 0 for summary in finished):
+            if any(summary.verdict.exit_code for summary in finished):
+                out.rule(style="dim")
+            show_table(out, finished, failed, codes)
     sys.exit(combined_exit_code(codes))
+
+
+def _finish(summary: Summary, err: Console) -> None:
+    """Let those who come after a replay have it: `cli` names them, since they stand above this layer."""
+    from ...recorder.commands.text import printable
+
+    for finish in click.get_current_context().obj or ():
+        note = finish(summary)
+        if note:
+            err.print(printable(note), style="yellow", markup=False, soft_wrap=True)
+
+
+def _print_json(
+    summaries: list[dict[str, object]], codes: list[int], plan: Plan, *, several: bool, folders: bool
+) -> None:
+    import json
+
+    from ..folder_screen import overall, ranks_json
+
+    found: object = summaries if several else summaries[0] if summaries else {}
+    if folders:
+        word, code = overall(codes)
+        found = {"verdict": word, "exit_code": code, "recordings": summaries, "ranks": ranks_json(plan.ranks)}
+    click.echo(json.dumps(found, indent=2))
+
+
+def _expand(traces: tuple[Path, ...]) -> tuple[list[Path], list[tuple[str, str]]]:
+    """Return the files given and those of the folders given, and what cannot be read of them."""
+    from ...recorder.errors import TraceError
+    from ...recorder.recordings import traces_in
+
+    paths: list[Path] = []
+    unread: list[tuple[str, str]] = []
+    for trace in traces:
+        if not trace.is_dir():
+            paths.append(trace)
+            continue
+        try:
+            paths += traces_in(trace)
+        except TraceError as error:
+            unread.append((str(trace), str(error)))
+    return paths, unread
 
 
 def _list_checks(context: click.Context) -> None:
@@ -195,64 +286,52 @@ def _check_names(text: str) -> tuple[str, ...]:
     return tuple(name for name in CHECK_NAMES if name in chosen - left_out)
 
 
-def _report_folders(traces: tuple[Path, ...], report: Path | None, no_report: bool) -> list[Path | None]:
-    """Return each trace's report directory; refuse two traces that would share one."""
+def _report_folders(recordings: list[Recording], report: Path | None, no_report: bool) -> list[Path | None]:
+    """Return each recording's report directory; refuse two that would share one."""
     if no_report:
-        return [None] * len(traces)
-    if report and len(traces) == 1:
+        return [None] * len(recordings)
+    if report and len(recordings) == 1:
         return [report]
-    folders = [(report or trace.parent) / f"{trace.stem}.report" for trace in traces]
+    named = [Path(recording.name) for recording in recordings]
+    folders = [(report or trace.parent) / f"{trace.stem}.report" for trace in named]
     shared = next((folder for folder in folders if folders.count(folder) > 1), None)
     if shared:
         raise click.UsageError(f"two traces would write to {shared}; replay them apart, or name another --report each")
     return list(folders)
 
 
-def _together(jobs: list[tuple[Path, Path | None]]) -> list[list[tuple[Path, Path | None]]]:
-    """Return what is replayed together: prefill and decode traces as one, at the place of the first, others alone."""
-    from ...recorder.errors import TraceError
-    from ...recorder.reader import TraceReader
-
-    pair: list[tuple[Path, Path | None]] = []
-    groups = []
-    for job in jobs:
-        try:
-            with TraceReader(job[0]) as reader:
-                role = reader.header.role
-        except TraceError:
-            role = ""  # said when its turn comes
-        if not role:
-            groups.append([job])
-            continue
-        if not pair:
-            groups.append(pair)
-        pair.append(job)
-    return groups
-
-
 def _replay(
-    jobs: list[tuple[Path, Path | None]], settings: ReplaySettings, *, explicit: bool, err: Console, quiet: bool
+    jobs: list[Job], settings: ReplaySettings, *, explicit: bool, err: Console, quiet: bool, all_there: bool
 ) -> list[Summary]:
     from ...recorder.errors import TraceError
-    from ...recorder.reader import TraceReader
+    from ..progress_bar import ProgressBar
     from ..replay import replay_joined
+    from ..segment_stream import SegmentStream
     from ..settings import resolve_kv_hash
 
     folders = []
-    for trace, target in jobs:
-        with TraceReader(trace) as reader:  # a trace that cannot be judged leaves no empty report behind
-            resolve_kv_hash(settings.kv_hash, reader.header)
-        folders.append(_make_folder(trace, target, explicit=explicit, err=err))
-    traces = [trace for trace, _ in jobs]
+    for job in jobs:
+        # A trace that cannot be judged leaves no empty report behind.
+        resolve_kv_hash(settings.kv_hash, SegmentStream(job.recording.paths).header)
+        folders.append(_make_folder(Path(job.recording.name), job.report, explicit=explicit, err=err))
+    traces = [job.recording.paths for job in jobs]
+    schedules = [job.schedule for job in jobs]
     try:
         if quiet or not err.is_terminal:
-            return replay_joined(traces, settings=settings, reports=folders)
-        with _ProgressBar(err) as bar:
-            return replay_joined(traces, settings=settings, reports=folders, on_progress=bar.update)
+            return replay_joined(traces, settings=settings, reports=folders, schedules=schedules, all_there=all_there)
+        with ProgressBar(err) as bar:
+            return replay_joined(
+                traces,
+                settings=settings,
+                reports=folders,
+                on_progress=bar.update,
+                schedules=schedules,
+                all_there=all_there,
+            )
     except OSError as error:
         raise TraceError(
-            f"{', '.join(map(str, traces))}: the report in {', '.join(map(str, folders))} cannot be written "
-            f"({error.strerror or error}); make room, name another folder with --report DIR, or use --no-report"
+            f"{', '.join(job.recording.name for job in jobs)}: the report in {', '.join(map(str, folders))} cannot be "
+            f"written ({error.strerror or error}); make room, name another folder with --report DIR, or use --no-report"
         ) from None
 
 
@@ -278,60 +357,3 @@ def _make_folder(trace: Path, target: Path | None, *, explicit: bool, err: Conso
         f"{trace}: the report directory {candidates[-1]} cannot be written ({failure.strerror}); name another with "
         "--report DIR, or use --no-report"
     )
-
-
-class _ProgressBar:
-    """A progress bar on the terminal: forwards, rate, time left."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            TextColumn("replay"),
-            BarColumn(),
-            TextColumn("{task.fields[forwards]:,} forwards"),
-            TextColumn("{task.fields[rate]:,.0f}/s"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("[red]{task.fields[violations]}"),
-            console=console,
-            transient=True,
-        )
-        self._task = self._progress.add_task("replay", total=None, forwards=0, rate=0.0, violations="")
-
-    def update(self, progress: Progress) -> None:
-        elapsed = self._progress.tasks[0].elapsed or 0.0
-        self._progress.update(
-            self._task,
-            total=progress.bytes_total,
-            completed=progress.bytes_read,
-            forwards=progress.forwards,
-            rate=progress.forwards / elapsed if elapsed else 0.0,
-            violations=f"{progress.violations:,} violations" if progress.violations else "",
-        )
-
-    def __enter__(self) -> _ProgressBar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-
-def _one_line(summary: Summary) -> str:
-    from ...recorder.commands.text import printable
-
-    line = f"{summary.verdict.value.upper():12s} {summary.trace}   {summary.forwards:,} forwards"
-    first, finding = summary.first_violation, summary.first_finding
-    if first:
-        whose = f"request {first['request']}, " if first["request"] else ""
-        line += (
-            f"   {summary.violations:,} violations, first in forward {first['forward']:,}: {whose}slot "
-            f"{first['slot']:,}, {'+'.join(first['reasons'])}"
-        )
-    if finding:
-        line += f"   {summary.findings:,} findings, first in forward {finding['forward']:,}: {finding['kind']}"
-    if summary.doubts:
-        line += f"   ({'; '.join(summary.doubts)})"
-    return printable(line)

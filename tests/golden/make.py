@@ -22,7 +22,9 @@ KEPT = (
 def cases() -> dict[str, list[Path]]:
     """Return the traces that are replayed together, by the name of their golden verdicts."""
     alone = {path.stem: [path] for path in DATA.glob("*.arrow")}
-    alone |= {path.stem: [path] for folder in ("sglang", "simulated") for path in (DATA / folder).glob("*.arrow")}
+    alone |= {
+        path.stem: [path] for folder in ("sglang", "simulated", "vllm") for path in (DATA / folder).glob("*.arrow")
+    }
     pairs = {
         folder.name: [folder / "prefill.arrow", folder / "decode.arrow"]
         for folder in (DATA / "simulated").iterdir()

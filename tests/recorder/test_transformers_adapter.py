@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvcanary.recorder.engines.transformers import attach
+from kvcanary.recorder.engines.transformers import attach, attach_from_environment
 from kvcanary.recorder.reader import TraceReader, read_events
 from transformers.generation.continuous_batching import continuous_api
 
@@ -49,6 +49,33 @@ def test_recorded_bytes_are_those_of_the_layers_asked_for(tmp_path: Path, name: 
     only = "full_attention" if name == "llama" else "sliding_attention"
     assert streams == {"full_attention": [], only: both} if name == "gemma3_hybrid" else {only: both}
     assert_clean(tmp_path / "trace.arrow")
+
+
+def test_no_bytes_where_none_are_wanted(tmp_path: Path) -> None:
+    with attach(tmp_path / "trace.arrow", capture_bytes=0):
+        generate(model("gemma3_hybrid"))
+    with TraceReader(tmp_path / "trace.arrow") as reader:
+        assert [group.streams for group in reader.header.groups] == [(), ()]
+        assert len(reader.header.notes) == 1
+    assert_clean(tmp_path / "trace.arrow")
+
+
+def test_the_environment_attaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVCANARY_TRACE", raising=False)
+    assert attach_from_environment() is None
+    monkeypatch.setenv("KVCANARY_TRACE", str(tmp_path / "traces"))
+    monkeypatch.setenv("KVCANARY_CAPTURE_BYTES", "32")
+    monkeypatch.setenv("KVCANARY_TOKENS", "hashed")
+    attachment = attach_from_environment()
+    assert attachment is not None
+    with attachment:
+        generate(model("llama"))
+    (path,) = (tmp_path / "traces").glob("transformers-*.arrow")
+    assert attachment.paths == (path,)
+    with TraceReader(path) as reader:
+        assert [stream.capture_bytes for stream in reader.header.groups[0].streams] == [32, 32]
+        assert reader.header.tokens == "hashed"
+    assert_clean(path)
 
 
 def test_header_says_what_the_engine_is(tmp_path: Path) -> None:

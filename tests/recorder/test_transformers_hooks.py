@@ -12,6 +12,7 @@ from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.engines.transformers_session import Session
 from transformers.generation.continuous_batching import continuous_api, offloading_manager
 
+from .documented_engine import judged
 from .hooked_engine import event_notes
 from .tiny_models import generate, model
 
@@ -62,6 +63,10 @@ def test_a_fault_in_a_hook_leaves_the_engine_alone(
     assert "switched itself off" in errors[0].getMessage()
     kinds = event_notes(tmp_path / "trace.arrow")
     assert any(kind.startswith("loss the recorder switched itself off") for kind in kinds)
+    summary = judged(tmp_path / "trace.arrow")
+    assert summary.complete
+    assert summary.verdict.value == "inconclusive"
+    assert (summary.violations, summary.findings) == (0, 0)
 
 
 def test_a_session_that_cannot_begin_is_logged_once(
@@ -115,7 +120,7 @@ def test_only_one_attachment_at_a_time(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"capture_bytes": 8}, "multiple of 16"),
-        ({"capture_bytes": 0}, "multiple of 16"),
+        ({"capture_bytes": -16}, "multiple of 16"),
         ({"kv_watch_every": -1}, "-1"),
     ],
 )

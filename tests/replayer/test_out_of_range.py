@@ -7,12 +7,12 @@ import pyarrow.parquet as pq
 import pytest
 from kvcanary.kernels.plan import VerifyPlan, WritePlan, plan
 from kvcanary.recorder.header import PoolGroup
+from kvcanary.recorder.machine.forward import Forward
+from kvcanary.recorder.machine.pools import GroupPool
+from kvcanary.recorder.machine.requests import RequestBook
 from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.forward import Forward
 from kvcanary.replayer.out_of_range import explain_plan
-from kvcanary.replayer.pools import GroupPool
 from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.requests import RequestBook
 from kvcanary.replayer.verdict import Verdict
 
 from .test_against_published import SHAPES

@@ -8,8 +8,8 @@ import pytest
 from kvcanary.kernels.constants import LaunchTag
 from kvcanary.kernels.oracle import oracle_tokens
 from kvcanary.recorder.event import TraceEvent
+from kvcanary.recorder.machine.forward import read_forward
 from kvcanary.recorder.reader import TraceReader
-from kvcanary.replayer.forward import read_forward
 from kvcanary.replayer.health import Health
 from kvcanary.replayer.replay import ReplaySettings, replay
 from kvcanary.replayer.verdict import Verdict

@@ -110,6 +110,11 @@ class ForwardBatch(SimpleNamespace):
         return cls(rids=[req.rid for req in batch.reqs], **batch.fields)
 
 
+class Result:
+    def __init__(self, next_token_ids: torch.Tensor) -> None:
+        self.next_token_ids = next_token_ids
+
+
 class Batch:
     def __init__(self, reqs: list[Request], fields: dict[str, Any]) -> None:
         self.reqs, self.fields = reqs, fields
@@ -129,7 +134,7 @@ class Scheduler:
 
     def run_batch(self, batch: Batch) -> Any:
         forward_batch = ForwardBatch.init_new(batch, self.runner)
-        return SimpleNamespace(next_token_ids=self.runner.forward(forward_batch))
+        return Result(self.runner.forward(forward_batch))
 
     def process_batch_result(self, batch: Batch, result: Any) -> None:
         self.token_to_kv_pool_allocator.free_group_begin()

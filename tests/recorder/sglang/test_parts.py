@@ -15,6 +15,7 @@ from kvcanary.recorder.engines.sglang_layout import Layout, ranks_of
 from kvcanary.recorder.engines.sglang_requests import KnownRequest, RequestBook, request_id_of, row_of
 from kvcanary.recorder.engines.sglang_sweep import PrefixCacheWalk
 from kvcanary.recorder.environment import RecordingSettings
+from kvcanary.recorder.host_arrays import own_int64
 
 from .fake_engine import Allocator, ModelRunner
 
@@ -93,7 +94,7 @@ def test_what_cannot_be_hooked_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     registry = SimpleNamespace(register=lambda path, hook, kind: registered.append(path))
     module = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AROUND="around"))
     monkeypatch.setitem(__import__("sys").modules, "sglang.srt.plugins.hook_registry", module)
-    attachment = SimpleNamespace(on_a=None, on_b=None, fault=None)
+    attachment = SimpleNamespace(on_a=None, on_b=None, fault=None, spent=None)
     a = Target(name="a", paths=("json.dumps",), without="x")
     b = Target(name="b", paths=("json.no_such", "json.neither"), without="sampled tokens are not told")
     assert sglang_hooks.register([a, b], attachment) == ["not hooked: json.no_such: sampled tokens are not told"]
@@ -409,7 +410,7 @@ def test_no_walk_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_steps_of_a_draft_graph_become_forwards() -> None:
     before = batch("DECODE", rids=["a", "b"], out_cache_loc=torch.tensor([30, 31, 32, 40, 41, 42]))
-    graph = DraftGraph(SimpleNamespace(topk=1), before)
+    graph = DraftGraph(SimpleNamespace(topk=1), before, own=own_int64)
     before.positions += 100  # the engine goes on with its buffers
     steps = graph.steps((None, None, torch.tensor([[1, 2, 3], [4, 5, 6]]), None))
     shown = [(s.input_ids.tolist(), s.positions.tolist(), s.out_cache_loc.tolist(), s.rids) for s in steps]
@@ -419,10 +420,10 @@ def test_the_steps_of_a_draft_graph_become_forwards() -> None:
 def test_an_idle_draft_has_no_steps() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     names = ("req_pool_indices", "positions", "out_cache_loc", "seq_lens")
-    graph = DraftGraph(SimpleNamespace(topk=1), batch("IDLE", rids=[], **dict.fromkeys(names, nothing)))
+    graph = DraftGraph(SimpleNamespace(topk=1), batch("IDLE", rids=[], **dict.fromkeys(names, nothing)), own=own_int64)
     assert graph.steps((None, None, torch.empty(0, 3), None)) == []
 
 
 def test_a_draft_tree_is_refused() -> None:
     with pytest.raises(ValueError, match="top-k 4 cannot be recorded, expected 1"):
-        DraftGraph(SimpleNamespace(topk=4), batch("DECODE"))
+        DraftGraph(SimpleNamespace(topk=4), batch("DECODE"), own=own_int64)

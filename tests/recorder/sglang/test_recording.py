@@ -1,6 +1,7 @@
 """An engine of SGLang's shape, recorded through the adapter's hooks: what stands in the trace, and that it is harmless."""
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from .fake_engine import ModelRunner, Scheduler, hooked, serve
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment, "stop_on_sigterm", lambda stop: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
 
 
@@ -98,8 +100,14 @@ def test_a_fault_in_a_hook_leaves_the_engine_alone(
     assert logged
     assert all("injected" in message for message in logged)
     assert len(logged) == len(set(logged)), "each failing hook is logged once"
+    for thread in threading.enumerate():
+        if thread.name == "kvcanary-writer":
+            thread.join()  # a recording that is off has ended its trace by itself
     (path,) = tmp_path.glob("*.arrow")
     summary = replay(path, settings=ReplaySettings(), report=None)
+    assert summary.complete
+    ends_it = name in ("before_model", "after_model", "_tell_written")
+    assert (summary.forwards < 12) == ends_it, "what a hook does not feed is recorded all the same"
     assert summary.verdict.value == "inconclusive", "what is missing is never called clean"
 
 

@@ -22,6 +22,7 @@ PROMPT = [5, 6, 7, 8, 9]
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment, "stop_on_sigterm", lambda stop: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
 
 

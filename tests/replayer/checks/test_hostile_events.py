@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from kvcanary.recorder.event import TraceEvent
 from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.machine.forward import UnusableEventError
+from kvcanary.recorder.machine.requests import RequestBook
+from kvcanary.recorder.machine.slot_events import CopyEvent, SlotEvent, read_known_event
 from kvcanary.recorder.reader import TraceReader
 from kvcanary.recorder.writer import TraceWriter
 from kvcanary.replayer.checks import CHECK_NAMES, make_checks
 from kvcanary.replayer.checks.history import History
-from kvcanary.replayer.forward import UnusableEventError
-from kvcanary.replayer.requests import RequestBook
-from kvcanary.replayer.slot_events import CopyEvent, SlotEvent, read_known_event
 
 BIG = 1 << 62
 HEADER = TraceHeader(

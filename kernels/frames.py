@@ -1,0 +1,192 @@
+"""Frames: what the recorder takes down of one forward on the device, and where each part lies.
+
+A frame is a stretch of 64-bit words in device memory. `take_down` fills its inputs and table changes before the
+forward, `take_back` the bytes written and the bytes changed after it; both also move the device's shadows on, which
+hold what a replay of the trace knows. Changes are compacted: `counters` says how many there are of each sort. Whatever
+does not fit its section is counted and left out, and the shadow keeps its old value there.
+
+The Triton kernels are in `frames_triton`. Their definition is what the host's recorder finds with the plain loops of
+`changes` and `gather`; tests hold the two against one another, event by event.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+MAX_GROUPS: Final = 4
+MAX_LUTS: Final = 4
+MAX_STREAMS: Final = 8
+
+# Words of `counters`: how many changes were found, also of those that did not fit.
+TABLE_CHANGES, LUT_CHANGES, KV_CHANGES = 0, 1, 2
+NUM_COUNTERS: Final = 4
+
+# Words of an entry in each section of changes.
+TABLE_ENTRY: Final = 2  # row, first position; then a slot for each position of a tile, or UNCHANGED
+UNCHANGED: Final = 1 << 40  # no slot: block tables are int32
+LUT_ENTRY: Final = 3  # table, full slot, sliding-window slot
+KV_ENTRY: Final = 2  # stream of the runner, slot; its bytes follow
+
+# A runner's descriptor: words of the head, of each group, each full-to-SWA table, each stream.
+_GROUPS_AT: Final = 16
+_GROUP_WORDS: Final = 8
+_LUTS_AT: Final = _GROUPS_AT + MAX_GROUPS * _GROUP_WORDS
+_LUT_WORDS: Final = 4
+_STREAMS_AT: Final = _LUTS_AT + MAX_LUTS * _LUT_WORDS
+_STREAM_WORDS: Final = 8
+DESCRIPTOR_WORDS: Final = _STREAMS_AT + MAX_STREAMS * _STREAM_WORDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOnDevice:
+    """A pool group's shadow: `known` `[num_slots] uint8`, `stamps` `[num_slots] int32`, the forward that wrote a slot.
+
+    `window` positions of the prefix are watched, 0 for all; `lut` is an index into the runner's tables, -1 for none.
+    """
+
+    window: int
+    lut: int
+    num_slots: int
+    stamps: Any
+    known: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LutOnDevice:
+    """A full-to-SWA table `[length]`, int32 or int64, and its shadow `[length] int64`."""
+
+    table: Any
+    shadow: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOnDevice:
+    """Where a stream's bytes lie, `[num_slots, bytes] uint8`, and their shadow `[num_slots, words] int64`.
+
+    `group` is an index into the runner's groups.
+    """
+
+    rows: Any
+    shadow: Any
+    group: int
+
+    @property
+    def words(self) -> int:
+        """Captured words of a slot."""
+        return int(self.shadow.shape[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOnDevice:
+    """A model runner's tables, pools and shadows; `table` and `shadow` `[rows, width] int32`."""
+
+    table: Any
+    shadow: Any
+    groups: Sequence[GroupOnDevice]
+    luts: Sequence[LutOnDevice]
+    streams: Sequence[StreamOnDevice]
+
+    def __post_init__(self) -> None:
+        """Check what the kernels take for granted.
+
+        Raises:
+            ValueError: more parts than a descriptor holds, or arrays that are laid out otherwise.
+        """
+        for name, parts, most in (
+            ("pool groups", self.groups, MAX_GROUPS),
+            ("full-to-SWA tables", self.luts, MAX_LUTS),
+            ("streams", self.streams, MAX_STREAMS),
+        ):
+            if len(parts) > most:
+                raise ValueError(f"a runner with {len(parts)} {name}, expected at most {most}")
+        if str(self.table.dtype) != "torch.int32" or self.table.stride(1) != 1:
+            raise ValueError(f"the block table has dtype {self.table.dtype}, expected rows of int32")
+        if len({str(lut.table.dtype) for lut in self.luts}) > 1:
+            raise ValueError("full-to-SWA tables of several dtypes, expected one")
+        for stream in self.streams:
+            if stream.rows.stride(1) != 1 or stream.rows.stride(0) % 8 or stream.rows.data_ptr() % 8:
+                raise ValueError("a stream's bytes do not lie as aligned 64-bit words")
+
+    def descriptor(self) -> list[int]:
+        """Return the words that the kernels read all this from."""
+        words = [0] * DESCRIPTOR_WORDS
+        windows = [group.window for group in self.groups]
+        words[:9] = [
+            self.table.data_ptr(),
+            self.table.shape[0],
+            self.table.shape[1],
+            self.table.stride(0),
+            self.shadow.data_ptr(),
+            # the slot before a window is its chain's predecessor, so its cell is read as well
+            max(windows) + 1 if windows and 0 not in windows else 0,
+            len(self.groups),
+            len(self.luts),
+            len(self.streams),
+        ]
+        for number, group in enumerate(self.groups):
+            at = _GROUPS_AT + number * _GROUP_WORDS
+            addresses = (group.stamps.data_ptr(), group.known.data_ptr())
+            words[at : at + 5] = (group.window, group.lut, group.num_slots, *addresses)
+        for number, lut in enumerate(self.luts):
+            at = _LUTS_AT + number * _LUT_WORDS
+            words[at : at + 3] = (lut.table.data_ptr(), lut.shadow.data_ptr(), lut.table.shape[0])
+        before = 0
+        for number, stream in enumerate(self.streams):
+            at = _STREAMS_AT + number * _STREAM_WORDS
+            rows, row_words = stream.rows.shape[0], stream.rows.stride(0) // 8
+            parts = (stream.rows.data_ptr(), row_words, rows, stream.words, stream.shadow.data_ptr(), stream.group)
+            words[at : at + 7] = (*parts, before)
+            before += stream.words
+        return words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameLayout:
+    """The sections of one frame, in words; made once for forwards of a size, since an engine's thread reads it.
+
+    Args:
+        bs: requests.
+        tokens: tokens.
+        stream_words: captured words of each stream.
+        table_capacity: entries of table changes, as the other capacities.
+        lut_capacity: of changes of full-to-SWA tables.
+        kv_capacity: of changed slots.
+        tile: positions that an entry of the table changes speaks of.
+
+    Attributes:
+        inputs: rows, prefix_lens, extend_lens `[bs]`, input_ids, positions, out_cache_loc `[tokens]`.
+        fixed: what is always there: the inputs, then each stream's written bytes, `[tokens, words]` each.
+        table_at: where the table changes begin; `table_entry` words each.
+        lut_at: where the changes of full-to-SWA tables begin.
+        kv_at: where the changed slots begin; `kv_entry` words each, as many for every stream.
+        words: of the whole frame.
+    """
+
+    bs: int
+    tokens: int
+    stream_words: tuple[int, ...]
+    table_capacity: int
+    lut_capacity: int
+    kv_capacity: int
+    tile: int
+    inputs: int = field(init=False)
+    fixed: int = field(init=False)
+    table_at: int = field(init=False)
+    table_entry: int = field(init=False)
+    lut_at: int = field(init=False)
+    kv_at: int = field(init=False)
+    kv_entry: int = field(init=False)
+    words: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Lay the sections out one after another."""
+        inputs = 3 * self.bs + 3 * self.tokens
+        fixed = inputs + self.tokens * sum(self.stream_words)
+        table_entry = TABLE_ENTRY + self.tile
+        lut_at = fixed + table_entry * self.table_capacity
+        kv_at = lut_at + LUT_ENTRY * self.lut_capacity
+        kv_entry = KV_ENTRY + max(self.stream_words, default=0)
+        values = (inputs, fixed, fixed, table_entry, lut_at, kv_at, kv_entry, kv_at + kv_entry * self.kv_capacity)
+        names = ("inputs", "fixed", "table_at", "table_entry", "lut_at", "kv_at", "kv_entry", "words")
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(self, name, value)

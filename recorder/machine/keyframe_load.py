@@ -1,0 +1,231 @@
+"""Putting a keyframe back: a machine's state as it was when the recorder wrote it."""
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.arrays import record_words
+from ...kernels.constants import RECORD_KV_HASH, KvHashMode
+from ...kernels.ledger import HELD, OWNER, STATE
+from ..reader import EventView
+from ..schema import KEYFRAME_BEGIN, KEYFRAME_END, KEYFRAME_FORWARD, KEYFRAME_PART, KEYFRAME_REQUEST
+from ..slot_runs import runs_to_slots
+from .batch_tokens import batch_tokens
+from .forward import Forward, UnusableEventError
+from .machine import MachineState
+from .pools import Tier
+from .sample_book import FED_COLUMNS
+from .state_arrays import WORDS, places, tiers
+
+Int64Array = npt.NDArray[np.int64]
+ByteArray = npt.NDArray[np.uint8]
+
+
+class KeyframeLoader:
+    """Takes a keyframe's events, one after another, into a state.
+
+    `loading` says that a keyframe has begun and is not whole yet. Arrays that this build does not know are passed over,
+    and so is what a replay without history checks has no use for. What is hashed is for the replay to choose: the
+    records get the KV hash of `kv_hash_mode`.
+    """
+
+    def __init__(self, state: MachineState, *, kv_hash_mode: KvHashMode) -> None:
+        self.loading = False
+        self._state = state
+        self._mode = kv_hash_mode
+        self._places: dict[str, npt.NDArray[Any]] = {}
+        self._records_of = {
+            f"{name}.records": (tier, pool.group.halves[0]) for pool in state.pools for tier, name in tiers(pool)
+        }
+
+    def stop(self) -> None:
+        """Give up on a keyframe that has a gap in it."""
+        self.loading = False
+
+    def take(self, view: EventView) -> None:
+        """Take a keyframe event; raise `UnusableEventError` where it does not fit the header or itself."""
+        status = view.scalar("status")
+        if status == KEYFRAME_BEGIN:
+            self._begin(view)
+        elif not self.loading:
+            return
+        elif status == KEYFRAME_REQUEST:
+            self._state.book.learn(view)
+        elif status == KEYFRAME_PART:
+            self._part(view)
+        elif status == KEYFRAME_FORWARD:
+            self._waiting(view)
+        elif status == KEYFRAME_END:
+            self._end()
+
+    def _begin(self, view: EventView) -> None:
+        state = self._state
+        try:
+            scalars = json.loads(view.scalar("labels"))
+            truth_fill, ran = int(scalars["truth_fill"]), [int(n) for n in scalars["ran"]]
+            any_unknown = [bool(one) for one in scalars["any_unknown"]]
+            since_sweep, decoded = int(scalars["since_sweep"]), bool(scalars["decoded"])
+            told = {name: scalars[name] for name in ("last_forward", "had_gap", "from_start")}
+            last_forward = int(told["last_forward"])
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            raise UnusableEventError(f"its labels are no keyframe's ({type(error).__name__}: {error})") from None
+        if len(ran) != len(state.pulse.ran) or len(any_unknown) != len(state.pools):
+            raise UnusableEventError("its labels speak of other runners or groups than the header")
+        if truth_fill not in (0, -1) or not -1 <= last_forward < 1 << 62:
+            raise UnusableEventError("its labels hold numbers that no recorder writes")
+        self._clear(truth_fill)
+        state.pulse.ran, state.pulse.decoded, state.pulse.since_sweep = ran, decoded, since_sweep
+        for pool, unknown in zip(state.pools, any_unknown, strict=True):
+            pool.any_unknown = unknown
+        if state.history is not None:
+            state.history.last_forward = last_forward
+            state.history.had_gap = bool(told["had_gap"])
+            state.history.ledger.from_start = bool(told["from_start"])
+        self._places = places(state, self._mode)
+        self.loading = True
+
+    def _clear(self, truth_fill: int) -> None:
+        """Bring the state to that of a replay which has not begun."""
+        state, history = self._state, self._state.history
+        tables = state.tables
+        tables.req_to_token = [np.zeros(table.shape, np.int32) for table in tables.req_to_token]
+        tables.luts = [np.zeros(len(lut), np.int64) for lut in tables.luts]
+        if tables.truth is not None:
+            tables.truth = np.zeros(tables.truth.shape, np.int32)
+            if truth_fill:
+                tables.truth.fill(truth_fill)
+        if history is not None:
+            history.ledger.forget()
+            history.rows.forget()
+            history.samples.forget()
+            history.ended.clear()
+            history.dropped.by_request.clear()
+        for pool in state.pools:
+            for tier in (pool.pool, pool.host):
+                for array in tier.arrays():  # in place, since the KV sources are views of them
+                    _zero(array)
+
+    def _part(self, view: EventView) -> None:
+        name = view.scalar("note")
+        starts, counts, data = view.ints("state_start"), view.ints("state_count"), view.bytes("state_bytes")
+        if len(starts) != len(counts):
+            raise UnusableEventError("state_start and state_count differ in length")
+        if name in ("ended", "dropped"):
+            self._list(name, data)
+            return
+        if name in self._records_of:
+            self._records(*self._records_of[name], name, starts, counts, data)
+        elif name in self._places:
+            place = self._places[name]
+            rows, values = _rows(name, starts, counts, data, len(place), place.dtype, place.shape[1:])
+            if self._mode is KvHashMode.NONE:
+                values = self._without_hashes(name, values)
+            place[rows] = values
+
+    def _without_hashes(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        kind = name.split(".")[2] if name.count(".") > 1 else ""
+        if kind in ("hashes", "whole_hashes"):
+            return np.zeros_like(values)
+        if kind == "tail":
+            values = values.copy()
+            values[:, RECORD_KV_HASH] = 0
+        return values
+
+    def _records(
+        self, tier: Tier, first: str, name: str, starts: Int64Array, counts: Int64Array, data: ByteArray
+    ) -> None:
+        """Put a tier's records back: those of its first half's TAIL, and the others that are like it."""
+        rows, values = _rows(name, starts, counts, data, len(tier.writers), np.dtype(np.int64), (WORDS,))
+        alike = values.copy()
+        alike[:, RECORD_KV_HASH] = 0
+        for half, records in tier.tail.items():
+            mine = values if half == first and self._mode is not KvHashMode.NONE else alike
+            record_words(records, written=True)[rows] = mine
+        for records in tier.head.values():
+            record_words(records, written=True)[rows] = alike
+
+    def _list(self, name: str, data: ByteArray) -> None:
+        width = 2 if name == "ended" else 5
+        if len(data) % (8 * width):
+            raise UnusableEventError(f"{name} has {len(data)} bytes, expected {width} int64 for each entry")
+        rows, history = data.copy().view(np.int64).reshape(-1, width), self._state.history
+        if history is None:
+            return
+        if name == "ended":
+            history.ended.update(zip(*rows.T.tolist(), strict=True))
+            return
+        sizes = np.array([len(ledger) for ledger in history.ledger.rows], np.int64)
+        known = (rows[:, 1] >= 0) & (rows[:, 1] < len(sizes))
+        if not known.all() or bool(((rows[:, 2] < 0) | (rows[:, 2] >= sizes[rows[:, 1]])).any()):
+            raise UnusableEventError("dropped names a slot that there is not")
+        history.dropped.put_back(rows)
+
+    def _waiting(self, view: EventView) -> None:
+        columns = {name: view.ints(name).copy() for name in FED_COLUMNS}
+        slots, told = view.ints("out_cache_loc").copy(), view.ints("state_start")
+        bs, tokens = len(columns["req_pool_indices"]), len(columns["input_ids"])
+        extends = np.where(columns["req_pool_indices"] == 0, 0, np.maximum(columns["extend_lens"], 0))
+        fits = all(len(columns[name]) == bs for name in FED_COLUMNS[:4]) and len(columns["positions"]) == tokens
+        fits = fits and len(slots) in (0, tokens) and len(told) == 2
+        if not fits or bool((extends > tokens).any()) or int(extends.sum()) > tokens:
+            raise UnusableEventError("a forward that waits for its samples contradicts itself")
+        if self._state.history is None:
+            return
+        nothing = np.empty(0, np.int64)
+        forward = Forward(
+            event=int(told[0]),
+            forward=int(view.scalar("forward")),
+            time_ns=int(told[1]),
+            runner=0,
+            mode=str(view.scalar("mode")),
+            kv_watched=False,
+            truth_lens=None,
+            sampled_lens=nothing,
+            sampled_tokens=nothing,
+            out_cache_loc=(slots,) if self._state.header.tables else (),
+            kv_bytes=(),
+            **columns,
+        )
+        self._state.history.samples.put_back(forward, batch_tokens(forward), told=bool(view.scalar("note")))
+
+    def _end(self) -> None:
+        history = self._state.history
+        if history is not None:
+            held_by = history.ledger.held_by
+            for rows in history.ledger.rows:
+                owners, counts = np.unique(rows[rows[:, STATE] == HELD, OWNER], return_counts=True)
+                for owner, count in zip(owners.tolist(), counts.tolist(), strict=True):
+                    held_by[owner] = held_by.get(owner, 0) + count
+        self.loading = False
+
+
+def _zero(array: npt.NDArray[Any]) -> None:
+    """Zero what is not zero, page by page, so that memory which nobody touched stays untouched."""
+    flat = array.reshape(-1).view(np.uint8)
+    for begin in range(0, len(flat), 1 << 20):
+        piece = flat[begin : begin + (1 << 20)]
+        if piece.any():
+            piece[:] = 0
+
+
+def _rows(
+    name: str,
+    starts: Int64Array,
+    counts: Int64Array,
+    data: ByteArray,
+    limit: int,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+) -> tuple[Int64Array, npt.NDArray[Any]]:
+    """Return the rows that a part names and their values; raise `UnusableEventError` where there are no such rows."""
+    # Differences, not sums: hostile numbers wrap around.
+    if bool(((starts < 0) | (counts < 0) | (starts > limit) | (counts > limit - starts)).any()):
+        raise UnusableEventError(f"rows of {name} that there are not, it has {limit}")
+    row_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    total = counts.sum(dtype=np.float64)  # of hostile counts, which int64 might not hold
+    if total * row_bytes != len(data):
+        raise UnusableEventError(f"{len(data)} bytes for {total:.0f} rows of {name} of {row_bytes} bytes each")
+    values = (data != 0) if dtype == np.bool_ else data.copy().view(dtype)
+    return runs_to_slots(starts, counts), values.reshape(int(total), *shape)

@@ -1,0 +1,114 @@
+"""What was sampled last for each row, and by which of the last forwards."""
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..header import TraceHeader
+from .batch_tokens import BatchTokens
+from .forward import Forward, UnusableEventError
+from .slot_events import SampleEvent
+
+Int64Array = npt.NDArray[np.int64]
+
+# Columns of `SampleBook.last`; the event that told of it + 1 is 0 where nothing is known.
+REQUEST, POSITION, TOKEN, FORWARD, TOLD = range(5)
+
+# How many forwards back a sample event may reach: no engine overlaps that many.
+MAX_LATE: Final = 64
+
+# What is kept of a forward until it was told of; of its slots, those in the first table.
+FED_COLUMNS: Final = ("req_pool_indices", "request_ids", "prefix_lens", "extend_lens", "input_ids", "positions")
+
+
+@dataclass(slots=True, kw_only=True)
+class FedForward:
+    """A target forward that may yet be told what was sampled before it, or by it; `told` once it was for itself."""
+
+    forward: Forward
+    tokens: BatchTokens
+    told: bool
+
+
+class SampleBook:
+    """`last` `[rows, 5] int64`: the last token sampled for each row, and whose it was; `fed` the last target forwards."""
+
+    def __init__(self, header: TraceHeader) -> None:
+        rows = max([1, *(table.rows for table in header.tables)])
+        self.last: Int64Array = np.zeros((rows, 5), dtype=np.int64)
+        self.fed: deque[FedForward] = deque(maxlen=MAX_LATE)
+
+    def forget(self) -> None:
+        """Take every sampled token for unknown."""
+        self.last = np.zeros(self.last.shape, dtype=np.int64)
+        self.fed.clear()
+
+    def take_forward(self, forward: Forward, tokens: BatchTokens) -> None:
+        """Move on by a target forward with requests."""
+        if len(forward.sampled_lens):
+            self._remember(forward, forward.sampled_lens, forward.sampled_tokens, forward.event)
+        told = len(forward.sampled_lens) > 0
+        self.fed.append(FedForward(forward=_slim_copy(forward), tokens=tokens, told=told))
+
+    def take_sample(self, event: SampleEvent) -> list[FedForward]:
+        """Learn tokens that arrive late; return the forwards behind the one that sampled them, none where it is gone.
+
+        Raises:
+            UnusableEventError: they do not fit the forward that sampled them.
+        """
+        at = next((i for i, fed in enumerate(self.fed) if fed.forward.forward == event.forward), None)
+        if at is None:
+            return []
+        sampler = self.fed[at].forward
+        if len(event.lens) != len(sampler.req_pool_indices):
+            raise UnusableEventError(
+                f"sampled_lens has {len(event.lens)} entries, forward {event.forward} had "
+                f"{len(sampler.req_pool_indices)} requests"
+            )
+        self.fed[at].told = True
+        self._remember(sampler, event.lens, event.tokens, event.event)
+        return list(self.fed)[at + 1 :]
+
+    def waiting(self) -> list[FedForward]:
+        """Return the forwards from the first on whose samples are still to come; a sample event may speak of them."""
+        fed = list(self.fed)
+        first = next((at for at, one in enumerate(fed) if not one.told), len(fed))
+        return fed[first:]
+
+    def put_back(self, forward: Forward, tokens: BatchTokens, *, told: bool) -> None:
+        """Take a forward over that was waiting when a keyframe was written."""
+        self.fed.append(FedForward(forward=forward, tokens=tokens, told=told))
+
+    def _remember(self, forward: Forward, counts: Int64Array, sampled: Int64Array, event: int) -> None:
+        rows = forward.req_pool_indices
+        inside = (rows > 0) & (rows < len(self.last))
+        # What was sampled by a later forward is news already.
+        inside &= self.last[np.where(inside, rows, 0), FORWARD] <= forward.forward
+        if forward.mode == "target_verify":
+            self.last[rows[inside], TOLD] = 0
+            return
+        chosen = np.flatnonzero((counts > 0) & inside)
+        ends = np.cumsum(counts)
+        after = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
+        self.last[rows[chosen], REQUEST] = forward.request_ids[chosen]
+        self.last[rows[chosen], POSITION] = (after + counts - 1)[chosen]
+        self.last[rows[chosen], TOKEN] = sampled[ends[chosen] - 1]
+        self.last[rows[chosen], FORWARD] = forward.forward
+        self.last[rows[chosen], TOLD] = event + 1
+
+
+def _slim_copy(forward: Forward) -> Forward:
+    """Return a forward without what keeps its batch of events in memory."""
+    nothing = np.empty(0, np.int64)
+    return replace(
+        forward,
+        **{name: getattr(forward, name).copy() for name in FED_COLUMNS},
+        out_cache_loc=tuple(slots.copy() for slots in forward.out_cache_loc[:1]),
+        truth_lens=None,
+        sampled_lens=nothing,
+        sampled_tokens=nothing,
+        kv_bytes=(),
+    )

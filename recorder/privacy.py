@@ -1,0 +1,111 @@
+"""Salted hashes in place of token ids and request names, put in where the recorder is told of them.
+
+What two hashes say is whether two tokens are the same, which is all that a replay asks; the salt is never written.
+"""
+
+import dataclasses
+import hashlib
+import os
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from .header import TraceHeader
+from .host_arrays import Int64Array
+
+MIN_SALT_BYTES: Final = 16
+TABLE_TOKENS: Final = 1 << 18  # above every vocabulary known; a token beyond it costs a hash each time
+_PER_DIGEST: Final = 16
+_MASK: Final = (1 << 31) - 1
+
+
+class Privacy:
+    """Hashes tokens, names of requests, or both, by one secret salt.
+
+    A token's hash is four bytes, without their highest bit, of BLAKE2b keyed with the salt over the token's number
+    divided by 16, little-endian int64; which four is the number's remainder. A table of the first 2^18 is made once
+    (about 20 ms), so that hashing an array is one look-up.
+
+    Raises `ValueError` for a salt of fewer than 16 bytes.
+    """
+
+    __slots__ = ("_key", "_table", "names", "tokens")
+
+    def __init__(self, salt: bytes, *, tokens: bool = True, names: bool = False) -> None:
+        if len(salt) < MIN_SALT_BYTES:
+            raise ValueError(f"the salt has {len(salt)} bytes, expected at least {MIN_SALT_BYTES} random ones")
+        self._key = hashlib.blake2b(salt, digest_size=32, person=b"kvcanary").digest()
+        self.tokens = tokens
+        self.names = names
+        self._table = self._hashes(np.arange(TABLE_TOKENS // _PER_DIGEST)).reshape(-1) if tokens else None
+
+    def hash_tokens(self, tokens: Int64Array) -> Int64Array:
+        """Return each token's hash, `[n] int64` from 0 to 2^31 - 1; negative ids mean unknown and stay as they are."""
+        if self._table is None:
+            return tokens
+        # One wrapped look-up for all; what it cannot answer is put right afterwards, which is next to never.
+        hashed = self._table.take(tokens, mode="clip")
+        if tokens.size and tokens.min() < 0:
+            hashed[tokens < 0] = tokens[tokens < 0]
+        if tokens.size and tokens.max() >= TABLE_TOKENS:
+            beyond = tokens >= TABLE_TOKENS
+            found, places = np.unique(tokens[beyond], return_inverse=True)
+            hashed[beyond] = self._hashes(found // _PER_DIGEST)[np.arange(found.size), found % _PER_DIGEST][places]
+        return hashed
+
+    def hash_name(self, name: str) -> str:
+        """Return a request's name, or 16 hexadecimal digits that stand for it."""
+        if not self.names or not name:
+            return name
+        text = name.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(text, digest_size=8, key=self._key, person=b"name").hexdigest()
+
+    def _hashes(self, numbers: Int64Array) -> Int64Array:
+        """Return the 16 hashes that each digest holds, `[n, 16] int64`."""
+        places = numbers.astype("<i8").tobytes()
+        digests = [
+            hashlib.blake2b(places[at : at + 8], digest_size=64, key=self._key, person=b"token").digest()
+            for at in range(0, len(places), 8)
+        ]
+        return np.frombuffer(b"".join(digests), "<u4").reshape(-1, _PER_DIGEST).astype(np.int64) & _MASK
+
+
+def new_salt() -> bytes:
+    """Return a fresh random salt."""
+    return os.urandom(32)
+
+
+def read_salt(path: Path) -> bytes:
+    """Return the salt that a file holds, without white space at its ends.
+
+    Raises:
+        ValueError: it cannot be read, or is too short.
+    """
+    try:
+        salt = path.read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"{path}: the token salt cannot be read: {error.strerror}") from None
+    if len(salt) < MIN_SALT_BYTES:
+        raise ValueError(
+            f"{path}: the token salt has {len(salt)} bytes, expected at least {MIN_SALT_BYTES} random ones; "
+            f"make one with: openssl rand -hex 32 > {path}"
+        )
+    return salt
+
+
+def with_privacy(header: TraceHeader, privacy: Privacy) -> TraceHeader:
+    """Return the header of a trace with hashes in it: what is hashed stands there, and no oracle foretells a hash."""
+    notes = header.notes
+    if any(group.streams for group in header.groups) and privacy.tokens:
+        notes = (
+            *notes,
+            "whoever has the model's weights can tell tokens from the KV bytes; capture_bytes=0 leaves them out",
+        )
+    if privacy.names:
+        notes = (*notes, "the requests' names are salted hashes")
+    if not privacy.tokens:
+        return dataclasses.replace(header, notes=notes)
+    if header.oracle is not None:
+        notes = (*notes, f"tokens are salted hashes: the engine's {header.oracle.kind} oracle is not checked against")
+    return dataclasses.replace(header, tokens="hashed", oracle=None, notes=notes)

@@ -1,0 +1,92 @@
+"""The files of one recording as one stream of batches and gaps; one file is open at a time."""
+
+import dataclasses
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+
+from ..recorder.batch import TraceBatch, TraceGap
+from ..recorder.errors import TraceError, UnreadableTraceError
+from ..recorder.header import TraceHeader
+from ..recorder.reader import TraceReader
+
+
+class SegmentStream:
+    """Reads a recording's segments in their order; a trace of one file is one of them.
+
+    `header` is the first readable file's; `complete` says, once all was read, that every file had its end;
+    `size_bytes` is that of all files, `bytes_done` that of the files read so far.
+
+    Raises:
+        TraceError: no file can be read, or two are of different recordings.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = tuple(paths)
+        self.complete = True
+        self.bytes_done = 0
+        self.size_bytes = sum(path.stat().st_size for path in paths if path.is_file())
+        self.numbers: list[int] = []
+        error: TraceError | None = None
+        for path in paths:
+            try:
+                with TraceReader(path) as reader:
+                    self.header: TraceHeader = reader.header
+                    return
+            except TraceError as found:
+                error = error or found
+        raise error or TraceError("no trace given")
+
+    def stream(self) -> Generator[TraceBatch | TraceGap, None, None]:
+        """Yield every whole batch, and a gap wherever something is missing, in a file or between two."""
+        expected = self.header.first_event
+        last: int | None = None
+        goes_on = True
+        for path in self.paths:
+            try:
+                reader = TraceReader(path)
+            except UnreadableTraceError as error:
+                if len(self.paths) == 1:
+                    raise
+                self.complete = False
+                yield TraceGap(after_event=expected - 1, missing_events=None, kind="damaged", cause=str(error))
+                goes_on = False
+                continue
+            with reader:
+                header = reader.header
+                if _described(header) != _described(self.header):
+                    raise TraceError(f"{path}: is of another recording than {self.paths[0]}; replay them apart")
+                number = header.segment.number if header.segment is not None else 0
+                if last is not None:
+                    yield from _between(path, last, number, expected, header.first_event, goes_on)
+                self.numbers.append(number)
+                last, goes_on, expected = number, False, header.first_event
+                for item in reader.stream():
+                    if isinstance(item, TraceBatch):
+                        expected = item.first_event + item.num_events
+                        goes_on = item.kinds[-1] == "segment"
+                    yield item
+                self.complete &= reader.complete
+                self.bytes_done += reader.size_bytes
+
+
+def _between(path: Path, last: int, number: int, expected: int, first_event: int, goes_on: bool) -> Iterator[TraceGap]:
+    """Say what is missing between segment `last`, whose events end before `expected`, and this one."""
+    if number == last + 1 and (goes_on or first_event == expected):
+        return
+    if number == last + 1:
+        cause = f"{path.name}: the segment before it has no end"
+    else:
+        named = f"segment {last + 1}" if number == last + 2 else f"segments {last + 1} to {number - 1}"
+        cause = f"{path.name}: {named} before it {'is' if number == last + 2 else 'are'} missing"
+    missing = first_event - expected
+    yield TraceGap(
+        after_event=expected - 1,
+        missing_events=missing if missing > 0 else None,
+        kind="numbering",
+        cause=cause,
+    )
+
+
+def _described(header: TraceHeader) -> TraceHeader:
+    """Return what the segments of a recording have in common."""
+    return dataclasses.replace(header, segment=None)

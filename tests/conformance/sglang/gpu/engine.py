@@ -1,0 +1,70 @@
+"""One SGLang engine on the GPU: engine.py FOLDER RUN, a run of runs.py as JSON. It generates and writes outputs.json."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+MODELS = Path(__file__).parents[1] / "models"
+
+
+def main() -> None:
+    folder, run = Path(sys.argv[1]), json.loads(sys.argv[2])
+    from sglang.srt.entrypoints.engine import Engine
+
+    options = {}
+    if run["canary"]:
+        options |= {
+            "kv_canary": "log",
+            "kv_canary_real_data": "partial",
+            "kv_canary_sweep_interval": run["sweep"],
+        }
+    if run["eagle"]:
+        options |= {
+            "speculative_algorithm": "EAGLE",
+            "speculative_draft_model_path": str(MODELS / "llama_gpu_eagle"),
+            "speculative_num_steps": 3,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 4,
+        }
+    engine = Engine(
+        model_path=str(MODELS / run["model"]),
+        load_format="dummy",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        attention_backend="triton",
+        mem_fraction_static=0.3,
+        disable_cuda_graph=not run["graph"],
+        disable_overlap_schedule=not run["overlap"],
+        page_size=run["page"],
+        max_total_tokens=512,
+        max_running_requests=8,
+        chunked_prefill_size=32,
+        random_seed=1,
+        nccl_port=run["port"],
+        port=run["port"] + 1,
+        log_level="info",
+        **options,
+    )
+    rng = random.Random(run["seed"])
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(3, 500) for _ in range(count)]
+
+    shared = tokens(20)
+    prompts = [(shared if i % 2 == 0 else []) + tokens(rng.randrange(5, 40)) for i in range(5)]
+    prompts.append(prompts[0][:28] + tokens(9))
+    sampling = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
+    outputs = []
+    for batch in (prompts[:4], prompts[4:]):  # the later ones hit the prefix cache
+        for output in engine.generate(input_ids=batch, sampling_params=sampling):
+            print("\ngenerated", output["output_ids"], "cached", output["meta_info"].get("cached_tokens"), flush=True)
+            outputs.append(output["output_ids"])
+    (folder / "outputs.json").write_text(json.dumps(outputs))
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Runs SGLang on a GPU with its online canary and the recorder together, and compares what both found.
+
+    python tests/conformance/sglang/gpu/run.py             # all runs side by side, and docs/conformance-sglang-gpu.md
+    python tests/conformance/sglang/gpu/run.py --only eagle --no-write
+
+It needs an NVIDIA GPU and an SGLang that runs on it, in whose environment kvcanary is installed. Exit status 1 where a
+run differs. Rows are compared forward by forward; of EAGLE, whose draft has a canary and steps of its own, over the
+whole run. Inside CUDA graphs the online canary checks no tokens, so there the expected token and the token's reason are
+left out on both sides, and the table says so.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+DOCUMENT = HERE.parents[3] / "docs" / "conformance-sglang-gpu.md"
+
+from compare import FIELDS, canonical, first_step, offline_rows  # noqa: E402
+from online import TAGS, Row  # noqa: E402
+from runs import RUNS, GpuRun  # noqa: E402
+
+VERIFY_TOKEN = 32
+REPLAY = "import sys; from kvcanary.cli import replay_main; sys.argv[0] = 'kvcanary-replay'; replay_main()"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--keep", type=Path, help="keep logs, traces and reports in this folder")
+    parser.add_argument("--timeout", type=float, default=280.0, help="seconds for all engines")
+    parser.add_argument("--no-write", action="store_true", help=f"leave {DOCUMENT.name} as it is")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    if not any(point.name == "kvcanary" for point in importlib.metadata.entry_points(group="sglang.srt.plugins")):
+        print("kvcanary is not installed beside SGLang: pip install . in its environment", file=sys.stderr)
+        return 2
+    runs = [run for run in RUNS if args.only in run.name]
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="conformance-sglang-gpu-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    run_engines(runs, folder, args.timeout)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda run: result_of(run, folder / run.name), runs))
+    outputs_are_equal(runs, results, folder)
+    for run, result in zip(runs, results, strict=True):
+        print(f"{run.name}: {said(result)}   {result['forwards']} forwards, {result['online_rows']} online rows")
+        for difference in result["differences"][:5]:
+            print(f"    {difference[:400]}")
+    if not args.no_write:
+        DOCUMENT.write_text(document(runs, results, whole=len(runs) == len(RUNS)))
+    if not args.keep:
+        shutil.rmtree(folder)
+    return int(any(result["differences"] for result in results))
+
+
+def run_engines(runs: list[GpuRun], folder: Path, timeout_s: float) -> None:
+    """Run all engines side by side, each in a process group of its own."""
+    plugins = folder / "plugins"
+    info = plugins / "conformance_ring-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: conformance-ring\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nconformance_ring = conformance_ring:plugin\n")
+    shutil.copy(HERE / "plugin.py", plugins / "conformance_ring.py")
+    started = {}
+    for number, run in enumerate(runs):
+        place = folder / run.name
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        env = {k: v for k, v in os.environ.items() if not k.startswith("KVCANARY_")} | run.environment()
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(plugins), os.environ.get("PYTHONPATH")]))
+        env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
+        if run.recorded:
+            env["KVCANARY_TRACE"] = str(place / "traces")
+        if run.canary:
+            env["CONFORMANCE_RING"] = str(place / "ring")
+        told = json.dumps({**dataclasses.asdict(run), "port": 41_000 + 20 * number})
+        command = [sys.executable, str(HERE / "engine.py"), str(place), told]
+        with (place / "log").open("w") as log:
+            started[run.name] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        time.sleep(0.3)
+    deadline = time.monotonic() + timeout_s
+    for name, process in started.items():
+        try:
+            status: object = process.wait(max(deadline - time.monotonic(), 1))
+        except subprocess.TimeoutExpired:
+            status = "out of time"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        (folder / name / "status").write_text(str(status))
+
+
+def result_of(run: GpuRun, place: Path) -> dict:
+    """Replay a run's trace and compare it with the online canary's ring."""
+    result: dict = {"forwards": 0, "injected": 0, "online_rows": 0, "offline_rows": 0, "verdict": "", "differences": []}
+    differences = result["differences"]
+    status = (place / "status").read_text()
+    log = (place / "log").read_text(errors="replace")
+    if status != "0":
+        differences.append(f"the engine ended with {status}, see its log: {log[-300:]}")
+    if not run.recorded:
+        return result
+    traces = sorted((place / "traces").glob("*.arrow"))
+    if len(traces) != 1:
+        differences.append(f"{len(traces)} traces, expected one")
+        return result
+    report = place / "report"
+    done = subprocess.run(
+        [sys.executable, "-c", REPLAY, "--report", str(report), str(traces[0])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not (report / "summary.json").exists():
+        differences.append(f"the replay ended with {done.returncode}: {done.stderr.strip()}")
+        return result
+    summary = json.loads((report / "summary.json").read_text())
+    result |= {"forwards": summary["forwards"], "verdict": summary["verdict"]}
+    result["injected"] = sum(
+        "kv_canary perturb" in line and "slot=" in line and "skipped" not in line for line in log.splitlines()
+    )
+    if summary["doubts"] or not summary["complete"]:
+        differences.append(f"the trace is not whole: {summary['doubts']}")
+    if not result["injected"] and summary["verdict"] != "clean":
+        differences.append(f"no fault was injected, and the replay says {summary['verdict']}")
+    if run.canary:
+        compare(run, place, traces[0], summary, result)
+    return result
+
+
+def compare(run: GpuRun, place: Path, trace: Path, summary: dict, result: dict) -> None:
+    differences = result["differences"]
+    rings = [
+        [json.loads(line) for line in ring.read_text().splitlines()]
+        for ring in (place / "ring", place / "ring1")
+        if ring.exists()
+    ]
+    online: dict[int, Counter[Row]] = {}
+    looked_at = [0] * len(TAGS)
+    first = first_step(trace) or 0
+    for steps in rings:
+        for step in steps:
+            online.setdefault(step["step"] - first, Counter()).update(seen(run, row) for row in step["rows"])
+        before = [step["counters"] for step in steps if step["step"] < first]
+        start = before[-1] if before else [0] * len(TAGS)
+        looked_at = [n + end - begin for n, end, begin in zip(looked_at, steps[-1]["counters"], start, strict=True)]
+    offline = {
+        forward: sum((Counter({seen(run, row): n}) for row, n in rows.items()), Counter())
+        for forward, rows in offline_rows(place / "report" / "violations.parquet").items()
+    }
+    if run.eagle:
+        online, offline = ({0: sum(rows.values(), Counter())} for rows in (online, offline))
+    result["online_rows"] = sum(rows.total() for rows in online.values())
+    result["offline_rows"] = sum(rows.total() for rows in offline.values())
+    for forward in sorted(set(online) | set(offline)):
+        expected, came = (side.get(forward, Counter()) for side in (online, offline))
+        if expected != came:
+            only = [dict(list(side.items())[:2]) for side in (expected - came, came - expected)]
+            differences.append(f"forward {forward}: online only {only[0]}, offline only {only[1]} ({FIELDS})")
+    differences += [
+        f"{tag}: {n} slots looked at online, {summary['slot_counters'].get(tag, 0)} offline"
+        for tag, n in zip(TAGS, looked_at, strict=True)
+        if n != summary["slot_counters"].get(tag, 0)
+    ]
+
+
+def seen(run: GpuRun, row: list[int] | Row) -> Row | None:
+    """Return a row as both sides can see it: without the token check where the online canary has none."""
+    tag, slot, position, stored, expected, chain, aux, reasons = canonical(list(row))
+    if not run.tokens_checked_online:
+        expected, reasons = -1, reasons & ~VERIFY_TOKEN
+    return (tag, slot, position, stored, expected, chain, aux, reasons)
+
+
+def outputs_are_equal(runs: list[GpuRun], results: list[dict], folder: Path) -> None:
+    """A recorded engine without faults generates what it generates without the recorder."""
+    outputs = {}
+    for run in runs:
+        path = folder / run.name / "outputs.json"
+        outputs[run.name] = json.loads(path.read_text()) if path.exists() else None
+    for run, result in zip(runs, results, strict=True):
+        base = outputs.get(run.name.replace("recorded", "off"))
+        if "recorded" in run.name and base is not None and outputs[run.name] != base:
+            result["differences"].append("the recorded engine generated other tokens")
+
+
+def said(result: dict) -> str:
+    return "**differs**" if result["differences"] else "equal"
+
+
+def document(runs: list[GpuRun], results: list[dict], *, whole: bool) -> str:
+    import torch
+
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("sglang", "torch", "triton"))
+    recorded = [(run, result) for run, result in zip(runs, results, strict=True) if run.recorded]
+    beside = [(run, result) for run, result in recorded if run.canary]
+    equal = sum(not result["differences"] for _, result in beside)
+    injected, rows = (sum(result[name] for _, result in beside) for name in ("injected", "online_rows"))
+    lines = [
+        "# SGLang on a GPU: the replay against the online canary",
+        "",
+        "Made by `python tests/conformance/sglang/gpu/run.py` on a machine with a GPU; do not edit. Each run is an SGLang",
+        "engine with its own online canary (CUDA kernels, K and V), its fault injector and the recorder attached. Equal",
+        "means: the replay of the trace finds the same violations in the same forward, as multisets of launch tag, slot,",
+        "position, tokens, hashes and reasons, and each launch tag has looked at as many slots as online. EAGLE's draft has",
+        "a canary and steps of its own; there the rows of the whole run are compared. Inside CUDA graphs the online canary",
+        "compares no tokens (its valid token lengths stay 0); there the expected token and its reason are left out on both",
+        "sides, and the column says so. Runs without the canary are held against the same engine without the recorder: the",
+        "tokens must be the same.",
+        "",
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {torch.cuda.get_device_name(0)}, {versions}.",
+        "" if whole else "\n**Not all runs.**\n",
+        f"**{equal} of {len(beside)} runs beside the canary equal**, {injected} faults, {rows} online rows.",
+        "",
+        "| run | forwards | faults | online rows | offline rows | tokens compared | verdict of the replay | |",
+        "|---|--:|--:|--:|--:|---|---|---|",
+    ]
+    for run, result in recorded:
+        tokens = "" if not run.canary else "yes" if run.tokens_checked_online else "not in graphs"
+        lines.append(
+            f"| {run.name} | {result['forwards']} | {result['injected']} | {result['online_rows']} | "
+            f"{result['offline_rows']} | {tokens} | {result['verdict']} | {said(result)} |"
+        )
+    for run, result in recorded:
+        if result["differences"]:
+            lines += [
+                "",
+                f"**{run.name}**",
+                "",
+                *(f"- {difference[:400]}" for difference in result["differences"][:10]),
+            ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

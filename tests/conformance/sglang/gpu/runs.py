@@ -1,0 +1,78 @@
+"""The runs on a GPU: engines with and without graphs, overlap, EAGLE, sliding windows; each fault; sweeps."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRun:
+    """One run; `canary` False is a run without SGLang's own canary, to hold outputs against; `recorded` False alike."""
+
+    name: str
+    model: str = "llama_gpu"
+    graph: bool = True
+    overlap: bool = True
+    eagle: bool = False
+    page: int = 1
+    sweep: int = 0
+    fault: str = ""
+    probability: float = 0.4
+    group: str = "full"
+    canary: bool = True
+    recorded: bool = True
+    retract: bool = False
+    seed: int = 1
+
+    @property
+    def tokens_checked_online(self) -> bool:
+        """Inside a CUDA graph the online canary's valid token lengths stay 0, so it compares no tokens there."""
+        return not self.graph
+
+    def environment(self) -> dict[str, str]:
+        """What the engine's canary, its fault injector and its switch for testing retraction read."""
+        env = {}
+        if self.canary:
+            env |= {
+                "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "1",
+                "SGLANG_KV_CANARY_ENABLE_MHA_V": "1",
+                "SGLANG_KV_CANARY_RING_CAPACITY": "1000000",
+            }
+        if self.fault:
+            env |= {
+                f"SGLANG_KV_CANARY_PERTURB_{self.fault}_PROB": str(self.probability),
+                "SGLANG_KV_CANARY_PERTURB_TARGET_GROUP": self.group,
+                "SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS": "4",
+            }
+        if self.retract:
+            env |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+        return env
+
+
+REQ, USED, POST, UNUSED = "REQ_TO_TOKEN", "REAL_KV_USED", "REAL_KV_POST_FORWARD", "REAL_KV_UNUSED_CACHE"
+HYBRID = "mellum_hybrid"
+
+RUNS = (
+    # what recording changes of the outputs: nothing
+    GpuRun(name="off", canary=False, recorded=False),
+    GpuRun(name="recorded", canary=False),
+    GpuRun(name="eagle-off", eagle=True, canary=False, recorded=False),
+    GpuRun(name="eagle-recorded", eagle=True, canary=False),
+    GpuRun(name="hybrid-off", model=HYBRID, canary=False, recorded=False),
+    GpuRun(name="hybrid-recorded", model=HYBRID, canary=False),
+    # beside the online canary
+    GpuRun(name="none", sweep=4),
+    GpuRun(name="none-page16-retract", page=16, sweep=4, retract=True),
+    GpuRun(name="eager-REQ", graph=False, fault=REQ),
+    GpuRun(name="eager-REQ-page16-no-overlap", graph=False, overlap=False, page=16, fault=REQ),
+    GpuRun(name="graph-REQ", fault=REQ, seed=2),
+    GpuRun(name="eager-USED-page16", graph=False, page=16, fault=USED),
+    GpuRun(name="graph-USED", fault=USED, seed=3),
+    GpuRun(name="eager-POST-page16", graph=False, page=16, sweep=3, fault=POST),
+    GpuRun(name="graph-POST", sweep=3, fault=POST, seed=4),
+    GpuRun(name="graph-UNUSED-page16", page=16, sweep=2, fault=UNUSED, probability=0.8, seed=2),
+    GpuRun(name="hybrid-eager-REQ", model=HYBRID, graph=False, fault=REQ),
+    GpuRun(name="hybrid-eager-POST-swa", model=HYBRID, graph=False, sweep=3, group="swa", fault=POST),
+    GpuRun(name="hybrid-graph-USED-swa", model=HYBRID, group="swa", fault=USED, seed=2),
+    GpuRun(name="eagle-none", eagle=True, sweep=4),
+    GpuRun(name="eagle-USED-page16", eagle=True, page=16, fault=USED),
+    GpuRun(name="eagle-eager-USED", eagle=True, graph=False, fault=USED, seed=2),
+)

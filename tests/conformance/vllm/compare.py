@@ -1,0 +1,120 @@
+"""Replaying a run's trace, and looking for each injected fault in what the replay found."""
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+LATEST = 3  # forwards after a fault within which it must have been found, its step's own among them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of a run; `wrong` is empty where all is as it should be."""
+
+    forwards: int = 0
+    split_steps: int = 0
+    verified: int = 0
+    swept: int = 0
+    requests: int = 0
+    retracted: int = 0
+    shared: int = 0
+    evicted: int = 0
+    verdict: str = ""
+    exit_code: int = -1
+    injected: int = 0
+    found: int = 0
+    latest: int = 0
+    wrong: tuple[str, ...] = field(default_factory=tuple)
+
+
+def compare(folder: Path, *, faulty: bool) -> Result:
+    """Replay the one trace in `folder / "traces"`; what is wrong is said, not raised."""
+    from kvcanary.recorder.reader import TraceReader
+
+    traces = sorted((folder / "traces").glob("*.arrow"))
+    if len(traces) != 1:
+        return Result(wrong=(f"{len(traces)} traces, expected one",))
+    replayed = subprocess.run(
+        [Path(sys.executable).with_name("kvcanary-replay"), "--report", str(folder / "report"), str(traces[0])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    summary_path = folder / "report" / "summary.json"
+    if not summary_path.exists():
+        return Result(wrong=(f"replay ended with {replayed.returncode}: {replayed.stderr.strip()[-300:]}",))
+    summary = json.loads(summary_path.read_text())
+    marks, kinds, counts = [], [], {"retracted": 0, "shared": 0}
+    with TraceReader(traces[0]) as reader:
+        for batch in reader.stream():
+            for event in batch:
+                kinds.append(event.kind)
+                status = str(event.scalar("status"))
+                if event.kind in ("status", "alloc") and status in counts:
+                    counts[status] += 1
+                if event.kind == "mark":
+                    marks.append(json.loads(str(event.scalar("labels"))))
+    missed, latest = _missed(marks, folder / "report")
+    wrong = [f"missed: {json.dumps(fault, sort_keys=True)}" for fault in missed]
+    expected = 1 if faulty else 0
+    if replayed.returncode != expected:
+        wrong.append(f"the replay ended with {replayed.returncode}, expected {expected}")
+    if faulty and not marks:
+        wrong.append("no fault was injected")
+    return Result(
+        forwards=kinds.count("forward"),
+        split_steps=sum(a == b == "forward" for a, b in itertools.pairwise(kinds)),
+        verified=int(summary["verified"]),
+        swept=sum(n for tag, n in summary["slot_counters"].items() if tag.startswith("SWEEP")),
+        requests=kinds.count("request"),
+        retracted=counts["retracted"],
+        shared=counts["shared"],
+        evicted=kinds.count("evict"),
+        verdict=str(summary["verdict"]),
+        exit_code=replayed.returncode,
+        injected=len(marks),
+        found=len(marks) - len(missed),
+        latest=latest,
+        wrong=tuple(wrong),
+    )
+
+
+def _missed(marks: list[dict], report: Path) -> tuple[list[dict], int]:
+    """Return the faults that nothing was found of, and after how many forwards the slowest was found."""
+    rows = [dict(row, kind="") for row in pq.read_table(report / "violations.parquet").to_pylist()]
+    rows += [
+        dict(row, reasons="", expected_position=row["position"])
+        for row in pq.read_table(report / "findings.parquet").to_pylist()
+    ]
+    missed, latest = [], 0
+    for fault in marks:
+        found = [row["forward"] - fault["forward"] for row in rows if _is_of(row, fault)]
+        if found:
+            latest = max(latest, min(found))
+        else:
+            missed.append(fault)
+    return missed, latest
+
+
+def _is_of(row: dict, fault: dict) -> bool:
+    """Say whether a violation or a finding is of a fault: right place, right request, right kind, in time."""
+    if not 0 <= row["forward"] - fault["forward"] <= LATEST:
+        return False
+    kind, mine = fault["fault"], row["request"] == fault["request"]
+    here = row["group"] == fault.get("group") and 0 <= row["slot"] - fault.get("slot", 0) < fault.get("count", 0)
+    if kind == "block_table":
+        return mine and here
+    if kind == "slot_mapping":
+        right = row["group"] == fault["group"] and row["slot"] == fault["right"]
+        return (mine and here) or (mine and right) or (here and bool(row["reasons"]))
+    if kind == "token":
+        at = row["expected_position"] == fault["position"] or row["position"] == fault["position"]
+        return mine and at and (row["kind"].startswith("input_not") or "TOKEN" in row["reasons"])
+    if kind == "position":
+        return mine and "POSITION" in row["reasons"] and row["position"] - fault["position"] in (0, 1)
+    return here and "KV_HASH" in row["reasons"]

@@ -1,0 +1,181 @@
+"""Faults put into a running vLLM, right before the model reads its inputs; each leaves a mark in the trace.
+
+A fault of the block table or the slot mapping lasts for the one step, since vLLM's CPU runner reads the very tensor
+that it will go on from; the byte of K or V stays as it is.
+"""
+
+import os
+import random
+
+EVERY = 9  # steps between two faults
+
+
+def install_faults() -> None:
+    """Have the fault that the environment asks for injected in this process, if it asks for one."""
+    fault = os.environ.get("CONFORMANCE_FAULT")
+    if not fault:
+        return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    injector = Injector(fault, int(os.environ["CONFORMANCE_SEED"]))
+    preprocess, execute = GPUModelRunner._preprocess, GPUModelRunner.execute_model
+
+    def faulty_preprocess(runner, output, *args, **kwargs):
+        fed = preprocess(runner, output, *args, **kwargs)
+        injector.before(runner, output, fed)
+        return fed
+
+    def restoring_execute(runner, *args, **kwargs):
+        try:
+            return execute(runner, *args, **kwargs)
+        finally:
+            injector.after()
+
+    GPUModelRunner._preprocess = faulty_preprocess
+    GPUModelRunner.execute_model = restoring_execute
+
+
+class Injector:
+    """Injects one kind of fault every few steps, at a random place of a random request."""
+
+    def __init__(self, fault: str, seed: int) -> None:
+        self._inject = getattr(self, fault)
+        self._fault = fault
+        self._rng = random.Random(seed)
+        self._steps = 0
+        self._next = self._rng.randrange(4, 9)
+        self._restore = []
+
+    def before(self, runner, output, fed) -> None:
+        """Inject a fault where it is time and the step has a place for it."""
+        self._steps += 1
+        if self._steps < self._next:
+            return
+        batch = runner.input_batch
+        requests, at = [], 0
+        for row, name in enumerate(batch.req_ids):
+            extend = output.num_scheduled_tokens[name]
+            requests.append((row, name, int(batch.num_computed_tokens_cpu[row]), at, extend))
+            at += extend
+        self._rng.shuffle(requests)
+        for request in requests:
+            done = self._inject(runner, fed, *request)
+            if done is not None:
+                self._next = self._steps + EVERY + self._rng.randrange(3)
+                mark(runner, {"fault": self._fault, "request": request[1], "prefix": request[2], **done})
+                return
+
+    def after(self) -> None:
+        """Put back what must not last."""
+        while self._restore:
+            tensor, place, value = self._restore.pop()
+            tensor[place] = value
+
+    def _change(self, tensor, place, value) -> None:
+        self._restore.append((tensor, place, tensor[place].clone()))
+        tensor[place] = value
+
+    def _window(self, runner, group: int, prefix: int) -> int:
+        """Return the first cached position that a group's layers read."""
+        spec = runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec
+        window = getattr(spec, "sliding_window", None)
+        return max(0, prefix - window + 1) if window else 0
+
+    def _group(self, runner) -> int:
+        return self._rng.randrange(len(runner.kv_cache_config.kv_cache_groups))
+
+    def _live_slot(self, runner, group: int, row: int, prefix: int) -> tuple[int, int] | None:
+        """Return a cached position that is read, and its slot."""
+        first = self._window(runner, group, prefix)
+        if first >= prefix:
+            return None
+        table = runner.input_batch.block_table[group]
+        position = self._rng.randrange(first, prefix)
+        block = int(table.block_table.gpu[row, position // table.block_size])
+        return position, block * table.block_size + position % table.block_size
+
+    def block_table(self, runner, fed, row, name, prefix, at, extend):
+        """Let an entry of the cached prefix point to another block: another request's, or another of its own."""
+        group = self._group(runner)
+        table = runner.input_batch.block_table[group]
+        first = -(-self._window(runner, group, prefix) // table.block_size)
+        last = (
+            prefix // table.block_size
+        )  # whole blocks of the prefix, whose entries nothing of this step is written by
+        if first >= last:
+            return None
+        column = self._rng.randrange(first, last)
+        entries = table.block_table.gpu
+        held = int(entries[row, column])
+        # At another place of another row or of its own: what lies there cannot be the same token by chance.
+        rows = range(runner.input_batch.num_reqs)
+        used = {int(entries[r, c]) for r in rows for c in range(table.num_blocks_per_row[r]) if c != column}
+        used -= {int(entries[r, column]) for r in rows}
+        others = sorted(used - {held, 0})
+        if not others:
+            return None
+        wrong = self._rng.choice(others)
+        self._change(entries, (row, column), wrong)
+        size = table.block_size
+        return {"group": group, "position": column * size, "slot": wrong * size, "count": size}
+
+    def slot_mapping(self, runner, fed, row, name, prefix, at, extend):
+        """Let a token's K and V go to a slot that another request reads, and this one has not got."""
+        group = self._group(runner)
+        batch = runner.input_batch
+        table = batch.block_table[group]
+        token = at + self._rng.randrange(extend)
+        slots = table.slot_mapping.gpu
+        right = int(slots[token])
+        own = {int(block) for block in table.block_table.gpu[row, : table.num_blocks_per_row[row]]}
+        others = [other for other in range(batch.num_reqs) if other != row]
+        self._rng.shuffle(others)
+        for other in others:
+            found = self._live_slot(runner, group, other, int(batch.num_computed_tokens_cpu[other]))
+            if found is not None and found[1] // table.block_size not in own | {0}:
+                self._change(slots, token, found[1])
+                position = prefix + token - at
+                return {"group": group, "position": position, "slot": found[1], "right": right, "count": 1}
+        return None
+
+    def token(self, runner, fed, row, name, prefix, at, extend):
+        """Feed the model another token than the scheduler's."""
+        token = at + self._rng.randrange(extend)
+        ids = fed[0]
+        right = int(ids[token])
+        ids[token] = (right + 1 + self._rng.randrange(600)) % 640
+        return {"position": prefix + token - at, "token": int(ids[token]), "right": right}
+
+    def position(self, runner, fed, row, name, prefix, at, extend):
+        """Feed the model a position that is one off."""
+        token = at + self._rng.randrange(extend)
+        positions = fed[2]
+        positions[token] += 1
+        return {"position": prefix + token - at}
+
+    def kv_byte(self, runner, fed, row, name, prefix, at, extend):
+        """Flip a byte of V, which the CPU's attention stores as it gets it, of a slot that is read in this step."""
+        import torch
+
+        group = self._group(runner)
+        found = self._live_slot(runner, group, row, prefix)
+        if found is None:
+            return None
+        position, slot = found
+        size = runner.input_batch.block_table[group].block_size
+        layer = runner.kv_cache_config.kv_cache_groups[group].layer_names[0]
+        kv = runner.compilation_config.static_forward_context[layer].kv_cache
+        blocks, heads, tokens, width = kv.shape
+        value = kv.view(blocks, heads, 2 * tokens, width // 2)[slot // size, 0, tokens + slot % size]
+        value.view(torch.uint8)[self._rng.randrange(16)] ^= 0xFF
+        return {"group": group, "position": position, "slot": slot, "count": 1}
+
+
+def mark(runner, labels) -> None:
+    """Leave the fault's ground truth in the runner's trace."""
+    from kvcanary.recorder.engines import vllm_hooks
+
+    for attachment in vllm_hooks._installed:
+        session = attachment._sessions.get(runner)
+        if session is not None:
+            session.recorder.mark("injected fault", {**labels, "forward": session.recorder.next_forward})

@@ -1,0 +1,47 @@
+"""The frame kernels compile for a GPU, from a machine that has none; what they find is tested with the recorder."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from kvcanary.kernels.frames import FrameLayout
+
+COMPILE = """
+import warnings
+warnings.simplefilter("ignore")
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from kvcanary.kernels import frames_triton as kernels
+
+ints = dict.fromkeys(kernels._TAKE_DOWN_ARGUMENTS + kernels._TAKE_BACK_ARGUMENTS, "i32")
+pointers = ("rows_in", "prefix_in", "ids_in", "positions_in", "loc_in", "frames", "counters", "descriptor")
+types = ints | dict.fromkeys(pointers, "*i64") | {"minus_in": "*i32", "extend_in": "*i32"}
+
+
+def build(kernel, **constants):
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    print(len(compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]) > 0)
+
+
+build(kernels._take_down_kernel, HAS_MINUS=True, HAS_EXTEND=True, LUT_INT64=False, TILE=512)
+build(kernels._take_down_kernel, HAS_MINUS=False, HAS_EXTEND=False, LUT_INT64=True, TILE=512)
+build(kernels._take_back_kernel, TILE=512)
+"""
+
+
+def test_they_compile_for_a_gpu(tmp_path):
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["True"] * 3
+
+
+@pytest.mark.parametrize("bs", [0, 1, 5])
+def test_sections_follow_one_another(bs):
+    layout = FrameLayout(bs=bs, tokens=7, stream_words=(2, 4), table_capacity=3, lut_capacity=2, kv_capacity=5, tile=16)
+    assert layout.fixed == 3 * bs + 3 * 7 + 7 * 6
+    assert layout.lut_at == layout.fixed + 3 * 18
+    assert layout.kv_at == layout.lut_at + 2 * 3
+    assert layout.words == layout.kv_at + 5 * 6

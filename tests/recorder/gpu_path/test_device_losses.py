@@ -1,0 +1,114 @@
+"""Whatever does not fit, what the trace still tells of is right: its tables are the engine's, and losses are counted."""
+
+import numpy as np
+import pytest
+from kvcanary.recorder.device import capture
+
+from .test_device_recorder import random_forward
+from .two_recorders import ROWS, SLOTS, WIDTH, Engine
+
+
+def follow(engine, events):
+    """Replay the tables; return the forwards told, the losses counted and whether one of them lost everything."""
+    table, lut = np.zeros((ROWS, WIDTH), np.int64), np.zeros(SLOTS, np.int64)
+    truth = {}
+    told, lost, unknown = [], 0, 0
+    for event in events:
+        if event["kind"] == "loss":
+            lost += max(event["lost_events"], 0)
+            if event["lost_events"] < 0:
+                unknown += 1
+                table[:], lut[:] = 0, 0
+                truth.clear()
+            continue
+        assert event["kind"] == "forward"
+        told.append(event["forward"])
+        for (_, row, position), slot in event["table"].items():
+            table[row, position] = slot
+        for (_, full), swa in event["lut"].items():
+            lut[full] = swa
+        for (row, position), token in event["truth"].items():
+            truth[row, position] = token
+        real, real_luts = engine.seen[event["forward"]]
+        rows, prefix, extend = (event[name] for name in ("req_pool_indices", "prefix_lens", "extend_lens"))
+        for r, row in enumerate(rows):
+            if 0 < row < ROWS:
+                read = slice(0, min(prefix[r], WIDTH))
+                assert table[row, read].tolist() == real[row, read].tolist()
+                for real_lut in real_luts:
+                    slots = real[row, read]
+                    slots = slots[(slots >= 0) & (slots < SLOTS)]
+                    assert lut[slots].tolist() == real_lut[slots].tolist()
+                for position in range(min(event["truth_lens"][r], WIDTH)):
+                    assert truth[row, position] == engine.truth[row].all[position]
+        at = 0
+        for row, first, count in zip(rows, prefix, extend, strict=True):
+            if row:
+                for i, slot in enumerate(event["out_cache_loc"][at : at + count]):
+                    if row < ROWS and first + i < WIDTH:
+                        table[row, first + i] = slot
+                at += count
+    assert told == sorted(told)
+    return told, lost, unknown
+
+
+@pytest.mark.parametrize("swa", [False, True])
+def test_everything_is_told(swa, tmp_path):
+    rng = np.random.default_rng(3)
+    engine = Engine(tmp_path, rng, swa=swa)
+    for _ in range(8):
+        random_forward(engine, rng)
+    _, device = engine.close()
+    assert follow(engine, device) == (list(range(8)), 0, 0)
+
+
+@pytest.mark.parametrize("swa", [False, True])
+def test_changes_that_do_not_fit_are_told_later(swa, tmp_path, monkeypatch):
+    monkeypatch.setattr(capture, "TABLE_TILES_FEW", 1)
+    monkeypatch.setattr(capture, "TABLE_TILES", 3)
+    monkeypatch.setattr(capture, "LUT_CHANGES", 24)
+    monkeypatch.setattr(capture, "KV_CHANGES", 1)
+    rng = np.random.default_rng(4)
+    engine = Engine(tmp_path, rng, swa=swa)
+    for _ in range(14):
+        random_forward(engine, rng)
+    _, device = engine.close()
+    told, lost, unknown = follow(engine, device)
+    assert 3 < len(told) < 14
+    assert (lost, unknown) == (14 - len(told), 0)
+
+
+def test_no_room_for_another_forward(tmp_path):
+    """The first frame fills the arena until it has landed; what is told after a loss is told anew."""
+    rng = np.random.default_rng(5)
+    engine = Engine(tmp_path, rng, frame_bytes=1 << 14)
+    gate = engine.hold_landing()
+    for _ in range(6):
+        random_forward(engine, rng)
+    gate.set()
+    engine.device.drain()
+    for _ in range(6):
+        random_forward(engine, rng)
+        engine.device.drain()
+    _, device = engine.close()
+    told, lost, unknown = follow(engine, device)
+    assert unknown > 0
+    assert set(range(7, 12)) <= set(told)
+    assert len(told) + lost + unknown >= 12
+
+
+def test_a_writer_that_takes_no_more(tmp_path):
+    rng = np.random.default_rng(6)
+    engine = Engine(tmp_path, rng)
+    refuse = engine.refuse_events()
+    for i in range(12):
+        refuse[0] = 4 <= i < 8
+        random_forward(engine, rng)
+        engine.device.drain()
+    _, device = engine.close()
+    told, lost, unknown = follow(engine, device)
+    assert told == [0, 1, 2, 3, *range(told[4], 12)]
+    assert told[4] in (8, 9)
+    assert unknown >= 1
+    assert lost == 0  # an unknown loss stands for them, and the recorder knows how many
+    assert engine.device.stats().dropped_events == told[4] - 4

@@ -1,0 +1,195 @@
+"""A small engine of torch tensors whose forwards both recorders take down, the host's and the device's."""
+
+import os
+import threading
+
+os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are first imported: there is no GPU here
+
+import numpy as np
+import torch
+from kvcanary.kernels import frames_triton
+from kvcanary.kernels.kv_source import KvSource
+from kvcanary.recorder.device.forward import DeviceForward
+from kvcanary.recorder.device.recorder import DeviceRecorder
+from kvcanary.recorder.forward_input import ForwardInput, TruthTokens
+from kvcanary.recorder.header import KvStream, PoolGroup, Runner, StateTable, TraceHeader
+from kvcanary.recorder.reader import TraceReader
+from kvcanary.recorder.recorder import Recorder
+
+# The interpreter runs one program after another: few of them, but more than one for each request.
+frames_triton.PREFIX_PROGRAMS = 4
+frames_triton.TILE = 16
+
+ROWS, WIDTH, SLOTS, SWA_SLOTS, BYTES, CAPTURE = 6, 40, 160, 96, 48, 16
+
+
+class Tokens:
+    def __init__(self, tokens):
+        self.all = tokens
+
+    def tokens(self, start, stop):
+        return np.array(self.all[start:stop], np.int64)
+
+
+class Engine:
+    """`swa` adds a sliding-window group behind a full-to-SWA table, `int_type` is what its tensors hold."""
+
+    def __init__(self, folder, rng, *, swa=False, int_type=torch.int64, lut_type=torch.int64, watch_every=1, **more):
+        self.rng, self.int_type = rng, int_type
+        self.table = torch.zeros((ROWS, WIDTH), dtype=torch.int32)
+        self.luts = [torch.zeros(SLOTS, dtype=lut_type)] if swa else []
+        sizes = [SLOTS, SWA_SLOTS][: 1 + swa]
+        self.pools = {
+            (g, s): torch.from_numpy(rng.integers(0, 256, (size, BYTES), dtype=np.uint8))
+            for g, size in enumerate(sizes)
+            for s in range(2)
+        }
+        streams = tuple(KvStream(half=half, bytes_per_token=BYTES, capture_bytes=CAPTURE) for half in "KV")
+        groups = [PoolGroup(name="full", num_slots=SLOTS, streams=streams)]
+        if swa:
+            groups.append(PoolGroup(name="swa", kind="swa", window=7, lut=0, num_slots=SWA_SLOTS, streams=streams))
+        header = TraceHeader(
+            groups=tuple(groups),
+            tables=(StateTable(rows=ROWS, width=WIDTH),),
+            lut_lens=(SLOTS,) if swa else (),
+            truth_table=StateTable(name="truth", rows=ROWS, width=WIDTH),
+            runners=(Runner(),),
+        )
+        sources = {
+            key: KvSource(tensor=pool, page_size=1, bytes_per_token=BYTES, read_bytes=CAPTURE)
+            for key, pool in self.pools.items()
+        }
+        self.host = Recorder(folder / "host.arrow", header, kv_sources=sources, kv_watch_every=watch_every)
+        self.device = DeviceRecorder(
+            folder / "device.arrow",
+            header,
+            tables=[self.table],
+            luts=self.luts,
+            kv_sources=sources,
+            kv_watch_every=watch_every,
+            **more,
+        )
+        self.truth = {row: Tokens([]) for row in range(ROWS)}
+        self.seen = []  # of each forward, the tables as it reads them
+
+    def ints(self, values):
+        return torch.tensor(values, dtype=self.int_type)
+
+    def forward(self, mode, rows, prefix, extend, loc, ids, positions, *, during=lambda: None):
+        self.seen.append((self.table.clone().numpy(), [lut.clone().to(torch.int64).numpy() for lut in self.luts]))
+        truth = [self.truth[row] for row in rows]
+        lens = [len(tokens.all) for tokens in truth]
+        flat = [token for tokens in truth for token in tokens.all]
+        told = {"mode": mode, "request_ids": np.array(rows, np.int64) * 7}
+        self.host.before_forward(
+            ForwardInput(
+                **told,
+                req_pool_indices=rows,
+                prefix_lens=prefix,
+                extend_lens=extend,
+                input_ids=ids,
+                positions=positions,
+                out_cache_loc=(np.pad(np.array(loc, np.int64), (0, len(ids) - len(loc)), constant_values=-1),),
+                reads=(self.table,),
+                luts=tuple(self.luts),
+                truth=TruthTokens(flat=np.array(flat, np.int64), lens=lens),
+            )
+        )
+        equal = len(set(extend)) == 1 and mode == "decode"
+        # As a draft-extend tells it: a length, and what is to be taken off it.
+        split = mode == "draft_extend"
+        self.device.before_forward(
+            DeviceForward(
+                **told,
+                runner=0,
+                rows=self.ints(rows),
+                prefix=self.ints([p + e for p, e in zip(prefix, extend, strict=True)] if split else prefix),
+                minus=self.ints(extend) if split else None,
+                extend=None if equal else self.ints(extend),
+                extend_each=extend[0] if equal else 0,
+                input_ids=self.ints(ids),
+                positions=self.ints(positions),
+                out_cache_loc=self.ints(loc),
+                num_tokens=len(ids),
+                truth=truth,
+                truth_lens=lens,
+            )
+        )
+        during()
+        self.host.after_forward()
+        self.device.after_forward()
+
+    def hold_landing(self):
+        """Let nothing land until the returned event is set."""
+        gate = threading.Event()
+        self.device.later(gate.wait)
+        return gate
+
+    def refuse_events(self):
+        """Return a list whose one item says whether the device recorder's writer refuses what it gets."""
+        refuse = [False]
+        writer = self.device._recorder._outbox._writer
+        append = writer.append
+        writer.append = lambda event: False if refuse[0] else append(event)
+        return refuse
+
+    def close(self):
+        """Return the events of both recorders."""
+        self.host.close()
+        self.device.close()
+        assert self.host.stats().off == self.device.stats().off == "closed"
+        return events(self.host.path), events(self.device.path)
+
+
+def events(path):
+    with TraceReader(path) as reader:
+        return [
+            {
+                "kind": view.kind,
+                **{name: view.scalar(name) for name in ("forward", "mode", "kv_watched", "request_id", "name", "note")},
+                "lost_events": view.scalar("lost_events"),
+                **_cells(view, "table", ("table_index", "table_row"), "table_slots"),
+                **_cells(view, "lut", ("lut_index",), "lut_slots"),
+                **_cells(view, "truth", ("truth_row",), "truth_tokens"),
+                **{
+                    name: view.ints(name).tolist()
+                    for name in (
+                        "req_pool_indices",
+                        "request_ids",
+                        "prefix_lens",
+                        "extend_lens",
+                        "truth_lens",
+                        "input_ids",
+                        "positions",
+                        "out_cache_loc",
+                        "sampled_tokens",
+                        "slot_start",
+                        "slot_count",
+                    )
+                },
+                "kv_bytes": view.bytes("kv_bytes").tobytes(),
+                "kv_changes": _kv_changes(view),
+            }
+            for batch in reader.stream()
+            for view in batch
+        ]
+
+
+def _cells(view, prefix, keys, values):
+    """Changes cell by cell: runs may be cut otherwise."""
+    starts, counts = view.ints(f"{prefix}_start"), view.ints(f"{prefix}_count")
+    flat = view.ints(values)
+    columns = [view.ints(key) for key in keys]
+    cells, at = {}, 0
+    for i, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        for j in range(count):
+            cells[(*(int(column[i]) for column in columns), start + j)] = int(flat[at + j])
+        at += count
+    assert at == len(flat)
+    return {prefix: cells}
+
+
+def _kv_changes(view):
+    content = view.bytes("kv_change_bytes").reshape(-1, CAPTURE)
+    columns = [view.ints(f"kv_change_{name}").tolist() for name in ("stream", "slot", "phase")]
+    return sorted((*place, row.tobytes()) for *place, row in zip(*columns, content, strict=True))

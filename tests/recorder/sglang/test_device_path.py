@@ -1,0 +1,129 @@
+"""The adapter where the engine's tensors lie on a GPU: here they do not, and the kernels run in Triton's interpreter."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are first imported
+
+from typing import Any
+
+import numpy as np
+import pytest
+from kvcanary.kernels import frames_triton
+from kvcanary.recorder.device.recorder import DeviceRecorder
+from kvcanary.recorder.engines import sglang_attachment, sglang_session
+from kvcanary.recorder.environment import RecordingSettings
+from kvcanary.recorder.reader import read_events
+from kvcanary.replayer.replay import replay
+from kvcanary.replayer.settings import ReplaySettings
+
+from .fake_engine import ModelRunner, hooked, serve
+
+
+@pytest.fixture(autouse=True)
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("serve_stop", "stop_on_sigterm"):
+        monkeypatch.setattr(sglang_attachment, name, lambda stop: None, raising=False)
+    monkeypatch.setattr(sglang_attachment, "not_applied", list)
+    monkeypatch.setattr(sglang_session, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(frames_triton, "PREFIX_PROGRAMS", 2)
+    monkeypatch.setattr(frames_triton, "TILE", 32)
+
+
+def record(monkeypatch: pytest.MonkeyPatch, folder: Any, **settings: Any) -> tuple[Any, list[list[int]]]:
+    attachment = hooked(monkeypatch, RecordingSettings(folder=folder, **settings))
+    output, _ = serve()
+    return attachment, output
+
+
+def test_it_replays_clean_and_generates_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = serve()
+    attachment, output = record(monkeypatch, tmp_path, history="off")
+    assert output == expected
+    session = attachment._session
+    assert isinstance(session.recorder, DeviceRecorder)
+    attachment._close()
+    (path,) = tmp_path.glob("*.arrow")
+    summary = replay(path, settings=ReplaySettings(), report=None)
+    assert (summary.verdict.value, summary.forwards, summary.tokens) == ("clean", 12, 4 * 4 + 2 + 4 + 6 + 8)
+    told = list(read_events(path))
+    times = [int(event.scalar("time_ns")) for event in told]
+    assert times == sorted(times)
+    (cost,) = [event.scalar("labels") for event in told if event.kind == "mark"]
+    assert '"forwards": 12' in cost
+    assert '"device_bytes"' in cost
+
+
+def test_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attachment, _ = record(monkeypatch, tmp_path / "device", history="off")
+    attachment._close()
+    monkeypatch.setattr(sglang_session, "on_gpu", lambda tensor: False)
+    attachment, _ = record(monkeypatch, tmp_path / "host", history="off")
+    attachment._close()
+    device, host = (list(read_events(next((tmp_path / side).glob("*.arrow")))) for side in ("device", "host"))
+    assert [event.kind for event in device] == [event.kind for event in host]
+    for found, told in zip(device, host, strict=True):
+        if found.kind == "mark":
+            continue
+        for name in ("req_pool_indices", "request_ids", "prefix_lens", "extend_lens", "truth_lens", "input_ids"):
+            assert found.ints(name).tolist() == told.ints(name).tolist()
+        for name in ("positions", "out_cache_loc", "sampled_tokens", "sampled_lens"):
+            assert found.ints(name).tolist() == told.ints(name).tolist()
+        assert found.scalar("name") == told.scalar("name")
+        assert found.bytes("kv_bytes").tobytes() == told.bytes("kv_bytes").tobytes()
+
+
+def test_a_fault_switches_it_off_and_the_engine_goes_on(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = serve()
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path, history="off"))
+    calls = []
+    launch = frames_triton.FrameKernels.take_back
+
+    def fails(self: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 6:
+            raise RuntimeError("no more device memory")
+        launch(self, **kwargs)
+
+    monkeypatch.setattr(frames_triton.FrameKernels, "take_back", fails)
+    output, _ = serve()
+    assert output == expected
+    assert len(calls) == 6
+    attachment._close()
+    assert [record.message for record in caplog.records if "switched itself off" in record.message]
+    (path,) = tmp_path.glob("*.arrow")
+    summary = replay(path, settings=ReplaySettings(), report=None)
+    assert summary.verdict.value == "inconclusive"
+    assert 0 < summary.forwards < 12
+
+
+def test_a_landing_that_fails_leaves_the_engine_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcanary.recorder.device.landing import Landing
+
+    expected, _ = serve()
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path, history="off"))
+
+    def out_of_pinned_memory(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Landing, "land", out_of_pinned_memory)
+    output, _ = serve()
+    assert output == expected
+    attachment._close()
+    (path,) = tmp_path.glob("*.arrow")
+    assert replay(path, settings=ReplaySettings(), report=None).verdict.value == "inconclusive"
+
+
+def test_a_list_that_the_scheduler_replaces_is_looked_up_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attachment, _ = record(monkeypatch, tmp_path, history="off")
+    batches = attachment._session._batches
+    last = batches._last
+    batches.refresh()
+    assert batches._last is last
+    last.requests[0].req.output_ids = list(last.requests[0].req.output_ids)
+    batches.refresh()
+    assert batches._last is None
+    attachment._close()
+    assert np.array_equal(last.prompt_lens, [4] * len(last.requests))
+    assert ModelRunner.is_draft_worker is False

@@ -1,0 +1,182 @@
+"""Keyframes: what they hold, how they are cut into parts, and what becomes of one that nobody should believe."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kvcanary.kernels.constants import KvHashMode
+from kvcanary.recorder.batch import TraceBatch
+from kvcanary.recorder.encode import batch_metadata, encode_events, header_schema
+from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.recorder.event import TraceEvent
+from kvcanary.recorder.header import Segment, TraceHeader
+from kvcanary.recorder.machine import keyframe
+from kvcanary.recorder.machine.forward import UnusableEventError
+from kvcanary.recorder.machine.keyframe_load import KeyframeLoader
+from kvcanary.recorder.machine.machine import Machine
+from kvcanary.recorder.reader import TraceReader, read_events
+from kvcanary.recorder.trace_file import TraceFile
+from kvcanary.replayer.lab.configurations import CONFIGURATIONS
+from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.replayer.verdict import Verdict
+
+HOSTILE = (-1, -(1 << 63), 1 << 40, (1 << 63) - 1)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    """The state of an overlapping engine of two pools in the middle of its work."""
+    trace = tmp_path_factory.mktemp("keyframe") / "t.arrow"
+    configuration = CONFIGURATIONS["overlap_swa"]
+    with SimulatedEngine(configuration.engine_config(1), configuration.requests(1), trace) as engine:
+        for _ in range(60):
+            assert engine.step()
+    with TraceReader(trace) as reader:
+        found = Machine(reader.header)
+    for view in read_events(trace):
+        found.take(view)
+    return found
+
+
+def events_of(machine: Machine) -> list[TraceEvent]:
+    return list(keyframe.keyframe_events(machine, time_ns=5))
+
+
+def load(machine: Machine, events: list[TraceEvent]) -> Machine:
+    fresh = Machine(machine.state.header)
+    loader = KeyframeLoader(fresh.state, kv_hash_mode=KvHashMode.PARTIAL)
+    for view in TraceBatch(encode_events(events, 0, header_schema(machine.state.header)), first_event=0):
+        loader.take(view)
+    return fresh
+
+
+def test_parts_are_of_bounded_size(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = events_of(machine)
+    monkeypatch.setattr(keyframe, "PART_BYTES", 700)
+    small = events_of(machine)
+    assert len(small) > len(whole)
+    assert max(len(event.bytes["state_bytes"]) for event in small if event.bytes) <= 700
+    for mine, theirs in zip(load(machine, whole).state.pools, load(machine, small).state.pools, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(mine.pool.arrays(), theirs.pool.arrays(), strict=True))
+
+
+def test_it_holds_what_is_in_use_and_no_more(machine: Machine) -> None:
+    sizes: dict[str, int] = {}
+    for event in events_of(machine):
+        if event.bytes:
+            name = str(event.scalars["note"])
+            sizes[name] = sizes.get(name, 0) + len(event.bytes["state_bytes"])
+    pool = machine.state.pools[0]
+    written = int((pool.pool.writers[:, 0] > 0).sum())
+    assert 0 < written < pool.num_slots
+    assert sizes["pool.0.writers"] == 24 * written
+    assert sizes["pool.0.records"] <= 32 * (written + 1)
+    assert "pool.0.head.K" not in sizes  # like the others
+    assert "pool.0.unknown" not in sizes
+
+
+def test_the_names_of_requests_that_are_gone_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyframe, "REQUESTS_KEPT", 3)
+    trace = tmp_path / "t.arrow"
+    configuration = CONFIGURATIONS["tight"]
+    with SimulatedEngine(configuration.engine_config(2), configuration.requests(2), trace) as engine:
+        while engine.step():
+            pass
+    with TraceReader(trace) as reader:
+        machine = Machine(reader.header)
+    for view in read_events(trace):
+        machine.take(view)
+    told = set(machine.state.book.facts)
+    keyframe.forget_old_requests(machine.state)
+    kept = set(machine.state.book.facts)
+    assert len(kept) < len(told)
+    writers = {int(request) for pool in machine.state.pools for request in np.unique(pool.pool.writers[:, 2])}
+    assert writers & told <= kept
+    assert len(machine.history.ended) <= 3 + len(machine.history.ledger.held_by)
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize("column", ["state_start", "state_count"])
+def test_rows_that_there_are_not(column: str, value: int, machine: Machine) -> None:
+    refused = 0
+    for number, event in enumerate(events_of(machine)):
+        if event.scalars["status"] != "part":
+            continue
+        told = events_of(machine)
+        told[number].ints[column] = told[number].ints[column].copy()
+        told[number].ints[column][-1] = value
+        if event.scalars["note"] in ("ended", "dropped"):  # of which only the bytes count
+            continue
+        with pytest.raises(UnusableEventError):
+            load(machine, told)
+        refused += 1
+    assert refused > 10
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"truth_fill": 7}',
+        '{"truth_fill": Infinity}',
+        '{"truth_fill":0,"ran":[],"decoded":1,"since_sweep":0,"any_unknown":[],"last_forward":1,"had_gap":0,"from_start":1}',
+    ],
+)
+def test_a_beginning_that_does_not_fit(labels: str, machine: Machine) -> None:
+    told = events_of(machine)
+    told[0].scalars["labels"] = labels
+    with pytest.raises(UnusableEventError, match="labels"):
+        load(machine, told)
+
+
+def test_a_forward_that_waits_and_contradicts_itself(machine: Machine) -> None:
+    told = events_of(machine)
+    waiting = [event for event in told if event.scalars["status"] == "forward"]
+    assert waiting, "an overlapping engine always has one on its way"
+    waiting[0].ints["extend_lens"] = waiting[0].ints["extend_lens"] + (1 << 40)
+    with pytest.raises(UnusableEventError, match="waits for its samples"):
+        load(machine, told)
+
+
+def test_arrays_of_a_later_version_are_passed_over(machine: Machine) -> None:
+    told = events_of(machine)
+    told.insert(3, TraceEvent(kind="keyframe", scalars={"status": "part", "note": "pool.0.colours"}))
+    load(machine, told)
+
+
+def write_segment(path: Path, header: TraceHeader, told: list[TraceEvent]) -> None:
+    header = dataclasses.replace(header, segment=Segment(number=4, first_event=1000))
+    file = TraceFile(path, header_schema(header))
+    batch = encode_events(told, 1000, header_schema(header))
+    file.write(batch, batch_metadata(batch, 1000))
+    file.close()
+
+
+def test_a_replay_of_a_keyframe_that_contradicts_itself_is_inconclusive(machine: Machine, tmp_path: Path) -> None:
+    header = machine.state.header
+    good, bad = events_of(machine), events_of(machine)
+    part = next(event for event in bad if event.scalars.get("note") == "pool.0.records")
+    part.ints["state_start"] = part.ints["state_start"] + (1 << 40)
+    write_segment(tmp_path / "good.arrow", header, good)
+    write_segment(tmp_path / "bad.arrow", header, bad)
+    found = replay(tmp_path / "bad.arrow", settings=ReplaySettings(), report=None)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "contradicts itself" in found.gaps[0]
+    assert not replay(tmp_path / "good.arrow", settings=ReplaySettings(), report=None).gaps
+
+
+def test_labels_are_plain_json(machine: Machine) -> None:
+    assert set(json.loads(str(events_of(machine)[0].scalars["labels"]))) == {
+        "truth_fill",
+        "ran",
+        "decoded",
+        "since_sweep",
+        "any_unknown",
+        "last_forward",
+        "had_gap",
+        "from_start",
+    }

@@ -1,0 +1,236 @@
+"""A small engine with the shape of vLLM's runners, and its hooking as vLLM is hooked."""
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from kvcanary.recorder.engines.vllm_attachment import Attachment
+from kvcanary.recorder.engines.vllm_hooks import RUNNER_V1, RUNNER_V2, SCHEDULER, hook_module
+from kvcanary.recorder.environment import RecordingSettings
+
+from .fake_scheduler import BLOCK, MAX_SEQS, WINDOW, Request, Scheduler
+
+DIM, HEADS, WIDTH, VOCAB = 8, 2, 64, 97
+
+
+class KVCacheSpec:
+    def __init__(self) -> None:
+        self.block_size, self.head_size, self.head_size_v = BLOCK, DIM, DIM
+
+
+class FullAttentionSpec(KVCacheSpec):
+    pass
+
+
+class SlidingWindowSpec(KVCacheSpec):
+    sliding_window = WINDOW
+
+
+class MambaSpec(KVCacheSpec):
+    pass
+
+
+class Attention:
+    """The CPU's attention: K of a token is stored back to front, V as it is."""
+
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        blocks, heads, tokens, _ = kv_cache.shape
+        both = kv_cache.view(blocks, heads, 2 * tokens, DIM)
+        block, offset = slot_mapping // tokens, slot_mapping % tokens
+        both[block, :, offset] = key.flip(-1)
+        both[block, :, tokens + offset] = value
+
+
+class GPUModelRunner:
+    def __init__(self, specs: list[KVCacheSpec], num_blocks: int, *, use_async: bool = False) -> None:
+        self.use_async = use_async
+        self.layers: dict[str, Any] = {}
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(tensor_parallel_size=2, rank=1),
+            scheduler_config=SimpleNamespace(max_num_seqs=MAX_SEQS),
+            model_config=SimpleNamespace(model="some/tiny", dtype=torch.float32, max_model_len=WIDTH),
+            compilation_config=SimpleNamespace(static_forward_context=self.layers),
+            speculative_config=None,
+        )
+        self.groups = [
+            SimpleNamespace(kv_cache_spec=spec, layer_names=[f"model.layers.{gid}.attn"])
+            for gid, spec in enumerate(specs)
+        ]
+        self.initialize_kv_cache(SimpleNamespace(kv_cache_groups=self.groups, num_blocks=num_blocks))
+
+    def initialize_kv_cache(self, config: Any, is_profiling: bool = False) -> None:
+        self.kv_cache_config = config
+        # All groups take their blocks from one pool, and so share its memory.
+        self.kv = torch.zeros(config.num_blocks, HEADS, BLOCK, 2 * DIM)
+        for group in config.kv_cache_groups:
+            self.layers[group.layer_names[0]] = SimpleNamespace(kv_cache=self.kv, impl=Attention())
+        tables = [
+            SimpleNamespace(
+                block_size=BLOCK,
+                block_table=SimpleNamespace(gpu=torch.zeros(MAX_SEQS, WIDTH // BLOCK, dtype=torch.int32)),
+                slot_mapping=SimpleNamespace(gpu=torch.zeros(64, dtype=torch.int64)),
+            )
+            for _ in config.kv_cache_groups
+        ]
+        self.input_batch = SimpleNamespace(req_ids=[], block_table=tables, num_computed_tokens_cpu=np.zeros(MAX_SEQS))
+        self.requests: dict[str, Any] = {}
+
+    def execute_model(self, output: Any) -> None:
+        fed = self.prepare(output)
+        if fed is not None:
+            self._model_forward(fed[0], positions=fed[1])
+
+    def prepare(self, output: Any) -> tuple[Any, Any] | None:
+        for name in output.finished_req_ids:
+            self.requests.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            self.requests[new.req_id] = SimpleNamespace(
+                tokens=list(new.prompt_token_ids), prompt_token_ids=new.prompt_token_ids, blocks=new.block_ids
+            )
+        cached = output.scheduled_cached_reqs
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            state = self.requests[name]
+            if name in cached.resumed_req_ids:
+                state.blocks = blocks
+            else:
+                state.blocks = [[*own, *more] for own, more in zip(state.blocks, blocks, strict=True)]
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        if not output.num_scheduled_tokens:
+            return None
+        batch = self.input_batch
+        batch.req_ids = list(output.num_scheduled_tokens)
+        ids, positions, self.ends = [], [], []
+        for row, name in enumerate(batch.req_ids):
+            start, count = computed[name], output.num_scheduled_tokens[name]
+            batch.num_computed_tokens_cpu[row] = start
+            ids += self.requests[name].tokens[start : start + count]
+            positions += range(start, start + count)
+            self.ends.append((name, row, start + count))
+            for table, blocks in zip(batch.block_table, self.requests[name].blocks, strict=True):
+                table.block_table.gpu[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        rows = np.repeat(np.arange(len(batch.req_ids)), [output.num_scheduled_tokens[n] for n in batch.req_ids])
+        for table in batch.block_table:
+            for i, (row, position) in enumerate(zip(rows.tolist(), positions, strict=True)):
+                block = int(table.block_table.gpu[row, position // BLOCK])
+                table.slot_mapping.gpu[i] = block * BLOCK + position % BLOCK
+        return torch.tensor(ids, dtype=torch.int32), torch.tensor(positions)
+
+    def _model_forward(self, input_ids: Any, positions: Any) -> None:
+        """Store K and V of all tokens, then look at what each request's last token sees."""
+        key = torch.sin(input_ids.float())[:, None, None].expand(-1, HEADS, DIM).contiguous()
+        value = torch.cos(input_ids + positions / 7)[:, None, None].expand(-1, HEADS, DIM).contiguous()
+        seen = dict.fromkeys((name for name, _, _ in self.ends), 0.0)
+        for group, table in zip(self.groups, self.input_batch.block_table, strict=True):
+            layer = self.layers[group.layer_names[0]]
+            slots = table.slot_mapping.gpu[: input_ids.shape[0]]
+            layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+            window = getattr(group.kv_cache_spec, "sliding_window", WIDTH)
+            both = layer.kv_cache.view(-1, HEADS, 2 * BLOCK, DIM)
+            for name, row, end in self.ends:
+                for p in range(max(0, end - window), end):
+                    block = int(table.block_table.gpu[row, p // BLOCK])
+                    seen[name] += float(both[block, 0, p % BLOCK, 0] * (p + 1) + both[block, 0, BLOCK + p % BLOCK, 0])
+        self.seen = seen
+
+    def sample_tokens(self, grammar: Any) -> Any:
+        sampled = []
+        for name, _, end in self.ends:
+            state = self.requests[name]
+            token = [int(abs(self.seen[name]) * 1000) % VOCAB] if end == len(state.tokens) else []
+            state.tokens += token
+            sampled.append(token)
+        result = SimpleNamespace(req_ids=list(self.input_batch.req_ids), sampled_token_ids=sampled)
+        return SimpleNamespace(get_output=lambda: result) if self.use_async else result
+
+    def shutdown(self) -> None:
+        self.layers.clear()
+
+
+class GPUModelRunnerV2(GPUModelRunner):
+    """The same with the functions of vLLM's V2 runner."""
+
+    def initialize_kv_cache(self, config: Any, is_profiling: bool = False) -> None:
+        super().initialize_kv_cache(config, is_profiling)
+        self.block_tables = SimpleNamespace(block_sizes=[BLOCK] * len(config.kv_cache_groups))
+
+    def execute_model(self, output: Any, intermediate_tensors: Any = None, dummy_run: bool = False) -> None:
+        fed = None if dummy_run else self.prepare(output)
+        if fed is None:
+            return
+        names = self.input_batch.req_ids
+        counts = np.array([output.num_scheduled_tokens[name] for name in names], np.int32)
+        batch = SimpleNamespace(
+            req_ids=names,
+            num_tokens=int(counts.sum()),
+            num_scheduled_tokens=counts,
+            seq_lens=torch.tensor([end for _, _, end in self.ends], dtype=torch.int32),
+            input_ids=torch.cat((fed[0], torch.zeros(3, dtype=torch.int32))),
+            positions=torch.cat((fed[1], torch.zeros(3, dtype=torch.int64))),
+        )
+        self.prepare_attn(batch)
+        self._model_forward(*fed)
+
+    def prepare_attn(self, batch: Any) -> tuple[Any, Any]:
+        tables = self.input_batch.block_table
+        return tuple(t.block_table.gpu for t in tables), torch.stack([t.slot_mapping.gpu for t in tables])
+
+    def sample_tokens(self, grammar: Any) -> Any:
+        return super().sample_tokens(grammar)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+
+
+def hooked(monkeypatch: Any, settings: RecordingSettings, *, scheduler: bool = True, v2: bool = False) -> Attachment:
+    """Put an attachment's hooks around the fake engine's classes, as they are put around vLLM's.
+
+    Without `scheduler` it is as where the scheduler runs in another process.
+    """
+    attachment = Attachment(settings)
+    runner = (RUNNER_V2, GPUModelRunnerV2) if v2 else (RUNNER_V1, GPUModelRunner)
+    for name, owner in (runner, (SCHEDULER, Scheduler))[: 1 + scheduler]:
+        module = ModuleType(name)
+        setattr(module, owner.__name__.removesuffix("V2"), owner)
+        for attribute, value in list(vars(owner).items()):
+            if callable(value):
+                monkeypatch.setattr(owner, attribute, value)  # put back after the test
+        hook_module(module, attachment)
+    return attachment
+
+
+def serve(
+    specs: list[KVCacheSpec] | None = None,
+    *,
+    num_blocks: int = 40,
+    caching: bool = True,
+    use_async: bool = False,
+    budget: int = 12,
+    v2: bool = False,
+    each_step: Any = None,
+) -> dict[str, list[int]]:
+    """Run six requests, half of which share a prefix, on a new engine; return their tokens."""
+    kind = GPUModelRunnerV2 if v2 else GPUModelRunner
+    runner = kind(specs or [FullAttentionSpec()], num_blocks, use_async=use_async)
+    scheduler = Scheduler(runner, caching=caching, budget=budget)
+    shared = list(range(3, 14))
+    prompts = [[*shared, 20], [31, 32, 33], [*shared, 21, 22], [*range(41, 48)], [*shared, 20, 9], [51]]
+    requests = [Request(f"r{i}", prompt, 5 + 2 * i) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        scheduler.add_request(request)
+    pending: list[Any] = []
+    while scheduler.waiting or scheduler.running or pending:
+        output = scheduler.schedule()
+        if each_step is not None:
+            each_step(runner, scheduler, output)
+        runner.execute_model(output)
+        if output.num_scheduled_tokens:
+            result = runner.sample_tokens(None)
+            pending.append(result)
+        if pending and (not use_async or len(pending) > 1 or not output.num_scheduled_tokens):
+            result = pending.pop(0)
+            scheduler.update_from_output(result.get_output() if use_async else result)
+    runner.execute_model(scheduler.schedule())  # tells the runner who has finished last
+    runner.shutdown()
+    return {request.request_id: request.tokens for request in requests}

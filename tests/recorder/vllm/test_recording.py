@@ -1,0 +1,226 @@
+"""An engine of vLLM's shape, recorded through the adapter's hooks: what stands in the trace, and that it is harmless."""
+
+import logging
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvcanary.recorder.engines import vllm_attachment
+from kvcanary.recorder.engines.vllm_requests import request_id_of
+from kvcanary.recorder.environment import RecordingSettings
+from kvcanary.recorder.reader import TraceReader, read_events
+from kvcanary.replayer.replay import replay
+from kvcanary.replayer.settings import ReplaySettings
+
+from .fake_engine import (
+    BLOCK,
+    FullAttentionSpec,
+    GPUModelRunner,
+    MambaSpec,
+    SlidingWindowSpec,
+    hooked,
+    serve,
+)
+from .fake_scheduler import Request, Scheduler
+
+SHAPES = {
+    "full": {},
+    "no cache": {"caching": False},
+    "few blocks": {"num_blocks": 14},
+    "few blocks, no cache": {"num_blocks": 14, "caching": False},
+    "async": {"use_async": True},
+    "async, few blocks": {"use_async": True, "num_blocks": 14},
+    "sliding": {"specs": [SlidingWindowSpec()]},
+    "hybrid": {"specs": [FullAttentionSpec(), SlidingWindowSpec(), SlidingWindowSpec()], "num_blocks": 60},
+    "hybrid, few blocks": {"specs": [SlidingWindowSpec(), FullAttentionSpec()], "num_blocks": 22},
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_attachment, "stop_on_sigterm", lambda stop: False)
+    monkeypatch.setattr(vllm_attachment, "serve_stop", lambda stop: None)
+
+
+def events(folder: Path) -> tuple[Any, list[Any]]:
+    (path,) = folder.glob("*.arrow")
+    with TraceReader(path) as reader:
+        return reader.header, list(read_events(path))
+
+
+def verdict(folder: Path) -> Any:
+    (path,) = folder.glob("*.arrow")
+    return replay(path, settings=ReplaySettings(), report=None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scheduler"),
+    [*((shape, True) for shape in SHAPES), *((shape, False) for shape in ("full", "async, few blocks", "hybrid"))],
+)
+def test_a_recorded_engine_replays_clean_and_generates_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, scheduler: bool
+) -> None:
+    expected = serve(**SHAPES[shape])
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path, sweep_every=3), scheduler=scheduler)
+    assert serve(**SHAPES[shape]) == expected
+    summary = verdict(tmp_path)
+    assert (summary.verdict.value, summary.complete) == ("clean", True)
+    assert summary.requests == 6
+    header, told = events(tmp_path)
+    assert header.slot_history == ("complete" if scheduler else "")
+    kinds = Counter((event.kind, str(event.scalar("status"))) for event in told)
+    assert kinds["status", "finished"] == 6
+    if shape.endswith("few blocks"):
+        assert kinds["status", "retracted"]
+        assert kinds["status", "admitted"] == 6 + kinds["status", "retracted"]
+    if "no cache" not in shape and scheduler:
+        assert kinds["alloc", "shared"]
+        assert kinds["alloc", "cached"]
+        assert kinds["sweep", ""]
+
+
+def test_the_v2_runner_is_recorded_by_the_same_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"specs": [FullAttentionSpec(), SlidingWindowSpec()], "num_blocks": 26, "use_async": True, "v2": True}
+    expected = serve(**shape)
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path), v2=True)
+    assert serve(**shape) == expected
+    summary = verdict(tmp_path)
+    assert (summary.verdict.value, summary.requests) == ("clean", 6)
+
+
+def test_what_the_trace_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    output = serve([SlidingWindowSpec(), FullAttentionSpec()])
+    header, told = events(tmp_path)
+    assert (header.engine.name, header.model.name) == ("vllm", "tiny")
+    assert (header.ranks.tp_rank, header.ranks.tp_size) == (1, 2)
+    assert [(g.name, g.kind, g.window, g.num_slots, g.page_size) for g in header.groups] == [
+        ("swa", "swa", 6, 40 * BLOCK, BLOCK),
+        ("full", "full", 0, 40 * BLOCK, BLOCK),
+    ]
+    for group in header.groups:
+        assert [(s.half, s.origin) for s in group.streams] == [("K", "submitted"), ("V", "stored")]
+    assert any("taken on submission" in note for note in header.notes)
+    names = {event.scalar("name"): event.scalar("request_id") for event in told if event.kind == "request"}
+    assert names == {f"r{i}": request_id_of(f"r{i}") for i in range(6)}
+    forwards = {event.scalar("forward"): event for event in told if event.kind == "forward"}
+    sampled: dict[int, list[int]] = {}
+    for event in told:
+        if event.kind == "sample":
+            ids = forwards[event.scalar("forward")].ints("request_ids").tolist()
+            tokens = iter(event.ints("sampled_tokens").tolist())
+            for request_id, count in zip(ids, event.ints("sampled_lens").tolist(), strict=True):
+                sampled.setdefault(request_id, []).extend(next(tokens) for _ in range(count))
+    assert {name: sampled[request_id] for name, request_id in names.items()} == {
+        name: tokens[-(5 + 2 * int(name[1])) :] for name, tokens in output.items()
+    }
+    allocated = sum(e.ints("slot_count").sum() for e in told if e.kind == "alloc" and not e.scalar("status"))
+    assert allocated % BLOCK == 0
+    assert allocated > 0
+
+
+def test_a_step_that_reads_what_it_writes_is_told_as_several_forwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+
+    def look(runner: GPUModelRunner, scheduler: Any, output: Any) -> None:
+        seen.append((len(attachment._sessions[runner]._told), output))
+
+    serve(each_step=look, budget=40)
+    assert max(told for told, _ in seen) > 1, "no step had a hit on blocks of its own"
+    assert verdict(tmp_path).verdict.value == "clean"
+
+
+def test_a_group_that_no_trace_can_hold_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve([FullAttentionSpec(), MambaSpec()])
+    header, _ = events(tmp_path)
+    assert [group.name for group in header.groups] == ["full"]
+    assert any("MambaSpec" in note and "not recorded" in note for note in header.notes)
+    assert verdict(tmp_path).verdict.value == "clean"
+
+
+def test_what_only_a_draft_model_writes_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = SimpleNamespace(_draft_attn_layer_names={"model.layers.1.attn"})
+    monkeypatch.setattr(GPUModelRunner, "drafter", drafts, raising=False)
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve([FullAttentionSpec(), FullAttentionSpec()])
+    header, _ = events(tmp_path)
+    assert [group.name for group in header.groups] == ["full"]
+    assert any("only a draft model's layers write it" in note for note in header.notes)
+
+
+def test_bytes_in_a_layout_that_is_not_known_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    spec = FullAttentionSpec()
+    spec.head_size_v = 5
+    serve([spec])
+    header, _ = events(tmp_path)
+    assert not header.groups[0].streams
+    assert any("a layout that is not known" in note for note in header.notes)
+    assert verdict(tmp_path).verdict.value == "clean"
+
+
+def test_a_runner_that_gets_a_new_cache_gets_a_new_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    runner = GPUModelRunner([FullAttentionSpec()], 8)
+    Scheduler(runner).add_request(Request("a", [5, 6], 3))
+    first = attachment._sessions[runner]
+    assert first is not None
+    runner.initialize_kv_cache(runner.kv_cache_config, is_profiling=True)
+    assert attachment._sessions[runner] is first
+    runner.initialize_kv_cache(runner.kv_cache_config)
+    assert first.recorder.stats().off == "closed"
+    Scheduler(runner).add_request(Request("b", [5, 6], 3))
+    runner.shutdown()
+    told = [[event.scalar("name") for event in read_events(path)] for path in tmp_path.glob("*.arrow")]
+    assert sorted(told) == [["a"], ["b"]]
+
+
+def test_an_engine_with_nothing_to_record_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = serve([MambaSpec()])
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    caplog.set_level(logging.ERROR, "kvcanary")
+    assert serve([MambaSpec()]) == expected
+    assert not list(tmp_path.iterdir())
+    assert len([entry for entry in caplog.records if "not recording" in entry.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("settings", [{"capture_bytes": 0}, {"history": "off"}, {"kv_watch_every": 0}])
+def test_settings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path, **settings))
+    serve()
+    header, told = events(tmp_path)
+    assert bool(header.groups[0].streams) == ("capture_bytes" not in settings)
+    assert bool({"alloc", "free"} & {event.kind for event in told}) == ("history" not in settings)
+    assert verdict(tmp_path).verdict.value == "clean"
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_blocks_that_are_copied_for_a_hit_inside_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    done: list[int] = []
+
+    def copy_on_write(runner: GPUModelRunner, scheduler: Any, output: Any) -> None:
+        if done or len(output.num_scheduled_tokens) < 3 or set(output.num_scheduled_tokens.values()) != {1}:
+            return
+        state, target = runner.requests[next(iter(output.num_scheduled_tokens))], len(scheduler.pool.blocks) - 1
+        done.append(target)
+        runner.kv[target] = runner.kv[state.blocks[0][0]]
+        copy = SimpleNamespace(src_block_id=state.blocks[0][0], dst_block_id=target)
+        output.kv_cache_block_copies = [copy] if told else None
+        state.blocks[0][0] = target
+
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path, history="off"))
+    serve(each_step=copy_on_write)
+    assert done
+    assert verdict(tmp_path).verdict.value == ("clean" if told else "corrupt")
+    _, events_told = events(tmp_path)
+    assert ("kv_copy" in {event.kind for event in events_told}) == told
