@@ -44,23 +44,27 @@ def test_another_allocation_order_is_no_difference_at_all(config, order, recorde
     assert min(result.compared.values()) > 300
 
 
-@pytest.mark.parametrize(
-    ("config", "changes"),
-    [
-        ("mha", {"chunk_tokens": 20}),
-        ("mha", {"mixed": True}),
-        ("mha", {"prefix_cache": False}),
-        ("tight", {"max_running": 3}),
-        ("swa", {"page_size": 8, "num_pages": 65}),
-        ("overlap_swa", {"max_running": 3, "overlap": False}),
-        ("eagle_swa", {"chunk_tokens": 20, "num_pages": 60}),
-        ("sweeps_eagle", {"max_running": 3, "sweep_interval": 0}),
-        ("host", {"num_pages": 60}),
-    ],
-)
-def test_other_chunks_and_batches_differ_in_timing_only(config, changes, recorded, tmp_path, conformance_cases):
-    if config in SLOWER and conformance_cases <= 500:
-        pytest.skip("make fuzz tries them all")
+OTHER_SCHEDULES = [
+    ("mha", {"chunk_tokens": 20}),
+    ("mha", {"mixed": True}),
+    ("mha", {"prefix_cache": False}),
+    ("tight", {"max_running": 3}),
+    ("swa", {"page_size": 8, "num_pages": 65}),
+    ("overlap_swa", {"max_running": 3, "overlap": False}),
+    ("eagle_swa", {"chunk_tokens": 20, "num_pages": 60}),
+    ("sweeps_eagle", {"max_running": 3, "sweep_interval": 0}),
+    ("host", {"num_pages": 60}),
+]
+
+
+def pytest_generate_tests(metafunc):
+    if {"config", "changes"} <= set(metafunc.fixturenames):
+        everything = metafunc.config.getoption("--conformance-cases") > 500  # make fuzz
+        cases = [case for case in OTHER_SCHEDULES if everything or case[0] not in SLOWER]
+        metafunc.parametrize(("config", "changes"), cases)
+
+
+def test_other_chunks_and_batches_differ_in_timing_only(config, changes, recorded, tmp_path):
     other = record(config, tmp_path / "b.arrow", **changes)
     result = diff_traces(recorded(config), other)
     assert result.verdict == "same", result.requests[:2]
