@@ -49,14 +49,14 @@ def check_schema(schema: pa.Schema) -> TraceHeader:
     if not schema.equals(_OWN_SCHEMA):
         if not schema.equals(pa.schema(list(schema))):  # the byte order is all that a rebuilt schema can differ in
             raise UnreadableTraceError("its schema says big-endian; traces are little-endian: the header is damaged")
-        _check_columns(schema)
+        _check_columns(schema, header.format_minor)
     return header
 
 
-def _check_columns(schema: pa.Schema) -> None:
+def _check_columns(schema: pa.Schema, format_minor: int) -> None:
     for expected in _OWN_SCHEMA:
         found = [schema.field(index) for index in schema.get_all_field_indices(expected.name)]
-        if not found and expected.name in ADDED:
+        if not found and format_minor < ADDED.get(expected.name, 0):
             continue
         if len(found) != 1:
             came = "missing" if not found else f"there {len(found)} times"

@@ -120,8 +120,8 @@ BYTE_LISTS: Final = (
     "state_bytes",  # a part of a keyframe: rows of the array named by `note`, one after another
 )
 
-# Columns that came after 1.0: an older trace does not have them, and no event of it uses them.
-ADDED: Final = frozenset({"state_start", "state_count", "state_bytes"})
+# Columns that came after 1.0, with the minor version: an older trace does not have them, and no event of it uses them.
+ADDED: Final[dict[str, int]] = {"state_start": 2, "state_count": 2, "state_bytes": 2}
 
 PHASE_BEFORE: Final = 0  # an observed KV change seen before the forward ran
 PHASE_AFTER: Final = 1  # ... seen after it

@@ -1,4 +1,11 @@
-"""Options and hypothesis profiles for all tests."""
+"""Options and hypothesis profiles for all tests; where there is no GPU, Triton's interpreter."""
+
+import os
+from pathlib import Path
+
+# Triton decides when it is first imported, by whichever test that is.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -86,6 +86,12 @@ def test_what_nobody_foresaw_is_one_line_and_no_verdict():
     assert "(<string>:" in err and "\x1b" not in err
 
 
+def test_a_query_that_is_interrupted_is_no_error():
+    process = start(own("raise RuntimeError('Query interrupted')"))
+    assert process.communicate()[1] == "interrupted\n"
+    assert process.returncode == 130
+
+
 @pytest.mark.parametrize("code", [0, 1, 2, 125])
 def test_a_commands_own_code_goes_through(code):
     process = start(own(f"sys.exit({code})"))

@@ -1,9 +1,5 @@
 """The adapter where the engine's tensors lie on a GPU: here they do not, and the kernels run in Triton's interpreter."""
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are first imported
-
 from typing import Any
 
 import numpy as np

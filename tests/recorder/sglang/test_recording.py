@@ -88,6 +88,7 @@ def test_a_fault_in_a_hook_leaves_the_engine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     expected, _ = serve()
+    before = set(threading.enumerate())
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("injected")
@@ -100,9 +101,9 @@ def test_a_fault_in_a_hook_leaves_the_engine_alone(
     assert logged
     assert all("injected" in message for message in logged)
     assert len(logged) == len(set(logged)), "each failing hook is logged once"
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name == "kvcanary-writer":
-            thread.join()  # a recording that is off has ended its trace by itself
+            thread.join(60)  # a recording that is off has ended its trace by itself
     (path,) = tmp_path.glob("*.arrow")
     summary = replay(path, settings=ReplaySettings(), report=None)
     assert summary.complete
