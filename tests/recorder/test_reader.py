@@ -205,7 +205,7 @@ def test_a_newer_minor_may_add_columns(traces):
     assert "column odd has type null" in unreadable(path)
 
 
-@pytest.mark.parametrize("name", ["event", "kind", "input_ids", "kv_bytes"])
+@pytest.mark.parametrize("name", ["event", "kind", "input_ids", "kv_bytes", "state_start", "state_bytes"])
 def test_missing_and_changed_columns(traces, name):
     schema = header_with(traces)
     index = schema.get_field_index(name)
