@@ -81,6 +81,8 @@ From a production trace to a verdict:
   kvcanary-replay trace.arrow        rebuild the pools, verify every forward, write trace.report/
   kvcanary triage trace.report       who held the slot before, since when, what kind of bug
   kvcanary sql trace.report          any other question, in SQL
+  kvcanary diff good.arrow bad.arrow where two runs of one workload part first
+  kvcanary bisect traces/*.arrow     which engine version brought it
   kvcanary recover torn.arrow        save what is whole of a torn trace
 """
 

@@ -41,7 +41,7 @@ def make_raw_relations(connection: Any, sources: Sequence[Source], resources: Ex
         if source.trace is None:
             found = summary_rows(source.name, source.summary or {})
         else:
-            scan = scan_trace(source.trace, resources)
+            scan = scan_trace(source.files, resources)
             connection.register(f"raw_events_{number}", scan.events)
             events.append(f"select {quoted(source.name)} as trace, * from raw_events_{number}")
             found = header_rows(source.name, source.trace, scan.header, complete=scan.complete, gaps=scan.gaps)
@@ -57,6 +57,9 @@ def make_raw_relations(connection: Any, sources: Sequence[Source], resources: Ex
         parts = [
             f"select {quoted(s.name)} as trace, * from {_parquet(s, name, resources)}" for s in sources if s.report
         ]
+        for source in sources:
+            if source.report:
+                _check_numbers(connection, source.report / f"{name}.parquet", _parquet(source, name, resources), name)
         parts.append(f"select ''::varchar as trace, *, 0::bigint as file_row_number from _no_{name}")
         _view(connection, f"_all_{name}", parts)
         connection.execute(
@@ -80,6 +83,19 @@ def _parquet(source: Source, name: str, resources: ExitStack) -> str:
     if not path.is_file():
         raise AnalysisError(f"{path}: missing; the report is incomplete, so replay the trace again")
     return f"read_parquet({quoted(str(plain_path(path, resources)))}, file_row_number = true)"
+
+
+def _check_numbers(connection: Any, path: Path, relation: str, name: str) -> None:
+    """Refuse a report's file with text where numbers belong: numbers stand in later queries as they are."""
+    expected, found = (
+        dict(connection.execute(f"select column_name, column_type from (describe from {of})").fetchall())
+        for of in (f"_no_{name}", relation)
+    )
+    wrong = [column for column, kind in expected.items() if "INT" in kind and "INT" not in found.get(column, "INT")]
+    if wrong:
+        raise AnalysisError(
+            f"{path}: expected numbers in {', '.join(wrong)}, came {found[wrong[0]]}; replay the trace again"
+        )
 
 
 def _file(source: Source, name: str, resources: ExitStack) -> str:

@@ -83,7 +83,7 @@ def _table(reader: pa.RecordBatchReader, text: IO[str], max_rows: int | None) ->
     num_rows = 0
     for batch in reader:
         if max_rows is None or len(shown) < max_rows:
-            left = batch if max_rows is None else batch.slice(0, max_rows - len(shown))
+            left = batch if max_rows is None else batch.slice(0, min(max_rows - len(shown), batch.num_rows))
             shown += [dict(enumerate(row)) for row in _rows(left)]
         num_rows += batch.num_rows
     for line in text_table(shown, list(range(len(names))), headings=names):

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .errors import SqlError
+from .library import DERIVED
 from .session import Session
 
+_MACROS = frozenset(name for folder, name in DERIVED if folder == "macros")
 FIRST_LINE, NEXT_LINE = "kvcanary> ", "     ...> "
 
 _HELP = r"""End a statement with ; (several lines are fine).
-\d        list relations and macros          \d NAME   show a relation's columns
+\d        list relations and macros          \d NAME   a relation's columns, what a macro does
 \q        leave (or Ctrl-D)                  Ctrl-C    drop the statement, or stop the query"""
 
 
@@ -66,7 +68,9 @@ class Prompt:
         argument = argument.strip().rstrip(";")
         if name == "q":
             return False
-        if name == "d" and argument:
+        if name == "d" and argument in _MACROS:  # which DuckDB does not describe
+            self._write(self._session.relations()[argument])
+        elif name == "d" and argument:
             self._answer('describe "' + argument.replace('"', '""') + '"')
         elif name == "d":
             width = max(map(len, self._session.relations()))

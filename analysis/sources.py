@@ -1,5 +1,6 @@
 """What the user names on the command line, traces and report folders, as sources: a trace, and the report on it."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from ..recorder.errors import TraceError
 from ..recorder.reader import TraceReader
+from ..recorder.segments import split_segment_name
 from .errors import AnalysisError
 
 STORE_NAME = "report.duckdb"
@@ -18,14 +20,21 @@ STORE_NAME = "report.duckdb"
 class Source:
     """One trace and the report on it; either may be missing, not both.
 
-    `name` is what the column `trace` holds. `problem` says why the trace of a report cannot be opened.
+    `name` is what the column `trace` holds. Of a recording in segments `trace` is the first and `segments` are all, in
+    order; else there are none. `problem` says why the trace of a report cannot be opened.
     """
 
     name: str
     trace: Path | None
     report: Path | None
     summary: dict[str, Any] | None
+    segments: tuple[Path, ...] = ()
     problem: str = ""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The trace's files, in order; none where it is not at hand."""
+        return self.segments or (() if self.trace is None else (self.trace,))
 
 
 def find_sources(paths: Sequence[Path], *, trace: Path | None = None) -> list[Source]:
@@ -57,9 +66,10 @@ def read_summary(report: Path) -> dict[str, Any]:
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise AnalysisError(
-            f"{report}: no report: it has no summary.json; name the folder that kvcanary-replay wrote, or a trace"
-        ) from None
+        what = "no report: it has no summary.json" if report.is_dir() else "no such folder"
+        raise AnalysisError(f"{report}: {what}; name the folder that kvcanary-replay wrote") from None
+    except NotADirectoryError:
+        raise AnalysisError(f"{report}: a file, not a report; name the folder that kvcanary-replay wrote") from None
     except OSError as error:
         raise AnalysisError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
@@ -74,6 +84,9 @@ def _report_source(report: Path, moved_to: Path | None) -> Source:
     recorded = Path(summary["trace"])
     beside = report.with_name(f"{report.name.removesuffix('.report')}.arrow")
     candidates = [moved_to] if moved_to else [beside, recorded, report / recorded.name, report.parent / recorded.name]
+    numbers = summary.get("segments")
+    if isinstance(numbers, list) and numbers and split_segment_name(recorded) is None:
+        return _segments_source(report, summary, numbers, candidates, moved_to)
     problem = ""
     for candidate in candidates:
         try:
@@ -88,6 +101,43 @@ def _report_source(report: Path, moved_to: Path | None) -> Source:
     if moved_to:
         raise AnalysisError(problem)
     return Source(name=recorded.stem, trace=None, report=report, summary=summary, problem=problem)
+
+
+def _segments_source(
+    report: Path, summary: dict[str, Any], numbers: list[int], candidates: list[Path], moved_to: Path | None
+) -> Source:
+    """Return a report on segments with those of its recording, in the folder where all that it speaks of lie."""
+    recorded = Path(summary["trace"])
+    problem = f"{recorded}: no segment of this recording is there"
+    for candidate in candidates:
+        folder = candidate if candidate.is_dir() else candidate.parent
+        found = {number: path for number, path in _segments_in(folder, recorded.stem) if number in numbers}
+        if not found:
+            continue
+        missing = sorted({*numbers} - {*found})
+        paths = tuple(found[number] for number in sorted(found))
+        try:
+            same = _trace_id(paths[0]) == summary.get("trace_id")
+        except TraceError as error:
+            problem = str(error)
+            continue
+        if not same:
+            problem = f"{paths[0]}: of another recording than the one that {report} was made of"
+        elif missing:
+            problem = f"{folder / recorded.name}: segment {missing[0]} is missing, which {report} was made of"
+        else:
+            return Source(name=recorded.stem, trace=paths[0], segments=paths, report=report, summary=summary)
+    if moved_to:
+        raise AnalysisError(problem)
+    return Source(name=recorded.stem, trace=None, report=report, summary=summary, problem=problem)
+
+
+def _segments_in(folder: Path, name: str) -> list[tuple[int, Path]]:
+    """Return the segments of a name in a folder with their numbers, in order."""
+    if not folder.is_dir():
+        return []
+    found = [(split_segment_name(path), path) for path in folder.iterdir() if path.is_file()]
+    return sorted((split[1], path) for split, path in found if split is not None and split[0] == name)
 
 
 def _trace_source(trace: Path) -> Source:
@@ -123,10 +173,7 @@ def _distinct_names(sources: list[Source]) -> list[Source]:
         names = [f"{(s.trace or s.report or Path()).absolute().parent.name}/{s.name}" for s in sources]
     if len(set(names)) < len(names):
         names = [f"{name}#{number}" for number, name in enumerate(names, 1)]
-    return [
-        Source(name=printable_name(name), trace=s.trace, report=s.report, summary=s.summary, problem=s.problem)
-        for name, s in zip(names, sources, strict=True)
-    ]
+    return [dataclasses.replace(source, name=printable_name(name)) for name, source in zip(names, sources, strict=True)]
 
 
 def printable_name(name: str) -> str:

@@ -100,7 +100,7 @@ def _stamp(source: Source) -> dict[str, str]:
     incidents = (source.report or Path()) / INCIDENTS_NAME
     stamp["incidents"] = _file_stamp(incidents) if incidents.is_file() else ""
     if source.trace is not None:
-        stamp["trace"] = _file_stamp(source.trace)
+        stamp["trace"] = ", ".join(_file_stamp(path) for path in source.files)
     return stamp
 
 

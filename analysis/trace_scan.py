@@ -1,5 +1,6 @@
 """A trace as something that DuckDB scans: the file itself, column by column, never the whole of it in memory."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,9 @@ import pyarrow.fs
 
 from ..recorder.errors import TraceError
 from ..recorder.header import TraceHeader
-from ..recorder.reader import TraceGap, TraceReader
+from ..recorder.reader import TraceGap
+from ..recorder.schema import trace_schema
+from ..replayer.segment_stream import SegmentStream
 from .errors import AnalysisError
 
 
@@ -26,8 +29,8 @@ class TraceScan:
     gaps: list[dict[str, Any]] = field(default_factory=list)
 
 
-def scan_trace(trace: Path, resources: ExitStack) -> TraceScan:
-    """Check every batch of a trace, and return it for scanning.
+def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
+    """Check every batch of a trace, one file or the segments of a recording in order, and return it for scanning.
 
     A whole trace is scanned where it lies. Of a torn or damaged one the whole batches are copied to a temporary file,
     which goes with `resources`.
@@ -36,40 +39,41 @@ def scan_trace(trace: Path, resources: ExitStack) -> TraceScan:
         AnalysisError: the trace cannot be read, or no copy of it can be written.
     """
     try:
-        with TraceReader(trace) as reader:
-            gaps = [
-                {key: getattr(item, key) for key in ("after_event", "missing_events", "kind", "reason")}
-                for item in reader.stream()
-                if isinstance(item, TraceGap)
-            ]
-            path = trace
-            if gaps or not reader.complete:
-                path = _copy_whole_batches(reader, Path(resources.enter_context(private_folder())))
-            return TraceScan(
-                header=reader.header, events=_dataset(path, resources), complete=reader.complete, gaps=gaps
-            )
+        stream = SegmentStream(files)
+        schema: pa.Schema | None = None
+        gaps = []
+        for item in stream.stream():
+            if isinstance(item, TraceGap):
+                gaps.append({key: getattr(item, key) for key in ("after_event", "missing_events", "kind", "reason")})
+            else:
+                schema = schema or item.record_batch.schema
+        paths = list(files)
+        if gaps or not stream.complete:
+            folder = Path(resources.enter_context(private_folder()))
+            paths = [_copy_whole_batches(files, schema or trace_schema(), folder)]
+        return TraceScan(header=stream.header, events=_dataset(paths, resources), complete=stream.complete, gaps=gaps)
     except TraceError as error:
         raise AnalysisError(str(error)) from None
 
 
-def _copy_whole_batches(reader: TraceReader, folder: Path) -> Path:
+def _copy_whole_batches(files: Sequence[Path], schema: pa.Schema, folder: Path) -> Path:
     path = folder / "whole.arrow"
     try:
         options = pa.ipc.IpcWriteOptions(compression="lz4")
-        with path.open("wb") as file, pa.ipc.new_file(file, reader.schema, options=options) as writer:
-            for item in reader.stream():
+        with path.open("wb") as file, pa.ipc.new_file(file, schema, options=options) as writer:
+            for item in SegmentStream(files).stream():
                 if not isinstance(item, TraceGap):
                     writer.write_batch(item.record_batch)
     except OSError as error:
         raise AnalysisError(
-            f"{reader.path}: what is whole of it cannot be copied to {folder} ({error.strerror or error}); set TMPDIR "
+            f"{files[0]}: what is whole of it cannot be copied to {folder} ({error.strerror or error}); set TMPDIR "
             "to a folder with room, or run kvcanary recover"
         ) from None
     return path
 
 
-def _dataset(path: Path, resources: ExitStack) -> Any:
-    plain = str(plain_path(path, resources))
+def _dataset(paths: Sequence[Path], resources: ExitStack) -> Any:
+    plain = [str(plain_path(path, resources)) for path in paths]
     return pa.dataset.dataset(plain, format="ipc", filesystem=pa.fs.LocalFileSystem(use_mmap=True))
 
 

@@ -8,12 +8,15 @@ from importlib.resources import files
 from typing import Any
 
 from .answers import ANSWERS
+from .errors import AnalysisError
 from .session import Session
 
 _SECTION = re.compile(r"^-- section: (\w+)\n", re.MULTILINE)
 _PLACEHOLDER = re.compile(
     r"(?<!:):(slot|pool_group|forward|event|request_id|position|runner|mode|writer_forward|writer_request)\b"
 )
+_TEXTS = ("mode", "writer_request")  # stand in quotes in the SQL; the others are numbers
+MAX_INCIDENTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,26 +45,43 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triage:
-    """What triage says of one report; `first` is a row of `first_damage`, None where nothing names a slot."""
+    """What triage says of one report.
+
+    `first` is a row of `first_damage`, None where nothing names a slot; `incidents` are the first rows of `incidents`, of
+    `num_incidents`: none where the report has not got them.
+    """
 
     violations: int
     findings: int
+    num_incidents: int
+    incidents: list[dict[str, Any]]
     first: dict[str, Any] | None
     answers: list[Answer]
     lost: list[dict[str, Any]]
 
 
 def triage(session: Session) -> Triage:
-    """Answer every question about one report; none where nothing was found. Raises `SqlError`."""
+    """Answer every question about one report; none where nothing was found.
+
+    Raises:
+        SqlError: a query failed.
+        AnalysisError: the first damage of the report has text where a number belongs.
+    """
     counts = session.sql(
-        "select (select count(*) from violations) as violations, (select count(*) from findings) as findings"
+        "select (select count(*) from violations) as violations, (select count(*) from findings) as findings, "
+        "(select count(*) from incidents) as num_incidents"
     ).to_pylist()[0]
+    incidents = session.sql(
+        "select incident, kind, title, confidence, coalesce(first_forward, -1) as first_forward, "
+        "coalesce(num_requests, 0) as num_requests, sentence from incidents "
+        f"order by trace, incident limit {MAX_INCIDENTS}"
+    ).to_pylist()
     first = next(iter(session.sql("select * from first_damage order by trace").to_pylist()), None)
     answers = []
     if counts["violations"] or counts["findings"]:
         answers = [answer(session, name, first) for name in ANSWERS]
     lost = session.sql("select * from lost order by trace").to_pylist()
-    return Triage(violations=counts["violations"], findings=counts["findings"], first=first, answers=answers, lost=lost)
+    return Triage(**counts, incidents=incidents, first=first, answers=answers, lost=lost)
 
 
 def answer(session: Session, name: str, first: Mapping[str, Any] | None) -> Answer:
@@ -94,8 +114,24 @@ def question_sql(name: str) -> QuestionSql:
 
 
 def fill(sql: str, first: Mapping[str, Any]) -> str:
-    """Return SQL with the first damage's values in place of its placeholders; texts stand in quotes already."""
-    return _PLACEHOLDER.sub(lambda found: str(first[found[1]]).replace("'", "''"), sql)
+    """Return SQL with the first damage's values in place of its placeholders; texts stand in quotes already.
+
+    Raises:
+        AnalysisError: a value that belongs outside of quotes is no number, so that it could be SQL.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1]
+        if name in _TEXTS:
+            return str(first[name]).replace("'", "''").replace("\0", "")
+        try:
+            return str(int(first[name]))
+        except (TypeError, ValueError):
+            raise AnalysisError(
+                f"the report's first damage has {first[name]!r} for {name}, expected a number; replay the trace again"
+            ) from None
+
+    return _PLACEHOLDER.sub(value, sql)
 
 
 def lost_line(row: Mapping[str, Any]) -> str:

@@ -66,6 +66,7 @@ def main() -> int:
         data.mkdir(parents=True, exist_ok=True)
         if not (data / "trace.report" / "summary.json").exists():
             make_data(data, options.tokens, options.violations)
+        add_incidents(data)
         engines = ["store"]
         engines += [n for n in ("polars", "pandas") if n not in options.without and importlib.util.find_spec(n)]
         figures = {name: in_process(name, data, options.threads) for name in engines}
@@ -101,6 +102,15 @@ def make_data(folder: Path, num_tokens: int, num_violations: int) -> None:
     if writer.dropped_events:
         raise SystemExit(f"{writer.dropped_events} events were dropped: the disk is too slow")
     write_report(folder, random, num_violations, forward, num_slots)
+
+
+def add_incidents(folder: Path) -> None:
+    """Find the incidents of the report, as a replay does, where it has none."""
+    from kvcanary.analysis.incidents.finding import find_incidents, incidents_fit, write_incidents
+
+    report = folder / "trace.report"
+    if not incidents_fit(report):
+        write_incidents(report, find_incidents(report, [folder / "trace.arrow"]))
 
 
 def write_forwards(writer: Any, random: Any, num_tokens: int, num_slots: int) -> int:
@@ -240,7 +250,8 @@ def ask_store(folder: Path, threads: int) -> dict[str, Any]:
         for name in ANSWERS:
             seconds[f"triage: {name}"], _ = best(lambda name=name: answer(session, name, first))
         for query in (f"from slot_history({slot})", f"from slot_owner({slot}, 100)", f"from neighbours({slot})",
-                      "from request_timeline(7)", "from first_bad_forward()", "from blast_radius()", "from lost"):  # fmt: skip
+                      "from request_timeline(7)", "from first_bad_forward()", "from blast_radius()", "from blast_radius(1)", "from incident_requests",
+                      "from lost"):  # fmt: skip
             seconds[query], _ = best(lambda query=query: session.sql(query))
         for name in ("tokens", "violations"):
             path = folder / f"{name}.parquet"

@@ -101,6 +101,11 @@ def _check_together(settings: RecordingSettings) -> None:
     kept = settings.keep_segments or settings.keep_bytes
     if kept and not cut:
         raise ValueError("keep_segments and keep_bytes need segments: set segment_seconds or segment_bytes too")
+    if 0 < settings.keep_bytes < settings.segment_bytes:
+        raise ValueError(
+            f"keep_bytes is {settings.keep_bytes}, less than the {settings.segment_bytes} of segment_bytes: not one "
+            "finished segment would fit; make segments smaller, several of which fit"
+        )
     if (settings.freeze_file or settings.freeze_signal) and not kept:
         raise ValueError("freeze_file and freeze_signal need a flight recorder: set keep_segments or keep_bytes too")
     if settings.token_salt_file is not None:

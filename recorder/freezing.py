@@ -77,7 +77,10 @@ class FreezeSignal:
         if count == self._seen:
             return None
         self._seen = count
-        return f"signal {signal.Signals(self._number).name}"
+        try:
+            return f"signal {signal.Signals(self._number).name}"
+        except ValueError:  # a real-time signal, of which most have no name
+            return f"signal {self._number}"
 
     def remove(self) -> None:
         """Put back the handler from before, unless somebody put another one over ours."""

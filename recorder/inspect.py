@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +55,8 @@ class TraceInspection:
     @property
     def next_command(self) -> str:
         """Return the command to run next."""
-        return f"kvcanary recover {self.path}" if self.num_gaps else f"kvcanary-replay {self.path}"
+        path = shlex.quote(str(self.path))
+        return f"kvcanary recover {path}" if self.num_gaps else f"kvcanary-replay {path}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as plain JSON values."""

@@ -111,6 +111,13 @@ class GroupKvShadow:
             pool.content[stream][slots[inside]] = rows[inside]
         pool.known[slots[inside]] = 1
 
+    def known_bytes(self, slots: Int64Array) -> tuple[Int64Array, list[ByteArray]]:
+        """Return those of the pool's slots whose bytes are known, and of each stream `[n, capture_bytes]`."""
+        pool = self._tiers[TIER_POOL]
+        inside = slots[(slots >= 0) & (slots < pool.known.size)]
+        known = inside[pool.known[inside] != 0]
+        return known, [content[known] for content in pool.content]
+
     def take_copy(self, *, src_tier: int, src: Int64Array, dst_tier: int, dst: Int64Array) -> None:
         """Take over an accepted copy of whole slots; everything is read before anything is written."""
         source, target = self._tiers[src_tier], self._tiers[dst_tier]

@@ -314,12 +314,16 @@ class Recorder(Recording):
         """Say that something is missing here, nobody knows what; nothing before it is held against what follows."""
         self.start_over(note)
 
-    def start_over(self, note: str) -> bool:
-        """As `lost`, for a caller that must know whether it was taken; may raise."""
+    def start_over(self, note: str, *, tables: bool = True) -> bool:
+        """As `lost`, for a caller that must know whether it was taken; may raise.
+
+        Without `tables` the picture of the tables stays, which may be large: for a caller that has its own.
+        """
         with self._lock:
             if not self._outbox.put_unknown_loss(note, self._now()):
                 return False
-            self._state.forget()
+            if tables:
+                self._state.forget()
             for kv in self._kv:
                 kv.forget()
             return True
@@ -345,6 +349,11 @@ class Recorder(Recording):
                 return False
             take_forward(forward, self._kv, gathered)
             return True
+
+    def known_bytes(self, group: int, slots: Int64Array) -> tuple[Int64Array, list[ByteArray]]:
+        """Return those of a group's slots whose bytes the trace has, and of each stream `[n, capture_bytes]`."""
+        with self._lock:
+            return self._kv[group].known_bytes(slots) if self._kv else (slots[:0], [])
 
     def drop_captured(self, number: int, written: Mapping[int, Int64Array]) -> None:
         """Count a forward that was taken down and cannot be told; `written[group]` are the slots that it wrote."""

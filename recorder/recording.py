@@ -151,6 +151,11 @@ class Recording:
             off=self._off,
         )
 
+    @property
+    def off(self) -> str:
+        """Why nothing is recorded any more, empty while it is."""
+        return self._off
+
     def clock(self) -> int:
         """Return the wall-clock time in nanoseconds; it never runs backwards."""
         return self._clock_offset_ns + time.perf_counter_ns()

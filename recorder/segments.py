@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,6 +54,11 @@ class SegmentSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")
         if (self.keep_segments or self.keep_bytes) and not self.cut:
             raise ValueError("keep_segments and keep_bytes need segments: set segment_bytes or segment_ns too")
+        if 0 < self.keep_bytes < self.segment_bytes:
+            raise ValueError(
+                f"keep_bytes is {self.keep_bytes}, less than the {self.segment_bytes} of segment_bytes: not one finished "
+                "segment would fit; make segments smaller, several of which fit"
+            )
 
     @property
     def cut(self) -> bool:
@@ -125,6 +131,7 @@ class Segments:
         if self._is_due():
             self._cut("")
             self._drop_the_oldest()
+            self._write_keyframe()
         self._last_ns = max(self._last_ns, events[-1].time_ns)
         self._append(events)
 
@@ -133,15 +140,15 @@ class Segments:
         self._append([frozen_mark(note, self._last_ns)])
         self._cut(FROZEN)
         try:
-            folder = self._frozen_folder()
+            folder = str(self._frozen_folder())
             for path in self._kept:
-                _second_name(path, folder / path.name)
+                self._give_second_name(path, Path(folder) / path.name)
         except OSError as error:
             _log.error("kvcanary: %s: what is kept could not be frozen: %s", self._path, error)
-            return ""
-        finally:
-            self._drop_the_oldest()
-        return str(folder)
+            folder = ""
+        self._drop_the_oldest()
+        self._write_keyframe()  # last: it takes long, and needs room on a disk that may be full
+        return folder
 
     def close(self) -> None:
         """Write the last segment's end."""
@@ -159,7 +166,10 @@ class Segments:
             if found is None or found[0] != _base(self._path):
                 continue
             if not overwrite:
-                raise TraceError(f"{path}: cannot be written: it exists; pass overwrite=True or choose another name")
+                raise TraceError(
+                    f"{path}: cannot be written: it exists; choose another name, or have it replaced "
+                    "(--force, overwrite=True)"
+                )
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -182,7 +192,7 @@ class Segments:
         return bool(settings.segment_ns) and time.monotonic_ns() - self._begun >= settings.segment_ns
 
     def _cut(self, note: str) -> None:
-        """Finish the segment and begin the next with a keyframe; killed in between, one of the two is torn."""
+        """Finish the segment and begin the next, which wants a keyframe; killed in between, one of the two is torn."""
         end = TraceEvent(kind="segment", time_ns=self._last_ns, scalars={"status": SEGMENT_GOES_ON, "note": note})
         number, schema, old = self._events, self._schema, self._file
         self._events += 1
@@ -197,9 +207,20 @@ class Segments:
         self._batches_before += old.batches
         self._kept.append(segment_path(self._path, self._number - 1))
         self._file = new
-        self._write_keyframe()
 
     def _write_keyframe(self) -> None:
+        """Write what a replay would hold; a fault on the way leaves a keyframe without an end, which no reader believes."""
+        try:
+            for events in self._keyframe_batches():
+                self._put(events)
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001  # the engine's recording must go on
+            self._forget(error)
+        self._overhead = self._file.size_bytes
+        self._begun = time.monotonic_ns()  # a keyframe takes seconds, which are no part of the segment's age
+
+    def _keyframe_batches(self) -> Iterator[list[TraceEvent]]:
         from .machine.keyframe import forget_old_requests, keyframe_events
 
         forget_old_requests(self._machine.state)
@@ -209,10 +230,9 @@ class Segments:
             small.append(event)
             held += event.nbytes
             if held >= 4 << 20:
-                self._put(small)
+                yield small
                 small, held = [], 0
-        self._put(small)
-        self._overhead = self._file.size_bytes
+        yield small
 
     def _append(self, events: list[TraceEvent]) -> None:
         self._advance(self._put(events))
@@ -230,15 +250,18 @@ class Segments:
                 self._machine.take(view)
                 time.sleep(0)  # a batch takes long: the engine's threads get the interpreter in between
         except Exception as error:  # noqa: BLE001  # the engine's recording must go on
-            if not self._machine_failed:
-                _log.error(
-                    "kvcanary: %s: keyframes know nothing of what came so far (said once): %s",
-                    self._path,
-                    error,
-                    exc_info=error,
-                )
-            self._machine_failed = True
-            self._machine.forget()
+            self._forget(error)
+
+    def _forget(self, error: Exception) -> None:
+        if not self._machine_failed:
+            _log.error(
+                "kvcanary: %s: keyframes know nothing of what came so far (said once): %s",
+                self._path,
+                error,
+                exc_info=error,
+            )
+        self._machine_failed = True
+        self._machine.forget()
 
     def _drop_the_oldest(self) -> None:
         settings = self._settings
@@ -252,6 +275,12 @@ class Segments:
                 if not self._delete_failed:
                     _log.error("kvcanary: %s: an old segment cannot be deleted: %s (said once)", self._path, error)
                 self._delete_failed = True
+
+    def _give_second_name(self, path: Path, target: Path) -> None:
+        try:
+            _second_name(path, target)
+        except FileNotFoundError:  # somebody tidied up: what is left is kept all the same
+            _log.error("kvcanary: %s: is gone, and so in no frozen folder", path)
 
     def _frozen_folder(self) -> Path:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")

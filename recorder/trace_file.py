@@ -19,7 +19,7 @@ COMPRESSIONS: Final = ("lz4", "zstd", "none")
 _ADVICE: Final = {
     errno.ENOENT: "its folder does not exist; create it first",
     errno.ENOTDIR: "its folder is not a folder",
-    errno.EEXIST: "it exists; pass overwrite=True or choose another name",
+    errno.EEXIST: "it exists; choose another name, or have it replaced (--force, overwrite=True)",
     errno.EISDIR: "it is a folder; name a file",
     errno.EACCES: "its folder or the file may not be written by this user",
     errno.EROFS: "its file system is read-only",

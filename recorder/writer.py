@@ -21,6 +21,7 @@ _log = logging.getLogger("kvcanary")
 
 MAX_FLUSH_BYTES: Final = 1 << 30  # a list column of a batch has 32-bit offsets
 MAX_QUEUED_BYTES: Final = 8 << 30
+MAX_NOTES: Final = 2000  # characters of what those say who ask for a freeze
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +194,8 @@ class TraceWriter:
             if self._failed is not None or self._closing:
                 return False
             notes = note if self._freeze is None else f"{self._freeze[0]}; {note}"
-            self._freeze = notes, self._appended
+            # While a keyframe is written many may ask; what they say must not pile up.
+            self._freeze = notes[:MAX_NOTES], self._appended
             self._flush_until = max(self._flush_until, self._appended)
             self._changed.notify_all()
             return True

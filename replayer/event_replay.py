@@ -94,6 +94,7 @@ class EventReplay:
         self._keyframes = KeyframeLoader(state, kv_hash_mode=kv_hash_mode)
         # A keyframe is taken where the state before it is not known; else the replay's own is the same.
         self._wants_keyframe = False
+        self._at_first = True
         self._goes_on = self._frozen = False
         self._schedule = schedule
         self._all_there = all_there
@@ -110,6 +111,7 @@ class EventReplay:
         if header.segment is not None and header.segment.number:
             self._forget()
             self._wants_keyframe = True
+            summary.unknown_before = True  # until its keyframe says otherwise
 
     def take(self, item: TraceBatch | TraceGap) -> None:
         """Replay one batch of events, or note a gap."""
@@ -118,7 +120,7 @@ class EventReplay:
             self._note(self._summary.gaps, item.reason)
             if item.missing_events != 0:  # a damaged end mark, or a batch given twice, takes no event away
                 self._forget()
-                self._wants_keyframe = True
+                self._wants_keyframe, self._at_first = True, False
             return
         for view in item:
             self._event(view)
@@ -129,12 +131,14 @@ class EventReplay:
         summary, executor = self._summary, self._executor
         summary.goes_on = self._goes_on
         if self._goes_on and self._all_there and not self._frozen:
-            summary.cut_short = (
-                f"the recording goes on behind segment {summary.segments[-1]}, in a file that is not here"
-            )
+            where = f"segment {summary.segments[-1]}" if summary.segments else "its end"
+            summary.cut_short = f"the recording goes on behind {where}, in a file that is not here"
         if summary.complete and not summary.stopped and not self._goes_on:
             executor.finish()
-            if not summary.num_gaps and not summary.num_losses:
+            history = executor.history
+            # What was lost before the first segment given was lost all the same.
+            lost = summary.num_gaps or summary.num_losses or (history is not None and history.had_gap)
+            if not lost:
                 self._take_findings(self._health.finish(executor.launcher.kernel_counters))
         self._pass_on_violations()
         self._pass_on_divergence(at_least=1)
@@ -157,6 +161,8 @@ class EventReplay:
         summary.first_time_ns = summary.first_time_ns or time_ns
         summary.last_time_ns = max(summary.last_time_ns, time_ns)
         before = summary.violations + summary.findings
+        if kind != "keyframe":
+            self._no_keyframe_under_way(view)
         try:
             if kind == "forward":
                 self._forward(view)
@@ -169,8 +175,22 @@ class EventReplay:
                 f"event {view.scalar('event')} ({kind}) contradicts itself: {error}; left out, and all that came "
                 "before it is taken for unknown",
             )
+            self._wants_keyframe |= kind == "keyframe"  # the next one may be better
             self._forget()
         self._stop_if_asked(before, view)
+
+    def _no_keyframe_under_way(self, view: EventView) -> None:
+        """Believe nothing of a keyframe that has no end; where one is wanted first of all, say that there is none."""
+        missing = self._at_first and self._wants_keyframe
+        self._at_first = False
+        if missing or self._keyframes.loading:
+            self._summary.num_gaps += 1
+            what = (
+                "a keyframe without its end stands before" if self._keyframes.loading else "no keyframe stands before"
+            )
+            self._note(self._summary.gaps, f"{what} event {view.number}; all that came before it is taken for unknown")
+            self._forget()
+            self._wants_keyframe = True
 
     def _between_forwards(self, view: EventView) -> None:
         kind = view.kind
@@ -244,11 +264,12 @@ class EventReplay:
             return
         if status == KEYFRAME_BEGIN and self._wants_keyframe:
             self._executor.forget()
-            self._wants_keyframe = False
+            self._wants_keyframe = self._at_first = False
             self._keyframes.take(view)
-            self._summary.unknown_before = any(pool.any_unknown for pool in self._executor.pools)
         elif self._keyframes.loading:
             self._keyframes.take(view)
+            if status == KEYFRAME_END:  # it is whole
+                self._summary.unknown_before = any(pool.any_unknown for pool in self._executor.pools)
         if status == KEYFRAME_END:
             self._health.resume()
 

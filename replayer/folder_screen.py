@@ -85,6 +85,7 @@ def ranks_json(groups: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
                         "recording": job.recording.name,
                         "forwards_compared": job.schedule.compared,
                         "forwards_differing": job.schedule.differing,
+                        "unrelated": job.schedule.unrelated,
                     }
                     for job in others
                     if job.schedule is not None

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..recorder.batch import TraceBatch
+from ..recorder.errors import TraceError
 from ..recorder.machine.forward import UnusableEventError, read_forward
 from ..recorder.recordings import Recording
 from .ranks import ranks_together, replayed_together
@@ -60,7 +61,13 @@ def plan_jobs(jobs: Sequence[Job]) -> Plan:
 
 def values_of(paths: Sequence[Path], number: int, name: str) -> npt.NDArray[np.int64] | str | None:
     """Return a field of a recording's forward `number`, by a search of its files; None where it is not there."""
-    stream = SegmentStream(paths)
+    try:
+        return _search(SegmentStream(paths), number, name)
+    except TraceError:  # a flight recorder may have deleted it since
+        return None
+
+
+def _search(stream: SegmentStream, number: int, name: str) -> npt.NDArray[np.int64] | str | None:
     for item in stream.stream():
         if not isinstance(item, TraceBatch) or number not in item.scalar_ints("forward"):
             continue

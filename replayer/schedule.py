@@ -28,48 +28,44 @@ FIELDS: Final = (
     "out_cache_loc",
     "input_ids",
 )
-_ROWS_AT_ONCE: Final = 4096
+_PAGE: Final = 64
 
 
 class ScheduleLog:
-    """The digests of one rank's forwards: `[forwards, 8] uint64` by the forward's number, 0 where there is none.
+    """The digests of one rank's forwards, in pages of `[64, 8] uint64` by the forward's number, 0 where there is none.
 
-    `name` is how findings call the rank; a forward takes 64 bytes.
+    `name` is how findings call the rank; a forward takes 64 bytes. `requests` holds the ids of all that it ran.
     """
 
     def __init__(self, name: str, header: TraceHeader) -> None:
         self.name = name
         self.plain = header.tokens == "plain"
-        self.first = -1
-        self._rows: npt.NDArray[np.uint64] = np.zeros((0, len(FIELDS)), np.uint64)
+        self.requests: set[int] = set()
+        self._pages: dict[int, npt.NDArray[np.uint64]] = {}
 
     def note(self, forward: Forward) -> None:
-        """Keep a forward's digests; numbers go up."""
-        if self.first < 0:
-            self.first = forward.forward
-        at = forward.forward - self.first
-        # A number that leaps absurdly far ahead is a damaged file's, not a schedule's.
-        if not 0 <= at < len(self._rows) + (1 << 24):
-            return
-        if at >= len(self._rows):
-            grown = np.zeros((max(2 * len(self._rows), at + _ROWS_AT_ONCE), len(FIELDS)), np.uint64)
-            grown[: len(self._rows)] = self._rows
-            self._rows = grown
-        self._rows[at] = digests(forward)
+        """Keep a forward's digests."""
+        page, row = divmod(forward.forward, _PAGE)
+        if page not in self._pages:
+            self._pages[page] = np.zeros((_PAGE, len(FIELDS)), np.uint64)
+        self._pages[page][row] = digests(forward)
+        self.requests |= requests_of(forward)
 
     def of(self, number: int) -> npt.NDArray[np.uint64] | None:
         """Return the digests of a forward, None where this rank has none of that number."""
-        at = number - self.first
-        if self.first < 0 or not 0 <= at < len(self._rows) or not self._rows[at].any():
+        page, row = divmod(number, _PAGE)
+        if page not in self._pages or not self._pages[page][row].any():
             return None
-        found: npt.NDArray[np.uint64] = self._rows[at]
+        found: npt.NDArray[np.uint64] = self._pages[page][row]
         return found
 
 
 class Schedule:
     """One rank's part in the comparison: keeps its digests, or holds them against those of another rank.
 
-    `compared` and `differing` count forwards; the first that differs is a finding.
+    `compared` and `differing` count forwards; the first that differs is a finding. `unrelated` says that the other is no
+    rank of this server: nothing was alike, and no request in common. Two servers of one kind that record into one
+    folder look like that, and are not compared.
 
     Args:
         log: where this rank's digests go; None to keep none.
@@ -87,6 +83,8 @@ class Schedule:
     ) -> None:
         self.compared = 0
         self.differing = 0
+        self.unrelated = False
+        self._alike = False  # whether a forward with requests was the same on both
         self.log = log
         self.other = other
         self._plain = header.tokens == "plain"
@@ -97,14 +95,21 @@ class Schedule:
         if self.log is not None:
             self.log.note(forward)
         theirs = self.other.of(forward.forward) if self.other is not None else None
-        if self.other is None or theirs is None:
+        if self.other is None or theirs is None or self.unrelated:
             return []
-        self.compared += 1
         differs = digests(forward) != theirs
         if not (self._plain and self.other.plain):  # each process salts its own hashes
             differs[FIELDS.index("input_ids")] = False
+        mine = requests_of(forward)
         if not differs.any():
+            self.compared += 1
+            self._alike |= bool(mine)
             return []
+        if not self._alike and not self.differing and mine.isdisjoint(self.other.requests):
+            self.unrelated = bool(mine)  # before the first request nobody can tell
+            self.compared = 0
+            return []
+        self.compared += 1
         self.differing += 1
         if self.differing > 1:
             return []
@@ -139,6 +144,11 @@ class Schedule:
             detail=detail,
             evidence=evidence(forward.event),
         )
+
+
+def requests_of(forward: Forward) -> set[int]:
+    """Return the ids of a forward's requests, without its padding."""
+    return set(forward.request_ids[forward.req_pool_indices != 0].tolist())
 
 
 def digests(forward: Forward) -> npt.NDArray[np.uint64]:

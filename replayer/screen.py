@@ -1,5 +1,6 @@
 """What a person sees at the end of a replay: one trace, its verdict, the first thing that went wrong, what is next."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -238,12 +239,13 @@ def _next(summary: Summary) -> Text:
     if summary.violations:
         text.append("   every violation is a row of violations.parquet")
     if summary.verdict is Verdict.CORRUPT:
-        text.append(f"\nnext   kvcanary triage {summary.report}    or kvcanary sql {summary.report}")
+        report = shlex.quote(summary.report)
+        text.append(f"\nnext   kvcanary triage {report}    or kvcanary sql {report}")
         page = Path(summary.report) / "report.html"
         if page.exists():  # written by who comes after a replay
             text.append(f"\nopen   {page}")
     if summary.num_gaps and not summary.complete and len(summary.segments) < 2:
-        text.append(f"\nnext   kvcanary recover {summary.trace}")
+        text.append(f"\nnext   kvcanary recover {shlex.quote(summary.trace)}")
     return text
 
 

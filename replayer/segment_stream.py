@@ -24,7 +24,7 @@ class SegmentStream:
         self.paths = tuple(paths)
         self.complete = True
         self.bytes_done = 0
-        self.size_bytes = sum(path.stat().st_size for path in paths if path.is_file())
+        self.size_bytes = sum(_size(path) for path in paths)
         self.numbers: list[int] = []
         error: TraceError | None = None
         for path in paths:
@@ -85,6 +85,13 @@ def _between(path: Path, last: int, number: int, expected: int, first_event: int
         kind="numbering",
         cause=cause,
     )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # a flight recorder deletes while we read
+        return 0
 
 
 def _described(header: TraceHeader) -> TraceHeader:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import click
 import pytest
 
 HEAVY = {"torch", "triton", "numba", "polars", "duckdb", "pyarrow", "numpy", "rich"}
@@ -26,6 +27,8 @@ def modules_after(code: str) -> set[str]:
         "main(['sql', '--help'])",
         "main(['triage', '--help'])",
         "main(['diff', '--help'])",
+        "main(['incidents', '--help'])",
+        "main(['page', '--help'])",
         "main(['bisect', '--help'])",
         "main(['bisect', 'run', '--help'])",
         "replay_command(['--help'])",
@@ -39,7 +42,11 @@ def test_help_loads_no_heavy_library(arguments: str) -> None:
 
 
 def test_every_command_has_help_with_an_example() -> None:
-    for command in ("replay", "inspect", "recover", "simulate", "sql", "triage", "diff", "bisect", "completion"):
+    from kvcanary.cli import main
+
+    for command in main.list_commands(click.Context(main)):
+        if command == "lab":  # its subcommands have them
+            continue
         result = subprocess.run(
             [sys.executable, "-c", f"from kvcanary.cli import main; main(['{command}', '--help'])"],
             capture_output=True,
@@ -66,6 +73,24 @@ def test_completion_scripts_name_both_programs(shell: str) -> None:
     )
     assert "kvcanary-replay" in result.stdout
     assert "_KVCANARY_COMPLETE" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "incomplete", "wanted"),
+    [
+        ([], "in", {"incidents", "inspect"}),
+        (["bisect"], "--in", {"--incident"}),
+        (["bisect", "a.arrow"], "--vo", {"--vote"}),
+        (["bisect"], "r", {"run", "r"}),  # a subcommand, or a file: the shell finds those
+        (["diff", "--align"], "pr", {"prompt"}),
+    ],
+)
+def test_completion_knows_commands_options_and_choices(words: list[str], incomplete: str, wanted: set[str]) -> None:
+    from click.shell_completion import ShellComplete
+    from kvcanary.cli import main
+
+    completer = ShellComplete(main, {}, "kvcanary", "_KVCANARY_COMPLETE")
+    assert {item.value for item in completer.get_completions(words, incomplete)} == wanted
 
 
 def test_wrong_usage_exits_2() -> None:

@@ -96,9 +96,11 @@ def bisect_saved(
     done = search(len(versions), judge)
     reproduce = ""
     if done.bad >= 0:
-        seen = dict(done.judged)[done.bad].seen
-        trace = str(seen.get("trace") or versions[done.bad].runs[0][0])
-        reproduce = _look(criterion, trace)
+        seen, runs = dict(done.judged)[done.bad].seen, versions[done.bad].runs
+        trace = Path(str(seen.get("trace") or runs[0][0]))
+        # What was replayed together shows the fault together: the sides of a pair, the segments of a recording.
+        together = next((run for run in runs if len(run) > 1 and run[0].parent == trace.parent), None)
+        reproduce = _look(criterion, trace, together[0].parent if together else trace)
     return Bisection(
         versions=tuple(version.name for version in versions),
         criterion=criterion,
@@ -138,16 +140,22 @@ def bisect_run(
     done = search(len(versions), judge, inward=False)
     reproduce = ""
     if done.bad >= 0:
-        version, seen = versions[done.bad], dict(done.judged)[done.bad].seen
-        reproduce = _look(criterion, str(seen.get("trace"))) if command.keep else _record_again(command, version)
+        version, trace = versions[done.bad], Path(str(dict(done.judged)[done.bad].seen.get("trace", "")))
+        reproduce = _record_again(command, version)
+        if command.keep is not None and command.keep in trace.parents:  # a run that is gone on with may have kept none
+            several = len(list(trace.parent.glob("*.arrow"))) > 1
+            reproduce = _look(criterion, trace, trace.parent if several else trace)
     return Bisection(versions=tuple(versions), criterion=criterion, search=done, reproduce=reproduce, cached=resumed)
 
 
-def _look(criterion: Criterion, trace: str) -> str:
-    """Return the command that shows the fault in a trace."""
+def _look(criterion: Criterion, trace: Path, replayed: Path) -> str:
+    """Return the command that shows the fault in a trace; `replayed` is the trace, or its folder."""
     if criterion.kind == REFERENCE:
-        return shlex.join(["kvcanary", "diff", criterion.value, trace])
-    return shlex.join(["kvcanary-replay", trace])
+        words = [] if criterion.kv else ["--no-kv"]
+        if criterion.kv and criterion.kv_tolerance is not None:
+            words = ["--kv-tolerance", str(criterion.kv_tolerance)]
+        return shlex.join(["kvcanary", "diff", *words, criterion.value, str(trace)])
+    return shlex.join(["kvcanary-replay", str(replayed)])
 
 
 def _record_again(command: Command, version: str) -> str:

@@ -1,4 +1,4 @@
-"""Verdicts that were given before, by the content of the traces, kvcanary's version, and what makes a trace bad."""
+"""Verdicts that were given before, by the content of the traces, kvcanary's own code, and what makes a trace bad."""
 
 import contextlib
 import hashlib
@@ -6,17 +6,29 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
-from ... import __version__
+from ...replayer.lab.results import build_id
 from .criteria import Criterion, content_hash, judge_traces
-from .outcome import Judgement
+from .outcome import Judgement, Outcome
 
 
 def default_cache() -> Path:
     """Return where verdicts are kept unless the user says otherwise."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "kvcanary" / "bisect"
+
+
+@cache
+def judge_id() -> str:
+    """Return what a verdict depends on beside trace and criterion: kvcanary's version, and a digest of all that judges."""
+    digest = hashlib.sha256(build_id().encode())
+    root = Path(__file__).parents[1]
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".sql")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"{build_id()}+{digest.hexdigest()[:12]}"
 
 
 class VerdictCache:
@@ -34,13 +46,14 @@ class VerdictCache:
         with contextlib.suppress(OSError, ValueError):
             known = Judgement.from_json(json.loads(path.read_text(encoding="utf-8")))
             self.hits += 1
-            return known
+            return _of_these(known, traces)
         found = judge_traces(traces, criterion)
-        self._keep(path, found)
+        if found.outcome is not Outcome.SKIP:  # the reason may have been this machine's: no room, no memory
+            self._keep(path, found)
         return found
 
     def _key(self, traces: Sequence[Path], criterion: Criterion) -> str:
-        told = [__version__, criterion.key(), *(content_hash(trace) for trace in traces)]
+        told = [judge_id(), criterion.key(), *(content_hash(trace) for trace in traces)]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
     def _keep(self, path: Path, found: Judgement) -> None:
@@ -51,3 +64,14 @@ class VerdictCache:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump(found.to_json(), file)
             Path(name).replace(path)
+
+
+def _of_these(known: Judgement, traces: Sequence[Path]) -> Judgement:
+    """Return a kept verdict with the trace that it names where that lies now."""
+    named = Path(str(known.seen.get("trace", "")))
+    if "trace" not in known.seen or named in traces:
+        return known
+    # segments go by a name that is no file's
+    elsewhere = traces[0] if len(traces) == 1 else traces[0].parent / named.name
+    here = next((trace for trace in traces if trace.name == named.name), elsewhere)
+    return replace(known, seen={**known.seen, "trace": str(here)})

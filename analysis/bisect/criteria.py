@@ -134,10 +134,10 @@ def _replayed(traces: Sequence[Path], criterion: Criterion, folder: Path) -> Jud
         for report in reports:
             report.mkdir()
         summaries += replay_joined(joined, settings=ReplaySettings(), reports=reports)
-    for summary in summaries:
-        add_incidents(summary)
+    missing = [said for summary in summaries if (said := add_incidents(summary))]
     corrupt = [summary for summary in summaries if summary.verdict is Verdict.CORRUPT]
     doubts = [doubt for summary in summaries for doubt in summary.doubts]
+    doubts += missing if criterion.kind in (INCIDENT, SQL) else []  # without its incidents a trace is not good
     hit = [summary for summary in (summaries if criterion.kind == SQL else corrupt) if _is_bad(summary, criterion)]
     if hit:
         return Judgement(outcome=Outcome.BAD, words=_words(hit[0], criterion), seen=_seen(hit[0]))

@@ -32,7 +32,7 @@ class BisectLog:
             return
         if lines[0].get("bisect") != about:
             raise AnalysisError(
-                f"{path}: the log of another bisection (other versions, command or criterion); name another with --log, or "
+                f"{path}: the log of another bisection (other versions, command or criterion, or another kvcanary); name another with --log, or "
                 "begin anew with --fresh"
             )
         for line in lines[1:]:

@@ -121,7 +121,7 @@ def _file_name(version: str) -> str:
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for trace in folder.glob("*.arrow"):  # of an earlier bisection, which would be judged along
+        for trace in folder.rglob("*.arrow"):  # of an earlier bisection, which would be judged along
             trace.unlink()
     except OSError as error:
         raise AnalysisError(f"{folder}: cannot be made ({error.strerror or error}); name another with --keep") from None

@@ -11,6 +11,8 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from click.shell_completion import CompletionItem
+
     from ..bisect.bisection import Bisection
     from ..bisect.criteria import Criterion
     from ..bisect.outcome import Judgement
@@ -65,11 +67,27 @@ class _BisectGroup(click.Group):
     """`kvcanary bisect TRACES...` is `kvcanary bisect saved TRACES...`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args:
+        if not args and not ctx.resilient_parsing:
             args = ["--help"]
-        if args[0] == "run":
+        if not args or args[0] == "run":
             return super().parse_args(ctx, args)
         return super().parse_args(ctx, ["saved", *args])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete what `saved` takes, too: its options, and files."""
+        saved = self.commands["saved"]
+        with saved.make_context("saved", [], parent=ctx, resilient_parsing=True) as of_saved:
+            if incomplete.startswith("-"):
+                found = saved.shell_complete(of_saved, incomplete)
+            else:
+                found = [
+                    item
+                    for param in saved.params
+                    if param.name == "traces"
+                    for item in param.shell_complete(of_saved, incomplete)
+                ]
+        known = [item for item in super().shell_complete(ctx, incomplete) if item.value != "saved"]
+        return known + [item for item in found if item.value not in {one.value for one in known}]
 
 
 def _criterion_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,6 +186,7 @@ def run_command(
     """Record and judge the versions between --good and --bad that a bisection asks for."""
 
     def bisect(criterion: Criterion, tell: Callable[[str, Judgement], None]) -> Bisection:
+        from ... import __version__
         from ..bisect.bisection import bisect_run
         from ..bisect.log import BisectLog
         from ..bisect.trial import Command, listed_versions
@@ -175,7 +194,7 @@ def run_command(
         names = listed_versions(versions, good, bad)
         if fresh:
             log.unlink(missing_ok=True)
-        about = {"versions": names, "command": list(command), "criterion": criterion.key()}
+        about = {"versions": names, "command": list(command), "criterion": criterion.key(), "kvcanary": __version__}
         return bisect_run(
             names,
             Command(words=command, timeout_s=timeout, keep=keep.absolute() if keep else None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,7 +101,11 @@ def diff_command(
 
     if no_kv and kv_tolerance is not None:
         raise click.UsageError("--no-kv and --kv-tolerance exclude one another")
+    if kv_tolerance is not None and not math.isfinite(kv_tolerance):
+        raise click.UsageError(f"--kv-tolerance is {kv_tolerance}, expected a number; --no-kv leaves KV bytes out")
     kinds = _kinds(only, ignore, strict)
+    if no_kv and not kinds - {"kv", "kv_changed"}:
+        raise click.UsageError("nothing is left to compare: --only names KV bytes, --no-kv leaves them out")
     settings = DiffSettings(
         align=align,
         kinds=kinds,
@@ -139,7 +144,7 @@ def diff_command(
 
         from ..diff.screen import show
 
-        show(Console(highlight=False, width=None if sys.stdout.isatty() else 160), result)
+        show(Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160), result)
     sys.exit(result.exit_code)
 
 
@@ -167,7 +172,7 @@ def _kinds(only: str | None, ignore: str | None, strict: bool) -> frozenset[str]
 def _progress(quiet: bool) -> Iterator[Progress]:
     from rich.console import Console
 
-    console: Console = Console(stderr=True, highlight=False)
+    console: Console = Console(stderr=True, emoji=False, highlight=False)
     if quiet or not console.is_terminal:
         yield lambda *_: None
         return

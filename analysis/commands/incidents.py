@@ -72,7 +72,7 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
         return
     from rich.console import Console
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160)
     _show(console, report, rows, len(found.rows), _begin(summary), explained=explain is not None)
 
 
@@ -93,7 +93,7 @@ def _traces(report: Path, moved_to: Path | None, summary: dict[str, Any]) -> lis
         if not files:
             raise AnalysisError(f"{moved_to}: no such trace; --trace names where the report's trace is now")
     [source] = find_sources([report], trace=moved_to)
-    return [] if source.trace is None else [source.trace]
+    return list(source.files)
 
 
 def _write(write: Any) -> None:

@@ -156,6 +156,7 @@ def _tell_problems(sources: list[Source], session: Session) -> None:
 def _show(session: Session, query: str, form: str, rows: int, output: Path | None) -> None:
     import pyarrow as pa
 
+    from ...recorder.commands.program import QUERY_INTERRUPTED
     from ..errors import AnalysisError, SqlError
     from ..output import open_private, write_result
 
@@ -169,13 +170,23 @@ def _show(session: Session, query: str, form: str, rows: int, output: Path | Non
         with open_private(output) as sink:
             write_result(reader, sink, form, max_rows=None)
     except pa.ArrowException as error:
-        if output is not None and output.is_file():
-            output.unlink()  # half a result is none
+        _remove(output)
         raise SqlError(str(error)) from None
+    except RuntimeError as error:
+        if str(error) != QUERY_INTERRUPTED:
+            raise
+        _remove(output)
+        raise KeyboardInterrupt from None  # the prompt goes on after it
     except BrokenPipeError:
         raise
     except OSError as error:
         raise AnalysisError(f"{output or 'standard output'}: cannot be written ({error.strerror or error})") from None
+
+
+def _remove(output: Path | None) -> None:
+    """Half a result is none."""
+    if output is not None and output.is_file():
+        output.unlink()
 
 
 def _prompt(session: Session, form: str, rows: int) -> None:

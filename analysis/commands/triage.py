@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,6 +88,8 @@ def _to_json(source: Source, found: Triage) -> dict[str, object]:
         "trace": str(source.trace) if source.trace else None,
         "violations": found.violations,
         "findings": found.findings,
+        "num_incidents": found.num_incidents,
+        "incidents": found.incidents,
         "first_damage": found.first,
         "questions": [
             {
@@ -120,6 +123,7 @@ def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
                 f"first   {when}{whose}   slot {first['slot']} of group {first['pool_group']}{where}   {first['what']}"
             )
         )
+    lines += _incident_lines(source, found)
     if not found.answers:
         lines.append("nothing was found, so there is nothing to ask")
     for number, answer in enumerate(found.answers, 1):
@@ -134,5 +138,27 @@ def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
                 lines += ["", *(f"      {line}" for line in sql.splitlines()), ""]
     lines.append("")
     lines += [printable(f"lost    {lost_line(row)}") for row in found.lost]
-    lines.append(f"next    kvcanary sql {printable(str(source.report))}")
+    lines.append(f"next    kvcanary sql {printable(shlex.quote(str(source.report)))}")
     return lines
+
+
+def _incident_lines(source: Source, found: Triage) -> list[str]:
+    """Cite the report's incidents, a line each; say how to have them where something was found and there are none."""
+    from ...recorder.commands.text import printable
+
+    command = f"kvcanary incidents {shlex.quote(str(source.report))}"
+    if not found.incidents:
+        return [printable(f"        no incidents in this report yet: {command}")] if found.answers else []
+    lines = []
+    for row in found.incidents:
+        title = f"{row['title'][:1].upper()}{row['title'][1:]}"
+        what = title if row["title"] == row["kind"] else f"{title} ({row['kind']})"
+        since = f"from forward {row['first_forward']:,}" if row["first_forward"] >= 0 else "between forwards"
+        lines.append(
+            f"#{row['incident']:<7}{what}, confidence {row['confidence']}   {since}   "
+            f"{row['num_requests']:,} request{'' if row['num_requests'] == 1 else 's'} hit"
+        )
+    more = found.num_incidents - len(found.incidents)
+    explain = f"{command} --explain {found.incidents[0]['incident']}"
+    lines.append(f"        {f'and {more:,} more; ' if more else ''}why: {explain}")
+    return [printable(line) for line in lines]

@@ -38,16 +38,17 @@ def values_of(data: ByteArray, dtype: str) -> FloatArray:
         `[n, width / item size] float64`; NaN and infinities as they are.
     """
     rows = np.ascontiguousarray(data)
-    if dtype == "fp32":
-        return rows.view("<f4").astype(np.float64)
-    if dtype == "fp16":
-        return rows.view("<f2").astype(np.float64)
-    if dtype == "bf16":
-        return (rows.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    if dtype == "fp8_e5m2":
-        return (rows.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float64)
-    if dtype == "fp8_e4m3":
-        return _E4M3[rows]
+    with np.errstate(invalid="ignore"):  # any byte may come, a signalling NaN too
+        if dtype == "fp32":
+            return rows.view("<f4").astype(np.float64)
+        if dtype == "fp16":
+            return rows.view("<f2").astype(np.float64)
+        if dtype == "bf16":
+            return (rows.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        if dtype == "fp8_e5m2":
+            return (rows.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float64)
+        if dtype == "fp8_e4m3":
+            return _E4M3[rows]
     raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(KV_DTYPES)}")
 
 

@@ -146,7 +146,7 @@ def _subject(
         }
     facts["numbers"] = {name: ask.number(sql) for name, sql in numbers.items()}
     return Subject(
-        title=title,
+        title=" ".join(title.split()),  # it stands in a comment of the SQL, which a line break would end
         damage_where=damage_where,
         violations_where=violations_where,
         first_forward=first_forward,

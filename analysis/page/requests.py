@@ -15,7 +15,8 @@ def request_lives(ask: Ask, limits: Limits) -> dict[str, Any]:
     lives: dict[str, Any] = {"list": listed, "total": ask.number("select count(*) from requests")}
     if not ids:
         return lives
-    values = {"requests": ", ".join(map(str, ids)), "class": DAMAGE_CLASS, "gap": 4, "each": _EVENTS_A_REQUEST}
+    wanted = ", ".join(str(int(request_id)) for request_id in ids)
+    values = {"requests": wanted, "class": DAMAGE_CLASS, "gap": 4, "each": _EVENTS_A_REQUEST}
     for name, limit in (
         ("request_parts", limits.request_parts),
         ("request_events", limits.request_parts // 2),

@@ -19,7 +19,9 @@ def slot_map(ask: Ask, subject: Subject, sizes: Mapping[int, int], limits: Limit
     total = ask.number(
         f"select count(distinct (pool_group, slot)) from damage where slot >= 0 and {subject.damage_where}"
     )
-    ranges = neighbourhoods(list(zip(slots["data"][0], slots["data"][1], strict=True)), sizes, limits)
+    # An absurd slot, of a damaged block table, came as text, and has no neighbours.
+    places = [(int(group), int(slot)) for group, slot in zip(*slots["data"][:2], strict=True) if isinstance(slot, int)]
+    ranges = neighbourhoods(places, sizes, limits)
     if not ranges:
         return {"slots": slots, "total": total, "rows": []}
     rows = [(group, slot) for group, first, last in sorted(ranges) for slot in range(first, last + 1)]

@@ -65,7 +65,7 @@ def _console() -> "Console":
     from rich.console import Console
 
     # A pipe has no width of its own; lines must not be cut at 80 there.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    return Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def _show(console: "Console", found: "TraceInspection") -> None:

@@ -14,6 +14,7 @@ from .text import printable
 
 EXIT_FAILED: Final = 2
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT; above 127, so `git bisect run` stops
+QUERY_INTERRUPTED: Final = "Query interrupted"  # DuckDB's RuntimeError for Ctrl-C while it computes
 EXIT_BROKEN_PIPE: Final = 141  # 128 + SIGPIPE, what a shell shows of any other program whose reader left
 
 
@@ -62,6 +63,9 @@ def _tell(program: str, error: Exception) -> int:
         if error.errno == errno.ENOSPC:
             _say("the disk is full; make room, then run the same command again")
         return EXIT_FAILED
+    if isinstance(error, RuntimeError) and str(error) == QUERY_INTERRUPTED:
+        _say("interrupted")
+        return EXIT_INTERRUPTED
     _say(f"{program}: internal error: {type(error).__name__}: {error} ({_place(error)}); please report it")
     return EXIT_FAILED
 

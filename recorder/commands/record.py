@@ -143,7 +143,7 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
         _fail(f"{command[0]}: cannot be started: {error.strerror}")
     seconds = time.monotonic() - begin
     # A pipe has no width of its own; lines must not be cut at 80 there.
-    console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
+    console = Console(stderr=True, emoji=False, highlight=False, width=None if sys.stderr.isatty() else 160)
     with console.status("waiting for the engine's processes") as status:
         gone = wait_for_group(group, GROUP_PATIENCE_S)
         paths, frozen = changed(folder, before)

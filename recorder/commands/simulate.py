@@ -231,7 +231,7 @@ def _run(runs: SimulatedEngine | PdPair, engines: list[SimulatedEngine], *, quie
 
     from rich.console import Console
 
-    err = Console(stderr=True, highlight=False)
+    err = Console(stderr=True, emoji=False, highlight=False)
     begin = time.perf_counter()
     if quiet or not err.is_terminal:
         runs.run()

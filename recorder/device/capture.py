@@ -44,6 +44,7 @@ class DeviceCapture:
         self._arena = Arena(int(self.frames.shape[0]))
         self._watch_every = watch_every
         self._clock = clock
+        self._taken = 0  # flights; a forward for which there is no room is none
         self._reset = False
         self._catching_up = False
         self._events: deque[Any] = deque()
@@ -119,17 +120,25 @@ class DeviceCapture:
         """Take down what a forward reads and writes; None where there is no room, and then it is lost.
 
         Numbers the forward in any case.
+
+        Raises:
+            ValueError: fewer lengths than requests, which the kernels would read beyond.
         """
         number = self.next_forward
         self.next_forward += 1
+        bs = told.rows.shape[0]
+        for lens in (told.minus, told.extend):
+            if lens is not None and lens.shape[0] < bs:
+                raise ValueError(f"{lens.shape[0]} lengths for {bs} requests, expected one for each")
         many = told.extend is not None or self._reset or self._catching_up
-        layout = self._layout(told.runner, bs=told.rows.shape[0], tokens=told.num_tokens, many=many)
+        layout = self._layout(told.runner, bs=bs, tokens=told.num_tokens, many=many)
         at = self._arena.take(layout.words or 1) if self._arena.in_use < MAX_FLIGHTS else None
         if at is None:
             self._reset = True
             return None
-        fresh, self._reset = self._reset, False
-        if fresh:
+        fresh = self._reset
+        if fresh:  # only then put down again: another thread may ask at this very moment
+            self._reset = False
             self.shadows.reset()
         flight = Flight(
             told=told,
@@ -137,10 +146,12 @@ class DeviceCapture:
             time_ns=self._clock(),
             layout=layout,
             at=at,
-            counters=number % (MAX_FLIGHTS + 1),
+            # Each flight zeroes the counters of the one after it, so they go round by flights, not by forwards.
+            counters=self._taken % (MAX_FLIGHTS + 1),
             watched=self._watch_every > 0 and number % self._watch_every == 0 and bool(layout.stream_words),
             fresh=fresh,
         )
+        self._taken += 1
         self._kernels[told.runner].take_down(
             rows=told.rows,
             prefix=told.prefix,

@@ -9,10 +9,13 @@ from ..host_arrays import Int64Array
 
 
 class TokenSource(Protocol):
-    """A request whose tokens only ever grow at the end."""
+    """A request whose tokens only ever grow at the end; one whose tokens become others is another object.
+
+    Objects of it can be weakly referenced, and its tokens are asked for later, by another thread.
+    """
 
     def tokens(self, start: int, stop: int) -> Int64Array:
-        """Return its tokens from position `start` to before `stop`."""
+        """Return its tokens from position `start` to before `stop`, fewer where it has no longer so many."""
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: that costs a microsecond or two, on the engine's thread

@@ -28,8 +28,8 @@ class Landed:
 
     `rows`, `prefix_lens`, `extend_lens` `[bs]`, `input_ids`, `positions`, `out_cache_loc` `[tokens]`, `written[stream]`
     `[tokens, capture_bytes] uint8`; `table_changes` `[n, 3]` row, position, slot; `lut_changes` `[n, 3]` table, full
-    slot, sliding-window slot; `kv_changes` `[n]` entries of stream, slot and bytes. `complete`: all table changes are
-    there; `note` says what did not fit.
+    slot, sliding-window slot; `kv_changes` `[n]` entries of stream, slot and bytes. `complete`: all changes of tables
+    are there, `all_luts`: those of full-to-SWA tables; `note` says what did not fit.
     """
 
     rows: Int64Array
@@ -43,6 +43,7 @@ class Landed:
     lut_changes: Int64Array
     kv_changes: Int64Array
     complete: bool
+    all_luts: bool
     note: str
 
 
@@ -59,6 +60,13 @@ class Landing:
     def pinned_bytes(self) -> int:
         """Pinned host memory in use."""
         return 0 if self._pinned is None else int(self._pinned.shape[0]) * 8
+
+    def begin(self) -> None:
+        """Take the engine's device for this thread's: it would be the first one, and get a context there for nothing."""
+        if self._capture.on_gpu:
+            import torch
+
+            torch.cuda.set_device(self._capture.frames.device)
 
     def land(self, flight: Flight) -> Landed:
         """Wait until the flight is complete and return what it took down."""
@@ -92,6 +100,7 @@ class Landing:
             lut_changes=luts,
             kv_changes=changed,
             complete=all_tables and all_luts,
+            all_luts=all_luts,
             note=note,
         )
 

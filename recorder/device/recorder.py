@@ -5,6 +5,7 @@ waits there until the device has come to its end; what was told after it waits b
 thread waits for the device, the disk or this thread, but for `drain`.
 """
 
+import atexit
 import functools
 import logging
 import os
@@ -16,34 +17,34 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from ...kernels.kv_source import KvSource
-from ..forward_input import CopiedForward, KvChange
 from ..header import TraceHeader
-from ..host_arrays import Int64Array
+from ..host_arrays import Int64Array, own_int64
 from ..outbox import RecorderStats
 from ..recorder import Recorder
-from ..schema import PHASE_AFTER
+from ..schema import RECEIVE, TIER_POOL
+from ..slot_runs import runs_to_slots
 from .capture import DeviceCapture
 from .forward import DeviceForward, Flight
-from .landing import Landed, Landing, split_kv_changes
 from .shadows import DeviceShadows
-from .table_changes import TableChanges
-from .truth import TruthBook
+from .taking_down import TakingDown
 
 logger = logging.getLogger("kvcanary")
 
-MAX_WAITING: Final = 65_536  # things told and not yet taken down; beyond it they are lost
+MAX_WAITING: Final = 16_384  # things told and not yet taken down; beyond it they are lost
 FLIGHTS_LEFT_WAITING: Final = 2
 AFTER_LAUNCH_S: Final = 0.001  # by then the engine has launched what follows a forward, and waits for an earlier one
+BEHIND: Final = 16  # things told that have piled up: no waiting for a better moment then
 IDLE_S: Final = 0.05
 AT_ONCE: Final = -1
-_NOTHING = np.empty(0, np.int64)
+STILL_THERE_S: Final = 0.1
+_TOLD_LATER: Final = ("request", "request_status", "sampled")
 
 
 class DeviceRecorder:
     """Records one engine whose block tables and pools are CUDA tensors; has the telling methods of `Recorder`.
+
+    As there, no method raises after construction: a fault switches the recorder off, and the engine goes on.
 
     Args:
         path: the trace to write.
@@ -75,21 +76,26 @@ class DeviceRecorder:
         shadows = DeviceShadows(header, tables=tables, luts=luts, sources=kv_sources)
         self._recorder = Recorder(path, header, kv_sources=kv_sources, kv_watch_every=kv_watch_every, **writer_options)
         self.header = self._recorder.header
-        self._capture = DeviceCapture(
-            shadows, frame_bytes=frame_bytes, watch_every=kv_watch_every, clock=self._recorder.clock
-        )
+        try:
+            self._begin(shadows, frame_bytes)
+        except BaseException:
+            self._recorder.lost("the recording could not begin")
+            self._recorder.close()
+            raise
+        atexit.register(self.close)  # after the recorder's own, so run before it
+
+    def _begin(self, shadows: DeviceShadows, frame_bytes: int) -> None:
+        every, clock = self.header.capture.kv_watch_every, self._recorder.clock
+        self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=every, clock=clock)
         self._capture.prepare()
-        self._landing = Landing(self._capture)
-        self._truth = TruthBook(header.truth_table)
-        self._changes = TableChanges(header, [(runner.table, runner.luts) for runner in shadows.runners])
+        self._taking_down = TakingDown(self._recorder, self._capture)
         self._pending: Flight | None = None
         self._queue: queue.SimpleQueue[Flight | tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._off = False
-        # Our thread's: whether a frame's changes go on from what the trace has, and whether the last thing that the
-        # trace took was a loss after which nothing is known.
-        self._follows = True
-        self._said_lost = False
+        self._engine_thread = 0
+        # Our thread's.
+        self._latest_ns = 0
         self._waiting: deque[Flight | tuple[int, Callable[[], None]]] = deque()
         self._flights = 0  # among those waiting
         self._at_once = False
@@ -103,23 +109,33 @@ class DeviceRecorder:
     def before_forward(self, told: DeviceForward) -> None:
         """Take down what a forward is about to read and write; runs on the current stream, waits for nothing."""
         begin = time.perf_counter_ns()
-        if self._live():
-            if self._pending is not None:
-                self.after_forward(note="the engine told of no end of this forward")
-            self._pending = self._capture.before(told)
-            if self._pending is None:
-                self._lose("the device had no room for another forward in flight")
+        try:
+            if self._live():
+                if self._pending is not None:
+                    self._complete("the engine told of no end of this forward")
+                self._engine_thread = threading.get_ident()
+                self._pending = self._capture.before(told)
+                if self._pending is None:
+                    self._lose("the device had no room for another forward in flight")
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"before_forward: {type(error).__name__}: {error}", error)
         self._engine_thread_ns += time.perf_counter_ns() - begin
 
     def after_forward(self, *, note: str = "") -> None:
         """Complete the forward that `before_forward` began."""
         begin = time.perf_counter_ns()
+        try:
+            self._complete(note)
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"after_forward: {type(error).__name__}: {error}", error)
+        self._engine_thread_ns += time.perf_counter_ns() - begin
+
+    def _complete(self, note: str) -> None:
         flight, self._pending = self._pending, None
         if flight is not None and self._live():
             flight.note = note
             self._capture.after(flight)
             self._queue.put(flight)
-        self._engine_thread_ns += time.perf_counter_ns() - begin
 
     def later(self, tell: Callable[[], None]) -> None:
         """Have `tell` called on the recorder's thread once everything told so far is taken down."""
@@ -159,36 +175,81 @@ class DeviceRecorder:
         if self._live():
             self._lose(note)
 
+    def freeze(self, note: str = "") -> None:
+        """As `Recorder.freeze`; everything told so far is in it."""
+        self.later(functools.partial(self._recorder.freeze, note))
+
+    def kv_copy(self, *, group: int, src: Any, dst: Any, count: Any, **kwargs: Any) -> None:
+        """As `Recorder.kv_copy`; of what comes from another tier the bytes are not watched until they are written."""
+        if not self._live():
+            return
+        try:
+            src, dst, count = own_int64(src), own_int64(dst), own_int64(count)
+            self.later(functools.partial(self._recorder.kv_copy, group=group, src=src, dst=dst, count=count, **kwargs))
+            if kwargs.get("dst_tier", TIER_POOL) == TIER_POOL:
+                read = runs_to_slots(src, count) if kwargs.get("src_tier", TIER_POOL) == TIER_POOL else None
+                self._capture.shadows.copy(group, read, runs_to_slots(dst, count))
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"kv_copy: {type(error).__name__}: {error}", error)
+
     def sweep(self, **kwargs: Any) -> None:
         """As `Recorder.sweep`; waits until everything told so far is taken down, since it compares bytes with it."""
-        if self._live() and self.drain():
+        if self._caught_up():
             self._recorder.sweep(**kwargs)
 
-    def transfer(self, status: str, **kwargs: Any) -> None:
+    def transfer(self, status: str, *, direction: str, group: int, slots: Any, **kwargs: Any) -> None:
         """As `Recorder.transfer`; waits as `sweep` does."""
-        if self._live() and self.drain():
-            self._recorder.transfer(status, **kwargs)
+        if not self._caught_up():
+            return
+        try:
+            own = own_int64(slots)
+            self._recorder.transfer(status, direction=direction, group=group, slots=own, **kwargs)
+            if direction == RECEIVE and status == "end":
+                self._capture.shadows.learn(group, *self._recorder.known_bytes(group, own))
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"transfer: {type(error).__name__}: {error}", error)
+
+    def _caught_up(self) -> bool:
+        """Wait until everything told so far is taken down, and return whether the trace can go on from it.
+
+        Where it cannot, a loss after which nothing is known is due, and stands for what is not told now. Whoever
+        waited in vain is not kept waiting again: the recorder switches itself off.
+        """
+        if not self._live():
+            return False
+        if not self.drain() and self._live():
+            self.switch_off("what the device took down did not arrive in time")
+        return self._live() and self._taking_down.goes_on
 
     def drain(self, timeout: float = 30.0) -> bool:
-        """Wait until everything told so far is taken down; False where that takes longer."""
-        if threading.current_thread() is self._thread or not self._thread.is_alive():
-            return not self._thread.is_alive()
+        """Wait until everything told so far is taken down; False where that takes longer, or our thread has ended."""
+        if threading.current_thread() is self._thread:
+            return False
         reached = threading.Event()
         self._queue.put((AT_ONCE, reached.set))
-        return reached.wait(timeout)
+        end = time.monotonic() + timeout
+        while not reached.wait(min(STILL_THERE_S, max(end - time.monotonic(), 0.0))):
+            if not self._thread.is_alive() or time.monotonic() >= end:
+                return reached.is_set()
+        return True
 
     def close(self, timeout: float = 30.0) -> None:
         """Write out what is queued and the file's end, waiting at most `timeout` seconds."""
         if os.getpid() != self._pid:
             return
-        if self._pending is not None:
+        atexit.unregister(self.close)
+        pending = self._pending
+        if pending is not None and threading.get_ident() == self._engine_thread:
             self.after_forward(note="recording ended during this forward")
+        elif pending is not None:  # only the engine's own thread knows its stream
+            self.mark(f"the recording ended during forward {pending.number}")
         self._off = True
         self._queue.put(None)
         end = time.monotonic() + timeout
         self._thread.join(timeout)
         if self._thread.is_alive():
             logger.error("kvcanary: %s: what the device took down last did not arrive in time", self.path)
+            self._recorder.lost("what the device took down last did not arrive in time")
         self._recorder.close(max(end - time.monotonic(), 1.0))
 
     def switch_off(self, reason: str, error: BaseException | None = None) -> None:
@@ -226,14 +287,15 @@ class DeviceRecorder:
     @property
     def pinned_bytes(self) -> int:
         """Pinned host memory."""
-        return self._landing.pinned_bytes
+        return self._taking_down.landing.pinned_bytes
 
     def _live(self) -> bool:
         return not self._off and os.getpid() == self._pid
 
     def _lose(self, note: str) -> None:
-        self._capture.reset()
-        self._queue.put((self._recorder.clock(), functools.partial(self._say_lost, note)))
+        if self._queue.qsize() < 2 * MAX_WAITING:  # else the forward that tells everything anew says it
+            self._queue.put((self._recorder.clock(), functools.partial(self._taking_down.say_lost, note)))
+        self._capture.reset()  # after it, so that such a forward finds it said
 
     # Our own thread.
 
@@ -243,14 +305,17 @@ class DeviceRecorder:
         That is while the forward after next is in flight, a moment after its launch; or when nothing more comes.
         """
         try:
+            self._taking_down.landing.begin()
             while not self._told_all:
                 self._receive()
                 while self._waiting and (self._flights > FLIGHTS_LEFT_WAITING or self._at_once):
                     self._take_next()
                 self._at_once = self._at_once and bool(self._waiting)
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+                self._off = self._off or bool(self._recorder.off)
+        except BaseException as error:  # noqa: BLE001  # the engine must go on whatever happens here
             self._off = True
             self._recorder.switch_off(f"what the device took down: {type(error).__name__}: {error}", error)
+            self._waiting.clear()
 
     def _receive(self) -> None:
         """Wait for something told, or for so long that the engine seems to be idle."""
@@ -264,7 +329,7 @@ class DeviceRecorder:
         elif isinstance(item, Flight):
             self._flights += 1
             self._waiting.append(item)
-            if self._capture.on_gpu and not self._at_once:
+            if self._capture.on_gpu and not self._at_once and self._queue.qsize() < BEHIND:
                 time.sleep(AFTER_LAUNCH_S)
         else:
             self._waiting.append(item)
@@ -272,96 +337,14 @@ class DeviceRecorder:
 
     def _take_next(self) -> None:
         item = self._waiting.popleft()
-        if isinstance(item, Flight):
-            self._flights -= 1
-            with self._recorder.as_of(item.time_ns):
-                self._take(item)
-        else:
-            time_ns, tell = item
-            with self._recorder.as_of(max(time_ns, 0)):
-                tell()
-
-    def _take(self, flight: Flight) -> None:
-        try:
-            landed = self._landing.land(flight)
-        finally:
-            self._capture.release(flight)
-        if flight.fresh:
-            if not self._said_lost:
-                self._say_lost("forwards were dropped, the writer's queue was full")
-            self._follows = self._said_lost
-            if not self._follows:
-                self._capture.reset()
-        if not self._follows:
-            self._recorder.drop_captured(flight.number, {})
-        elif not landed.complete:
-            # What did not fit is told with the next forward that has room; until then nothing can be judged by it.
-            self._changes.keep(flight.told.runner, landed)
-            self._recorder.drop_captured(flight.number, self._written(flight.told.runner, landed))
-            self._capture.catch_up(still=True)
-        elif self._put(flight, landed):
-            self._said_lost = False
-            self._capture.catch_up(still=False)
-        else:
-            self._break_off()
-
-    def _break_off(self) -> None:
-        """Pass over what is in flight; the next forward of the engine tells everything anew."""
-        self._follows = False
-        self._capture.reset()
-
-    def _say_lost(self, note: str) -> None:
-        """Say that something is missing, nobody knows what."""
-        self._truth.forget()
-        self._changes.forget()
-        self._said_lost = self._recorder.start_over(note)
-
-    def _put(self, flight: Flight, landed: Landed) -> bool:
-        told, runner = flight.told, self._capture.shadows.runners[flight.told.runner]
-        elsewhere = np.full(landed.out_cache_loc.size, -1, np.int64)
-        tables = len(self.header.tables)
-        ids = np.full(landed.rows.size, -1, np.int64)
-        ids[: told.request_ids.size] = told.request_ids[: landed.rows.size]
-        forward = CopiedForward(
-            mode=told.mode,
-            runner=told.runner,
-            number=flight.number,
-            time_ns=flight.time_ns,
-            rows=landed.rows,
-            request_ids=ids,
-            prefix_lens=landed.prefix_lens,
-            extend_lens=landed.extend_lens,
-            input_ids=landed.input_ids,
-            positions=landed.positions,
-            out_cache_loc=tuple(landed.out_cache_loc if t == runner.table else elsewhere for t in range(tables)),
-            reads=(),
-            luts=(),
-            truth=None,
-            kv_watched=flight.watched,
-            note="; ".join(part for part in (flight.note, landed.note) if part),
-        )
-        forward.changes = self._changes.take(told.runner, landed)
-        forward.changes |= self._truth.changes(landed.rows, told.truth, _truth_lens(told))
-        forward.kv_changes = [
-            KvChange(stream=stream, phase=PHASE_AFTER, slots=slots, content=content)
-            for stream, slots, content in split_kv_changes(landed, flight.layout)
-        ]
-        written = iter(landed.written)
-        gathered = {g: [next(written) for _ in self.header.groups[g].streams] for g in runner.groups}
-        written_to = self._written(told.runner, landed)
-        forward.written = tuple(written_to.get(g, _NOTHING) for g in range(len(self.header.groups)))
-        return self._recorder.put_captured(forward, gathered)
-
-    def _written(self, runner: int, landed: Landed) -> dict[int, Int64Array]:
-        """Return the slots that a forward wrote, of each of its runner's groups."""
-        groups = self._capture.shadows.runners[runner].groups
-        return {g: self._changes.in_group(g, landed.out_cache_loc) for g in groups}
-
-
-_TOLD_LATER: Final = ("request", "request_status", "sampled", "kv_copy")
-
-
-def _truth_lens(told: DeviceForward) -> list[int]:
-    if told.known_lens is None:
-        return list(told.truth_lens)
-    return [int(n) for n in told.known_lens + np.array(told.truth_lens, np.int64)]
+        time_ns = item.time_ns if isinstance(item, Flight) else item[0]
+        # What was told during a forward was told after its beginning, but comes before it.
+        self._latest_ns = max(self._latest_ns, time_ns)
+        with self._recorder.as_of(self._latest_ns if time_ns != AT_ONCE else 0):
+            if isinstance(item, Flight):
+                self._flights -= 1
+                item.time_ns = self._latest_ns
+                self._taking_down.take(item)
+                return
+            self._taking_down.say_what_is_due()
+            item[1]()

@@ -4,9 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ...kernels.frames import GroupOnDevice, LutOnDevice, RunnerOnDevice, StreamOnDevice
 from ...kernels.kv_source import KvSource
 from ..header import PoolGroup, TraceHeader
+from ..host_arrays import ByteArray, Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,7 @@ class DeviceShadows:
             ]
             streams = [
                 StreamOnDevice(
-                    rows=_rows(sources[g, s]),
+                    rows=_rows(sources[g, s])[: group.num_slots],  # the shadow has no more
                     shadow=zeros((group.num_slots, stream.capture_bytes // 8), torch.int64),
                     group=place,
                 )
@@ -109,6 +112,50 @@ class DeviceShadows:
         """Take everything for unknown, as a replay does after a loss; runs on the current stream."""
         for tensor in self._owned:
             tensor.zero_()
+
+    def learn(self, group: int, slots: Int64Array, content: Sequence[ByteArray]) -> None:
+        """Take over bytes that the trace has got otherwise than by a forward; runs on the current stream.
+
+        Args:
+            group: index into the header's groups.
+            slots: `[n]` in the group's own numbering, none outside the pool.
+            content: for each of the group's streams `[n, capture_bytes]`.
+        """
+        import torch
+
+        runner, place = self._find(group)
+        known = runner.on_device.groups[place].known
+        where = torch.from_numpy(slots).to(known.device)
+        streams = [stream for stream in runner.on_device.streams if stream.group == place]
+        for stream, rows in zip(streams, content, strict=True):
+            stream.shadow[where] = torch.from_numpy(np.ascontiguousarray(rows).view(np.int64)).to(known.device)
+        known[where] = 1
+
+    def copy(self, group: int, src: Int64Array | None, dst: Int64Array) -> None:
+        """Copy what is known of whole slots, all read before any is written; `src` None: nothing is known of `dst` now.
+
+        `src`, `dst` `[n]` in the group's own numbering; runs on the current stream.
+        """
+        import torch
+
+        runner, place = self._find(group)
+        shadow = runner.on_device.groups[place]
+        inside = (dst >= 0) & (dst < shadow.num_slots)
+        if src is not None:
+            inside &= (src >= 0) & (src < shadow.num_slots)
+        there = torch.from_numpy(dst[inside]).to(shadow.known.device)
+        if src is None:
+            shadow.known[there] = 0
+            return
+        here = torch.from_numpy(src[inside]).to(shadow.known.device)
+        for stream in runner.on_device.streams:
+            if stream.group == place:
+                stream.shadow[there] = stream.shadow[here]
+        shadow.known[there] = shadow.known[here]
+
+    def _find(self, group: int) -> tuple[RunnerCapture, int]:
+        runner = next(runner for runner in self.runners if group in runner.groups)
+        return runner, runner.groups.index(group)
 
 
 def _only_table(runner: int, groups: list[PoolGroup]) -> int:

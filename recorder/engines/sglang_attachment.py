@@ -56,9 +56,13 @@ class Attachment:
     def _close(self) -> None:
         """End the trace, with what the recording cost in it."""
         session = self._session
-        if session is not None:
+        if session is None:
+            return
+        try:
             session.recorder.mark("cost", {**self._cost.summary(), **session.cost()})
-            session.recorder.close()
+        except Exception:
+            logger.exception("kvcanary: what the recording cost is not told")
+        session.recorder.close()
 
     def _live(self, hook: str) -> Session | None:
         return None if hook in self._off else self._session

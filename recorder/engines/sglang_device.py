@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -11,23 +11,25 @@ from ..device.forward import DeviceForward
 from ..host_arrays import Int64Array
 from .sglang_forward import MODES
 from .sglang_layout import RunnerLayout
-from .sglang_requests import KnownRequest, RequestBook
+from .sglang_requests import KnownRequest, RequestBook, TokenLists
 
-_OUTPUT: Final = attrgetter("req.output_ids")
+_LISTS: Final = attrgetter("req.origin_input_ids", "req.output_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownBatch:
-    """The requests of a batch: `ids` `[rows]`, -1 for padding; `requests` None where one is not known.
+    """The requests of a batch: `ids` `[rows]`, -1 for padding; `lists` None where one is not known.
 
-    `prompt_lens` `[n]` tokens, `outputs` the lists to which the scheduler appends what it samples.
+    `lists` are the requests' tokens, `prompt_lens` `[n]` how many of each are its prompt, `outputs` the lists to which
+    the scheduler appends what it samples.
     """
 
     rids: tuple[str, ...]
     rows: int
     version: int
     ids: Int64Array
-    requests: Sequence[KnownRequest] | None
+    requests: Sequence[KnownRequest]
+    lists: Sequence[TokenLists] | None
     prompt_lens: Int64Array
     outputs: list[Any]
 
@@ -47,22 +49,28 @@ class KnownBatches:
         known = [self._book.get(rid) for rid in rids[:rows]]
         requests = [request for request in known if request is not None]
         whole = len(requests) == len(known)
-        self._last = KnownBatch(
+        lists = [request.lists() for request in requests if whole]
+        found = self._last = KnownBatch(  # the recorder's thread may forget it at once
             rids=rids,
             rows=rows,
             version=self._book.version,
             ids=self._book.ids(rids, rows),
-            requests=requests if whole else None,
-            prompt_lens=np.array([len(request.req.origin_input_ids) for request in requests if whole], np.int64),
-            outputs=[request.req.output_ids for request in requests if whole],
+            requests=requests if whole else (),
+            lists=lists if whole else None,
+            prompt_lens=np.array([len(one.prompt) for one in lists], np.int64),
+            outputs=[one.output for one in lists],
         )
-        return self._last
+        return found
 
     def refresh(self) -> None:
-        """Look again where the scheduler appends to other lists than before; for the recorder's thread."""
+        """Look again where the scheduler keeps tokens in other lists than before; for the recorder's thread."""
         last = self._last
-        if last is not None and last.requests and not all(map(is_, last.outputs, map(_OUTPUT, last.requests))):
-            self._last = None
+        if last is None or last.lists is None:
+            return
+        for one, (prompt, output) in zip(last.lists, map(_LISTS, last.requests), strict=True):
+            if one.prompt is not prompt or one.output is not output:
+                self._last = None
+                return
 
 
 def device_forward(batch: Any, *, runner: RunnerLayout, known: KnownBatch) -> DeviceForward:
@@ -102,7 +110,7 @@ def device_forward(batch: Any, *, runner: RunnerLayout, known: KnownBatch) -> De
         out_cache_loc=rows[:0] if batch.out_cache_loc is None else batch.out_cache_loc.contiguous(),
         num_tokens=min(int(ids.shape[0]), int(positions.shape[0])),
         request_ids=known.ids,
-        truth=known.requests,
+        truth=known.lists,
         truth_lens=list(map(len, known.outputs)),
         known_lens=known.prompt_lens,
     )

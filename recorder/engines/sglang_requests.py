@@ -34,10 +34,28 @@ def row_of(req: Any) -> int:
     return -1 if row is None else int(row)
 
 
+class TokenLists:
+    """A request's prompt and output, the very lists that the scheduler had when it was looked at: it only appends."""
+
+    __slots__ = ("__weakref__", "output", "prompt")
+
+    def __init__(self, prompt: Any, output: Any) -> None:
+        self.prompt = prompt
+        self.output = output
+
+    def tokens(self, start: int, stop: int) -> Int64Array:
+        """Return the tokens of positions `start` to before `stop`; fewer where the lists have become shorter."""
+        split = len(self.prompt)
+        output = np.array(self.output[max(start - split, 0) : max(stop - split, 0)], np.int64)
+        if start >= split:
+            return output
+        return np.concatenate((np.array(self.prompt[start:stop], np.int64), output))
+
+
 class KnownRequest:
     """One request and its tokens so far; only what is new since the last look is converted."""
 
-    __slots__ = ("_count", "_prompt", "_tokens", "req", "request_id")
+    __slots__ = ("_count", "_lists", "_prompt", "_tokens", "req", "request_id")
 
     def __init__(self, req: Any, request_id: int) -> None:
         self.req = req
@@ -45,6 +63,7 @@ class KnownRequest:
         self._prompt: Any = None
         self._tokens = np.empty(0, np.int64)
         self._count = 0
+        self._lists = TokenLists(req.origin_input_ids, req.output_ids)
 
     def truth(self) -> Int64Array:
         """Return prompt and output so far, as the scheduler holds them now, `[n] int64`; valid until the next call."""
@@ -63,13 +82,12 @@ class KnownRequest:
             self._count = total
         return self._tokens[:total]
 
-    def tokens(self, start: int, stop: int) -> Int64Array:
-        """Return the tokens of positions `start` to before `stop`, as the scheduler holds them now."""
+    def lists(self) -> TokenLists:
+        """Return the lists that the scheduler keeps its tokens in; another object once it has put another in a place."""
         prompt, output = self.req.origin_input_ids, self.req.output_ids
-        split = len(prompt)
-        if start >= split:
-            return np.array(output[start - split : stop - split], np.int64)
-        return np.array([*prompt[start:stop], *output[: max(stop - split, 0)]], np.int64)
+        if self._lists.prompt is not prompt or self._lists.output is not output:
+            self._lists = TokenLists(prompt, output)
+        return self._lists
 
 
 class RequestBook:

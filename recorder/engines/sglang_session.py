@@ -51,7 +51,12 @@ class Session:
         settings.folder.mkdir(parents=True, exist_ok=True)
         path = settings.folder / trace_name(header)
         self.recorder = self._open(path, header, settings)
-        self.sweep = PrefixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
+        try:
+            self.sweep = PrefixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
+        except Exception:
+            self.recorder.lost("the recording could not begin")
+            self.recorder.close()
+            raise
         self.transfers = Transfers(self.layout, self.recorder)
         self.histories: list[GroupHistory] = []
         self.retracting = False

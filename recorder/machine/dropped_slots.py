@@ -93,10 +93,13 @@ class DroppedSlots:
 
     def put_back(self, rows: Int64Array) -> None:
         """Take over what `rows` gave; neighbours of one request, group and event belong together."""
-        for request, group, slot, alloc, event in rows.tolist():
+        whose = rows[:, [0, 1, 4]]
+        edges = np.flatnonzero((whose[1:] != whose[:-1]).any(axis=1)) + 1
+        for part in np.split(rows, edges) if len(rows) else []:
+            request, group, _, _, event = part[0].tolist()
             given = self.by_request.setdefault(request, [])
-            slots, allocs = np.array([slot], np.int64), np.array([alloc], np.int64)
-            if given and (given[-1].group, given[-1].event) == (group, event):
+            slots, allocs = part[:, 2].copy(), part[:, 3].copy()
+            if given and (given[-1].group, given[-1].event) == (group, event):  # went on from the part before
                 last = given.pop()
                 slots, allocs = np.append(last.slots, slots), np.append(last.alloc, allocs)
             given.append(Dropped(group=group, slots=slots, alloc=allocs, event=event))

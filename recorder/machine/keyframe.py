@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ..event import TraceEvent
 from ..schema import KEYFRAME_BEGIN, KEYFRAME_END, KEYFRAME_FORWARD, KEYFRAME_PART, KEYFRAME_REQUEST
+from ..slot_runs import runs_to_slots
 from .machine import Machine, MachineState
 from .sample_book import FED_COLUMNS, FedForward
 from .state_arrays import Rows, rows_in_use
@@ -90,32 +91,25 @@ def _scalars(state: MachineState, use: TableUse) -> dict[str, Any]:
 
 
 def _parts(rows: Rows, time_ns: int) -> Iterator[TraceEvent]:
-    """Yield an array's rows in parts of about `PART_BYTES`."""
+    """Yield an array's rows in parts of about `PART_BYTES`; whole arrays at a time, for a pool in use has many runs."""
     row_bytes = rows.array.itemsize * (rows.array.shape[1] if rows.array.ndim == 2 else 1)
     most = max(1, PART_BYTES // row_bytes)
-    starts: list[int] = []
-    counts: list[int] = []
-    held = 0
-    for start, count in zip(rows.starts.tolist(), rows.counts.tolist(), strict=True):
-        while count:
-            take = min(count, most - held)
-            starts.append(start)
-            counts.append(take)
-            start, count, held = start + take, count - take, held + take
-            if held == most:
-                yield _part(rows, starts, counts, time_ns)
-                starts, counts, held = [], [], 0
-    if held:
-        yield _part(rows, starts, counts, time_ns)
-
-
-def _part(rows: Rows, starts: list[int], counts: list[int], time_ns: int) -> TraceEvent:
-    # A copy: the machine moves on while the part waits to be written.
-    chosen = np.concatenate([rows.array[start : start + count] for start, count in zip(starts, counts, strict=True)])
-    event = _event(KEYFRAME_PART, time_ns, note=rows.name)
-    event.ints = {"state_start": np.array(starts, np.int64), "state_count": np.array(counts, np.int64)}
-    event.bytes = {"state_bytes": np.ascontiguousarray(chosen).view(np.uint8).reshape(-1)}
-    return event
+    ends = np.cumsum(rows.counts)
+    total = int(ends[-1]) if len(ends) else 0
+    for begin in range(0, total, most):
+        end = min(begin + most, total)
+        first, last = np.searchsorted(ends, (begin, end - 1), side="right").tolist()
+        starts, counts = rows.starts[first : last + 1].copy(), rows.counts[first : last + 1].copy()
+        before = begin - (int(ends[first]) - int(counts[0]))  # of the first run, in the part before
+        starts[0] += before
+        counts[0] -= before
+        counts[-1] -= int(ends[last]) - end
+        event = _event(KEYFRAME_PART, time_ns, note=rows.name)
+        event.ints = {"state_start": starts, "state_count": counts}
+        # A copy: the machine moves on while the part waits to be written.
+        chosen = np.ascontiguousarray(rows.array[runs_to_slots(starts, counts)])
+        event.bytes = {"state_bytes": chosen.view(np.uint8).reshape(-1)}
+        yield event
 
 
 def _waiting(fed: FedForward, time_ns: int) -> TraceEvent:

@@ -13,7 +13,7 @@ from ..reader import EventView
 from ..schema import KEYFRAME_BEGIN, KEYFRAME_END, KEYFRAME_FORWARD, KEYFRAME_PART, KEYFRAME_REQUEST
 from ..slot_runs import runs_to_slots
 from .batch_tokens import batch_tokens
-from .forward import Forward, UnusableEventError
+from .forward import MAX_PREFIX, Forward, UnusableEventError
 from .machine import MachineState
 from .pools import Tier
 from .sample_book import FED_COLUMNS
@@ -168,7 +168,8 @@ class KeyframeLoader:
         bs, tokens = len(columns["req_pool_indices"]), len(columns["input_ids"])
         extends = np.where(columns["req_pool_indices"] == 0, 0, np.maximum(columns["extend_lens"], 0))
         fits = all(len(columns[name]) == bs for name in FED_COLUMNS[:4]) and len(columns["positions"]) == tokens
-        fits = fits and len(slots) in (0, tokens) and len(told) == 2
+        fits = fits and len(slots) == (tokens if self._state.header.tables else 0) and len(told) == 2
+        fits = fits and not bool((np.abs(columns["prefix_lens"]) > MAX_PREFIX).any())
         if not fits or bool((extends > tokens).any()) or int(extends.sum()) > tokens:
             raise UnusableEventError("a forward that waits for its samples contradicts itself")
         if self._state.history is None:

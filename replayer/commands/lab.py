@@ -291,4 +291,4 @@ def _console(stream: Any) -> Console:
     from rich.console import Console
 
     # A pipe has no width of its own; lines must not be cut at 80 columns there.
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else 180)
+    return Console(file=stream, emoji=False, highlight=False, width=None if stream.isatty() else 180)

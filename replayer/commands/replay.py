@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .check_names import check_names, list_checks
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -69,7 +71,7 @@ Examples:
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=lambda context, _, value: _list_checks(context) if value else None,
+    callback=lambda context, _, value: list_checks(context) if value else None,
     help="List the history checks, and exit.",
 )
 @click.option(
@@ -146,14 +148,14 @@ def replay_command(
         raise click.UsageError("--report and --no-report exclude one another")
     settings = ReplaySettings(
         kv_hash=kv_hash,
-        checks=_check_names(checks),
+        checks=check_names(checks),
         backend=backend,
         max_violations=max_violations,
         fail_fast=fail_fast,
     )
     # A pipe has no width of its own; lines must not be cut at 80 columns there.
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    err = Console(stderr=True, highlight=False)
+    out = Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160)
+    err = Console(stderr=True, emoji=False, highlight=False)
     folders = any(trace.is_dir() for trace in traces)
     codes: list[int] = []
     summaries: list[dict[str, object]] = []
@@ -256,36 +258,6 @@ def _expand(traces: tuple[Path, ...]) -> tuple[list[Path], list[tuple[str, str]]
     return paths, unread
 
 
-def _list_checks(context: click.Context) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from ..checks import CHECK_NAMES
-    from ..findings import FINDING_KINDS
-
-    table = Table.grid(padding=(0, 2))
-    for name in CHECK_NAMES:
-        table.add_row(name, FINDING_KINDS[name])
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
-    context.exit()
-
-
-def _check_names(text: str) -> tuple[str, ...]:
-    from ..checks import CHECK_NAMES
-
-    if text in ("all", "none"):
-        return CHECK_NAMES if text == "all" else ()
-    asked = [name.strip() for name in text.split(",")]
-    unknown = [name for name in asked if name.removeprefix("-") not in CHECK_NAMES]
-    if unknown:
-        raise click.UsageError(
-            f"--checks: no check {unknown[0].removeprefix('-')!r}; there are {', '.join(CHECK_NAMES)}, all, none"
-        )
-    left_out = {name[1:] for name in asked if name.startswith("-")}
-    chosen = {name for name in asked if not name.startswith("-")} or set(CHECK_NAMES)
-    return tuple(name for name in CHECK_NAMES if name in chosen - left_out)
-
-
 def _report_folders(recordings: list[Recording], report: Path | None, no_report: bool) -> list[Path | None]:
     """Return each recording's report directory; refuse two that would share one."""
     if no_report:
@@ -344,7 +316,8 @@ def _make_folder(trace: Path, target: Path | None, *, explicit: bool, err: Conso
     candidates = [target] if explicit else [target, Path.cwd() / target.name]
     for folder in candidates:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            # Its files hold tokens and names of requests, as the trace does.
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:

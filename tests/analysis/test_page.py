@@ -9,6 +9,8 @@ import stat
 import sys
 from importlib.resources import files
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis.page import build, finishing
 from kvcanary.analysis.page.ask import Limits, plain
@@ -173,6 +175,21 @@ def test_nothing_of_a_report_becomes_markup(tmp_path, monkeypatch):
     assert HOSTILE in [row["detail"] for row in rows(data["rows"]["findings"])]
     assert HOSTILE[:20] in texts
     assert page.isascii() or page.count(HOSTILE[:20]) == 0
+
+
+def test_nothing_of_a_report_becomes_sql(tmp_path):
+    report = hostile_report(tmp_path)
+    path = report / "findings.parquet"
+    findings = pq.read_table(path)
+    hurt = tmp_path / "hurt.csv"
+    texts = {"kind": f"x\ncopy (select 1) to '{hurt}';\n--", "slot": 1 << 60}
+    changed = [{**row, **texts} for row in findings.to_pylist()]
+    pq.write_table(pa.Table.from_pylist(changed, schema=findings.schema), path)
+    content = content_of(report)
+    assert not hurt.exists()
+    assert {row["slot"] for subject in content["subjects"]["shown"] for row in rows(subject["map"]["slots"])} >= {
+        str(1 << 60)
+    }
 
 
 def test_json_cannot_leave_its_script():

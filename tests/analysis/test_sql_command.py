@@ -198,6 +198,17 @@ def test_the_prompt_is_interrupted_and_asked_what_there_is(trace):
     assert any("list relations" in str(line) for line in said)
 
 
+def test_the_prompt_tells_what_a_macro_does(trace):
+    said, _ = converse(trace, r"\d blast_radius")
+    assert said[0].startswith("blast_radius(incident := 0, from_forward := 0): how far damage spread")
+
+
+def test_completion_knows_every_relation_macro_and_column(trace):
+    with open_traces(trace) as session:
+        words = session.words()
+    assert {"incidents", "incident_requests", "incident_members", "blast_radius", "confidence", "sentence"} <= {*words}
+
+
 def test_completion():
     words = ["forward", "forwards", "tokens"]
     assert [completion(words, "FOR", i) for i in range(3)] == ["forward", "forwards", None]

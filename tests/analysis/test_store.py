@@ -6,6 +6,8 @@ import stat
 from pathlib import Path
 
 import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis import build_store, open_report, open_traces
 from kvcanary.analysis.errors import AnalysisError, SqlError
@@ -240,6 +242,13 @@ def test_wrong_files(tmp_path, report):
     with pytest.raises(AnalysisError, match="not a kvcanary trace"):
         open_traces(tmp_path / "x.arrow")
     folder = report("table_swap")
+    violations = pq.read_table(folder / "violations.parquet")
+    at = violations.schema.get_field_index("event")
+    texts = violations.set_column(at, "event", violations["event"].cast(pa.utf8()))
+    pq.write_table(texts, folder / "violations.parquet")
+    with pytest.raises(AnalysisError, match=r"violations.parquet: expected numbers in event, came VARCHAR"):
+        open_report(folder)
+    pq.write_table(violations, folder / "violations.parquet")
     (folder / "findings.parquet").unlink()
     with pytest.raises(AnalysisError, match=r"findings.parquet: missing.*replay the trace again"):
         open_report(folder)

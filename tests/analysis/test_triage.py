@@ -5,6 +5,7 @@ import json
 import pytest
 from kvcanary.analysis import open_report
 from kvcanary.analysis.answers import ANSWERS
+from kvcanary.analysis.errors import AnalysisError
 from kvcanary.analysis.triage import fill, lost_line, question_sql, triage
 
 from .test_sql_command import run
@@ -33,6 +34,8 @@ def test_every_question_has_its_answer_and_its_sql():
     texts = [question_sql(name).question for name in ANSWERS]
     assert all(any(question in text for text in texts) for question in QUESTIONS)
     assert len(texts) == len(QUESTIONS)
+    with pytest.raises(AnalysisError, match="expected a number"):  # it stands outside of quotes, where it would be SQL
+        fill("x = :slot", {"slot": "1; drop table violations"})
     assert fill("x = :slot and y::bigint = ':mode'", {"slot": 5, "mode": "it's"}) == "x = 5 and y::bigint = 'it''s'"
 
 
@@ -128,6 +131,18 @@ def test_the_command(report):
                 else rows
             )
             assert again == rows
+
+
+def test_incidents_are_cited(report):
+    folder = report("table_swap")
+    assert f"no incidents in this report yet: kvcanary incidents {folder}" in run("triage", folder).stdout
+    assert run("incidents", folder).returncode == 0
+    shown = run("triage", folder).stdout
+    assert "#1      Stale table entry (req_to_token), confidence medium   from forward 18   1 request hit" in shown
+    assert f"why: kvcanary incidents {folder} --explain 1" in shown
+    told = json.loads(run("triage", folder, "--json").stdout)
+    assert told["num_incidents"] == 1
+    assert [row["kind"] for row in told["incidents"]] == ["req_to_token"]
 
 
 def test_a_clean_report(report):

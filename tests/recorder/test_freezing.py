@@ -1,9 +1,11 @@
 """What makes a recording keep what it has: a call, a signal, a file; and the flight recorder that it is kept from."""
 
+import errno
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,13 @@ from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.event import TraceEvent
 from kvcanary.recorder.freezing import FreezeFile, FreezeSignal
 from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.machine import keyframe
+from kvcanary.recorder.machine.keyframe import keyframe_events
+from kvcanary.recorder.machine.machine import Machine
 from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.segments import SegmentSettings, split_segment_name
+from kvcanary.recorder.segments import Segments, SegmentSettings, split_segment_name
 from kvcanary.recorder.writer import TraceWriter
+from kvcanary.replayer.replay import ReplaySettings, replay
 
 HEADER = TraceHeader(groups=(PoolGroup(name="full", num_slots=8),), tables=(StateTable(rows=2, width=8),))
 
@@ -73,7 +79,7 @@ def test_disk_use_is_bounded(tmp_path: Path) -> None:
 
 
 def test_one_finished_segment_stays_whatever_its_size(tmp_path: Path) -> None:
-    with writer_of(tmp_path / "t.arrow", segment_bytes=1, keep_bytes=1) as writer:
+    with writer_of(tmp_path / "t.arrow", segment_ns=1, keep_bytes=1) as writer:
         write_segments(writer, 0, 4)
         assert numbers(tmp_path) == [2, 3]
 
@@ -93,6 +99,51 @@ def test_a_frozen_past_is_not_deleted(tmp_path: Path) -> None:
     assert numbers(folder) == [3, 4, 5]
     assert len(numbers(tmp_path)) == 3
     assert min(numbers(tmp_path)) > 5
+
+
+def test_a_segment_that_somebody_deleted_costs_a_freeze_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with writer_of(tmp_path / "t.arrow", segment_bytes=1, keep_segments=3) as writer:
+        write_segments(writer, 0, 5)
+        (tmp_path / "t.000001.arrow").unlink()
+        assert writer.freeze("odd answer")
+        wait_for(lambda: writer.stats().frozen)
+        (folder,) = map(Path, writer.stats().frozen)
+    assert numbers(folder) == [2, 3, 4]
+    assert "t.000001.arrow: is gone" in caplog.text
+
+
+def test_what_is_frozen_is_there_before_a_full_disk_ends_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = writer_of(tmp_path / "t.arrow", segment_bytes=1, keep_segments=3)
+    write_segments(writer, 0, 3)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Segments, "_keyframe_batches", full)
+    assert writer.freeze("odd answer")
+    wait_for(lambda: writer.failed)
+    (folder,) = tmp_path.glob("t.frozen-*")
+    assert numbers(folder) == [0, 1, 2]
+    assert not writer.close()
+
+
+def test_a_keyframe_that_cannot_be_made_ends_no_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(machine: Machine, *, time_ns: int) -> Iterator[TraceEvent]:
+        yield next(keyframe_events(machine, time_ns=time_ns))
+        raise MemoryError
+
+    monkeypatch.setattr(keyframe, "keyframe_events", broken)
+    with writer_of(tmp_path / "t.arrow", segment_bytes=1) as writer:
+        write_segments(writer, 0, 3)
+    assert writer.failed is None
+    assert marks(tmp_path) == ["0", "1", "2"]
+    for number, reason in enumerate(("", "no keyframe stands before event", "no keyframe stands before event")):
+        (gap,) = replay(tmp_path / f"t.{number:06d}.arrow", settings=ReplaySettings(), report=None).gaps or [""]
+        assert gap.startswith(reason)
 
 
 def test_a_freeze_of_a_single_file_leaves_a_mark(tmp_path: Path) -> None:
@@ -170,6 +221,18 @@ def test_a_signal_freezes_and_its_old_handler_is_called(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
+def test_a_signal_without_a_name_freezes_too() -> None:
+    number = signal.SIGRTMIN + 5
+    before = signal.getsignal(number)
+    ours = FreezeSignal(number)
+    try:
+        os.kill(os.getpid(), number)
+        wait_for(lambda: ours.asked() == f"signal {int(number)}")
+    finally:
+        ours.remove()
+    assert signal.getsignal(number) is before
+
+
 def test_outside_the_main_thread_no_handler_is_installed(caplog: pytest.LogCaptureFixture) -> None:
     before = signal.getsignal(signal.SIGUSR2)
     made: list[FreezeSignal] = []
@@ -196,11 +259,14 @@ def test_a_handler_put_over_ours_stays(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
-@pytest.mark.parametrize("wrong", [{"keep_segments": 2}, {"segment_bytes": -1}, {"keep_bytes": 5}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"keep_segments": 2}, {"segment_bytes": -1}, {"keep_bytes": 5}, {"segment_bytes": 100, "keep_bytes": 99}],
+)
 def test_settings_that_make_no_sense(wrong: dict[str, int], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected 0 or more|need segments"):
+    with pytest.raises(ValueError, match=r"expected 0 or more|need segments|not one finished segment would fit"):
         SegmentSettings(**wrong)
-    with pytest.raises(ValueError, match=r"expected 0 or more|need segments"):
+    with pytest.raises(ValueError, match=r"expected 0 or more|need segments|not one finished segment would fit"):
         writer_of(tmp_path / "t.arrow", **wrong)
     assert not list(tmp_path.iterdir())
 

@@ -11,9 +11,9 @@ from kvcanary.recorder.batch import TraceBatch
 from kvcanary.recorder.encode import batch_metadata, encode_events, header_schema
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import Segment, TraceHeader
+from kvcanary.recorder.header import PoolGroup, Segment, StateTable, TraceHeader
 from kvcanary.recorder.machine import keyframe
-from kvcanary.recorder.machine.forward import UnusableEventError
+from kvcanary.recorder.machine.forward import MAX_PREFIX, UnusableEventError
 from kvcanary.recorder.machine.keyframe_load import KeyframeLoader
 from kvcanary.recorder.machine.machine import Machine
 from kvcanary.recorder.reader import TraceReader, read_events
@@ -21,6 +21,8 @@ from kvcanary.recorder.trace_file import TraceFile
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.replay import ReplaySettings, replay
 from kvcanary.replayer.verdict import Verdict
+
+from .segmented import told
 
 HOSTILE = (-1, -(1 << 63), 1 << 40, (1 << 63) - 1)
 
@@ -142,6 +144,30 @@ def test_a_forward_that_waits_and_contradicts_itself(machine: Machine) -> None:
         load(machine, told)
 
 
+@pytest.mark.parametrize("column", ["out_cache_loc", "prefix_lens"])
+def test_a_forward_that_waits_without_its_slots_or_at_no_position(column: str, machine: Machine) -> None:
+    told = events_of(machine)
+    waiting = next(event for event in told if event.scalars["status"] == "forward")
+    if column == "prefix_lens":
+        waiting.ints[column] = waiting.ints[column] + MAX_PREFIX + 1
+    else:
+        del waiting.ints[column]
+    with pytest.raises(UnusableEventError, match="waits for its samples"):
+        load(machine, told)
+
+
+def test_slots_that_left_their_rows_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    header = TraceHeader(groups=(PoolGroup(name="full", num_slots=64),), tables=(StateTable(rows=4, width=8),))
+    machine = Machine(dataclasses.replace(header, slot_history="complete"))
+    given = np.array([(7, 0, 3, 5, 9), (7, 0, 4, 5, 9), (7, 0, 5, 6, 9), (7, 0, 6, 6, 11), (8, 0, 9, 6, 11)], np.int64)
+    machine.history.dropped.put_back(given)
+    assert [[len(one.slots) for one in found] for found in machine.history.dropped.by_request.values()] == [[3, 1], [1]]
+    monkeypatch.setattr(keyframe, "PART_BYTES", 80)  # two rows a part
+    again = load(machine, events_of(machine)).history.dropped
+    assert np.array_equal(again.rows(), given)
+    assert [[len(one.slots) for one in found] for found in again.by_request.values()] == [[3, 1], [1]]
+
+
 def test_arrays_of_a_later_version_are_passed_over(machine: Machine) -> None:
     told = events_of(machine)
     told.insert(3, TraceEvent(kind="keyframe", scalars={"status": "part", "note": "pool.0.colours"}))
@@ -167,6 +193,53 @@ def test_a_replay_of_a_keyframe_that_contradicts_itself_is_inconclusive(machine:
     assert found.verdict is Verdict.INCONCLUSIVE
     assert "contradicts itself" in found.gaps[0]
     assert not replay(tmp_path / "good.arrow", settings=ReplaySettings(), report=None).gaps
+
+
+@pytest.mark.parametrize("left", [0, -1])
+def test_a_segment_without_a_whole_keyframe_is_inconclusive_and_finds_nothing(
+    left: int, machine: Machine, tmp_path: Path
+) -> None:
+    """The events behind it are whole; what they stand on is not known."""
+    trace = tmp_path / "t.arrow"
+    configuration = CONFIGURATIONS["overlap_swa"]
+    with SimulatedEngine(configuration.engine_config(1), configuration.requests(1), trace) as engine:
+        while engine.step():
+            pass
+    whole = list(read_events(trace))
+    with TraceReader(trace) as reader:
+        header = reader.header
+    before = Machine(header)
+    for view in whole[:150]:
+        before.take(view)
+    later = [told(view) for view in whole[150:]]
+    keyframe_ = events_of(before)
+    write_segment(tmp_path / "good.arrow", header, [*keyframe_, *later])
+    write_segment(tmp_path / "bad.arrow", header, [*keyframe_[:left], *later])
+    good, bad = (replay(tmp_path / f"{name}.arrow", settings=ReplaySettings(), report=None) for name in ("good", "bad"))
+    assert (good.verdict, good.gaps, good.unknown_before) == (Verdict.CLEAN, [], False)
+    assert (bad.violations, bad.findings, bad.num_gaps) == (0, 0, 1)
+    assert bad.verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("had_gap", [False, True])
+def test_what_was_lost_before_a_segment_is_no_runner_that_never_ran(had_gap: bool, tmp_path: Path) -> None:
+    trace = tmp_path / "t.arrow"
+    configuration = CONFIGURATIONS["eagle"]
+    with SimulatedEngine(configuration.engine_config(1), configuration.requests(1), trace) as engine:
+        for _ in range(20):
+            assert engine.step()
+    with TraceReader(trace) as reader:
+        machine = Machine(reader.header)
+    events = list(read_events(trace))
+    last = max(n for n, view in enumerate(events) if view.kind == "forward" and not view.scalar("runner"))
+    for view in events[:last]:
+        machine.take(view)
+    machine.state.pulse.ran[1] = 0
+    machine.state.pulse.decoded = True
+    machine.history.had_gap = had_gap
+    write_segment(tmp_path / "s.arrow", machine.state.header, [*events_of(machine), told(events[last])])
+    found = replay(tmp_path / "s.arrow", settings=ReplaySettings(), report=None)
+    assert found.findings_by_kind.get("launch_missing", 0) == (not had_gap)
 
 
 def test_labels_are_plain_json(machine: Machine) -> None:

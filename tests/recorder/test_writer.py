@@ -215,7 +215,7 @@ def test_a_pipe_that_nobody_empties(traces):
     ("name", "message"),
     [
         ("nowhere/t.arrow", "its folder does not exist; create it first"),
-        ("there.arrow", "it exists; pass overwrite=True or choose another name"),
+        ("there.arrow", "it exists; choose another name, or have it replaced (--force, overwrite=True)"),
         ("file/t.arrow", "its folder is not a folder"),
     ],
 )

@@ -132,6 +132,19 @@ def test_a_server_that_was_started_again_is_compared_with_itself(clean: Path, tm
     assert all(one["forwards_differing"] == 0 for engine in found["ranks"] for one in engine["compared"])
 
 
+def test_two_servers_of_one_kind_in_one_folder_are_not_compared(clean: Path, tmp_path: Path) -> None:
+    def other_requests(_: int, event: TraceEvent) -> None:
+        if "request_ids" in event.ints:
+            event.ints["request_ids"] = event.ints["request_ids"] ^ 1
+
+    as_rank(clean, tmp_path / "a-tp0.arrow", Ranks(tp_rank=0, tp_size=2))
+    as_rank(clean, tmp_path / "b-tp1.arrow", Ranks(tp_rank=1, tp_size=2), other_requests)
+    _, found = as_json("--no-report", "--checks", "none", tmp_path)
+    ((compared,),) = [engine["compared"] for engine in found["ranks"]]
+    assert (compared["unrelated"], compared["forwards_compared"]) == (True, 0)
+    assert all("ranks_disagree" not in one["findings_by_kind"] for one in found["recordings"])
+
+
 def test_a_folder_with_everything_in_it(clean: Path, tmp_path: Path) -> None:
     shutil.copy(clean, tmp_path / "whole.arrow")
     run_trial(Trial(fault=FAULTS["kv_used"], config="mha", seed=0), tmp_path / "bad.arrow")

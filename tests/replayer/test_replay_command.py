@@ -45,6 +45,13 @@ def test_clean_trace(traces: dict[str, Path], tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "r" / "findings.parquet").num_rows == 0
 
 
+def test_names_are_printed_as_they_are_and_commands_can_be_pasted(traces: dict[str, Path], tmp_path: Path) -> None:
+    assert "a:x:b.arrow: no such file" in run("a:x:b.arrow").output  # no emoji
+    report = tmp_path / "a :smile: report"
+    said = run(traces["faulty"], "--report", report).stdout
+    assert f"next   kvcanary triage '{report}' " in said
+
+
 def test_faulty_trace_spells_out_the_first_violation(traces: dict[str, Path], tmp_path: Path) -> None:
     result = run(traces["faulty"], "--report", tmp_path / "r")
     assert result.exit_code == 1

@@ -20,6 +20,14 @@ function number(item, { unit = "", label = "" } = {}) {
   );
 }
 
+// A here-document whose end stands nowhere in the text: what came with a report must not become a command.
+function shellCommand(text) {
+  const lines = text.split("\n");
+  let end = "SQL";
+  while (lines.includes(end)) end += "_";
+  return `kvcanary sql ${shellQuoted(page.report)} -f - <<'${end}'\n${text}\n${end}`;
+}
+
 const shellQuoted = (text) => (/^[\w./+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 function openSql(queries, title = "") {
@@ -39,7 +47,7 @@ function openSql(queries, title = "") {
         "p",
         { class: "actions" },
         copyButton("Copy SQL", text),
-        copyButton("Copy command", `kvcanary sql ${shellQuoted(page.report)} -f - <<'SQL'\n${text}\nSQL`),
+        copyButton("Copy command", shellCommand(text)),
       ),
     ]),
   );

@@ -1,6 +1,7 @@
 """`kvcanary bisect run`: what the command gets, how it can fail, tries, time limit, and the log."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -134,6 +135,21 @@ def test_it_goes_on_where_it_was_interrupted(engine):
     assert "another bisection" in engine.bisect("--incident", "kv_changed", code=2)
     log.write_text(log.read_text().splitlines()[0] + "\nnonsense\n{}\n")
     assert "line 2 is no line" in engine.bisect(code=2)
+
+
+def test_kept_traces_show_it_and_older_ones_are_not_judged_along(engine):
+    kept = engine.folder / "kept"
+    older = kept / "v4-1" / "rank0"
+    older.mkdir(parents=True)
+    shutil.copy(DATA / "table_swap.arrow", older / "trace.arrow")
+    assert engine.bisect("--keep", str(kept), code=0)["reproduce"] == f"kvcanary-replay {kept}/v5-1/trace.arrow"
+
+
+def test_a_run_gone_on_with_names_no_trace_that_was_not_kept(engine):
+    engine.bisect(code=0)
+    found = engine.bisect("--keep", str(engine.folder / "kept"), code=0)
+    assert found["cached"] == 5
+    assert found["reproduce"].endswith("&& kvcanary-replay *.arrow")
 
 
 def test_what_is_wrong_is_said(engine, monkeypatch):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from kvcanary.analysis.bisect import cache, criteria
 from kvcanary.analysis.commands.bisect import bisect_command
 
 from .traces import DATA, history, keep, saved, torn
@@ -35,7 +36,7 @@ def test_the_first_bad_version_its_incident_and_how_to_see_it(bisect, tmp_path):
     assert found["reproduce"] == f"kvcanary-replay {traces[8]}"
 
 
-def test_verdicts_are_kept_by_content(bisect, tmp_path):
+def test_verdicts_are_kept_by_content(bisect, tmp_path, monkeypatch):
     traces = history(tmp_path, "ggbb")
     first = bisect(*traces, code=0)
     assert first["cached"] == 0
@@ -46,6 +47,29 @@ def test_verdicts_are_kept_by_content(bisect, tmp_path):
     for damaged in (tmp_path / "cache").glob("*.json"):
         damaged.write_text("{")
     assert bisect(*traces, code=0)["cached"] == 0
+    monkeypatch.setattr(cache, "judge_id", lambda: "other code")
+    assert bisect(*traces, code=0)["cached"] == 0
+
+
+def test_a_kept_verdict_names_the_trace_where_it_lies_now(bisect, tmp_path):
+    traces = history(tmp_path, "gb")
+    bisect(*traces, code=0)
+    moved = [trace.rename(tmp_path / f"moved{n}.arrow") for n, trace in enumerate(traces)]
+    found = bisect(*moved, code=0)
+    assert found["cached"] == 2
+    assert found["reproduce"] == f"kvcanary-replay {moved[1]}"
+
+
+def test_a_run_that_could_not_be_judged_is_judged_again(bisect, tmp_path):
+    traces = history(tmp_path, "gtb")
+    assert bisect(*traces, code=125)["cached"] == 0
+    assert bisect(*traces, code=125)["cached"] == 2
+
+
+def test_a_trace_whose_incidents_cannot_be_found_is_not_called_good(bisect, tmp_path, monkeypatch):
+    monkeypatch.setattr(criteria, "add_incidents", lambda summary: "the incidents are missing: no space left")
+    found = bisect("--incident", "req_to_token", *history(tmp_path, "gb"), code=125)
+    assert "no space left" in found["judged"][-1]["words"]
 
 
 def test_skips_leave_several_and_say_so(bisect, tmp_path):
@@ -85,6 +109,7 @@ def test_what_counts_as_bad_is_for_the_user_to_say(options, kinds, first_bad, wo
     assert found["first_bad"] == first_bad
     assert words in found["evidence"]["words"]
     assert found["reproduce"].startswith("kvcanary diff " if "--reference" in options else "kvcanary-replay ")
+    assert ("--no-kv" in found["reproduce"]) == ("--no-kv" in options)
 
 
 def test_several_traces_of_a_version_vote(bisect, tmp_path):
@@ -107,7 +132,9 @@ def test_a_folder_is_one_run_and_a_file_gives_the_order(bisect, tmp_path):
         runs.append(folder)
     order = tmp_path / "order.txt"
     order.write_text("# oldest first\nalpha\n\nbeta\ngamma  # bad\n")
-    assert bisect("--order", order, *runs, code=0)["first_bad"] == "gamma"
+    found = bisect("--order", order, *runs, code=0)
+    assert found["first_bad"] == "gamma"
+    assert found["reproduce"] == f"kvcanary-replay {runs[2]}"  # the two sides show it together
 
 
 def test_what_cannot_be_bisected_is_said(bisect, tmp_path):

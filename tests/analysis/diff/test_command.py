@@ -77,6 +77,8 @@ def test_a_torn_trace_is_no_clean_bill(tmp_path):
         (["--only", "tabel", GOOD, BAD], "no kind 'tabel'; there are missing, input"),
         (["--only", "kv", "--ignore", "table", GOOD, BAD], "--only goes without"),
         (["--no-kv", "--kv-tolerance", "1", GOOD, BAD], "exclude one another"),
+        (["--no-kv", "--only", "kv", GOOD, BAD], "nothing is left to compare"),
+        (["--kv-tolerance", "nan", GOOD, BAD], "--kv-tolerance is nan, expected a number"),
         (["--ignore", "missing,input,position,table,sampled,kv,kv_changed,length", GOOD, BAD], "nothing is left"),
     ],
 )

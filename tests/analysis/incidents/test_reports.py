@@ -5,12 +5,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from kvcanary.analysis import open_report
 from kvcanary.analysis.errors import AnalysisError
 from kvcanary.analysis.incidents.finding import find_incidents, incidents_fit, read_incidents, write_incidents
+from kvcanary.analysis.sources import find_sources
 from kvcanary.replayer.findings import FINDING_SCHEMA, Finding, finding_table
 from kvcanary.replayer.replay import replay
 from kvcanary.replayer.settings import ReplaySettings
 from kvcanary.replayer.violations import VIOLATION_SCHEMA
+
+from ..page_reports import HOSTILE, hostile_report
 
 DATA = Path(__file__).parents[3] / "data"
 
@@ -146,3 +150,16 @@ def test_traces_of_real_engines(tmp_path, name):
     assert [row["kind"] for row in rows] == REAL[name]
     assert sum(row["violations"] for row in rows) == summary.violations
     assert sum(row["findings"] for row in rows) == summary.findings
+
+
+def test_evidence_holds_no_name_of_the_report(tmp_path):
+    report = hostile_report(tmp_path)
+    [source] = find_sources([report])
+    found = find_incidents(report, [source.trace])
+    write_incidents(report, found)
+    assert any(HOSTILE in row["requests"] for row in found.rows)
+    with open_report(report, trace=source.trace) as session:
+        for row in found.rows:
+            for query in row["evidence"]:
+                assert HOSTILE[:9] not in query
+                session.sql(query)

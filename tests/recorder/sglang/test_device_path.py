@@ -117,9 +117,17 @@ def test_a_list_that_the_scheduler_replaces_is_looked_up_again(tmp_path: Any, mo
     last = batches._last
     batches.refresh()
     assert batches._last is last
-    last.requests[0].req.output_ids = list(last.requests[0].req.output_ids)
-    batches.refresh()
-    assert batches._last is None
+    req = last.requests[0].req
+    known = last.requests[0].lists()
+    for name in ("output_ids", "origin_input_ids"):
+        setattr(req, name, list(getattr(req, name)))
+        batches._last = last
+        batches.refresh()
+        assert batches._last is None
+        again = last.requests[0].lists()
+        assert again is not known
+        assert again.tokens(2, 7).tolist() == known.tokens(2, 7).tolist() == [*known.prompt, *known.output][2:7]
+        known = again
     attachment._close()
     assert np.array_equal(last.prompt_lens, [4] * len(last.requests))
     assert ModelRunner.is_draft_worker is False

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcanary.recorder.engines import sglang_attachment
+from kvcanary.recorder.engines import sglang_attachment, sglang_session
 from kvcanary.recorder.engines.sglang_attachment import Attachment
 from kvcanary.recorder.engines.sglang_requests import request_id_of
 from kvcanary.recorder.engines.sglang_session import Session
@@ -162,3 +162,26 @@ def test_what_a_host_cache_loads_back_is_unknown(tmp_path: Path, monkeypatch: py
     _, told = events(tmp_path)
     assert "loaded back from the host cache" in told[-1].scalar("note")
     assert told[-1].kind == "loss"
+
+
+def _fails(*_: Any, **__: Any) -> None:
+    raise ImportError("no walker")
+
+
+def test_a_recording_that_cannot_begin_leaves_no_trace_that_looks_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = serve()
+    monkeypatch.setattr(sglang_session, "PrefixCacheWalk", _fails)
+    attachment, output = record(monkeypatch, tmp_path)
+    assert output == expected
+    assert attachment._session is None
+    assert [event.scalar("note") for event in events(tmp_path)[1]] == ["the recording could not begin"]
+
+
+def test_a_trace_is_ended_though_its_cost_cannot_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attachment, _ = record(monkeypatch, tmp_path, close=False)
+    monkeypatch.setattr(Session, "cost", _fails)
+    attachment._close()
+    (path,) = tmp_path.glob("*.arrow")
+    assert replay(path, settings=ReplaySettings(), report=None).verdict.value == "clean"

@@ -1,0 +1,223 @@
+"""What befalls a device recorder: losses in the middle of a forward, dead threads, foreign threads, copies, transfers."""
+
+import threading
+
+import numpy as np
+import pytest
+from kvcanary.kernels.frames_triton import FrameKernels
+from kvcanary.recorder.device import capture
+from kvcanary.recorder.device.forward import DeviceForward
+from kvcanary.recorder.device.landing import Landing
+from kvcanary.recorder.device.taking_down import LOST
+from kvcanary.recorder.reader import read_events
+
+from .test_device_losses import follow
+from .two_recorders import Engine
+
+
+@pytest.fixture
+def engine(tmp_path):
+    return Engine(tmp_path, np.random.default_rng(1))
+
+
+def write(engine, first, count, *, during=lambda: None):
+    """Row 1 goes on from position `first`, each position p in slot p + 1; what the model writes changes each time."""
+    slots = list(range(first + 1, first + count + 1))
+    engine.table[1, first : first + count] = engine.ints(slots).int()
+
+    def model():
+        for pool in engine.pools.values():
+            pool[slots] += 1
+        during()
+
+    places = list(range(first, first + count))
+    engine.forward("extend", [1], [first], [count], slots, places, places, during=model)
+
+
+def told(engine):
+    _, device = engine.close()
+    return device, list(read_events(engine.device.path))
+
+
+def test_counters_of_a_flight_are_zero_after_forwards_that_found_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(capture, "MAX_FLIGHTS", 2)
+    launch, found = FrameKernels.take_down, []
+
+    def spy(self, **kwargs):
+        if self._fixed[1] is engine.device._capture.counters:
+            found.append(int(self._fixed[1][kwargs["flight"]].sum()))
+        launch(self, **kwargs)
+
+    engine = Engine(tmp_path, np.random.default_rng(1))
+    monkeypatch.setattr(FrameKernels, "take_down", spy)
+    engine.table[1, :20] = engine.ints(range(100, 120)).int()
+    gate = engine.hold_landing()
+    for i in range(20, 23):  # the third finds no room; the first has table changes to count
+        write(engine, i, 1)
+    gate.set()
+    engine.device.drain()
+    for i in range(23, 26):
+        write(engine, i, 1)
+        engine.device.drain()
+    device, _ = told(engine)
+    assert found == [0] * 5
+    assert follow(engine, device)[0] == [0, 1, 3, 4, 5]
+
+
+def test_a_loss_in_the_middle_of_a_forward(engine):
+    """It is not told, the next one tells everything anew, and time does not run backwards."""
+    write(engine, 0, 4)
+
+    def during():
+        engine.device.lost("for once")
+        engine.device.mark("a note")
+
+    write(engine, 4, 1, during=during)
+    write(engine, 5, 1)
+    write(engine, 6, 1, during=lambda: engine.device.mark("another"))
+    device, events = told(engine)
+    times = [int(event.scalar("time_ns")) for event in events]
+    assert times == sorted(times)
+    assert follow(engine, [event for event in device if event["kind"] != "mark"]) == ([0, 2, 3], 1, 1)
+
+
+def test_a_landing_thread_that_dies_keeps_nobody_waiting(engine, monkeypatch):
+    monkeypatch.setattr(Landing, "land", lambda *_: (_ for _ in ()).throw(MemoryError("no pinned memory")))
+    write(engine, 0, 1)
+    assert not engine.device.drain(timeout=600)
+    engine.device.sweep(groups=[0], slots=[1], positions=[0], prev_slots=[-1], locked=[0])
+    assert not engine.device.drain(timeout=600)
+    engine.device.close()
+    assert "no pinned memory" in engine.device.stats().off
+    engine.host.close()
+
+
+def test_a_recording_that_a_foreign_thread_ends_during_a_forward(engine, monkeypatch):
+    """Only the engine's thread launches; what came before the forward is told."""
+    write(engine, 0, 1)
+    launched = []
+    after = FrameKernels.take_back
+    monkeypatch.setattr(
+        FrameKernels, "take_back", lambda self, **kw: (launched.append(threading.get_ident()), after(self, **kw))
+    )
+
+    def stop():
+        thread = threading.Thread(target=engine.device.close)
+        thread.start()
+        thread.join()
+
+    write(engine, 1, 1, during=stop)
+    engine.host.close()
+    assert launched == []
+    events = list(read_events(engine.device.path))
+    assert [event.kind for event in events] == ["forward", "mark"]
+    assert events[1].scalar("note") == "the recording ended during forward 1"
+
+
+def test_it_ends_its_trace_before_its_own_recorder_does(tmp_path, monkeypatch):
+    registered = []
+    monkeypatch.setattr("atexit.register", registered.append)
+    engine = Engine(tmp_path, np.random.default_rng(1))
+    assert registered[-1] == engine.device.close
+    assert engine.device._recorder.close in registered
+    engine.close()
+
+
+def test_a_writer_that_stopped_ends_the_launches(engine, monkeypatch):
+    write(engine, 0, 1)
+    engine.device.drain()
+    writer = engine.device._recorder._outbox._writer
+
+    def no_room(_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(writer._file, "write", no_room)
+    assert not writer.flush()
+    write(engine, 1, 1)
+    engine.device.drain()
+    engine.device.drain()  # by now it has looked
+    before = engine.device.next_forward
+    write(engine, 2, 1)
+    assert engine.device.next_forward == before
+    engine.device.close()
+    engine.host.close()
+    assert "the disk is full" in engine.device.stats().off
+
+
+def test_fewer_lengths_than_requests_switch_it_off(engine):
+    ints = engine.ints([1])
+    engine.device.before_forward(
+        DeviceForward(
+            mode="extend",
+            runner=0,
+            rows=engine.ints([1, 2]),
+            prefix=ints,
+            extend=ints,
+            input_ids=ints,
+            positions=ints,
+            out_cache_loc=ints,
+            num_tokens=1,
+            request_ids=np.array([7, 8]),
+        )
+    )
+    engine.device.after_forward()
+    engine.device.close()
+    engine.host.close()
+    assert "1 lengths for 2 requests" in engine.device.stats().off
+
+
+def test_nothing_false_is_told_after_a_refused_forward(engine):
+    """A sweep right after it compares with what the trace has, and the trace knows nothing of what was refused."""
+    refuse = engine.refuse_events()
+    write(engine, 0, 3)
+    engine.device.drain()
+    refuse[0] = True
+    write(engine, 0, 3)
+    engine.device.drain()
+    refuse[0] = False
+    engine.device.sweep(groups=[0], slots=[1, 2, 3], positions=[0, 1, 2], prev_slots=[-1, 1, 2], locked=[0] * 3)
+    device, events = told(engine)
+    assert [event.kind for event in events] == ["forward", "loss", "sweep"]
+    assert device[1]["lost_events"] == -1
+    assert device[1]["note"] in (LOST, "the writer's queue was full")
+    assert device[2]["kv_changes"] == []
+
+
+def test_bytes_that_were_received_are_watched(engine):
+    group = {"group": 0, "slots": [1, 2, 3]}
+    for recorder in (engine.host, engine.device):
+        for status in ("start", "end"):
+            recorder.transfer(status, direction="receive", room=5, **group)
+    engine.pools[0, 1][2, 3] ^= 1
+    engine.table[1, :3] = engine.ints([1, 2, 3]).int()
+    write(engine, 3, 1)
+    host, device = engine.close()
+    assert [change[:2] for change in device[-1]["kv_changes"]] == [(1, 2)]
+    assert device[-1]["kv_changes"] == host[-1]["kv_changes"]
+
+
+def test_a_copy_is_no_change_that_nobody_wrote(engine):
+    write(engine, 0, 3)
+    copied = {"group": 0, "src": [2], "dst": [20], "count": [2]}
+    for pool in engine.pools.values():
+        pool[20:22] = pool[2:4]
+    for recorder in (engine.host, engine.device):
+        recorder.kv_copy(**copied)
+    engine.table[1, :3] = engine.ints([1, 20, 21]).int()
+    write(engine, 3, 1)
+    engine.pools[0, 0][21, 0] ^= 1
+    write(engine, 4, 1)
+    host, device = engine.close()
+    changes = [[change[:2] for change in event["kv_changes"]] for event in device if event["kind"] == "forward"]
+    assert changes == [[], [], [(0, 21)]]
+    assert host[-1]["kv_changes"] == device[-1]["kv_changes"]
+
+
+def test_a_recorder_that_cannot_begin_leaves_no_trace_that_looks_clean(tmp_path, monkeypatch):
+    def no_room(_):
+        raise MemoryError("no room on the device")
+
+    monkeypatch.setattr(capture.DeviceCapture, "prepare", no_room)
+    with pytest.raises(MemoryError):
+        Engine(tmp_path, np.random.default_rng(1))
+    assert [event.scalar("lost_events") for event in read_events(tmp_path / "device.arrow")] == [-1]

@@ -1,0 +1,47 @@
+"""The scheduler's tokens as they grow: whose row it is, what is told again, and what is not kept alive."""
+
+import gc
+import weakref
+
+import numpy as np
+from kvcanary.recorder.device.truth import TruthBook
+from kvcanary.recorder.header import StateTable
+
+from .two_recorders import Tokens
+
+
+def book():
+    return TruthBook(StateTable(name="truth", rows=4, width=8))
+
+
+def told(found):
+    return [found[f"truth_{name}"].tolist() for name in ("lens", "row", "start", "tokens")]
+
+
+def test_only_what_is_new_is_told_until_the_row_is_anothers():
+    truth, first = book(), Tokens([5, 6])
+    rows = np.array([2, 0])
+    assert told(truth.changes(rows, [first], [2])) == [[2, 0], [2], [0], [5, 6]]
+    first.all += [7]
+    assert told(truth.changes(rows, [first], [3])) == [[3, 0], [2], [2], [7]]
+    assert told(truth.changes(rows, [Tokens([5, 6, 7])], [3])) == [[3, 0], [2], [0], [5, 6, 7]]
+
+
+def test_tokens_that_are_gone_by_now_are_not_told():
+    truth, request = book(), Tokens([5, 6, 7])
+    rows = np.array([1])
+    truth.changes(rows, [request], [2])
+    del request.all[2:]
+    assert told(truth.changes(rows, [request], [3])) == [[2], [], [], []]
+    request.all += [8]
+    assert told(truth.changes(rows, [request], [3])) == [[3], [1], [2], [8]]
+
+
+def test_a_request_that_is_over_is_not_kept_alive():
+    truth, request = book(), Tokens([5])
+    truth.changes(np.array([1]), [request], [1])
+    gone = weakref.ref(request)
+    del request
+    gc.collect()
+    assert gone() is None
+    assert told(truth.changes(np.array([1]), [Tokens([9])], [1])) == [[1], [1], [0], [9]]
