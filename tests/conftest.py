@@ -1,6 +1,7 @@
 """Options and hypothesis profiles for all tests; where there is no GPU, Triton's interpreter."""
 
 import os
+import signal
 from pathlib import Path
 
 # Triton decides when it is first imported, by whichever test that is.
@@ -23,6 +24,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Started in the background or under nohup, a process ignores these, and so would every process that a test starts.
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGQUIT, signal.SIG_DFL),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     # A fuzz run asks for more of the property tests as well. Nothing is timed in a test: no deadline, no complaint of a
     # slow machine.
     examples = 100 * max(1, config.getoption("--conformance-cases") // NORMAL_CASES)

@@ -185,7 +185,9 @@ while True:
 
 
 def wait_for(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 120
     while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < deadline, f"{path} never said {text}"
         time.sleep(0.02)
 
 
