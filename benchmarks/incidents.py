@@ -16,16 +16,12 @@ Needs no DuckDB.
 import argparse
 import datetime
 import hashlib
-import multiprocessing
 import os
 import platform
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +34,7 @@ from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.matrix import plan_trials
 from kvcanary.replayer.lab.results import CLEAN, build_id
 from kvcanary.replayer.lab.trial import Trial, run_trial
+from kvcanary.replayer.lab.workers import as_they_come
 from kvcanary.replayer.replay import replay, replay_joined
 from kvcanary.replayer.settings import ReplaySettings
 
@@ -137,7 +134,7 @@ def run(planned: list[tuple[str, str, int]], output: Path, *, jobs: int, force: 
     todo = [key for key in planned if key not in rows]
     done, began, saved = len(planned) - len(todo), time.monotonic(), time.monotonic()
     try:
-        for row in tried(todo, jobs):
+        for row in as_they_come(try_one, todo, jobs):
             rows[row.key] = row
             done += 1
             if time.monotonic() - saved > SAVE_EVERY_S:
@@ -147,26 +144,6 @@ def run(planned: list[tuple[str, str, int]], output: Path, *, jobs: int, force: 
     finally:
         save(output, list(rows.values()))
     return [rows[key] for key in planned]
-
-
-def tried(todo: list[tuple[str, str, int]], jobs: int) -> Iterable[Row]:
-    """Yield a row a trial, as they come."""
-    if jobs == 1:
-        yield from map(try_one, todo)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:  # fmt: skip
-        try:
-            waiting = list(reversed(todo))
-            running = {pool.submit(try_one, waiting.pop()) for _ in range(min(2 * jobs, len(waiting)))}
-            while running:
-                finished, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    if waiting:
-                        running.add(pool.submit(try_one, waiting.pop()))
-                    yield future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def try_one(key: tuple[str, str, int]) -> Row:

@@ -154,11 +154,6 @@ class Case:
         group = self.group(sign)
         return 0 <= group < len(self.groups) and self.groups[group].lut >= 0
 
-    @property
-    def only_sliding(self) -> bool:
-        """Whether all signs lie behind a full-to-SWA table."""
-        return all(self.is_sliding(sign) for sign in self.signs)
-
     def last(self, sign: Sign, whats: Iterable[str], *, before: int | None = None) -> Fact | None:
         """Return the last of certain things that happened to a sign's slot, up to its event."""
         upto = sign.event if before is None else before - 1

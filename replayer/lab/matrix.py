@@ -1,19 +1,16 @@
 """Faults x configurations x seeds, over as many processes as asked for; goes on where an earlier call stopped."""
 
-import multiprocessing
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Final
 
-from .configurations import CONFIGURATIONS
 from .faults import FAULTS
 from .judgement import judge
 from .results import CLEAN, Row, load, save
 from .trial import Trial, run_trial
+from .workers import as_they_come
 
 SAVE_EVERY_S: Final = 15.0
 Key = tuple[str, str, int]
@@ -56,7 +53,7 @@ def run_matrix(
     on_progress(done, len(planned), None)
     saved = time.monotonic()
     try:
-        for row in _rows(todo, jobs):
+        for row in as_they_come(try_one, todo, jobs):
             rows[row.key] = row
             done += 1
             on_progress(done, len(planned), row)
@@ -98,32 +95,3 @@ def try_one(key: Key) -> Row:
         forwards=outcome.forwards,
         seconds=time.perf_counter() - begin,
     )
-
-
-def all_configs() -> list[str]:
-    """Return the names of all configurations."""
-    return list(CONFIGURATIONS)
-
-
-def _rows(todo: list[Key], jobs: int) -> Iterable[Row]:
-    if jobs == 1 or len(todo) < 2:
-        yield from map(try_one, todo)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context, initializer=_ignore_interrupt) as pool:
-        try:
-            waiting = list(reversed(todo))
-            running = {pool.submit(try_one, waiting.pop()) for _ in range(min(2 * jobs, len(waiting)))}
-            while running:
-                finished, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    if waiting:
-                        running.add(pool.submit(try_one, waiting.pop()))
-                    yield future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _ignore_interrupt() -> None:
-    # Ctrl-C goes to the whole process group; the parent ends its workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

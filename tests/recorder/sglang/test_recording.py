@@ -9,13 +9,13 @@ import pytest
 from kvcanary.recorder.engines import sglang_attachment, sglang_session
 from kvcanary.recorder.engines.sglang_attachment import Attachment
 from kvcanary.recorder.engines.sglang_requests import request_id_of
-from kvcanary.recorder.engines.sglang_session import Session
+from kvcanary.recorder.engines.sglang_session import Session, output_lens
 from kvcanary.recorder.environment import RecordingSettings
 from kvcanary.recorder.reader import TraceReader, read_events
 from kvcanary.replayer.replay import replay
 from kvcanary.replayer.settings import ReplaySettings
 
-from .fake_engine import ModelRunner, Scheduler, hooked, serve
+from .fake_engine import ModelRunner, Request, Result, Scheduler, hooked, serve
 
 
 @pytest.fixture(autouse=True)
@@ -185,3 +185,21 @@ def test_a_trace_is_ended_though_its_cost_cannot_be_told(tmp_path: Path, monkeyp
     attachment._close()
     (path,) = tmp_path.glob("*.arrow")
     assert replay(path, settings=ReplaySettings(), report=None).verdict.value == "clean"
+
+
+def test_a_result_of_another_stage_tells_no_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline stage takes over results that it did not compute; one may lie where one of its own lay."""
+    attachment, _ = record(monkeypatch, tmp_path, close=False)
+    session = attachment._session
+    own, other, req = Result(None), Result(None), Request("r9", [1, 2], 3)
+    session._last_target = (11, ("r9",))
+    session.ran(own, first=11)
+    session._results[id(other)] = session._results.pop(id(own))  # the address is used again
+    before = output_lens([req])
+    req.output_ids.append(5)
+    session.took_result([req], before, other)
+    session.ran(own, first=11)
+    session.took_result([req], before, own)
+    session.recorder.close()
+    _, told = events(tmp_path)
+    assert [event.ints("sampled_tokens").tolist() for event in told if event.kind == "sample"][12:] == [[5]]
