@@ -9,7 +9,7 @@ SGLANG_VENV := .venv-sglang
 VLLM_VENV ?= .venv-vllm
 CONFORMANCE ?=
 
-.PHONY: demo test lint types layers unit page-test fuzz soak lab bench conformance-sglang conformance-vllm traces golden clean
+.PHONY: demo test lint types layers unit page-test fuzz equality soak lab bench conformance-sglang conformance-vllm traces golden clean
 
 demo: $(VENV)/.runtime
 	@echo "# a clean trace of a real engine: exit code 0"
@@ -43,6 +43,11 @@ fuzz: $(VENV)/.tests
 	$(BIN)/pytest tests/replayer/test_published_sim.py tests/replayer/test_published_pair.py tests/replayer/test_published_lab.py --conformance-cases $(FUZZ_CASES) --timeout 7200
 	$(BIN)/pytest tests/recorder/simulated/test_clean_runs.py --conformance-cases 3000 --timeout 7200
 	$(BIN)/pytest tests/analysis/diff --conformance-cases 1000 --timeout 7200
+
+# Every executor against stepwise replay, row for row: each fault of the lab with 40 seeds in turns over its configurations,
+# 240 histories that no engine has, 40 bent traces of random engines and 40 of pairs.
+equality: $(VENV)/.tests
+	$(BIN)/pytest -n auto --dist worksteal tests/replayer/equality --conformance-cases $(FUZZ_CASES) --timeout 7200
 
 # The recorder over minutes: 200 engines killed with SIGKILL, a disk of 1 MB/s, engines of the lab in segments, 240 random
 # engines under a recorder that fails somewhere.

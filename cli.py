@@ -10,13 +10,13 @@ from typing import Any, Final
 
 import click
 
-from . import __version__
 from .recorder.commands.program import run_program
 
 # command: (module below this package, name of the click command in it, the line that --help shows)
 _COMMANDS: Final = {
     "bisect": ("analysis.commands.bisect", "bisect_command", "Find the engine version that brought a fault."),
     "diff": ("analysis.commands.diff", "diff_command", "Compare two traces of the same workload."),
+    "expand": ("analysis.commands.expand", "expand_command", "Write merged violations as one row a forward."),
     "incidents": ("analysis.commands.incidents", "incidents_command", "Show a report's incidents and why they are."),
     "inspect": ("recorder.commands.inspect", "inspect_command", "Show what a trace holds, and what it lost."),
     "lab": ("replayer.commands.lab", "lab_command", "Break an engine on purpose, and see what is noticed."),
@@ -46,8 +46,28 @@ def _page(summary: Any) -> str:
     return add_page(summary, wanted=not for_scripts if asked is None else asked)
 
 
-# What comes after each replay, in order: given the `Summary`, may change it and the report, returns what to tell.
-_AFTER_REPLAY: Final[tuple[Callable[[Any], str], ...]] = (_incidents, _page)
+# What comes after each replay, given the `Summary`; returns what to tell the user. "judged" may change summary and report,
+# perhaps in a worker process; "shown" comes once the verdict is on the screen, for what takes its time.
+_AFTER_REPLAY: Final[dict[str, tuple[Callable[[Any], str], ...]]] = {"judged": (_incidents,), "shown": (_page,)}
+
+
+def _print_version(context: click.Context, _: click.Parameter, value: bool) -> None:
+    if not value or context.resilient_parsing:
+        return
+    from . import __version__  # looked up here alone: reading a package's metadata takes longer than --help may
+
+    click.echo(f"{context.info_name}, version {__version__}")
+    context.exit()
+
+
+_version_option: Final = click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
 
 
 class _LazyGroup(click.Group):
@@ -95,7 +115,7 @@ Example, for bash:
 
 
 @click.group(cls=_LazyGroup, help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "obj": _AFTER_REPLAY})
-@click.version_option(__version__, prog_name="kvcanary")
+@_version_option
 def main() -> None:
     """Run one of the commands."""
 
@@ -128,7 +148,7 @@ def kvcanary_main() -> None:
 
 def replay_main() -> None:
     """Entry point of `kvcanary-replay`."""
-    command = click.version_option(__version__, prog_name="kvcanary-replay")(_replay())
+    command = _version_option(_replay())
     command.context_settings["help_option_names"] = ["-h", "--help"]
     command.context_settings["obj"] = _AFTER_REPLAY
     run_program(command, "kvcanary-replay")

@@ -68,7 +68,7 @@ def triage(session: Session) -> Triage:
         AnalysisError: the first damage of the report has text where a number belongs.
     """
     counts = session.sql(
-        "select (select count(*) from violations) as violations, (select count(*) from findings) as findings, "
+        "select (select coalesce(sum(num_forwards), 0)::bigint from violations) as violations, (select count(*) from findings) as findings, "
         "(select count(*) from incidents) as num_incidents"
     ).to_pylist()[0]
     incidents = session.sql(

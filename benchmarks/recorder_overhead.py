@@ -53,7 +53,12 @@ REPEATS = 3
 PREFILL, PREFILL_PROMPTS = "prefill 8,192", 8
 
 # The default compares the bytes of every forward's prefix with those that were written.
-MODES = {"off": None, "default": {}, "no KV watch": {"KVCANARY_KV_WATCH_EVERY": "0"}}
+MODES = {
+    "off": None,
+    "default": {},
+    "no KV watch": {"KVCANARY_KV_WATCH_EVERY": "0"},
+    "segments": {"KVCANARY_SEGMENT_SECONDS": "20"},
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -200,33 +205,42 @@ def recording(folder: Path, result: dict) -> dict:
     """Read off the trace what recording took: bytes, engine-thread time, memory, losses."""
     from kvcanary.recorder.reader import TraceReader
 
-    (trace,) = (folder / "traces").glob("*.arrow")
+    traces = sorted((folder / "traces").glob("*.arrow"))  # segments, where they are wanted
+    size = sum(trace.stat().st_size for trace in traces)
     costs, lost, shapes = [], 0, {name: {"forwards": 0, "tokens": 0} for name in result["shapes"]}
-    with TraceReader(trace) as reader:
-        for batch in reader.stream():
-            for view in batch:
-                if view.kind == "mark":
-                    costs.append(json.loads(str(view.scalar("labels"))))
-                if view.kind == "loss":
-                    lost += 1
-                if view.kind != "forward":
-                    continue
-                for name, shape in result["shapes"].items():
-                    if shape["from_ns"] <= int(view.scalar("time_ns")) < shape["to_ns"]:
-                        shapes[name]["forwards"] += 1
-                        shapes[name]["tokens"] += len(view.ints("input_ids"))
-        complete = reader.complete
+    complete = False
+    for trace in traces:
+        with TraceReader(trace) as reader:
+            for batch in reader.stream():
+                for view in batch:
+                    if view.kind == "mark":
+                        costs.append(json.loads(str(view.scalar("labels"))))
+                    if view.kind == "loss":
+                        lost += 1
+                    if view.kind != "forward":
+                        continue
+                    for name, shape in result["shapes"].items():
+                        if shape["from_ns"] <= int(view.scalar("time_ns")) < shape["to_ns"]:
+                            shapes[name]["forwards"] += 1
+                            shapes[name]["tokens"] += len(view.ints("input_ids"))
+            complete = reader.complete
     cost = costs[-1]
     forwards = max(cost["forwards"], 1)
     tokens = sum(shape["tokens"] for shape in shapes.values())
     return {
         "complete": complete,
         "losses": lost,
-        "trace_bytes": trace.stat().st_size,
-        "bytes_a_forward": trace.stat().st_size / forwards,
-        "bytes_a_token": trace.stat().st_size / max(tokens, 1),
+        "files": len(traces),
+        "trace_bytes": size,
+        "bytes_a_forward": size / forwards,
+        "bytes_a_token": size / max(tokens, 1),
         "engine_thread_us_p50": cost["engine_thread_ns_p50"] / 1000,
         "engine_thread_us_p99": cost["engine_thread_ns_p99"] / 1000,
+        "engine_thread_us_by_decode": {
+            name: cost["by_forward"][f"DECODE {count}"][1] / 1000
+            for name, (count, _) in DECODES.items()
+            if f"DECODE {count}" in cost["by_forward"]
+        },
         "device_mib": cost.get("device_bytes", 0) / 2**20,
         "pinned_mib": cost.get("pinned_bytes", 0) / 2**20,
         "shapes": shapes,
@@ -270,7 +284,7 @@ def table(runs: dict[str, list[dict]], figures: dict) -> str:
         "",
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {device}, {versions}, {rounds} rounds. The default settings compare",
         "the bytes of every forward's prefix with those that were written (KV watch), so there is no dearer setting but",
-        "a larger `KVCANARY_CAPTURE_BYTES`, `KVCANARY_HISTORY=on` and sweeps, which wait for the device.",
+        "a larger `KVCANARY_CAPTURE_BYTES`, segments, and `KVCANARY_HISTORY=on` and sweeps, which wait for the device.",
         "",
         "| work | without | "
         + " | ".join(f"{mode}: times as long, each round" for mode in runs if mode != "off")
@@ -282,22 +296,32 @@ def table(runs: dict[str, list[dict]], figures: dict) -> str:
         lines.append(f"| {name} | {min(figure['off']):.2f} ms | " + " | ".join(ratios) + " |")
     lines += [
         "",
-        "What one run recorded, over all its work:",
+        "Time on the engine's thread, a step: all hooks together, launches and waiting for Python's lock included.",
         "",
-        "| settings | engine thread a step, median | 99 % | bytes a forward | bytes a token | device memory | pinned | lost |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| settings | "
+        + " | ".join(f"{name}, median" for name in DECODES)
+        + " | all steps, median | all steps, 99 % |",
+        "|---|" + "--:|" * (len(DECODES) + 2),
     ]
-    for mode, results in runs.items():
-        for result in results if mode != "off" else ():
-            one = result["recording"]
-            lines.append(
-                f"| {mode} | {one['engine_thread_us_p50']:.0f} us | {one['engine_thread_us_p99']:.0f} us | "
-                f"{one['bytes_a_forward']:,.0f} | {one['bytes_a_token']:,.0f} | {one['device_mib']:.0f} MiB | "
-                f"{one['pinned_mib']:.0f} MiB | {one['losses']} |"
-            )
+    recorded = [(mode, result["recording"]) for mode in runs if mode != "off" for result in runs[mode]]
+    for mode, one in recorded:
+        shown = [one["engine_thread_us_by_decode"].get(name) for name in DECODES]
+        shown += [one["engine_thread_us_p50"], one["engine_thread_us_p99"]]
+        lines.append(f"| {mode} | " + " | ".join("" if us is None else f"{us:.0f} us" for us in shown) + " |")
     lines += [
         "",
-        "The time on the engine's thread is that of all hooks together, launches and waiting for Python's lock included.",
+        "What one run recorded, over all its work:",
+        "",
+        "| settings | bytes a forward | bytes a token | device memory | pinned | lost |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for mode, one in recorded:
+        lines.append(
+            f"| {mode} | {one['bytes_a_forward']:,.0f} | {one['bytes_a_token']:,.0f} | {one['device_mib']:.0f} MiB | "
+            f"{one['pinned_mib']:.0f} MiB | {one['losses']} |"
+        )
+    lines += [
+        "",
         "A forward's bytes are mostly block-table entries: each of these generations hits prefixes of up to 524,288 cached",
         "tokens, and each slot that a request takes over from the cache is told once.",
     ]

@@ -194,6 +194,7 @@ def write_report(folder: Path, random: Any, count: int, num_forwards: int, num_s
                 "forward": forwards,
                 "first_forward": forwards,
                 "last_forward": forwards,
+                "num_forwards": np.ones(n, dtype=np.int64),
                 "request_id": requests,
                 "writer_forward": slots % max(num_forwards // 2, 1),
                 "writer_event": slots,

@@ -35,6 +35,57 @@ def require(
         raise ValueError(f"{name} does not start at a multiple of its item size; pass a copy")
 
 
+def is_tensor(array: Any) -> bool:
+    """Tell a torch tensor from a numpy array, without torch."""
+    return not isinstance(array, np.ndarray) and hasattr(array, "data_ptr")
+
+
+def require_tensor(name: str, array: Any, dtype: str, ndim: int, *, length: int | None = None) -> None:
+    """Raise `TypeError` or `ValueError` unless `array` is a tensor that device kernels may walk without looking.
+
+    `dtype` is numpy's name; the last axis must be packed; a tensor of one axis is contiguous thereby.
+    """
+    if not is_tensor(array):
+        raise TypeError(f"{name} is a {type(array).__name__}, expected a torch tensor of {dtype}, as for backend='triton'")
+    if str(array.dtype) != f"torch.{dtype}":
+        raise TypeError(f"{name} has dtype {array.dtype}, expected {dtype}; convert it with .to")
+    if array.dim() != ndim:
+        raise ValueError(f"{name} has shape {list(array.shape)}, expected {ndim} axes")
+    if length is not None and array.shape[0] != length:
+        raise ValueError(f"{name} has length {array.shape[0]}, expected {length}")
+    if array.numel() and array.shape[-1] > 1 and array.stride(-1) != 1:
+        raise ValueError(f"{name} has strides {list(array.stride())}, expected packed rows; pass .contiguous()")
+
+
+def require_either(name: str, array: Any, dtype: Any, ndim: int, *, length: int | None = None, written: bool = False) -> None:
+    """`require` for a numpy array, `require_tensor` for a torch tensor: for what travels to any backend."""
+    if is_tensor(array):
+        require_tensor(name, array, np.dtype(dtype).name, ndim, length=length)
+    else:
+        require(name, array, dtype, ndim, length=length, written=written)
+
+
+def filled(shape: int | tuple[int, ...], dtype: Any, value: int, device: Any) -> Any:
+    """Return an array full of `value`: numpy's where `device` is None, else a torch tensor there."""
+    if device is None:
+        return np.full(shape, value, dtype)
+    import torch
+
+    return torch.full((shape,) if isinstance(shape, int) else shape, value, dtype=getattr(torch, np.dtype(dtype).name), device=device)
+
+
+def record_stride(canary: Any) -> int:
+    """Return how many words lie from record to record of a canary tensor, checked as `record_words` checks an array."""
+    require_tensor("canary", canary, "uint8", 2)
+    if canary.shape[1] < RECORD_BYTES or canary.shape[1] % 8:
+        raise ValueError(f"canary has slots of {canary.shape[1]} bytes, expected a multiple of 8, at least 32")
+    if canary.stride(0) % 8:
+        raise ValueError(f"canary has strides {list(canary.stride())}, expected slots at a distance that 8 divides")
+    if canary.data_ptr() % 8:
+        raise ValueError("canary does not start at a multiple of 8 bytes; allocate it as int64 and view it as uint8")
+    return int(canary.stride(0)) // 8
+
+
 def record_words(canary: Any, *, written: bool) -> npt.NDArray[np.int64]:
     """View a canary buffer `[num_slots, stride] uint8` as its records, `[num_slots, 4] int64`, without a copy.
 

@@ -1,4 +1,5 @@
-"""One definition, several backends: run an op's plain loops as they stand, or compile those very loops with numba.
+"""One definition, several backends: run an op's plain loops as they stand, compile those very loops with numba, or launch
+their Triton form on torch tensors.
 
 An op is a module-level function of plain loops. Its array parameters are annotated with the types below, from which
 the one compiled signature is made: strides are free, inputs may be read-only (memory-mapped), so that no layout ever
@@ -7,6 +8,7 @@ use of the "cpu" backend, never before.
 """
 
 import hashlib
+import importlib
 import os
 import threading
 import typing
@@ -30,11 +32,21 @@ class ArraySpec:
     written: bool
 
 
+@dataclass(frozen=True, slots=True)
+class TupleSpec:
+    """What a loop's parameter of several arrays of one kind must be; who has fewer passes empty ones behind them."""
+
+    item: ArraySpec
+    length: int
+
+
 In64 = Annotated[npt.NDArray[np.int64], ArraySpec("int64", 1, False)]
 Out64 = Annotated[npt.NDArray[np.int64], ArraySpec("int64", 1, True)]
 In64x2 = Annotated[npt.NDArray[np.int64], ArraySpec("int64", 2, False)]
 Out64x2 = Annotated[npt.NDArray[np.int64], ArraySpec("int64", 2, True)]
 InU64x2 = Annotated[npt.NDArray[np.uint64], ArraySpec("uint64", 2, False)]
+InU64 = Annotated[npt.NDArray[np.uint64], ArraySpec("uint64", 1, False)]
+OutU64x2 = Annotated[npt.NDArray[np.uint64], ArraySpec("uint64", 2, True)]
 In32 = Annotated[npt.NDArray[np.int32], ArraySpec("int32", 1, False)]
 Out32 = Annotated[npt.NDArray[np.int32], ArraySpec("int32", 1, True)]
 In32x2 = Annotated[npt.NDArray[np.int32], ArraySpec("int32", 2, False)]
@@ -67,11 +79,19 @@ def primitive(compiled: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
     return mark
 
 
+def device_form(name: str) -> Any:
+    """Return the module `<name>_triton`, which does for torch tensors what module `name` does for arrays.
+
+    Triton (and with it torch) is imported here, at the first launch, never before.
+    """
+    return importlib.import_module(f".{name}_triton", __package__)
+
+
 def select(loops: _F, backend: str) -> _F:
     """Return what runs `loops` on `backend`.
 
     "reference" gives the loops back, "cpu" their compiled form (made at first use, kept on disk). Raises `ValueError`
-    for an unknown backend and `NotImplementedError` for "triton", which has no kernels yet.
+    for an unknown backend and `NotImplementedError` for "triton": an op that has such a form never comes here with it.
     """
     if backend == "cpu":
         ready = _compiled.get(loops)
@@ -79,7 +99,7 @@ def select(loops: _F, backend: str) -> _F:
     if backend == "reference":
         return loops
     if backend == "triton":
-        raise NotImplementedError("backend 'triton' has no kernels yet; use backend='cpu' with numpy arrays")
+        raise NotImplementedError(f"{loops.__name__} has no Triton form; use backend='cpu' with numpy arrays")
     raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
 
 
@@ -130,16 +150,20 @@ def _signature(loops: Callable[..., Any], types: Any) -> Any:
         raise TypeError(f"{loops.__name__} returns {returns}, expected None: loops fill preallocated arrays")
     arguments = []
     for name, hint in hints.items():
+        spec = hint.__metadata__[0] if typing.get_origin(hint) is Annotated else None
         if hint is int:
             arguments.append(types.int64)
-        elif typing.get_origin(hint) is Annotated and isinstance(hint.__metadata__[0], ArraySpec):
-            spec = hint.__metadata__[0]
-            arguments.append(
-                types.Array(getattr(types, spec.dtype), spec.ndim, "A", readonly=not spec.written, aligned=True)
-            )
+        elif isinstance(spec, ArraySpec):
+            arguments.append(_array_type(spec, types))
+        elif isinstance(spec, TupleSpec):
+            arguments.append(types.UniTuple(_array_type(spec.item, types), spec.length))
         else:
             raise TypeError(f"{loops.__name__}: parameter {name} has type {hint}, expected int or an array type")
     return types.void(*arguments)
+
+
+def _array_type(spec: ArraySpec, types: Any) -> Any:
+    return types.Array(getattr(types, spec.dtype), spec.ndim, "A", readonly=not spec.written, aligned=True)
 
 
 def _cache_folder(numba_version: str, user_choice: str) -> Path | None:

@@ -5,8 +5,8 @@ forward, `take_back` the bytes written and the bytes changed after it; both also
 hold what a replay of the trace knows. Changes are compacted: `counters` says how many there are of each sort. Whatever
 does not fit its section is counted and left out, and the shadow keeps its old value there.
 
-The Triton kernels are in `frames_triton`. Their definition is what the host's recorder finds with the plain loops of
-`changes` and `gather`; tests hold the two against one another, event by event.
+The Triton kernels are in `frames_triton`, their launches in `frame_launch`. Their definition is what the host's
+recorder finds with the plain loops of `changes` and `gather`; tests hold the two against one another, event by event.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ MAX_GROUPS: Final = 4
 MAX_LUTS: Final = 4
 MAX_STREAMS: Final = 8
 
-# Words of `counters`: how many changes were found, also of those that did not fit.
-TABLE_CHANGES, LUT_CHANGES, KV_CHANGES = 0, 1, 2
+# Words of `counters`: how many changes were found, also of those that did not fit; how many programs have ended.
+TABLE_CHANGES, LUT_CHANGES, KV_CHANGES, DONE = 0, 1, 2, 3
 NUM_COUNTERS: Final = 4
 
 # Words of an entry in each section of changes.
@@ -140,7 +140,7 @@ class RunnerOnDevice:
         return words
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # looked up by identity, on the engine's thread
 class FrameLayout:
     """The sections of one frame, in words; made once for forwards of a size, since an engine's thread reads it.
 

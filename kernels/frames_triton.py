@@ -2,28 +2,27 @@
 
 Addresses come from a descriptor in device memory (`frames.RunnerOnDevice.descriptor`), so that a launch passes what
 changes from forward to forward and nothing else. Programs of one launch do two kinds of work, told apart by their
-number: the first go along the tokens, the others along the requests' prefixes.
+number: the first go along the tokens, the others along the requests' prefixes. The last word of a flight's counters says
+how many programs of both kernels have ended, so that nobody has to record an event. `frame_launch` launches them.
 """
-
-from typing import Any
 
 import triton
 import triton.language as tl
 
-from .frames import NUM_COUNTERS, UNCHANGED, FrameLayout
-
-TILE = 512
-PREFIX_PROGRAMS = 1024  # enough to fill a device, however few requests share them
+from .frames import NUM_COUNTERS, UNCHANGED
 
 # One form for all values and alignments: a new form is compiled on the engine's thread. Only dtypes make another.
-_TAKE_DOWN_ARGUMENTS = [
-    "rows_in", "prefix_in", "minus_in", "extend_in", "ids_in", "positions_in", "loc_in", "frames", "counters",
-    "descriptor", "at", "flight", "bs", "num_tokens", "num_loc", "num_prefix", "extend_each", "forward", "table_at", "table_capacity",
-    "lut_at", "lut_capacity", "token_programs", "splits",
+# What changes from forward to forward comes first, then what a layout fixes: `frame_launch` relies on the order.
+TAKE_DOWN_ARGUMENTS = [
+    "rows_in", "prefix_in", "minus_in", "extend_in", "ids_in", "positions_in", "loc_in",
+    "at", "flight", "forward", "num_loc", "num_prefix", "extend_each",
+    "frames", "counters", "descriptor", "bs", "num_tokens", "table_at", "table_capacity", "lut_at", "lut_capacity",
+    "token_programs", "splits",
 ]  # fmt: skip
-_TAKE_BACK_ARGUMENTS = [
-    "frames", "counters", "descriptor", "at", "flight", "next_flight", "bs", "num_tokens", "forward", "kv_at", "kv_capacity",
-    "kv_entry", "token_programs", "watch_programs", "splits",
+TAKE_BACK_ARGUMENTS = [
+    "at", "flight", "next_flight", "forward",
+    "frames", "counters", "descriptor", "bs", "num_tokens", "kv_at", "kv_capacity", "kv_entry", "token_programs",
+    "watch_programs", "splits",
 ]  # fmt: skip
 
 # Places in the descriptor, as `frames` lays it out.
@@ -189,37 +188,21 @@ def _take_table_changes(
             tl.store(shadow + position, loc.to(tl.int32), mask=mask)
 
 
-@triton.jit(do_not_specialize=_TAKE_DOWN_ARGUMENTS, do_not_specialize_on_alignment=_TAKE_DOWN_ARGUMENTS)
-def _take_down_kernel(
-    rows_in,
-    prefix_in,
-    minus_in,
-    extend_in,
-    ids_in,
-    positions_in,
-    loc_in,
-    frames,
-    counters,
-    descriptor,
-    at,
-    flight,
-    bs,
-    num_tokens,
-    num_loc,
-    num_prefix,
-    extend_each,
-    forward,
-    table_at,
-    table_capacity,
-    lut_at,
-    lut_capacity,
-    token_programs,
-    splits,
-    HAS_MINUS: tl.constexpr,
-    HAS_EXTEND: tl.constexpr,
-    LUT_INT64: tl.constexpr,
-    TILE: tl.constexpr,
-):
+@triton.jit
+def _count_as_done(counters):
+    """Count this program, once all that it has stored can be seen by whoever sees the count."""
+    tl.debug_barrier()
+    tl.atomic_add(counters + 3, 1, sem="release")
+
+
+@triton.jit(do_not_specialize=TAKE_DOWN_ARGUMENTS, do_not_specialize_on_alignment=TAKE_DOWN_ARGUMENTS)
+def take_down_kernel(
+    rows_in, prefix_in, minus_in, extend_in, ids_in, positions_in, loc_in,
+    at, flight, forward, num_loc, num_prefix, extend_each,
+    frames, counters, descriptor, bs, num_tokens, table_at, table_capacity, lut_at, lut_capacity, token_programs, splits,
+    HAS_MINUS: tl.constexpr, HAS_EXTEND: tl.constexpr, LUT_INT64: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Take down what a forward reads and writes, before it runs, and which table entries the trace does not know."""
     program = tl.program_id(0).to(tl.int64)
     frame = frames + at
     counters += flight * _NUM_COUNTERS
@@ -235,6 +218,7 @@ def _take_down_kernel(
             num_tokens, num_loc, num_prefix, extend_each, table_at, table_capacity, lut_at, lut_capacity, splits,
             HAS_MINUS, HAS_EXTEND, LUT_INT64, TILE,
         )  # fmt: skip
+    _count_as_done(counters)
 
 
 @triton.jit
@@ -323,25 +307,13 @@ def _take_kv_changes(
                         tl.store(shadow + cell * words + word, now, mask=fits)
 
 
-@triton.jit(do_not_specialize=_TAKE_BACK_ARGUMENTS, do_not_specialize_on_alignment=_TAKE_BACK_ARGUMENTS)
-def _take_back_kernel(
-    frames,
-    counters,
-    descriptor,
-    at,
-    flight,
-    next_flight,
-    bs,
-    num_tokens,
-    forward,
-    kv_at,
-    kv_capacity,
-    kv_entry,
-    token_programs,
-    watch_programs,
-    splits,
+@triton.jit(do_not_specialize=TAKE_BACK_ARGUMENTS, do_not_specialize_on_alignment=TAKE_BACK_ARGUMENTS)
+def take_back_kernel(
+    at, flight, next_flight, forward,
+    frames, counters, descriptor, bs, num_tokens, kv_at, kv_capacity, kv_entry, token_programs, watch_programs, splits,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
+    """Take down the bytes that a forward wrote and, with `watch_programs`, its prefix's that changed without a write."""
     program = tl.program_id(0).to(tl.int64)
     frame = frames + at
     streams = tl.load(descriptor + 8)
@@ -356,141 +328,4 @@ def _take_back_kernel(
             program - token_programs * streams, frame, counters, descriptor, bs, forward, kv_at, kv_capacity, kv_entry,
             splits, TILE,
         )  # fmt: skip
-
-
-def splits_of(bs: int) -> int:
-    """Return how many programs share a request's prefix."""
-    return PREFIX_PROGRAMS // bs or 1 if bs else 1
-
-
-class FrameKernels:
-    """Launches the two kernels for one runner; a launch costs the engine's thread a few microseconds.
-
-    The first launch with tensors of other dtypes compiles; those that follow hand addresses to what was compiled.
-
-    Args:
-        frames: `[any] int64`, in which all frames lie.
-        counters: `[flights, NUM_COUNTERS] int64`, zeros for the first flight.
-        descriptor: the runner's, `[DESCRIPTOR_WORDS] int64`.
-        streams: how many streams the runner has.
-        lut_int64: whether its full-to-SWA tables are int64, else int32.
-    """
-
-    def __init__(self, frames: Any, counters: Any, descriptor: Any, *, streams: int, lut_int64: bool) -> None:
-        self._fixed = (frames, counters, descriptor)
-        self._addresses = tuple(tensor.data_ptr() for tensor in self._fixed)
-        self._streams = streams
-        self._lut_int64 = lut_int64
-        self._compiled: dict[Any, Any] = {}
-
-    def take_down(
-        self,
-        *,
-        rows: Any,
-        prefix: Any,
-        minus: Any | None,
-        extend: Any | None,
-        extend_each: int,
-        input_ids: Any,
-        positions: Any,
-        out_cache_loc: Any,
-        at: int,
-        flight: int,
-        layout: FrameLayout,
-        forward: int,
-    ) -> None:
-        """Take down what a forward reads and writes, before it runs, and which table entries the trace does not know.
-
-        Args:
-            rows: `[bs]` of any integer type, contiguous, as all of the engine's tensors.
-            prefix: `[any]` tokens in the cache before the forward, 0 past its end.
-            minus: `[bs]` to be taken off the prefix, or None.
-            extend: `[bs]` tokens that the forward adds; None for `extend_each`.
-            extend_each: where `extend` is None.
-            input_ids: `[at least tokens]`.
-            positions: `[at least tokens]`.
-            out_cache_loc: `[any]`, -1 past its end.
-            at: where the frame begins.
-            flight: its row of `counters`, zeros.
-            layout: its sections.
-            forward: stamped on every slot that the forward writes, within int32.
-        """
-        bs, tokens = layout.bs, layout.tokens
-        splits = splits_of(bs)
-        token_programs = -(-max(tokens, bs) // layout.tile)
-        programs = token_programs + bs * splits
-        if not programs:
-            return
-        told = (
-            rows,
-            prefix,
-            rows if minus is None else minus,
-            rows if extend is None else extend,
-            input_ids,
-            positions,
-            out_cache_loc,
-        )
-        numbers = (
-            at,
-            flight,
-            bs,
-            tokens,
-            out_cache_loc.shape[0],
-            prefix.shape[0],
-            extend_each,
-            forward,
-            layout.table_at,
-            layout.table_capacity,
-            layout.lut_at,
-            layout.lut_capacity,
-            token_programs,
-            splits,
-            minus is not None,
-            extend is not None,
-            self._lut_int64,
-            layout.tile,
-        )
-        self._launch(_take_down_kernel, programs, told, numbers)
-
-    def take_back(
-        self, *, at: int, flight: int, next_flight: int, layout: FrameLayout, forward: int, watch: bool
-    ) -> None:
-        """Take down the bytes that a forward wrote and, with `watch`, those of its prefix that changed without a write.
-
-        Args:
-            at: where the frame begins, as `take_down` filled it.
-            flight: its row of `counters`.
-            next_flight: the row that is zeroed for the next forward.
-            layout: its sections.
-            forward: as in `take_down`.
-            watch: whether the prefix is compared with the shadow.
-        """
-        bs = layout.bs
-        splits = splits_of(bs)
-        token_programs = -(-layout.tokens // layout.tile)
-        watch_programs = self._streams * bs * splits if watch else 0
-        numbers = (
-            at,
-            flight,
-            next_flight,
-            bs,
-            layout.tokens,
-            forward,
-            layout.kv_at,
-            layout.kv_capacity,
-            layout.kv_entry,
-            token_programs,
-            watch_programs,
-            splits,
-            layout.tile,
-        )
-        self._launch(_take_back_kernel, max(self._streams * token_programs + watch_programs, 1), (), numbers)
-
-    def _launch(self, kernel: Any, programs: int, told: tuple[Any, ...], numbers: tuple[int, ...]) -> None:
-        key = (kernel, numbers[-4:] if told else 0, *[tensor.dtype for tensor in told])
-        ready = self._compiled.get(key)
-        if ready is None:
-            # None from the interpreter, which has nothing compiled to give.
-            self._compiled[key] = kernel[(programs,)](*told, *self._fixed, *numbers)
-        else:
-            ready[(programs, 1, 1)](*[tensor.data_ptr() for tensor in told], *self._addresses, *numbers)
+    _count_as_done(counters)

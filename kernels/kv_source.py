@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from .arrays import require
 from .constants import KV_ALIGN_BYTES, MAX_KV_SOURCES, KvHashMode
-from .dispatch import In64, InU64x2, Out64, select
+from .dispatch import In64, InU64x2, Out64, device_form, select
 from .hashing import as_i64, as_u64, splitmix64
 
 
@@ -108,6 +108,9 @@ def fold_kv(
     `slots`, `out` [n] int64. Mode NONE, no source, a negative slot, or one beyond any source's rows gives 0. Raises
     `ValueError` for more than 4 sources.
     """
+    if backend == "triton":
+        device_form("kv_source").fold_kv(sources=sources, mode=mode, slots=slots, out=out)
+        return
     if len(sources) > MAX_KV_SOURCES:
         raise ValueError(f"{len(sources)} KV sources, expected at most {MAX_KV_SOURCES}")
     require("slots", slots, np.int64, 1)

@@ -6,13 +6,13 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import require
+from .arrays import filled, require, require_either
 from .constants import PADDING_ROW, SLOT_OUT_OF_RANGE
-from .dispatch import In32x2, In64, Out32, Out64, primitive, select
+from .dispatch import In32x2, In64, Out32, Out64, device_form, primitive, select
 from .hashing import bump
 
 MAX_ENTRIES = (1 << 31) - 1  # counts travel as int32
-_MAX_LEN = 1 << 61  # lengths beyond it are taken as it: two of them still add up within int64
+MAX_LEN = 1 << 61  # lengths beyond it are taken as it: two of them still add up within int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,26 +39,26 @@ class VerifyPlan:
         if capacity > MAX_ENTRIES:
             raise ValueError(f"verify capacity is {capacity}, expected at most {MAX_ENTRIES}; split the batch")
         for name in ("slots", "expected_tokens", "expected_positions", "prev_slots"):
-            require(f"verify_plan.{name}", getattr(self, name), np.int64, 1, length=capacity)
+            require_either(f"verify_plan.{name}", getattr(self, name), np.int64, 1, length=capacity)
         for name in ("num_valid", "enable"):
-            require(f"verify_plan.{name}", getattr(self, name), np.int32, 1, length=1)
-        require("verify_plan.request_offsets", self.request_offsets, np.int64, 1)
+            require_either(f"verify_plan.{name}", getattr(self, name), np.int32, 1, length=1)
+        require_either("verify_plan.request_offsets", self.request_offsets, np.int64, 1)
         if not len(self.request_offsets):
             raise ValueError("verify_plan.request_offsets is empty, expected request capacity + 1 values")
 
     @classmethod
-    def allocate(cls, *, capacity: int, request_capacity: int) -> Self:
-        """Return an empty plan (no valid entry, enabled)."""
+    def allocate(cls, *, capacity: int, request_capacity: int, device: Any = None) -> Self:
+        """Return an empty plan (no valid entry, enabled): numpy arrays, or torch tensors on `device`."""
         _require_capacity("verify capacity", capacity)
         _require_capacity("request capacity", request_capacity)
         return cls(
-            slots=np.zeros(capacity, np.int64),
-            expected_tokens=np.full(capacity, -1, np.int64),
-            expected_positions=np.zeros(capacity, np.int64),
-            prev_slots=np.full(capacity, -1, np.int64),
-            num_valid=np.zeros(1, np.int32),
-            enable=np.ones(1, np.int32),
-            request_offsets=np.zeros(request_capacity + 1, np.int64),
+            slots=filled(capacity, np.int64, 0, device),
+            expected_tokens=filled(capacity, np.int64, -1, device),
+            expected_positions=filled(capacity, np.int64, 0, device),
+            prev_slots=filled(capacity, np.int64, -1, device),
+            num_valid=filled(1, np.int32, 0, device),
+            enable=filled(1, np.int32, 1, device),
+            request_offsets=filled(request_capacity + 1, np.int64, 0, device),
         )
 
     @property
@@ -83,18 +83,18 @@ class WritePlan:
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes; raise `TypeError` or `ValueError`."""
-        require("write_plan.seed_slots", self.seed_slots, np.int64, 1)
-        require("write_plan.offsets", self.offsets, np.int64, 1, length=len(self.seed_slots) + 1)
-        require("write_plan.num_valid_reqs", self.num_valid_reqs, np.int32, 1, length=1)
+        require_either("write_plan.seed_slots", self.seed_slots, np.int64, 1)
+        require_either("write_plan.offsets", self.offsets, np.int64, 1, length=len(self.seed_slots) + 1)
+        require_either("write_plan.num_valid_reqs", self.num_valid_reqs, np.int32, 1, length=1)
 
     @classmethod
-    def allocate(cls, *, request_capacity: int) -> Self:
-        """Return a plan of no requests."""
+    def allocate(cls, *, request_capacity: int, device: Any = None) -> Self:
+        """Return a plan of no requests: numpy arrays, or torch tensors on `device`."""
         _require_capacity("request capacity", request_capacity)
         return cls(
-            offsets=np.zeros(request_capacity + 1, np.int64),
-            seed_slots=np.full(request_capacity, -1, np.int64),
-            num_valid_reqs=np.zeros(1, np.int32),
+            offsets=filled(request_capacity + 1, np.int64, 0, device),
+            seed_slots=filled(request_capacity, np.int64, -1, device),
+            num_valid_reqs=filled(1, np.int32, 0, device),
         )
 
 
@@ -157,8 +157,8 @@ def plan_entries_loops(
         if r < len(request_offsets):
             request_offsets[r] = total
         if int(req_pool_indices[r]) != PADDING_ROW:
-            prefix_len = max(0, min(int(prefix_lens[r]), _MAX_LEN))
-            total = min(total + prefix_len - window_start(prefix_len, window), _MAX_LEN)
+            prefix_len = max(0, min(int(prefix_lens[r]), MAX_LEN))
+            total = min(total + prefix_len - window_start(prefix_len, window), MAX_LEN)
     for r in range(bs, len(request_offsets)):
         request_offsets[r] = total
     num_valid[0] = min(total, capacity)
@@ -171,7 +171,7 @@ def plan_entries_loops(
         row = int(req_pool_indices[r])
         if row == PADDING_ROW:
             continue
-        prefix_len = max(0, min(int(prefix_lens[r]), _MAX_LEN))
+        prefix_len = max(0, min(int(prefix_lens[r]), MAX_LEN))
         start = window_start(prefix_len, window)
         truth_len = int(truth_lens[r]) if len(truth_lens) > 0 else 0
         prev = -1
@@ -211,7 +211,7 @@ def plan_writes_loops(
     total = 0
     for r in range(bs):
         row = int(req_pool_indices[r])
-        extend_len = max(0, min(int(extend_lens[r]), _MAX_LEN)) if row != PADDING_ROW else 0
+        extend_len = max(0, min(int(extend_lens[r]), MAX_LEN)) if row != PADDING_ROW else 0
         prefix_len = int(prefix_lens[r])
         if r < len(offsets):
             offsets[r] = total
@@ -220,7 +220,7 @@ def plan_writes_loops(
             if extend_len > 0 and prefix_len > 0:
                 seed = look_up_slot(req_to_token, lut, has_lut, row, prefix_len - 1, out_of_range)
             seed_slots[r] = seed
-        total = min(total + extend_len, _MAX_LEN)
+        total = min(total + extend_len, MAX_LEN)
     if bs < len(offsets):
         offsets[bs] = total
     for r in range(bs + 1, len(offsets)):
@@ -254,6 +254,22 @@ def plan(
     truth token that the truth table does not have. A cell is looked up once for the verify entries, and once more if
     it is a seed. Raises `TypeError` and `ValueError` for shapes and dtypes, never for values.
     """
+    if backend == "triton":
+        device_form("plan").plan(
+            req_pool_indices=req_pool_indices,
+            prefix_lens=prefix_lens,
+            extend_lens=extend_lens,
+            req_to_token=req_to_token,
+            window=window,
+            full_to_swa=full_to_swa,
+            truth_tokens=truth_tokens,
+            truth_lens=truth_lens,
+            token_offset=token_offset,
+            verify_plan=verify_plan,
+            write_plan=write_plan,
+            out_of_range=out_of_range,
+        )
+        return
     bs = len(req_pool_indices)
     require("req_pool_indices", req_pool_indices, np.int64, 1)
     require("prefix_lens", prefix_lens, np.int64, 1, length=bs)
@@ -262,7 +278,7 @@ def plan(
     require("out_of_range", out_of_range, np.int64, 1, length=1, written=True)
     if bs > MAX_ENTRIES:
         raise ValueError(f"{bs} requests, expected at most {MAX_ENTRIES}")
-    if not 0 <= window <= _MAX_LEN:
+    if not 0 <= window <= MAX_LEN:
         raise ValueError(f"window is {window}, expected 0 (FULL) or a positive number of positions")
     if abs(token_offset) > MAX_ENTRIES:
         raise ValueError(f"token_offset is {token_offset}, expected 0 (target) or 1 (draft)")
@@ -314,6 +330,17 @@ def plan_writes(
     backend: str = "cpu",
 ) -> None:
     """Fill the write plan alone, as `plan` would: for who keeps records and verifies nothing."""
+    if backend == "triton":
+        device_form("plan").plan_writes(
+            req_pool_indices=req_pool_indices,
+            prefix_lens=prefix_lens,
+            extend_lens=extend_lens,
+            req_to_token=req_to_token,
+            full_to_swa=full_to_swa,
+            write_plan=write_plan,
+            out_of_range=out_of_range,
+        )
+        return
     bs = len(req_pool_indices)
     require("req_pool_indices", req_pool_indices, np.int64, 1)
     require("prefix_lens", prefix_lens, np.int64, 1, length=bs)

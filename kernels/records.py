@@ -1,12 +1,12 @@
 """The violation log: where verify and write put their rows."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import require
+from .arrays import filled, require_either
 from .constants import (
     VIOLATION_EXPECTED_AUX,
     VIOLATION_EXPECTED_TOKEN,
@@ -39,23 +39,23 @@ class ViolationLog:
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
-        require("violations.rows", self.rows, np.int64, 2, written=True)
+        require_either("violations.rows", self.rows, np.int64, 2, written=True)
         if self.rows.shape[1] != VIOLATION_FIELDS:
             raise ValueError(f"violations.rows has {self.rows.shape[1]} fields, expected {VIOLATION_FIELDS}")
-        require("violations.entries", self.entries, np.int64, 1, length=len(self.rows), written=True)
-        require("violations.write_index", self.write_index, np.int64, 1, length=1, written=True)
-        require("violations.out_of_range", self.out_of_range, np.int64, 1, length=1, written=True)
+        require_either("violations.entries", self.entries, np.int64, 1, length=len(self.rows), written=True)
+        require_either("violations.write_index", self.write_index, np.int64, 1, length=1, written=True)
+        require_either("violations.out_of_range", self.out_of_range, np.int64, 1, length=1, written=True)
 
     @classmethod
-    def allocate(cls, capacity: int) -> Self:
-        """Return an empty log for `capacity` rows; 0 only counts."""
+    def allocate(cls, capacity: int, device: Any = None) -> Self:
+        """Return an empty log for `capacity` rows, 0 only counts: numpy arrays, or torch tensors on `device`."""
         if capacity < 0:
             raise ValueError(f"violation capacity is {capacity}, expected at least 0")
         return cls(
-            rows=np.zeros((capacity, VIOLATION_FIELDS), np.int64),
-            entries=np.zeros(capacity, np.int64),
-            write_index=np.zeros(1, np.int64),
-            out_of_range=np.zeros(1, np.int64),
+            rows=filled((capacity, VIOLATION_FIELDS), np.int64, 0, device),
+            entries=filled(capacity, np.int64, 0, device),
+            write_index=filled(1, np.int64, 0, device),
+            out_of_range=filled(1, np.int64, 0, device),
         )
 
     def clear(self) -> None:

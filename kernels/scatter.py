@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import require
-from .dispatch import In64, Out32x2, Out64, select
+from .dispatch import In64, Out32x2, Out64, device_form, select
 from .hashing import as_i32, as_u64, bump
 
 
@@ -45,6 +45,9 @@ def scatter(
     for each request whose row the pool does not have or whose offsets run backwards or past `flat`; only what lies
     within is copied. Raises `TypeError` and `ValueError` for ranks, dtypes and lengths.
     """
+    if backend == "triton":
+        device_form("scatter").scatter(flat=flat, offsets=offsets, rows=rows, pool=pool, out_of_range=out_of_range)
+        return
     require("flat", flat, np.int64, 1)
     require("rows", rows, np.int64, 1)
     require("offsets", offsets, np.int64, 1, length=len(rows) + 1)

@@ -18,7 +18,7 @@ from .constants import (
     VERIFY_TOKEN,
     KvHashMode,
 )
-from .dispatch import In64, In64x2, Out64, Out64x2, select
+from .dispatch import In64, In64x2, Out64, Out64x2, device_form, select
 from .hashing import as_i64, bump, slot_hash
 from .kv_source import KvSource, fold_kv
 from .plan import VerifyPlan
@@ -111,6 +111,19 @@ def verify(
     predecessor beyond the buffer, whose entry's chain check is left out. Raises `TypeError` and `ValueError` for
     shapes and dtypes, never for values.
     """
+    if backend == "triton":
+        device_form("verify").verify(
+            canary=canary,
+            tag=tag,
+            plan=plan,
+            check_tokens=check_tokens,
+            sources=sources,
+            kv_hash_mode=kv_hash_mode,
+            violations=violations,
+            slot_counter=slot_counter,
+            kernel_counter=kernel_counter,
+        )
+        return
     records = record_words(canary, written=False)
     require("slot_counter", slot_counter, np.int64, 1, length=1, written=True)
     require("kernel_counter", kernel_counter, np.int64, 1, length=1, written=True)

@@ -15,7 +15,7 @@ from .constants import (
     WRITE_TOKEN,
     KvHashMode,
 )
-from .dispatch import In64, Out64, Out64x2, select
+from .dispatch import In64, Out64, Out64x2, device_form, select
 from .hashing import as_i64, as_u64, bump, mix3, slot_hash
 from .kv_source import KvSource, fold_kv
 from .plan import WritePlan
@@ -150,6 +150,24 @@ def write(
     request whose offsets run backwards or past the tokens, of which what lies within is written. Raises `TypeError`
     and `ValueError` for shapes and dtypes, never for values.
     """
+    if backend == "triton":
+        device_form("write").write(
+            canary=canary,
+            tag=tag,
+            plan=plan,
+            input_ids=input_ids,
+            positions=positions,
+            out_cache_loc=out_cache_loc,
+            expected_tokens=expected_tokens,
+            expected_positions=expected_positions,
+            chain_step_assert=chain_step_assert,
+            sources=sources,
+            kv_hash_mode=kv_hash_mode,
+            violations=violations,
+            slot_counter=slot_counter,
+            kernel_counter=kernel_counter,
+        )
+        return
     records = record_words(canary, written=True)
     num_tokens = len(out_cache_loc)
     require("out_cache_loc", out_cache_loc, np.int64, 1)

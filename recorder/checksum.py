@@ -13,16 +13,23 @@ import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
 
+from .framing import Frame
+
 _NUMBERS = struct.Struct("<qq")
+_OFFSET = {4: struct.Struct("<i"), 8: struct.Struct("<q")}
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnForm:
-    """What the walk must know of a column: widths in bytes; `offset_bytes` is 0 where it has no offsets."""
+    """What the walk must know of a column: widths in bytes; `offset_bytes` is 0 where it has no offsets.
+
+    `num_buffers` is how many buffers it has in a record batch message.
+    """
 
     item_bytes: int
     offset_bytes: int
     nested: bool
+    num_buffers: int
 
     @classmethod
     def of(cls, kind: pa.DataType) -> "ColumnForm | None":
@@ -31,17 +38,12 @@ class ColumnForm:
             item = cls.of(kind.value_type)
             if item is None or item.offset_bytes:
                 return None
-            return cls(item.item_bytes, 8 if pa.types.is_large_list(kind) else 4, True)
+            return cls(item.item_bytes, 8 if pa.types.is_large_list(kind) else 4, True, 4)
         if pa.types.is_string(kind):
-            return cls(1, 4, False)
+            return cls(1, 4, False, 3)
         if (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and kind.bit_width % 8 == 0:
-            return cls(kind.bit_width // 8, 0, False)
+            return cls(kind.bit_width // 8, 0, False, 2)
         return None
-
-    @property
-    def num_buffers(self) -> int:
-        """How many buffers the column has in a record batch message."""
-        return 4 if self.nested else 3 if self.offset_bytes else 2
 
 
 def column_forms(schema: pa.Schema) -> list[ColumnForm]:
@@ -63,6 +65,34 @@ def batch_crc32c(batch: pa.RecordBatch, first_event: int, forms: Sequence[Column
     crc = crc32c(_NUMBERS.pack(first_event, batch.num_rows))
     for column, form in zip(batch.columns, forms, strict=True):
         crc = _column_crc(column, form, crc)
+    return crc
+
+
+def stored_crc32c(view: memoryview, frame: Frame, first_event: int, forms: Sequence[ColumnForm]) -> int | None:
+    """Return what `batch_crc32c` does, from the bytes of a batch that is not compressed; None where those do not show it.
+
+    `view` is the whole file; the batch must be validated, and its buffers must lie in its body.
+    """
+    rows = frame.num_rows
+    crc: int = crc32c(_NUMBERS.pack(first_event, rows))
+    starts, lengths = (frame.buffers[:, 0] + frame.body_start).tolist(), frame.buffers[:, 1].tolist()
+    at = 0
+    for form in forms:
+        begin, width = starts[at + 1], form.offset_bytes
+        bound = lengths[at + 1]
+        at += form.num_buffers
+        if not width:
+            crc = crc32c(view[begin : begin + rows * form.item_bytes], crc)
+            continue
+        end = begin + rows * width
+        offset_at = _OFFSET[width].unpack_from
+        if bound < end + width - begin or offset_at(view, begin)[0]:
+            return None  # an empty column without its offset, or offsets that begin elsewhere
+        crc = crc32c(view[begin : end + width], crc)
+        (last,) = offset_at(view, end)
+        if last:
+            begin = starts[at - 1]
+            crc = crc32c(view[begin : begin + last * form.item_bytes], crc)
     return crc
 
 

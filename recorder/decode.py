@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from .batch import TraceBatch
-from .checksum import ColumnForm, batch_crc32c, column_forms, text_crc32c
+from .checksum import ColumnForm, batch_crc32c, column_forms, stored_crc32c, text_crc32c
 from .errors import UnreadableTraceError
 from .framing import Frame, FramingError, check_buffers
 from .header import TraceHeader
@@ -85,10 +85,13 @@ def decode_batch(
         raise DamagedBatchError(f"cannot be decoded ({error})") from None
     except ARROW_ERRORS as error:
         raise DamagedBatchError(f"cannot be decoded ({_first_line(error)})") from None
-    for name, form, column in zip(schema.names, forms, batch.columns, strict=True):
-        if column.null_count or (form.nested and column.values.null_count):
-            raise DamagedBatchError(f"holds nulls in column {name}, where none may be")
-    if batch_crc32c(batch, first_event, forms) != crc:
+    if frame.null_counts.any():
+        names = [name for name, form in zip(schema.names, forms, strict=True) for _ in range(2 if form.nested else 1)]
+        name = names[int(np.flatnonzero(frame.null_counts)[0])]
+        raise DamagedBatchError(f"holds nulls in column {name}, where none may be")
+    # Buffers that lie in the file as they are need no Arrow object each.
+    found = stored_crc32c(view, frame, first_event, forms) if frame.compression is None else None
+    if (batch_crc32c(batch, first_event, forms) if found is None else found) != crc:
         raise DamagedBatchError("fails its CRC")
     numbers = batch.column("event").to_numpy(zero_copy_only=True)
     if not np.array_equal(numbers, np.arange(first_event, first_event + num_events)):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from .run_identity import RUN_ID
 from .settings import KNOBS, PREFIX, TRACE_KNOB, RecordingSettings
 
 TRACE: Final = TRACE_KNOB.variable
@@ -34,7 +35,9 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RecordingSettin
     if not is_wanted(environ):
         return None
     unknown = sorted(
-        name for name in environ if name.startswith(PREFIX) and name not in VARIABLES and not name.startswith(BISECT)
+        name
+        for name in environ
+        if name.startswith(PREFIX) and name not in (*VARIABLES, RUN_ID) and not name.startswith(BISECT)
     )
     if unknown:
         raise ValueError(_no_such(unknown, VARIABLES))
@@ -101,6 +104,8 @@ def _check_together(settings: RecordingSettings) -> None:
     kept = settings.keep_segments or settings.keep_bytes
     if kept and not cut:
         raise ValueError("keep_segments and keep_bytes need segments: set segment_seconds or segment_bytes too")
+    if settings.keep_folder_bytes and not cut:
+        raise ValueError("keep_folder_bytes needs segments: set segment_seconds or segment_bytes too")
     if 0 < settings.keep_bytes < settings.segment_bytes:
         raise ValueError(
             f"keep_bytes is {settings.keep_bytes}, less than the {settings.segment_bytes} of segment_bytes: not one "

@@ -40,7 +40,8 @@ class FramingError(Exception):
 class Frame:
     """One encapsulated message: where it lies and what its metadata claims.
 
-    `buffers` is [n, 2] int64 (offset in the body, length); `num_rows` and `buffers` are those of a record batch.
+    `buffers` is [n, 2] int64 (offset in the body, length), `null_counts` [arrays] int64; these and `num_rows` are those of
+    a record batch.
     """
 
     start: int
@@ -49,6 +50,7 @@ class Frame:
     kind: int
     num_rows: int
     buffers: npt.NDArray[np.int64]
+    null_counts: npt.NDArray[np.int64]
     compression: int | None
     metadata: dict[bytes, bytes]
 
@@ -170,12 +172,13 @@ def _parse_message(view: memoryview, position: int, body_start: int, limit: int)
     if body_bytes > limit - body_start:
         raise FramingError(f"the message at byte {position} runs past byte {limit}, where messages end", torn=True)
     num_rows, compression = 0, None
-    buffers = np.empty((0, 2), np.int64)
+    buffers = nodes = np.empty((0, 2), np.int64)
     if kind == RECORD_BATCH:
         batch = message.table(2)
         if batch is None:
             raise ValueError("no record batch")
         num_rows = batch.scalar(0, "<q", 0)
+        nodes = np.frombuffer(batch.structs(1, 16), dtype="<i8").reshape(-1, 2)
         buffers = np.frombuffer(batch.structs(2, 16), dtype="<i8").reshape(-1, 2)
         codec = batch.table(3)
         compression = None if codec is None else codec.scalar(0, "<b", 0)
@@ -187,6 +190,7 @@ def _parse_message(view: memoryview, position: int, body_start: int, limit: int)
         kind=kind,
         num_rows=num_rows,
         buffers=buffers,
+        null_counts=nodes[:, 1],
         compression=compression,
         metadata=metadata,
     )

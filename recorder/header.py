@@ -138,7 +138,7 @@ class Segment:
 class TraceHeader:
     """Everything a reader must know before the first event.
 
-    `role` is "prefill" or "decode" where the two are engines of their own. `slot_history` "complete" promises that every
+    `run_id` is the same for all processes of one server, empty where they do not know of one another. `role` is "prefill" or "decode" where the two are engines of their own. `slot_history` "complete" promises that every
     alloc, free, evict, hand-over to the prefix cache and request status is told. `sweep_interval`: the prefix cache is
     walked every so many forwards of the first runner, 0 never. `tokens` is "hashed" where salted hashes stand in place of
     token ids. `segment` is None for a trace of one file.
@@ -148,6 +148,7 @@ class TraceHeader:
     format_minor: int = FORMAT_MINOR
     recorder_version: str = ""
     trace_id: str = ""
+    run_id: str = ""
     created_ns: int = 0
     clock: str = "time_ns counts nanoseconds since the Unix epoch, monotonic within a trace"
     engine: EngineInfo = field(default_factory=EngineInfo)

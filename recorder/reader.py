@@ -26,6 +26,7 @@ from .framing import (
     read_frame,
 )
 from .header import TraceHeader
+from .mapped_pages import MappedPages
 from .walk import Walk
 
 __all__ = ["EventView", "TraceBatch", "TraceGap", "TraceReader", "read_events"]
@@ -110,7 +111,13 @@ class TraceReader:
         )
         if self._header_damage:
             yield walk.header_gap(self._header_damage)
-        yield from walk.run()
+        pages = MappedPages(self._data)
+        behind = [0, 0]  # ends of the batches that whoever reads ahead may still be looking at
+        for item in walk.run():
+            yield item
+            if isinstance(item, TraceBatch):
+                behind.append(item.end_byte)
+                pages.release(behind.pop(0))
 
     def _size_now(self) -> int:
         """The file's size at this moment: to touch mapped memory behind a file's end kills the process."""

@@ -62,6 +62,17 @@ def guarded(
     return call
 
 
+@contextmanager
+def beginning(recorder: Any) -> Iterator[None]:
+    """Where what follows raises, have the trace say that it is none, so that nobody takes it for a whole one; raise."""
+    try:
+        yield
+    except BaseException:
+        recorder.lost("the recording could not begin")
+        recorder.close()
+        raise
+
+
 class Recording:
     """An open trace and the state of what was told so far; `Recorder` adds what an engine tells."""
 

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import re
 import shutil
 import time
 from collections import deque
@@ -15,20 +14,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
 
 from .batch import TraceBatch
 from .encode import header_schema
 from .errors import TraceError
 from .event import TraceEvent
+from .folder_bound import drop_the_past, hold
 from .header import Segment, TraceHeader
 from .schema import FROZEN, SEGMENT_GOES_ON
+from .segment_names import base_name, glob_escape, segment_path
+from .segment_names import split_segment_name as split_segment_name
 from .single_file import SingleFile, frozen_mark, write_batch
 from .trace_file import TraceFile
 
 _log = logging.getLogger("kvcanary")
-
-_NUMBERED: Final = re.compile(r"\.(\d{6,})\.arrow$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +39,25 @@ class SegmentSettings:
         segment_ns: cut at the first batch after that time.
         keep_segments: how many finished segments stay, beside the one being written.
         keep_bytes: how many bytes the finished segments that stay may have; the last one stays in any case.
+        keep_folder_bytes: how many bytes all segments of the folder may have at the beginning; those of recordings
+            that are over are deleted, oldest first, until they do.
     """
 
     segment_bytes: int = 0
     segment_ns: int = 0
     keep_segments: int = 0
     keep_bytes: int = 0
+    keep_folder_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for settings that make no sense."""
-        for name in ("segment_bytes", "segment_ns", "keep_segments", "keep_bytes"):
+        for name in ("segment_bytes", "segment_ns", "keep_segments", "keep_bytes", "keep_folder_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")
         if (self.keep_segments or self.keep_bytes) and not self.cut:
             raise ValueError("keep_segments and keep_bytes need segments: set segment_bytes or segment_ns too")
+        if self.keep_folder_bytes and not self.cut:
+            raise ValueError("keep_folder_bytes needs segments: set segment_bytes or segment_ns too")
         if 0 < self.keep_bytes < self.segment_bytes:
             raise ValueError(
                 f"keep_bytes is {self.keep_bytes}, less than the {self.segment_bytes} of segment_bytes: not one finished "
@@ -64,21 +68,6 @@ class SegmentSettings:
     def cut(self) -> bool:
         """Whether the recording is cut at all."""
         return bool(self.segment_bytes or self.segment_ns)
-
-
-def segment_path(path: Path, number: int) -> Path:
-    """Return where segment `number` of the recording `path` lies: `trace.000003.arrow` for `trace.arrow`."""
-    return path.with_name(f"{_base(path)}.{number:06d}.arrow")
-
-
-def split_segment_name(path: Path) -> tuple[str, int] | None:
-    """Return the recording's name and the segment's number that a file name speaks of, None where it does not."""
-    found = _NUMBERED.search(path.name)
-    return (path.name[: found.start()], int(found[1])) if found else None
-
-
-def _base(path: Path) -> str:
-    return path.name.removesuffix(".arrow")
 
 
 class Segments:
@@ -114,6 +103,8 @@ class Segments:
         self._machine_failed = False
         self._delete_failed = False
         self._clear_the_way(overwrite)
+        if settings.keep_folder_bytes:
+            drop_the_past(path.parent, settings.keep_folder_bytes)
         self._file = self._begin()
 
     @property
@@ -160,10 +151,10 @@ class Segments:
 
     def _clear_the_way(self, overwrite: bool) -> None:
         """Segments of another recording under this name must not be taken for some of this one."""
-        pattern = f"{glob_escape(_base(self._path))}.*.arrow"
+        pattern = f"{glob_escape(base_name(self._path))}.*.arrow"
         for path in sorted(self._path.parent.glob(pattern)):
             found = split_segment_name(path)
-            if found is None or found[0] != _base(self._path):
+            if found is None or found[0] != base_name(self._path):
                 continue
             if not overwrite:
                 raise TraceError(
@@ -178,6 +169,7 @@ class Segments:
         header = dataclasses.replace(self._header, segment=Segment(number=self._number, first_event=self._events))
         self._schema = header_schema(header)
         file = TraceFile(segment_path(self._path, self._number), self._schema, compression=self._compression)
+        hold(file.descriptor)
         self._begun = time.monotonic_ns()
         self._overhead = file.size_bytes
         self._has_events = False
@@ -286,7 +278,7 @@ class Segments:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         for count in range(1000):
             again = f"-{count}" if count else ""
-            folder = self._path.with_name(f"{_base(self._path)}.frozen-{stamp}{again}")
+            folder = self._path.with_name(f"{base_name(self._path)}.frozen-{stamp}{again}")
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
                 return folder
@@ -314,8 +306,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def glob_escape(name: str) -> str:
-    """Return a name as a pattern that only it matches."""
-    return re.sub(r"([*?[])", r"[\1]", name)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from .segment_names import all_segments
+
 if TYPE_CHECKING:  # whether a recording is asked for must be cheap to find out
     from .header import TraceHeader
 
@@ -41,6 +43,8 @@ class RecordingSettings:
         segment_ns: a new segment is begun once the current one is that old, 0 never for its age.
         keep_segments: flight recorder: only the last so many segments stay, 0 all.
         keep_bytes: flight recorder: only the last segments that fit into so many bytes stay, 0 all.
+        keep_folder_bytes: when a recording begins, segments of recordings that are over are deleted until all in the
+            folder fit into so many bytes, 0 never.
         freeze_file: where this file appears, the flight recorder keeps what it has.
         freeze_signal: number of the signal that does the same, 0 none.
         tokens: "plain", or "hashed" for salted hashes in their place.
@@ -62,6 +66,7 @@ class RecordingSettings:
     segment_ns: int = 0
     keep_segments: int = 0
     keep_bytes: int = 0
+    keep_folder_bytes: int = 0
     freeze_file: Path | None = None
     freeze_signal: int = 0
     tokens: str = "plain"
@@ -80,7 +85,8 @@ class RecordingSettings:
             "flush_interval_ns": self.flush_interval_ns,
             "max_queued_bytes": self.max_queued_bytes,
         }
-        names = ("segment_bytes", "segment_ns", "keep_segments", "keep_bytes", "freeze_file", "freeze_signal")
+        names = ["segment_bytes", "segment_ns", "keep_segments", "keep_bytes", "keep_folder_bytes"]
+        names += ["freeze_file", "freeze_signal"]
         options |= {name: getattr(self, name) for name in names if getattr(self, name)}
         if "hashed" in (self.tokens, self.names):
             from .privacy import Privacy, new_salt, read_salt
@@ -94,8 +100,9 @@ class RecordingSettings:
         watch = f"KV watch every {self.kv_watch_every} forwards" if self.kv_watch_every else "no KV watch"
         sweep = f"sweep every {header.sweep_interval} forwards" if header.sweep_interval else "no sweep"
         groups = ", ".join(f"{g.name} {g.num_slots} slots" for g in header.groups)
+        cut = self.segment_bytes or self.segment_ns
         return (
-            f"kvcanary: recording to {path} ({groups}; {self.capture_bytes or 'no'} bytes a token and half, {watch}, {sweep}, "
+            f"kvcanary: recording to {all_segments(path) if cut else path} ({groups}; {self.capture_bytes or 'no'} bytes a token and half, {watch}, {sweep}, "
             f"slot history {self.history}, {self.compression}, flush every "
             f"{self.flush_interval_ns / 1e9:g} s or {self.flush_bytes >> 10} KiB, at most "
             f"{self.max_queued_bytes >> 20} MiB queued; {self._segments()}; tokens {self.tokens}, names {self.names}"
@@ -112,9 +119,11 @@ class RecordingSettings:
         kept += [f"{self.keep_bytes / (1 << 20):g} MiB"] if self.keep_bytes else []
         frozen = [str(self.freeze_file)] if self.freeze_file else []
         frozen += [signal.Signals(self.freeze_signal).name] if self.freeze_signal else []
+        past = f", at most {self.keep_folder_bytes / (1 << 20):g} MiB in the folder at the start"
+        past = past if self.keep_folder_bytes else ""
         keep = f", the last {' and '.join(kept)} kept" if kept else ", all kept"
         freeze = f", frozen by {' or '.join(frozen)}" if frozen else ""
-        return f"segments of {' or '.join(cuts)}{keep}{freeze}"
+        return f"segments of {' or '.join(cuts)}{keep}{past}{freeze}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +308,12 @@ KNOBS: Final = (
         field="keep_bytes",
         kind="bytes",
         help="Flight recorder: keep only the last segments that fit; 0: all.",
+    ),
+    Knob(
+        name="keep_folder_bytes",
+        field="keep_folder_bytes",
+        kind="bytes",
+        help="At the start, delete segments of recordings that are over until all fit; 0: keep them.",
     ),
     Knob(
         name="freeze_file",

@@ -65,6 +65,11 @@ class TraceFile:
             advice = _ADVICE.get(error.errno or 0, os.strerror(error.errno) if error.errno else str(error))
             raise TraceError(f"{named or path}: cannot be written: {advice}") from None
 
+    @property
+    def descriptor(self) -> int:
+        """The open file, -1 once it is closed."""
+        return self._descriptor
+
     def write(self, batch: pa.RecordBatch, metadata: dict[bytes, bytes]) -> None:
         """Append a batch; on return the operating system has its bytes. Raises `OSError`."""
         self._writer.write_batch(batch, custom_metadata=metadata)

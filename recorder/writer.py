@@ -69,6 +69,7 @@ class TraceWriter:
         segment_ns: int = 0,
         keep_segments: int = 0,
         keep_bytes: int = 0,
+        keep_folder_bytes: int = 0,
         freeze_file: Path | None = None,
         freeze_signal: int = 0,
     ) -> None:
@@ -86,7 +87,11 @@ class TraceWriter:
         self._flush_interval = flush_interval_ns / 1e9
         self._max_queued_bytes = max_queued_bytes
         settings = SegmentSettings(
-            segment_bytes=segment_bytes, segment_ns=segment_ns, keep_segments=keep_segments, keep_bytes=keep_bytes
+            segment_bytes=segment_bytes,
+            segment_ns=segment_ns,
+            keep_segments=keep_segments,
+            keep_bytes=keep_bytes,
+            keep_folder_bytes=keep_folder_bytes,
         )
         self._file = open_files(self.path, self.header, settings, compression=compression, overwrite=overwrite)
         self._triggers: list[FreezeFile | FreezeSignal] = []

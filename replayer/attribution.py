@@ -7,6 +7,7 @@ from ..kernels.plan import VerifyPlan, WritePlan
 from ..kernels.records import ViolationLog
 from ..recorder.machine.forward import Forward
 from ..recorder.machine.pools import Endpoint, GroupPool
+from .launch_order import first_places
 from .sweep import Sweep
 from .violations import LaunchViolations
 
@@ -54,6 +55,7 @@ def sweep_violations(
         req_pool_indices=nobody,
         expected_positions=plan.expected_positions[entries],
         writers=pool.last_writers(rows[:, _SLOT_FIELD]),
+        places=first_places(np.stack([plan.slots, plan.expected_positions], axis=1))[entries],
     )
 
 
@@ -103,4 +105,5 @@ def _attributed(
         req_pool_indices=forward.req_pool_indices[requests],
         expected_positions=expected_positions,
         writers=writers,
+        places=requests.astype(np.int64, copy=False),
     )

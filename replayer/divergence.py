@@ -61,25 +61,21 @@ class Divergence:
         """Add a forward, its own slots in the tables already."""
         if not self._groups or not len(forward.req_pool_indices):
             return
-        for step in steps:
-            self._verify[step.pool.group.kind] += int(step.verify_plan.num_valid[0])
+        counts = {step.pool.index: self._count(step, forward, tables) for step in steps if step.pool.group.lut >= 0}
+        reads = {step.pool.index: step.reads for step in steps}
+        self.add(forward.event, forward.forward, forward.runner, reads, counts)
+
+    def add(
+        self, event: int, forward: int, runner: int, reads: dict[int, int], counts: dict[int, tuple[int, int]]
+    ) -> None:
+        """Add a forward's figures: entries read in each group of its runner, and both counts of each sliding one."""
+        for index, count in reads.items():
+            self._verify[self._header.groups[index].kind] += count
         self.forwards += 1
-        for step in steps:
-            group, index = step.pool.group, step.pool.index
-            if group.lut < 0:
-                continue
-            counts = swa_divergence(
-                rows=forward.req_pool_indices,
-                starts=self._starts(step, forward),
-                ends=forward.prefix_lens + np.maximum(forward.extend_lens, 0),
-                req_to_token=tables.req_to_token[group.table],
-                lut=tables.luts[group.lut],
-                backend=self._backend,
-            )
-            for name, count in zip(_FIGURES, counts, strict=True):
+        for index, found in counts.items():
+            for name, count in zip(_FIGURES, found, strict=True):
                 self._figures[index][name].add(count)
-            totals = (self._verify["full"], self._verify["swa"])
-            self._rows.append((forward.event, forward.forward, forward.runner, index, *totals, *counts))
+            self._rows.append((event, forward, runner, index, self._verify["full"], self._verify["swa"], *found))
 
     def take_table(self, *, at_least: int) -> pa.Table | None:
         """Return the rows since the last call, None where there are fewer than `at_least`."""
@@ -107,6 +103,17 @@ class Divergence:
                 for index, figures in self._figures.items()
             },
         }
+
+    def _count(self, step: GroupStep, forward: Forward, tables: StateTables) -> tuple[int, int]:
+        group = step.pool.group
+        return swa_divergence(
+            rows=forward.req_pool_indices,
+            starts=self._starts(step, forward),
+            ends=forward.prefix_lens + np.maximum(forward.extend_lens, 0),
+            req_to_token=tables.req_to_token[group.table],
+            lut=tables.luts[group.lut],
+            backend=self._backend,
+        )
 
     def _starts(self, step: GroupStep, forward: Forward) -> "np.ndarray[Any, np.dtype[np.int64]]":
         group = step.pool.group

@@ -6,7 +6,9 @@ silence.
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,11 +21,13 @@ from ..recorder.machine.pulse import Pulse
 from ..recorder.machine.requests import RequestBook
 from ..recorder.reader import EventView, TraceBatch, TraceGap
 from ..recorder.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_GOES_ON, SLOTS_LISTED
-from .checks import make_checks
+from .checks import CHECK_NAMES, make_checks
 from .divergence import ROWS_AT_ONCE
 from .exchange import Exchange
 from .findings import Finding, finding_table
 from .health import Health
+from .interval import IntervalExecutor
+from .lane import Lane, open_lane
 from .report import ReportSinks
 from .schedule import Schedule
 from .settings import ReplaySettings, StopReplayError
@@ -33,8 +37,14 @@ from .sweep import read_sweep
 from .transfers import Transfers
 from .violations import LaunchViolations, violation_table
 
+if TYPE_CHECKING:
+    from .device.quiet import QuietLane
+
 # Events that carry history for the checks and change no state here.
 _HISTORY_KINDS = frozenset({"alloc", "free", "evict", "status", "sample"})
+
+# Events that change what slots hold, and name them.
+_MOVING_KINDS = frozenset({"kv_copy", "transfer", "loss"})
 
 # Violations go on in tables of about this many rows: a table for each launch would cost more than the launch.
 PENDING_ROWS = 16_384
@@ -64,7 +74,13 @@ class EventReplay:
         self._launches: list[LaunchViolations] = []
         self._pending_rows = 0
         self._tally = Tally(summary)
-        self._executor = StepwiseExecutor(
+        executor: Callable[..., StepwiseExecutor]
+        executor = IntervalExecutor if settings.executor == "interval" else StepwiseExecutor
+        if settings.device != "cpu":
+            from .device.executor import DeviceExecutor  # which needs torch
+
+            executor = partial(DeviceExecutor, device=settings.device)
+        self._executor = executor(
             header,
             kv_hash_mode=kv_hash_mode,
             backend=settings.backend,
@@ -108,23 +124,58 @@ class EventReplay:
             "keyframe": self._keyframe,
             "segment": self._segment,
         }
+        self._lane: Lane | QuietLane | None = open_lane(
+            self._executor,
+            self._health,
+            summary,
+            self._book,
+            self._request_ids,
+            sinks.merging,
+            every_check=set(settings.checks) == set(CHECK_NAMES) and schedule is None and settings.max_violations != 0,
+            backend=settings.backend,
+        )
+        if settings.device != "cpu":
+            from .device.quiet import open_quiet_lane
+
+            alone = not settings.checks and schedule is None and sinks.merging is None
+            self._lane = open_quiet_lane(self._executor, self._health, summary, self._request_ids, alone=alone)
         if header.segment is not None and header.segment.number:
             self._forget()
             self._wants_keyframe = True
             summary.unknown_before = True  # until its keyframe says otherwise
+
+    def foresee(self, item: TraceBatch | TraceGap | None) -> None:
+        """Tell what `take` is given behind the next item; an executor that runs ahead makes use of it."""
+        self._executor.foresee(item if isinstance(item, TraceBatch) else None)
 
     def take(self, item: TraceBatch | TraceGap) -> None:
         """Replay one batch of events, or note a gap."""
         if isinstance(item, TraceGap):
             self._summary.num_gaps += 1
             self._note(self._summary.gaps, item.reason)
+            if self._sinks.merging is not None:
+                self._sinks.merging.part()
             if item.missing_events != 0:  # a damaged end mark, or a batch given twice, takes no event away
                 self._forget()
                 self._wants_keyframe, self._at_first = True, False
             return
-        for view in item:
-            self._event(view)
+        at = 0
+        while at < item.num_events:
+            at = self._through_lane(item, at)
+            if at < item.num_events:
+                self._event(item.event(at))
+                at += 1
         self.bytes_read = item.end_byte
+
+    def _through_lane(self, batch: TraceBatch, at: int) -> int:
+        """Take a batch's events from row `at` on as far as they are ordinary; return the row of the first that is not."""
+        if self._lane is None or self._keyframes.loading or (self._at_first and self._wants_keyframe):
+            return at
+        reached = self._lane.run(batch, at)
+        if reached > at:
+            self._goes_on = self._at_first = False
+            self._pass_on_divergence()
+        return reached
 
     def finish(self) -> None:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""
@@ -148,6 +199,8 @@ class EventReplay:
         summary.verified = executor.verified
         summary.written = executor.written
         summary.unknown_entries = executor.unknown_entries
+        if executor.num_on_host is not None:
+            summary.settings["forwards_on_cpu"] = executor.num_on_host
         summary.swa_divergence = executor.divergence.to_json()
         summary.transfers_sent = self._transfers.sent
         summary.transfers_received = self._transfers.received
@@ -163,11 +216,13 @@ class EventReplay:
         before = summary.violations + summary.findings
         if kind != "keyframe":
             self._no_keyframe_under_way(view)
+        self._executor.begin(view)
         try:
             if kind == "forward":
                 self._forward(view)
             else:
-                self._between_forwards(view)
+                with self._executor.on_host(view):
+                    self._between_forwards(view)
         except UnusableEventError as error:
             summary.num_gaps += 1
             self._note(
@@ -176,6 +231,8 @@ class EventReplay:
                 "before it is taken for unknown",
             )
             self._wants_keyframe |= kind == "keyframe"  # the next one may be better
+            if self._sinks.merging is not None:
+                self._sinks.merging.part()
             self._forget()
         self._stop_if_asked(before, view)
 
@@ -198,6 +255,8 @@ class EventReplay:
         self._executor.tables.apply_changes(view)  # any event may carry what it was the first to see
         if kind in self._on:
             self._on[kind](view)
+            if kind in _MOVING_KINDS:
+                self._executor.moves_slots(view)
         elif kind not in _HISTORY_KINDS:
             self._not_judged(kind if kind in EVENT_KINDS else f"unknown kind {kind!r}")
 
@@ -207,7 +266,12 @@ class EventReplay:
     def _forward(self, view: EventView) -> None:
         summary = self._summary
         forward = read_forward(view, summary.header)
+        merging = self._sinks.merging
+        if merging is not None:
+            merging.begin(forward)
         self._executor.forward(forward, view)
+        if merging is not None:
+            merging.done()
         summary.forwards += 1
         summary.forwards_by_mode[forward.mode] = summary.forwards_by_mode.get(forward.mode, 0) + 1
         summary.forwards_watched += forward.kv_watched
@@ -220,7 +284,12 @@ class EventReplay:
 
     def _sweep(self, view: EventView) -> None:
         sweep = read_sweep(view, self._summary.header)
+        merging = self._sinks.merging
+        if merging is not None:
+            merging.begin(sweep)
         self._executor.sweep(sweep, view)
+        if merging is not None:
+            merging.done()
         self._health.sweep(sweep)
 
     def _transfer(self, view: EventView) -> None:
@@ -261,13 +330,16 @@ class EventReplay:
         status = view.scalar("status")
         if not status:
             self._not_judged("keyframe")
+            self._executor.takes_state()  # the history checks forget what they knew
             return
         if status == KEYFRAME_BEGIN and self._wants_keyframe:
             self._executor.forget()
             self._wants_keyframe = self._at_first = False
             self._keyframes.take(view)
+            self._executor.loads_state()
         elif self._keyframes.loading:
             self._keyframes.take(view)
+            self._executor.loads_state()
             if status == KEYFRAME_END:  # it is whole
                 self._summary.unknown_before = any(pool.any_unknown for pool in self._executor.pools)
         if status == KEYFRAME_END:
@@ -301,6 +373,8 @@ class EventReplay:
             notes.append(text)
 
     def _take_violations(self, launch: LaunchViolations) -> None:
+        if self._sinks.merging is not None:
+            launch = self._sinks.merging.with_turns(launch)
         self._launches.append(launch)
         self._summary.violations += len(launch.rows)
         self._pending_rows += len(launch.rows)
@@ -310,10 +384,13 @@ class EventReplay:
     def _pass_on_violations(self) -> None:
         """Turn the pending launches into one table: for the report, and for the tally."""
         if self._launches:
-            table = violation_table(self._launches, self._book)
-            self._launches = []
+            launches, self._launches = self._launches, []
             self._pending_rows = 0
-            self._sinks.violations.append(table)
+            table = violation_table(launches, self._book)
+            if self._sinks.merging is not None:
+                self._sinks.merging.append(table, launches)
+            else:
+                self._sinks.violations.append(table)
             self._tally.violations(table)
 
     def _pass_on_divergence(self, *, at_least: int = ROWS_AT_ONCE) -> None:

@@ -12,7 +12,7 @@ from ..kernels.constants import LaunchTag
 from ..recorder.header import TraceHeader
 from ..recorder.machine.forward import Forward
 from ..recorder.machine.pools import launch_tag
-from ..recorder.machine.pulse import Pulse
+from ..recorder.machine.pulse import DECODING, Pulse
 from .findings import Finding
 from .sweep import Sweep
 
@@ -27,17 +27,23 @@ class Health:
         self._stalled = False
         self._last: Forward | None = None
 
+    @property
+    def pulse(self) -> Pulse:
+        """What ran so far."""
+        return self._pulse
+
+    @property
+    def stall_limit(self) -> int:
+        """How many forwards of the first runner may go by without a walk; 0 for any number, or when a stall was told."""
+        return 0 if self._stalled else 2 * self._header.sweep_interval
+
     def forward(self, forward: Forward) -> list[Finding]:
         """Count a forward; return a finding when the sweeps have stalled."""
         self._last = forward
         if not len(forward.req_pool_indices):
             return []
         self._pulse.forward(forward)
-        for group in self._header.groups:
-            if group.runner == forward.runner:
-                for half in group.halves:
-                    self._expected[launch_tag("HEAD", half, group.kind)] += 2
-                    self._expected[launch_tag("TAIL", half, group.kind)] += 2
+        self._expect(forward.runner, 1)
         if forward.runner != 0:
             return []
         limit = 2 * self._header.sweep_interval
@@ -51,6 +57,24 @@ class Health:
                 f"{self._header.sweep_interval}",
             )
         ]
+
+    def take_forwards(self, runner: int, modes: list[str], last: Forward) -> None:
+        """Count forwards with requests that were found in order, by their modes; `last` is the last one of any runner.
+
+        Whoever calls has moved `pulse.since_sweep` on.
+        """
+        self._last = last
+        self._pulse.ran[runner] += len(modes)
+        if runner == 0:
+            self._pulse.decoded |= not DECODING.isdisjoint(modes)
+        self._expect(runner, len(modes))
+
+    def _expect(self, runner: int, forwards: int) -> None:
+        for group in self._header.groups:
+            if group.runner == runner:
+                for half in group.halves:
+                    self._expected[launch_tag("HEAD", half, group.kind)] += 2 * forwards
+                    self._expected[launch_tag("TAIL", half, group.kind)] += 2 * forwards
 
     def sweep(self, sweep: Sweep) -> None:
         """Count a walk of the prefix cache."""

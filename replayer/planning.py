@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kernels.constants import PADDING_SLOT
+from ..kernels.intervals import ForwardLook
 from ..kernels.plan import VerifyPlan, WritePlan, plan
 from ..recorder.header import TraceHeader
 from ..recorder.machine.forward import Forward
@@ -18,10 +19,22 @@ class GroupStep:
     """One pool group's part of one forward: its plans and the slots it writes, `[T] int64` in the pool's numbering.
 
     `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot;
-    `looked_beyond` says that something asked for a slot or a table entry that there is not.
+    `looked_beyond` says that something asked for a slot or a table entry that there is not; `reads` counts the prefix
+    entries that the forward reads, of which an interval replay plans those of `look` (None: all). `touched` `[n] int64`
+    are the slots that the forward writes, or in which it saw bytes change.
     """
 
-    __slots__ = ("looked_beyond", "pool", "slots", "unknown_entries", "verify_plan", "write_plan")
+    __slots__ = (
+        "look",
+        "looked_beyond",
+        "pool",
+        "reads",
+        "slots",
+        "touched",
+        "unknown_entries",
+        "verify_plan",
+        "write_plan",
+    )
 
     def __init__(self, pool: GroupPool, slots: Int64Array, verify_plan: VerifyPlan, write_plan: WritePlan) -> None:
         self.pool = pool
@@ -30,6 +43,9 @@ class GroupStep:
         self.write_plan = write_plan
         self.looked_beyond = False
         self.unknown_entries = 0
+        self.reads = 0
+        self.look: ForwardLook | None = None
+        self.touched = slots
 
 
 class Planner:
@@ -45,17 +61,12 @@ class Planner:
 
     def plan(self, pool: GroupPool, forward: Forward) -> GroupStep:
         """Return a group's plans; raise `UnusableEventError` where the forward asks for an absurd number of entries."""
-        group, index, tables = pool.group, pool.index, self._tables
+        group, tables = pool.group, self._tables
         slots = own_slots(pool, forward, tables, backend=self._backend)
         lut = tables.luts[group.lut] if group.lut >= 0 else None
         bs = len(forward.req_pool_indices)
         prefix_lens, entries = readable_prefixes(pool, forward, tables)
-        if entries > len(self._verify_plans[index].slots) or bs + 1 > len(self._verify_plans[index].request_offsets):
-            self._verify_plans[index] = VerifyPlan.allocate(capacity=2 * entries, request_capacity=2 * bs)
-        if bs > len(self._write_plans[index].seed_slots):
-            self._write_plans[index] = WritePlan.allocate(request_capacity=2 * bs)
-        step = GroupStep(pool, slots, self._verify_plans[index], self._write_plans[index])
-        self._out_of_range[0] = 0
+        step = self._step(pool, slots, entries, bs)
         plan(
             req_pool_indices=forward.req_pool_indices,
             prefix_lens=prefix_lens,
@@ -72,17 +83,28 @@ class Planner:
             backend=self._backend,
         )
         step.looked_beyond = bool(self._out_of_range[0])
+        step.reads = int(step.verify_plan.num_valid[0])
         if pool.any_unknown:
-            step.unknown_entries = leave_out_unknown(pool, step.verify_plan)
+            step.unknown_entries = int(leave_out_unknown(pool, step.verify_plan).sum())
             part_from_unknown(pool, step.write_plan, bs)
         return step
 
+    def _step(self, pool: GroupPool, slots: Int64Array, entries: int, bs: int) -> GroupStep:
+        """Return a step with room for so many entries and requests; nobody has asked for what there is not."""
+        index = pool.index
+        if entries > len(self._verify_plans[index].slots) or bs + 1 > len(self._verify_plans[index].request_offsets):
+            self._verify_plans[index] = VerifyPlan.allocate(capacity=2 * entries, request_capacity=2 * bs)
+        if bs > len(self._write_plans[index].seed_slots):
+            self._write_plans[index] = WritePlan.allocate(request_capacity=2 * bs)
+        self._out_of_range[0] = 0
+        return GroupStep(pool, slots, self._verify_plans[index], self._write_plans[index])
 
-def leave_out_unknown(pool: GroupPool, verify_plan: VerifyPlan) -> int:
-    """Turn plan entries that stand on lost events into padding, which is never verified; return how many."""
+
+def leave_out_unknown(pool: GroupPool, verify_plan: VerifyPlan) -> npt.NDArray[np.bool_]:
+    """Turn plan entries that stand on lost events into padding, which is never verified; return which, `[n] bool`."""
     count = int(verify_plan.num_valid[0])
     slots, prevs = verify_plan.slots[:count], verify_plan.prev_slots[:count]
     hit = which_unknown(pool, slots)
     slots[hit] = PADDING_SLOT
     prevs[which_unknown(pool, prevs)] = PADDING_SLOT
-    return int(hit.sum())
+    return hit

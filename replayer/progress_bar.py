@@ -9,11 +9,11 @@ from .settings import Progress
 
 
 class ProgressBar:
-    """A progress bar on the terminal: forwards, rate, time left."""
+    """A progress bar on the terminal: `title`, forwards, rate, time left."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, title: str) -> None:
         self._progress = rich.progress.Progress(
-            rich.progress.TextColumn("replay"),
+            rich.progress.TextColumn(title),
             rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.fields[forwards]:,} forwards"),
             rich.progress.TextColumn("{task.fields[rate]:,.0f}/s"),

@@ -9,8 +9,9 @@ from ..recorder.recordings import Recording
 def ranks_together(recordings: Sequence[Recording]) -> list[list[int]]:
     """Return which recordings are tensor-parallel ranks of one engine, by their indices, ranks ascending.
 
-    Ranks of other data-parallel or pipeline-parallel positions run other forwards and are not compared. A rank that
-    comes again is of a later run of the same engine.
+    Ranks of other data-parallel or pipeline-parallel positions run other forwards and are not compared. Where all ranks
+    of a server's run are there, its id tells them from another server's; else a rank that comes again is of a later run
+    of the same engine. A server on several machines has an id on each.
     """
     engines: dict[tuple[object, ...], list[int]] = {}
     for index, recording in enumerate(recordings):
@@ -23,8 +24,10 @@ def ranks_together(recordings: Sequence[Recording]) -> list[list[int]]:
         engines.setdefault(key, []).append(index)
     groups: list[list[int]] = []
     for members in engines.values():
+        whole, rest = _whole_runs(recordings, members)
+        groups += whole
         run: dict[int, int] = {}
-        for index in sorted(members, key=lambda i: _header(recordings[i]).created_ns):
+        for index in sorted(rest, key=lambda i: _header(recordings[i]).created_ns):
             rank = _header(recordings[index]).ranks.tp_rank
             if rank in run:
                 groups.append([run[r] for r in sorted(run)])
@@ -32,6 +35,22 @@ def ranks_together(recordings: Sequence[Recording]) -> list[list[int]]:
             run[rank] = index
         groups.append([run[r] for r in sorted(run)])
     return [group for group in groups if len(group) > 1]
+
+
+def _whole_runs(recordings: Sequence[Recording], members: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+    """Return the members that are all ranks of one run by its id, ranks ascending, and the others."""
+    by_run: dict[str, list[int]] = {}
+    for index in members:
+        by_run.setdefault(_header(recordings[index]).run_id, []).append(index)
+    whole, rest = [], list(by_run.pop("", ()))
+    for of_run in by_run.values():
+        ranked = sorted(of_run, key=lambda i: _header(recordings[i]).ranks.tp_rank)
+        ranks = [_header(recordings[i]).ranks for i in ranked]
+        if [rank.tp_rank for rank in ranks] == list(range(ranks[0].tp_size)):
+            whole.append(ranked)
+        else:
+            rest += of_run
+    return whole, rest
 
 
 def replayed_together(recordings: Sequence[Recording]) -> list[list[int]]:

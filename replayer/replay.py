@@ -4,15 +4,17 @@ Traces of a prefill and a decode engine are replayed together: what one sent is 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from ..recorder.batch import TraceBatch, TraceGap
 from ..recorder.errors import TraceError
 from ..recorder.machine.pools import pool_bytes
 from ..recorder.recordings import recording_name
 from .event_replay import EventReplay
 from .exchange import Exchange
+from .read_ahead import ReadAhead
 from .report import ReportSinks
 from .schedule import Schedule
 from .segment_stream import SegmentStream
@@ -61,7 +63,8 @@ class ReplayRun:
             mode = resolve_kv_hash(settings.kv_hash, header)
             self.summary = Summary(trace=name, header=header, settings=settings.to_json())
             self.summary.settings["kv_hash"] = mode.name.lower()
-            sinks = stack.enter_context(ReportSinks(report, sliding=bool(header.lut_lens)))
+            merge = header if settings.merges_rows else None
+            sinks = stack.enter_context(ReportSinks(report, sliding=bool(header.lut_lens), merge=merge))
             try:
                 self._events = EventReplay(
                     self.summary,
@@ -78,7 +81,14 @@ class ReplayRun:
                     "machine does not have; replay on a larger one"
                 ) from None
             self._sinks = sinks
-            self._stream = self._reader.stream()
+            # How far an early end has read is told, so nothing is read ahead where one may come.
+            early = settings.fail_fast or settings.max_violations is not None
+            stream = self._reader.stream()
+            self._stream: Generator[TraceBatch | TraceGap, None, None] | ReadAhead[TraceBatch | TraceGap]
+            self._stream = stream if early else ReadAhead(stream)
+            stack.callback(self._stream.close)
+            self._reads_ahead = settings.device != "cpu" and len(paths) == 1 and not early
+            self._ahead: list[TraceBatch | TraceGap | None] = []
             self._resources = stack.pop_all()
 
     def step(self) -> bool:
@@ -87,8 +97,11 @@ class ReplayRun:
             return False
         self._busy = True
         try:
-            item = next(self._stream, None)
+            item = self._ahead.pop() if self._ahead else next(self._stream, None)
             if item is not None:
+                if self._reads_ahead:
+                    self._ahead.append(next(self._stream, None))
+                    self._events.foresee(self._ahead[0])
                 self._events.take(item)
                 return True
             self.summary.complete = self._reader.complete
@@ -131,7 +144,6 @@ class ReplayRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stream.close()
         self._resources.close()
 
 

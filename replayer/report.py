@@ -1,31 +1,36 @@
 """The files of a report directory that grow during a replay."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from ..recorder.header import TraceHeader
 from .divergence import DIVERGENCE_SCHEMA
 from .findings import FINDING_SCHEMA
+from .merging import MergingSink
 from .violations import VIOLATION_SCHEMA, TableSink
 
 
 class ReportSinks:
-    """Violations, findings, and for traces with a full-to-SWA table the divergence figures; a context manager."""
+    """Violations, findings, and for traces with a full-to-SWA table the divergence figures; a context manager.
 
-    def __init__(self, folder: Path | None, *, sliding: bool) -> None:
-        self.violations = TableSink(folder / "violations.parquet" if folder else None, VIOLATION_SCHEMA)
+    `merging` takes the violations in place of `violations` where `merge`, the trace's header, is given and a folder.
+    """
+
+    def __init__(self, folder: Path | None, *, sliding: bool, merge: TraceHeader | None = None) -> None:
+        path = folder / "violations.parquet" if folder else None
+        self.merging = MergingSink(path, merge) if path is not None and merge is not None else None
+        self.violations = TableSink(None if self.merging is not None else path, VIOLATION_SCHEMA)
         self.findings = TableSink(folder / "findings.parquet" if folder else None, FINDING_SCHEMA)
         path = folder / "swa_divergence.parquet" if folder and sliding else None
         self.divergence = TableSink(path, DIVERGENCE_SCHEMA)
 
     def close(self) -> None:
         """Write what is pending and the files' ends; every file is closed even where one cannot be written."""
-        try:
-            self.violations.close()
-        finally:
-            try:
-                self.findings.close()
-            finally:
-                self.divergence.close()
+        with ExitStack() as stack:
+            for sink in (self.divergence, self.findings, self.violations, self.merging):
+                if sink is not None:
+                    stack.callback(sink.close)
 
     def __enter__(self) -> "ReportSinks":
         return self

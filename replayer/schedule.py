@@ -79,7 +79,7 @@ class Schedule:
         *,
         log: ScheduleLog | None = None,
         other: ScheduleLog | None = None,
-        values: Callable[[int, str], Int64Array | str | None] = lambda _number, _field: None,
+        values: Callable[[int, str], Int64Array | str | None] | None = None,
     ) -> None:
         self.compared = 0
         self.differing = 0
@@ -117,7 +117,8 @@ class Schedule:
 
     def _finding(self, forward: Forward, fields: list[str], other: str, book: RequestBook) -> Finding:
         detail = f"is not what {other} ran as forward {forward.forward}: {', '.join(fields)} differ"
-        theirs, mine = self._values(forward.forward, fields[0]), field_values(forward, fields[0])
+        theirs = self._values(forward.forward, fields[0]) if self._values is not None else None
+        mine = field_values(forward, fields[0])
         request, position, slot = -1, -1, -1
         if isinstance(theirs, str) and isinstance(mine, str):
             detail += f"; {fields[0]} is {mine} here, {theirs} there"

@@ -32,7 +32,7 @@ _PLACES = (("row", "req_pool_idx"), ("position", "position"), ("slot", "slot"))
 
 
 def show(console: Console, summary: Summary) -> None:
-    """Print a summary; plain text where the console is no terminal."""
+    """Print a summary, without what to do next; plain text where the console is no terminal."""
     console.print(_headline(summary), soft_wrap=True)
     console.print(_checks(summary), soft_wrap=True)
     for line in _more_checks(summary):
@@ -57,6 +57,10 @@ def show(console: Console, summary: Summary) -> None:
     ):
         _list(console, title, lines, total)
     _list(console, "notes in the trace", [_mark(mark) for mark in summary.marks], summary.num_marks)
+
+
+def show_next(console: Console, summary: Summary) -> None:
+    """Print where the report is and what to do next, once all of it is written."""
     console.print()
     console.print(_next(summary), soft_wrap=True)
 

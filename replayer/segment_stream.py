@@ -24,7 +24,7 @@ class SegmentStream:
         self.paths = tuple(paths)
         self.complete = True
         self.bytes_done = 0
-        self.size_bytes = sum(_size(path) for path in paths)
+        self.size_bytes = sum(file_size(path) for path in paths)
         self.numbers: list[int] = []
         error: TraceError | None = None
         for path in paths:
@@ -87,7 +87,8 @@ def _between(path: Path, last: int, number: int, expected: int, first_event: int
     )
 
 
-def _size(path: Path) -> int:
+def file_size(path: Path) -> int:
+    """Return a file's bytes, 0 where it is not there."""
     try:
         return path.stat().st_size
     except OSError:  # a flight recorder deletes while we read

@@ -1,12 +1,14 @@
 """How to replay, how far a replay has come, and how one ends early."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ..kernels.constants import KvHashMode
 from ..recorder.errors import TraceError
 from ..recorder.header import TraceHeader
 from .checks import CHECK_NAMES
+
+EXECUTORS: Final = ("interval", "stepwise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +16,10 @@ class ReplaySettings:
     """How to replay.
 
     `kv_hash` is "auto" (partial where bytes were captured), "none", "partial" or "all"; `checks` names the history
-    checks to run.
+    checks to run; `executor` is "stepwise", which looks at every prefix position in every forward, or "interval", which
+    looks again only at what may have changed, and finds the same; `device` is "cpu", or "cuda" or "cuda:N", which steps
+    whatever `executor` says; `merge_rows` says whether violations that last are one row,
+    None for what the executor has.
     """
 
     kv_hash: str = "auto"
@@ -22,6 +27,21 @@ class ReplaySettings:
     backend: str = "cpu"
     max_violations: int | None = None
     fail_fast: bool = False
+    executor: str = "stepwise"
+    device: str = "cpu"
+    merge_rows: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for an executor that there is not."""
+        if self.executor not in EXECUTORS:
+            raise ValueError(f"executor is {self.executor!r}, expected one of {', '.join(EXECUTORS)}")
+        if self.device != "cpu":
+            object.__setattr__(self, "executor", "stepwise")
+
+    @property
+    def merges_rows(self) -> bool:
+        """Whether violations that last are written as one row."""
+        return self.executor == "interval" if self.merge_rows is None else self.merge_rows
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -31,7 +51,8 @@ class ReplaySettings:
             "backend": self.backend,
             "max_violations": self.max_violations,
             "fail_fast": self.fail_fast,
-            "executor": "stepwise",
+            "executor": self.executor,
+            "device": self.device,
         }
 
 

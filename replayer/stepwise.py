@@ -5,6 +5,8 @@ to fit before each launch.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,7 @@ from ..recorder.machine.kv_changes import KvChanges
 from ..recorder.machine.pools import Endpoint, GroupPool, launch_tag
 from ..recorder.machine.requests import RequestBook
 from ..recorder.machine.tables import StateTables
-from ..recorder.reader import EventView
+from ..recorder.reader import EventView, TraceBatch
 from ..recorder.schema import PHASE_AFTER, PHASE_BEFORE
 from .attribution import sweep_violations, verify_violations, write_violations
 from .checks import HistoryCheck
@@ -33,6 +35,7 @@ from .sweep import Sweep, explain_sweep
 from .violations import LaunchViolations
 
 Int64Array = npt.NDArray[np.int64]
+ENDPOINTS: Final[tuple[Endpoint, ...]] = ("HEAD", "TAIL")
 
 
 class StepwiseExecutor:
@@ -40,7 +43,8 @@ class StepwiseExecutor:
 
     `launcher` holds the canary's own health counters; `verified` and `written` count what those launches looked at;
     `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot;
-    `history` is what the history checks share, None without any.
+    `history` is what the history checks share, None without any; `num_on_host` counts the forwards that a replay on a GPU
+    left to the CPU, None where there is no GPU.
     """
 
     def __init__(
@@ -53,30 +57,34 @@ class StepwiseExecutor:
         on_violations: Callable[[LaunchViolations], None],
         on_findings: Callable[[list[Finding]], None],
         checks: Sequence[HistoryCheck] = (),
+        tables: StateTables | None = None,
+        divergence: Divergence | None = None,
     ) -> None:
         self.header = header
-        self.tables = StateTables(header, backend=backend)
+        self.tables = StateTables(header, backend=backend) if tables is None else tables
         self.pools = [
             GroupPool(group, index=index, kv_hash_mode=kv_hash_mode) for index, group in enumerate(header.groups)
         ]
         self.launcher = Launcher(backend=backend)
-        self.divergence = Divergence(header, backend=backend)
+        self.divergence = Divergence(header, backend=backend) if divergence is None else divergence
         self.verified = 0
         self.written = 0
         self.unknown_entries = 0
+        self.num_on_host: int | None = None
         self._backend = backend
         self._book = book
         self._on_violations = on_violations
         self._on_findings = on_findings
         self._checks = checks
-        self.history = next((check.history for check in checks if isinstance(check, Panel)), None)
+        self.panel = next((check for check in checks if isinstance(check, Panel)), None)
+        self.history = None if self.panel is None else self.panel.history
         self._planner = Planner(header, self.tables, backend=backend)
 
     def forward(self, forward: Forward, view: EventView) -> None:
         """Step one forward; raise `UnusableEventError` when its recorded changes contradict themselves."""
         changes = KvChanges(view, self.header, forward.runner)
         self.tables.apply_changes(view)
-        steps = [self._planner.plan(pool, forward) for pool in self.pools if pool.group.runner == forward.runner]
+        steps = [self._plan(pool, forward, changes) for pool in self.pools if pool.group.runner == forward.runner]
         self.unknown_entries += sum(step.unknown_entries for step in steps)
         self._check(forward, steps)
         expected = expected_tokens(forward, self.header, self._book, backend=self._backend)
@@ -93,6 +101,7 @@ class StepwiseExecutor:
         self._tails(steps, forward, verify=lambda group: not group.reads_before_write, write=True, expected=expected)
         for step in steps:
             self._finish(step, forward)
+            self._settle(step, forward)
         self.tables.apply_forward(forward)
         self.divergence.forward(forward, steps, self.tables)
 
@@ -103,7 +112,7 @@ class StepwiseExecutor:
             changes.apply(phase, self.pools, backend=self._backend)
         for index, plan in sweep.plans.items():
             pool = self.pools[index]
-            unknown = leave_out_unknown(pool, plan) if pool.any_unknown else 0
+            unknown = int(leave_out_unknown(pool, plan).sum()) if pool.any_unknown else 0
             self.unknown_entries += unknown
             for half in pool.group.halves:
                 log = self.launcher.verify("SWEEP", half, pool, plan, check_tokens=False)
@@ -122,6 +131,35 @@ class StepwiseExecutor:
         for check in self._checks:
             self._take(check.finish())
 
+    def launched(self, pool: GroupPool, *, forwards: int, reads: int, written: int) -> None:
+        """Count launches on a group's buffers that were carried out elsewhere: its entries read, records written."""
+        for endpoint in ENDPOINTS:
+            for half in pool.group.halves:
+                tag = launch_tag(endpoint, half, pool.group.kind)
+                self.launcher.slot_counters[tag] += reads + written
+                self.launcher.kernel_counters[tag] += 2 * forwards
+                self.verified += reads
+                self.written += written
+
+    def moves_slots(self, view: EventView) -> None:
+        """Take note of a copy, a transfer or a loss that was carried out."""
+
+    def foresee(self, batch: TraceBatch | None) -> None:
+        """Tell of the batch of events behind the one that comes next, None where that is not known."""
+
+    def begin(self, view: EventView) -> None:
+        """Take note that an event comes next, before anything is done with it."""
+
+    def on_host(self, view: EventView) -> AbstractContextManager[None]:
+        """Return within what an event between forwards is carried out on `tables` and `pools`."""
+        return nullcontext()
+
+    def loads_state(self) -> None:
+        """Take note that a part of a keyframe has replaced what `tables` and `pools` held."""
+
+    def takes_state(self) -> None:
+        """Take note that the state is another one now."""
+
     def forget(self) -> None:
         """Take all state for unknown, after a gap whose events may have changed any of it."""
         self.tables.forget()
@@ -130,6 +168,13 @@ class StepwiseExecutor:
         for pool in self.pools:
             pool.forget()
             pool.forget_host()
+
+    def _plan(self, pool: GroupPool, forward: Forward, changes: KvChanges) -> GroupStep:
+        del changes
+        return self._planner.plan(pool, forward)
+
+    def _settle(self, step: GroupStep, forward: Forward) -> None:
+        """Take note of what a forward found, tables and pools being as it leaves them."""
 
     def _check(self, forward: Forward, steps: list[GroupStep]) -> None:
         if not self._checks:
@@ -141,6 +186,7 @@ class StepwiseExecutor:
                 plan=step.verify_plan,
                 written=step.slots,
                 write_offsets=step.write_plan.offsets[: bs + 1],
+                marks=None if step.look is None else step.look.marks,
             )
             for step in steps
         ]
@@ -173,8 +219,12 @@ class StepwiseExecutor:
     def _verify(self, endpoint: Endpoint, half: str, step: GroupStep, forward: Forward) -> None:
         pool, plan = step.pool, step.verify_plan
         log = self.launcher.verify(endpoint, half, pool, plan, check_tokens=forward.truth_lens is not None)
-        self.verified += int(plan.num_valid[0]) - step.unknown_entries
+        # What need not be looked at again is verified all the same.
+        self.launcher.slot_counters[launch_tag(endpoint, half, pool.group.kind)] += step.reads - int(plan.num_valid[0])
+        self.verified += step.reads - step.unknown_entries
         if log.write_index[0]:
+            if step.look is not None:
+                step.look.marks[log.entries[: log.num_rows]] = 1
             self._on_violations(
                 verify_violations(log, plan=plan, forward=forward, pool=pool, endpoint=endpoint, half=half)
             )

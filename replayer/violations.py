@@ -50,7 +50,7 @@ VIOLATION_SCHEMA = pa.schema(
         ("request", pa.utf8()),
         ("req_pool_idx", pa.int64()),
         ("expected_position", pa.int64()),
-        # how long: one row a forward in stepwise replay
+        # how long: one row a forward in stepwise replay; a merged row stands for num_forwards forwards of its request
         ("first_forward", pa.int64()),
         ("last_forward", pa.int64()),
         ("num_forwards", pa.int64()),
@@ -80,7 +80,9 @@ class LaunchViolations:
     """The violations of one launch of one forward, `n` rows.
 
     `rows` `[n, 8] int64` as the kernel wrote them; `request_ids`, `req_pool_indices`, `expected_positions`
-    `[n] int64`; `writers` `[n, 3] int64`: event, forward and request id of each slot's last writer, -1 for nobody.
+    `[n] int64`; `writers` `[n, 3] int64`: event, forward and request id of each slot's last writer, -1 for nobody;
+    `places` `[n] int64`: each row's request in the batch, or of a sweep the first entry with its slot and position;
+    `turns` `[n] int64`: what `turns.Turns` counts, where rows are merged.
     """
 
     event: int
@@ -96,6 +98,8 @@ class LaunchViolations:
     req_pool_indices: Int64Array
     expected_positions: Int64Array
     writers: Int64Array
+    places: Int64Array
+    turns: Int64Array | None = None
 
 
 def violation_table(launches: Sequence[LaunchViolations], book: RequestBook) -> pa.Table:

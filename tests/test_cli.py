@@ -6,7 +6,7 @@ import sys
 import click
 import pytest
 
-HEAVY = {"torch", "triton", "numba", "polars", "duckdb", "pyarrow", "numpy", "rich"}
+HEAVY = {"torch", "triton", "numba", "polars", "duckdb", "pyarrow", "numpy", "rich", "importlib.metadata"}
 
 
 def modules_after(code: str) -> set[str]:
@@ -39,6 +39,15 @@ def test_help_loads_no_heavy_library(arguments: str) -> None:
     loaded = modules_after(imports + arguments)
     assert "kvcanary.cli" in loaded
     assert not HEAVY & loaded
+
+
+@pytest.mark.parametrize(("program", "entry"), [("kvcanary", "kvcanary_main"), ("kvcanary-replay", "replay_main")])
+def test_each_program_says_its_version(program: str, entry: str) -> None:
+    from importlib.metadata import version
+
+    code = f"import sys; sys.argv = ['x', '--version']; from kvcanary.cli import {entry}; {entry}()"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == f"{program}, version {version('kvcanary')}\n"
 
 
 def test_every_command_has_help_with_an_example() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,7 +140,8 @@ def _show(
             _explain(console, row)
     if rows and not explained:
         console.print()
-        console.print(Text(printable(f"next    kvcanary incidents {report} --explain {rows[0]['incident']}"), style="dim"), soft_wrap=True)  # fmt: skip
+        command = shlex.join(["kvcanary", "incidents", str(report), "--explain", str(rows[0]["incident"])])
+        console.print(Text(printable(f"next    {command}"), style="dim"), soft_wrap=True)
 
 
 def _explain(console: Console, row: dict[str, Any]) -> None:

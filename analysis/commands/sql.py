@@ -24,6 +24,8 @@ Examples:
       all that happened to a slot
   kvcanary sql a.arrow b.arrow "select trace, count(*) from tokens group by trace"
       several traces; the column trace says which
+  kvcanary sql /traces/ "select trace, count(*) from forwards group by trace"
+      all traces of a folder, with their reports where they were replayed
   kvcanary sql trace.report --format parquet -o tokens.parquet "from tokens"
   kvcanary sql trace.report -f query.sql --format json | jq .
   kvcanary sql trace.report --save
@@ -108,7 +110,7 @@ def _run(
     from ..sources import find_sources
     from ..store import build_store
 
-    sources = find_sources(paths, trace=trace)
+    sources = find_sources([source for path in paths for source in _named(path)], trace=trace)
     if save:
         for source in sources:
             click.echo(f"wrote   {build_store(source)}", err=True)
@@ -121,6 +123,28 @@ def _run(
             _prompt(session, form, rows)
         elif text.strip():
             _show(session, text, form, rows, output)
+
+
+def _named(path: Path) -> list[Path]:
+    """Return what a path stands for: itself, or of a folder of traces every recording's report or else its files."""
+    from ...recorder.errors import TraceError
+    from ...recorder.recordings import group_recordings, traces_in
+    from ..errors import AnalysisError
+
+    if not path.is_dir() or (path / "summary.json").exists():
+        return [path]
+    try:
+        recordings, _ = group_recordings(traces_in(path))
+    except TraceError:
+        raise AnalysisError(
+            f"{path}: neither a report (it has no summary.json) nor a folder of traces (it holds no .arrow file)"
+        ) from None
+    reports = [Path(recording.name).with_suffix(".report") for recording in recordings]
+    return [
+        named
+        for recording, report in zip(recordings, reports, strict=True)
+        for named in ([report] if (report / "summary.json").exists() else recording.paths)
+    ]
 
 
 def _read_script(script: Path | None) -> str | None:

@@ -70,11 +70,15 @@ def _session(source: Source) -> Session:
     """Open the report's store, made first where there is none that fits; without one where it cannot be written."""
     from ..errors import AnalysisError
     from ..session import open_sources
+    from ..sources import STORE_NAME
     from ..store import build_store, fresh_store
 
     if fresh_store(source) is None:
         if source.trace is None:
-            raise AnalysisError(f"{source.problem}; say where the trace is now with --trace")
+            raise AnalysisError(
+                f"{source.problem}; without {STORE_NAME}, which {source.report} does not have, triage reads the trace: "
+                "say with --trace where it is now"
+            )
         try:
             build_store(source)
         except AnalysisError as error:

@@ -1,5 +1,7 @@
 """A comparison as a person reads it."""
 
+import shlex
+
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -113,7 +115,7 @@ def _next(result: DiffResult) -> str:
     first = result.first
     if first is None:
         return "next   kvcanary-replay judges each trace by itself"
-    trace = printable(result.b)
+    trace = printable(shlex.quote(result.b))
     if first.kind in ("kv", "sampled") and "kv" in result.counts:
         return f"next   --kv-tolerance or --no-kv looks past rounding;   kvcanary-replay {trace}"
     return f"next   kvcanary-replay {trace}"

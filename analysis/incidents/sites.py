@@ -1,7 +1,7 @@
 """What a report holds, as places: violations and findings at one slot for one request and reason count as one.
 
-A fault that lasts is found anew in every forward, so ten million rows come from far fewer places. The files are read
-once, in row groups; what is held is one line a place, and never more than `MAX_SITES` lines: past that, neighbouring
+A fault that lasts is found anew in every forward, so ten million rows come from far fewer places; where the replay has
+merged such rows, each counts as often as it was found. The files are read once, in row groups; what is held is one line a place, and never more than `MAX_SITES` lines: past that, neighbouring
 slots and positions count as one place, 16, 256, ... at a time.
 """
 
@@ -20,7 +20,7 @@ from ..errors import AnalysisError
 
 Int64Array = npt.NDArray[np.int64]
 
-# About 120 bytes each, three times that while they are folded.
+# About 120 bytes each, and a quarter more for what was read since they were last folded; three times that while they are.
 MAX_SITES: Final = 2_000_000
 ROWS_AT_ONCE: Final = 65_536
 VIOLATION, FINDING = 0, 1
@@ -37,6 +37,7 @@ _VIOLATION_COLUMNS: Final = {
     "what": "fail_reason_bits",
     "launches": "launch_tag",
     "runners": "runner",
+    "rows": "num_forwards",
 }
 _FINDING_COLUMNS: Final = {
     "event": "event",
@@ -61,7 +62,7 @@ class Sites:
 
     `source` (violation or finding), `what` (a violation's reason bits, or a number of `kinds`), `group`, `slot`,
     `request`, `position`; `row` is the number of its first row in its file, `event`, `forward`, `time_ns` are that
-    row's, `last_forward` is the last of all, `rows` their number; `launches` and `runners` have a bit for each launch tag
+    row's, `last_forward` is the last of all, `rows` how often it was found, a row a forward; `launches` and `runners` have a bit for each launch tag
     and runner. `names` are the requests' by id. `shift`: slots and positions are counted in units of
     `2 ** shift`; `key` is what `site_keys` gives for their rows.
     """
@@ -95,13 +96,11 @@ def read_sites(report: Path, *, limit: int = MAX_SITES) -> Sites:
     for columns in iter_rows(report, kinds, names):
         held.append(_folded(columns, shift))
         num_held += len(held[-1]["key"])
-        if num_held > limit:
-            held = [_folded(_joined(held), shift)]
-            while len(held[0]["key"]) > limit // 2 and shift < 60:
-                shift += 4
-                held = [_folded(held[0], shift)]
+        if num_held > limit + limit // 4:
+            held, shift = _within(held, shift, limit)
             num_held = len(held[0]["key"])
-    found = _folded(_joined(held), shift)
+    held, shift = _within(held, shift, limit)
+    [found] = held
     order = np.lexsort((found["row"], found["source"], found["event"]))
     return Sites(
         columns={name: values[order] for name, values in found.items()}, kinds=tuple(kinds), names=names, shift=shift
@@ -135,7 +134,7 @@ def iter_rows(
                 values["runners"] = _bit(values["runners"])
                 values["source"] = np.full(batch.num_rows, source, np.int64)
                 values["row"] = np.arange(row, row + batch.num_rows, dtype=np.int64)
-                values["rows"] = np.ones(batch.num_rows, np.int64)
+                values["rows"] = np.clip(values.get("rows", np.ones_like(values["slot"])), 1, 1 << 40)
                 row += batch.num_rows
                 yield values
 
@@ -179,6 +178,15 @@ def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+def _within(held: list[dict[str, Int64Array]], shift: int, limit: int) -> tuple[list[dict[str, Int64Array]], int]:
+    """Fold what is held to at most `limit` places, and no further than that takes, however the rows were read."""
+    folded = _folded(_joined(held), shift)
+    while len(folded["key"]) > limit and shift < 60:
+        shift += 4
+        folded = _folded(folded, shift)
+    return [folded], shift
 
 
 def _folded(columns: dict[str, Int64Array], shift: int) -> dict[str, Int64Array]:

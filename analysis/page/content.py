@@ -76,7 +76,7 @@ def plain_facts(value: Any) -> Any:
 
 def _timeline(ask: Ask, limits: Limits) -> dict[str, Any]:
     span = ask.records(
-        "select coalesce(max(forward), 0) as last from (select forward from forwards union all select forward from damage)"
+        "select coalesce(max(forward), 0) as last from (select forward from forwards union all select last_forward from damage)"
     )[0]["last"]
     width = max(1, -(-(span + 1) // limits.bins))
     values = {"width": width, "class": DAMAGE_CLASS, "limit": limits.rows}

@@ -8,11 +8,11 @@ from ..triage import is_whole, lost_line
 from .ask import Ask, Limits, page_sql, plain
 
 _FOUND: Final = (
-    ("violations", "select count(*) from violations"),
+    ("violations", "select coalesce(sum(num_forwards), 0)::bigint from violations"),
     ("findings", "select count(*) from findings"),
     ("requests hit", "select count(distinct request_id) from damage where request_id >= 0"),
     ("slots hit", "select count(distinct (pool_group, slot)) from damage where slot >= 0"),
-    ("forwards hit", "select count(distinct forward) from damage where forward >= 0"),
+    ("forwards hit", "select count(distinct forward) from damage_forwards where forward >= 0"),
     ("first bad forward", "select forward from first_bad_forward()"),
 )
 _WHOLE: Final = (

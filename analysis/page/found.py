@@ -123,12 +123,12 @@ def _subject(
     if incident is None:
         of = f"from damage where {damage_where}"
         numbers = {
-            "violations": f"select count(*) {of} and source = 'violation'",
+            "violations": f"select coalesce(sum(num_forwards), 0)::bigint {of} and source = 'violation'",
             "findings": f"select count(*) {of} and source = 'finding'",
             "requests": f"select count(distinct nullif(request_id, -1)) {of}",
             "slots": f"select count(distinct (pool_group, slot)) filter (where slot >= 0) {of}",
             "first_forward": f"select min(forward) {of}",
-            "last_forward": f"select max(forward) {of}",
+            "last_forward": f"select max(last_forward) {of}",
         }
     else:
         of = f"from incidents where incident = {int(incident['incident'])}"

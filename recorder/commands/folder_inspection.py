@@ -1,6 +1,7 @@
 """What `kvcanary inspect` says of a folder: a line for each file, and what is missing between segments."""
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,9 +111,8 @@ def show_folder(console: "Console", found: FolderInspection) -> None:
     lines += [f"note    {note}" for note in found.notes]
     _print_lines(console, lines)
     torn = any(one.num_gaps for recording in found.recordings for one in recording.files)
-    command = "recover" if torn else "replay"
-    shown = f"kvcanary recover {found.folder}" if command == "recover" else f"kvcanary-replay {found.folder}"
-    console.print(Text(printable(f"next    {shown}")), soft_wrap=True)
+    command = ["kvcanary", "recover"] if torn else ["kvcanary-replay"]
+    console.print(Text(printable(f"next    {shlex.join([*command, str(found.folder)])}")), soft_wrap=True)
 
 
 def _print_lines(console: "Console", lines: Sequence[str]) -> None:

@@ -90,7 +90,10 @@ def _environ(output: Path | None, config: Path | None, options: dict[str, str | 
     """
     import os
 
+    from ..run_identity import give_run_id
+
     environ = dict(os.environ)
+    give_run_id(environ)
     given: dict[Knob, str] = {knob: text for knob in KNOBS if (text := options.get(knob.name)) is not None}
     if output is not None:
         given[TRACE_KNOB] = str(output)

@@ -1,9 +1,16 @@
 """`kvcanary recover`: write what is whole in a torn or damaged trace to a new file."""
 
+from __future__ import annotations
+
+import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from ..recovery import RecoveryResult
 
 _EPILOG = """\b
 Examples:
@@ -11,6 +18,7 @@ Examples:
   kvcanary recover torn.arrow -o saved.arrow --force
   kvcanary recover /traces/
       every file there that is not whole; kvcanary-replay /traces/ then takes what was recovered
+  kvcanary recover torn.arrow --json | jq .lost_events
 """
 
 
@@ -18,7 +26,8 @@ Examples:
 @click.argument("torn", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: TORN's name with .recovered.arrow.")
 @click.option("--force", is_flag=True, help="Replace the output file if it exists.")
-def recover_command(torn: Path, output: Path | None, force: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print what was kept and lost as JSON.")
+def recover_command(torn: Path, output: Path | None, force: bool, as_json: bool) -> None:
     """Write every whole batch of TORN to a new trace, which opens anywhere, and say what was lost.
 
     Of a folder, every file that is torn or damaged is recovered to one beside it.
@@ -31,13 +40,18 @@ def recover_command(torn: Path, output: Path | None, force: bool) -> None:
     if torn.is_dir():
         if output is not None:
             raise click.UsageError("-o names one file; what is recovered of a folder goes beside each torn file")
-        sys.exit(_recover_folder(torn, force=force))
+        sys.exit(_recover_folder(torn, force=force, as_json=as_json))
     target = output or torn.with_name(f"{torn.stem}{RECOVERED}")
     try:
         result = recover(torn, target, overwrite=force)
     except TraceError as error:
+        if as_json:
+            _print_json({"trace": str(torn), "error": str(error)})
         click.echo(f"Error: {printable(str(error))}", err=True)
         sys.exit(2)
+    if as_json:
+        _print_json(_as_json(result))
+        return
     click.echo(f"kept    {result.kept_events:,} events in {result.kept_batches:,} batches")
     if result.lost_events is None:
         known = f"{result.known_lost_events:,} events that are known of, and " if result.known_lost_events else ""
@@ -51,10 +65,10 @@ def recover_command(torn: Path, output: Path | None, force: bool) -> None:
     if result.num_gaps > len(result.causes):
         click.echo(f"        and {result.num_gaps - len(result.causes):,} more gaps")
     click.echo(f"wrote   {printable(str(target))}")
-    click.echo(f"next    kvcanary-replay {printable(str(target))}")
+    click.echo(f"next    {printable(shlex.join(['kvcanary-replay', str(target)]))}")
 
 
-def _recover_folder(folder: Path, *, force: bool) -> int:
+def _recover_folder(folder: Path, *, force: bool, as_json: bool) -> int:
     """Recover what is not whole in a folder, a line a file; return the exit code."""
     from ..batch import TraceBatch
     from ..errors import TraceError
@@ -63,12 +77,19 @@ def _recover_folder(folder: Path, *, force: bool) -> int:
     from ..recovery import recover
     from .text import printable
 
-    code = whole = 0
+    whole = 0
+    recovered: list[dict[str, Any]] = []
+    unreadable: dict[str, str] = {}
+
+    def fail(path: Path, error: TraceError) -> None:
+        unreadable[str(path)] = str(error)
+        click.echo(f"Error: {printable(str(error))}", err=True)
+
+    paths: list[Path] = []
     try:
         paths = [path for path in traces_in(folder) if not path.name.endswith(RECOVERED)]
     except TraceError as error:
-        click.echo(f"Error: {printable(str(error))}", err=True)
-        return 2
+        fail(folder, error)
     for path in paths:
         target = path.with_name(f"{path.stem}{RECOVERED}")
         try:
@@ -78,11 +99,29 @@ def _recover_folder(folder: Path, *, force: bool) -> int:
                     continue
             result = recover(path, target, overwrite=force)
         except TraceError as error:
-            click.echo(f"Error: {printable(str(error))}", err=True)
-            code = 2
+            fail(path, error)
             continue
-        lost = "an unknown number lost" if result.lost_events is None else f"{result.lost_events:,} lost"
-        click.echo(f"wrote   {printable(str(target))}   {result.kept_events:,} events kept, {lost}")
-    click.echo(f"whole   {whole:,} of {len(paths):,} files")
-    click.echo(f"next    kvcanary-replay {printable(str(folder))}")
-    return code
+        recovered.append(_as_json(result))
+        if not as_json:
+            lost = "an unknown number lost" if result.lost_events is None else f"{result.lost_events:,} lost"
+            click.echo(f"wrote   {printable(str(target))}   {result.kept_events:,} events kept, {lost}")
+    if as_json:
+        told = {"folder": str(folder), "files": len(paths), "whole": whole}
+        _print_json({**told, "recovered": recovered, "unreadable": unreadable})
+    elif str(folder) not in unreadable:
+        click.echo(f"whole   {whole:,} of {len(paths):,} files")
+        click.echo(f"next    {printable(shlex.join(['kvcanary-replay', str(folder)]))}")
+    return 2 if unreadable else 0
+
+
+def _as_json(result: RecoveryResult) -> dict[str, Any]:
+    """Return what was kept and lost; `lost_events` is null where nobody can know."""
+    names = ("kept_events", "kept_batches", "lost_events", "known_lost_events", "num_gaps")
+    found = {"trace": str(result.source), "recovered": str(result.target)}
+    return {**found, **{name: getattr(result, name) for name in names}, "causes": list(result.causes)}
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    import json
+
+    click.echo(json.dumps(value, indent=2))

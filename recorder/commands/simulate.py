@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,13 @@ The same options and seed give the same events, apart from their times.
     show_default=True,
     help="hashed: salted hashes in place of the tokens, by a fresh salt.",
 )
+@click.option(
+    "--compression",
+    type=click.Choice(["lz4", "zstd", "none"]),
+    default="lz4",
+    show_default=True,
+    help="Of the trace: none reads fastest and takes most of the disk.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON.")
 def simulate_command(  # one parameter an option
     output: Path,
@@ -112,6 +120,7 @@ def simulate_command(  # one parameter an option
     as_json: bool,
     kv_watch_every: int,
     tokens: str,
+    compression: str,
     **options: Any,
 ) -> None:
     """Record a trace from an engine that has no model, only everything around one.
@@ -128,6 +137,7 @@ def simulate_command(  # one parameter an option
 
     privacy = Privacy(new_salt()) if tokens == "hashed" else None
     recording: dict[str, Any] = {"kv_watch_every": kv_watch_every, "overwrite": force, "privacy": privacy}
+    recording["compression"] = compression
     runs: SimulatedEngine | PdPair
     try:
         workload = _workload(options)
@@ -152,7 +162,8 @@ def simulate_command(  # one parameter an option
         return
     for engine in engines:
         _show(engine, seconds)
-    click.echo(f"next    kvcanary-replay {' '.join(printable(str(engine.recorder.path)) for engine in engines)}")
+    command = shlex.join(["kvcanary-replay", *(str(engine.recorder.path) for engine in engines)])
+    click.echo(f"next    {printable(command)}")
 
 
 def _as_json(engine: SimulatedEngine, seconds: float) -> dict[str, Any]:

@@ -1,42 +1,32 @@
 """Room for the frames of forwards in flight: stretches of one buffer, taken and given back in the same order."""
 
-from collections import deque
-
 
 class Arena:
     """Hands out stretches of `size` words; one thread takes, another gives back, in order.
 
-    Stretches never wrap around the end, so what is left there is skipped.
+    Places are counted on and on: a place's remainder by `size` is where it lies. Stretches never wrap around the end, so
+    what is left there is skipped.
     """
+
+    __slots__ = ("_free_from", "_taken_to", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._taken: deque[tuple[int, int]] = deque()  # (start, words of the stretch)
-        self._head = 0  # where the next stretch begins
+        self._taken_to = 0  # the taker's: the place behind the last stretch
+        self._free_from = 0  # the giver's: the place behind the last stretch that was given back
 
     def take(self, words: int) -> int | None:
-        """Return where a stretch of `words` begins, None where there is no room."""
-        try:
-            tail = self._taken[0][0]
-        except IndexError:
-            self._head = 0
-            tail = -1
-        if tail < 0:
-            start = 0 if words <= self.size else None
-        elif self._head > tail:
-            start = self._head if self._head + words <= self.size else (0 if words < tail else None)
-        else:
-            start = self._head if self._head + words < tail else None
-        if start is not None:
-            self._taken.append((start, words))
-            self._head = start + words
-        return start
+        """Return the place at which a stretch of `words` begins, None where there is no room."""
+        size, place = self.size, self._taken_to
+        offset = place % size
+        if offset + words > size:
+            place += size - offset
+        # All is free where the last stretch is back, whatever has been skipped since.
+        if words > size or (place + words - self._free_from > size and self._free_from != self._taken_to):
+            return None
+        self._taken_to = place + words
+        return place
 
-    def give_back(self) -> None:
+    def give_back(self, place: int, words: int) -> None:
         """Give back the oldest stretch."""
-        self._taken.popleft()
-
-    @property
-    def in_use(self) -> int:
-        """How many stretches are taken."""
-        return len(self._taken)
+        self._free_from = place + words

@@ -1,13 +1,19 @@
-"""The engine thread's part: two kernel launches and an event on the engine's own stream, and nothing that waits."""
+"""The engine thread's part: two kernel launches on the engine's own stream, and nothing that waits.
 
-from collections import deque
-from collections.abc import Callable
+Each step of an engine comes here with cold caches, so what it touches is kept small: no object is made that the last
+step has left behind, and nothing is looked up that a forward of the same size has found.
+"""
+
+import logging
+from collections.abc import Sequence
 from typing import Any, Final
 
 from ...kernels.frames import NUM_COUNTERS, FrameLayout
 from .arena import Arena
-from .forward import DeviceForward, Flight
+from .forward import Flight, ForwardRequests
 from .shadows import DeviceShadows
+
+logger = logging.getLogger("kvcanary")
 
 MAX_FLIGHTS: Final = 1024
 # Entries of changes that fit a frame. A forward that admits requests may hit long prefixes, whose every cell is a
@@ -21,19 +27,18 @@ INT32_MAX: Final = 2**31 - 1
 
 
 class DeviceCapture:
-    """Takes forwards down into frames; for the engine's thread alone, but for `release`.
+    """Takes forwards down into frames; for the engine's thread alone, but for `release` and `use_again`.
 
     Args:
         shadows: what the trace knows already.
         frame_bytes: room for frames in flight, on the device.
         watch_every: forwards between two looks at the prefix's bytes, 0 never.
-        clock: gives nanoseconds.
     """
 
-    def __init__(self, shadows: DeviceShadows, *, frame_bytes: int, watch_every: int, clock: Callable[[], int]) -> None:
+    def __init__(self, shadows: DeviceShadows, *, frame_bytes: int, watch_every: int) -> None:
         import torch
 
-        from ...kernels.frames_triton import TILE, FrameKernels
+        from ...kernels.frame_launch import TILE, FrameKernels, programs_of
 
         device = shadows.runners[0].descriptor.device
         self.on_gpu = device.type == "cuda"
@@ -43,14 +48,15 @@ class DeviceCapture:
         self.next_forward = 0
         self._arena = Arena(int(self.frames.shape[0]))
         self._watch_every = watch_every
-        self._clock = clock
         self._taken = 0  # flights; a forward for which there is no room is none
+        self._given_back = 0
         self._reset = False
         self._catching_up = False
-        self._events: deque[Any] = deque()
-        self._new_event = torch.cuda.Event
+        self._landed: list[Flight] = []  # to be used again
         self._tile = TILE
+        self._programs_of = programs_of
         self._layouts: dict[tuple[int, int, int, bool], FrameLayout] = {}
+        driver = _driver(device) if self.on_gpu else None
         self._kernels = [
             FrameKernels(
                 self.frames,
@@ -58,6 +64,7 @@ class DeviceCapture:
                 runner.descriptor,
                 streams=len(runner.stream_words),
                 lut_int64=runner.lut_int64,
+                driver=driver,
             )
             for runner in shadows.runners
         ]
@@ -72,40 +79,28 @@ class DeviceCapture:
         for number, kernels in enumerate(self._kernels):
             layout = self._layout(number, bs=1, tokens=0, many=False)
             for minus, extend in ((None, None), (None, lens), (lens, lens)):
-                kernels.take_down(
-                    rows=row,
-                    prefix=row if extend is None or minus is not None else lens,
-                    minus=minus,
-                    extend=extend,
-                    extend_each=0,
-                    input_ids=row,
-                    positions=row,
-                    out_cache_loc=row,
-                    at=0,
-                    flight=0,
-                    layout=layout,
-                    forward=0,
-                )
-            kernels.take_back(at=0, flight=0, next_flight=1, layout=layout, forward=0, watch=True)
+                prefix = row if extend is None or minus is not None else lens
+                for _ in range(2):  # the second is launched as all that follow
+                    kernels.take_down(layout, row, prefix, minus, extend, 0, row, row, row, 0, 0, 0)
+            for _ in range(2):
+                kernels.take_back(layout, 0, 0, 1, 0, True)
+        self.counters.zero_()
 
     def _layout(self, runner: int, *, bs: int, tokens: int, many: bool) -> FrameLayout:
-        key = (runner, bs, tokens, many)
-        layout = self._layouts.get(key)
-        if layout is None:
-            if len(self._layouts) >= MAX_LAYOUTS:
-                self._layouts.clear()
-            on_device = self.shadows.runners[runner].on_device
-            words, luts = self.shadows.runners[runner].stream_words, len(on_device.luts)
-            width = int(on_device.table.shape[1])
-            layout = self._layouts[key] = FrameLayout(
-                bs=bs,
-                tokens=tokens,
-                stream_words=words,
-                table_capacity=min(bs * -(-width // self._tile), TABLE_TILES if many else TABLE_TILES_FEW),
-                lut_capacity=min(luts * (bs * width + tokens), LUT_CHANGES),
-                kv_capacity=min(len(words) * bs * width, KV_CHANGES),
-                tile=self._tile,
-            )
+        if len(self._layouts) >= MAX_LAYOUTS:
+            self._layouts.clear()
+        on_device = self.shadows.runners[runner].on_device
+        words, luts = self.shadows.runners[runner].stream_words, len(on_device.luts)
+        width = int(on_device.table.shape[1])
+        layout = self._layouts[runner, bs, tokens, many] = FrameLayout(
+            bs=bs,
+            tokens=tokens,
+            stream_words=words,
+            table_capacity=min(bs * -(-width // self._tile), TABLE_TILES if many else TABLE_TILES_FEW),
+            lut_capacity=min(luts * (bs * width + tokens), LUT_CHANGES),
+            kv_capacity=min(len(words) * bs * width, KV_CHANGES),
+            tile=self._tile,
+        )
         return layout
 
     def reset(self) -> None:
@@ -116,8 +111,24 @@ class DeviceCapture:
         """Make room for many changes in the frames to come, as long as not all has been told; any thread may ask."""
         self._catching_up = still
 
-    def before(self, told: DeviceForward) -> Flight | None:
-        """Take down what a forward reads and writes; None where there is no room, and then it is lost.
+    def before(
+        self,
+        launched_ns: int,
+        mode: str,
+        runner: int,
+        rows: Any,
+        prefix: Any,
+        minus: Any | None,
+        extend: Any | None,
+        extend_each: int,
+        input_ids: Any,
+        positions: Any,
+        out_cache_loc: Any,
+        tokens: int,
+        requests: ForwardRequests,
+        truth_lens: Sequence[int],
+    ) -> Flight | None:
+        """Take down what a forward reads and writes, as `DeviceForward` has it; None where there is no room: it is lost.
 
         Numbers the forward in any case.
 
@@ -125,66 +136,99 @@ class DeviceCapture:
             ValueError: fewer lengths than requests, which the kernels would read beyond.
         """
         number = self.next_forward
-        self.next_forward += 1
-        bs = told.rows.shape[0]
-        for lens in (told.minus, told.extend):
-            if lens is not None and lens.shape[0] < bs:
-                raise ValueError(f"{lens.shape[0]} lengths for {bs} requests, expected one for each")
-        many = told.extend is not None or self._reset or self._catching_up
-        layout = self._layout(told.runner, bs=bs, tokens=told.num_tokens, many=many)
-        at = self._arena.take(layout.words or 1) if self._arena.in_use < MAX_FLIGHTS else None
-        if at is None:
+        self.next_forward = number + 1
+        bs = rows.numel()
+        if extend is not None:
+            _check_lens(extend, bs)
+        if minus is not None:
+            _check_lens(minus, bs)
+        fresh = self._reset
+        many = fresh or self._catching_up or extend is not None
+        layout = self._layouts.get((runner, bs, tokens, many))
+        if layout is None:
+            layout = self._layout(runner, bs=bs, tokens=tokens, many=many)
+        taken = self._taken
+        place = self._arena.take(layout.words) if taken - self._given_back < MAX_FLIGHTS else None
+        if place is None:
             self._reset = True
             return None
-        fresh = self._reset
         if fresh:  # only then put down again: another thread may ask at this very moment
             self._reset = False
             self.shadows.reset()
-        flight = Flight(
-            told=told,
-            number=number,
-            time_ns=self._clock(),
-            layout=layout,
-            at=at,
-            # Each flight zeroes the counters of the one after it, so they go round by flights, not by forwards.
-            counters=self._taken % (MAX_FLIGHTS + 1),
-            watched=self._watch_every > 0 and number % self._watch_every == 0 and bool(layout.stream_words),
-            fresh=fresh,
-        )
-        self._taken += 1
-        self._kernels[told.runner].take_down(
-            rows=told.rows,
-            prefix=told.prefix,
-            minus=told.minus,
-            extend=told.extend,
-            extend_each=told.extend_each,
-            input_ids=told.input_ids,
-            positions=told.positions,
-            out_cache_loc=told.out_cache_loc,
-            at=at,
-            flight=flight.counters,
-            layout=layout,
-            forward=number % INT32_MAX + 1,
+        flight = self._landed.pop() if self._landed else Flight()
+        flight.mode = mode
+        flight.runner = runner
+        flight.requests = requests
+        flight.truth_lens = truth_lens
+        flight.number = number
+        flight.launched_ns = launched_ns
+        flight.layout = layout
+        flight.place = place
+        flight.at = at = place % self._arena.size
+        # Each flight zeroes the counters of the one after it, so they go round by flights, not by forwards.
+        flight.counters = counters = taken % (MAX_FLIGHTS + 1)
+        flight.watched = self._watch_every > 0 and number % self._watch_every == 0 and bool(layout.stream_words)
+        flight.fresh = fresh
+        self._taken = taken + 1
+        self._kernels[runner].take_down(
+            layout,
+            rows,
+            prefix,
+            minus,
+            extend,
+            extend_each,
+            input_ids,
+            positions,
+            out_cache_loc,
+            at,
+            counters,
+            number % INT32_MAX + 1,
         )
         return flight
 
     def after(self, flight: Flight) -> None:
-        """Take down what the forward wrote; the flight has landed once its event has happened."""
-        self._kernels[flight.told.runner].take_back(
-            at=flight.at,
-            flight=flight.counters,
-            next_flight=(flight.counters + 1) % (MAX_FLIGHTS + 1),
-            layout=flight.layout,
-            forward=flight.number % INT32_MAX + 1,
-            watch=flight.watched,
+        """Take down what the forward wrote; the flight has landed once its programs have counted themselves as done."""
+        counters = flight.counters
+        self._kernels[flight.runner].take_back(
+            flight.layout,
+            flight.at,
+            counters,
+            (counters + 1) % (MAX_FLIGHTS + 1),
+            flight.number % INT32_MAX + 1,
+            flight.watched,
         )
-        if self.on_gpu:
-            # Events are used again, and put the waiting thread to sleep instead of keeping a core busy.
-            flight.done = self._events.popleft() if self._events else self._new_event(blocking=True)
-            flight.done.record()
+
+    def programs(self, flight: Flight) -> int:
+        """Return how many programs take a flight down."""
+        streams = len(self.shadows.runners[flight.runner].stream_words)
+        return sum(self._programs_of(flight.layout, streams=streams, watch=flight.watched))
 
     def release(self, flight: Flight) -> None:
         """Give a flight's frame back, in the order in which they were taken."""
-        self._arena.give_back()
-        if flight.done is not None:
-            self._events.append(flight.done)
+        self._arena.give_back(flight.place, flight.layout.words)
+        self._given_back += 1
+
+    def use_again(self, flight: Flight) -> None:
+        """Take a flight back that nobody looks at any more."""
+        flight.requests, flight.truth_lens = None, ()
+        self._landed.append(flight)
+
+
+def _check_lens(lens: Any, bs: int) -> None:
+    if lens.numel() < bs:
+        raise ValueError(f"{lens.numel()} lengths for {bs} requests, expected one for each")
+
+
+def _driver(device: Any) -> Any:
+    """Return the CUDA driver for direct calls, None where it cannot be had: launches take longer then."""
+    import torch
+
+    from ...kernels.frame_driver import CudaDriver
+
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    try:
+        current = torch._C._cuda_getCurrentRawStream
+        return CudaDriver(current, index)
+    except (OSError, AttributeError) as error:
+        logger.warning("kvcanary: launches go through Triton, which takes longer: %s", error)
+        return None

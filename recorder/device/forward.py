@@ -18,7 +18,38 @@ class TokenSource(Protocol):
         """Return its tokens from position `start` to before `stop`, fewer where it has no longer so many."""
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: that costs a microsecond or two, on the engine's thread
+class ForwardRequests(Protocol):
+    """The requests of a forward; asked for later, by another thread. `BatchRequests` is the plain one.
+
+    Attributes:
+        ids: `[bs]` on the host, -1 for padding, which has none at the end.
+        truth: each request's tokens, or None where the engine cannot tell; as many as requests without padding.
+        known_lens: tokens that each has beside `DeviceForward.truth_lens`: prompts, which do not grow; None for none.
+    """
+
+    @property
+    def ids(self) -> Int64Array:
+        """See the class."""
+
+    @property
+    def truth(self) -> Sequence[TokenSource] | None:
+        """See the class."""
+
+    @property
+    def known_lens(self) -> Int64Array | None:
+        """See the class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequests:
+    """The requests of a forward, as `ForwardRequests` has them."""
+
+    ids: Int64Array
+    truth: Sequence[TokenSource] | None = None
+    known_lens: Int64Array | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceForward:
     """One forward, told before it runs; tensors are the engine's own, of any integer type, contiguous, read on its stream.
 
@@ -34,10 +65,8 @@ class DeviceForward:
         positions: `[tokens]`.
         out_cache_loc: `[any]` slot of each token; past its end the tokens have none.
         num_tokens: how many of `input_ids` and `positions` count.
-        request_ids: `[bs]` on the host.
-        truth: each request's tokens, or None where the engine cannot tell; padding has none at the end.
+        requests: whose forward it is.
         truth_lens: how many of each request's tokens the scheduler has at this moment, beside `known_lens`.
-        known_lens: as many again for each: prompts, which do not grow.
     """
 
     mode: str
@@ -51,26 +80,51 @@ class DeviceForward:
     positions: Any
     out_cache_loc: Any
     num_tokens: int
-    request_ids: Int64Array
-    truth: Sequence[TokenSource] | None = None
+    requests: ForwardRequests
     truth_lens: Sequence[int] = ()
-    known_lens: Int64Array | None = None
 
 
-@dataclass(slots=True, kw_only=True)
 class Flight:
-    """A forward on its way from the device: where its frame lies, and the event that says that it is complete.
+    """A forward on its way from the device: what was told of it on the host, and where its frame lies; used again.
 
-    `fresh`: the shadows were reset right before it, so it tells everything anew.
+    Attributes:
+        mode: as told, like `runner`, `requests` and `truth_lens`.
+        number: the forward's.
+        launched_ns: when it was told, on the monotonic clock.
+        layout: its frame's sections.
+        place: of its frame, as the arena counts.
+        at: where its frame begins.
+        counters: the row of its counters.
+        watched: whether its prefix's bytes are compared.
+        fresh: the shadows were reset right before it, so it tells everything anew.
+        note: how it failed.
     """
 
-    told: DeviceForward
+    __slots__ = (
+        "at",
+        "counters",
+        "fresh",
+        "launched_ns",
+        "layout",
+        "mode",
+        "note",
+        "number",
+        "place",
+        "requests",
+        "runner",
+        "truth_lens",
+        "watched",
+    )
+    mode: str
+    runner: int
+    requests: ForwardRequests | None
+    truth_lens: Sequence[int]
     number: int
-    time_ns: int
+    launched_ns: int
     layout: FrameLayout
+    place: int
     at: int
     counters: int
     watched: bool
     fresh: bool
-    note: str = ""
-    done: Any = None
+    note: str

@@ -1,12 +1,14 @@
 """The background thread's part: a frame is brought to the host and read, section by section."""
 
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kernels.frames import (
+    DONE,
     KV_CHANGES,
     KV_ENTRY,
     LUT_CHANGES,
@@ -20,6 +22,8 @@ from ...kernels.frames import (
 from ..host_arrays import ByteArray, Int64Array
 from .capture import DeviceCapture
 from .forward import Flight
+
+LOOK_AGAIN_S: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +74,11 @@ class Landing:
 
     def land(self, flight: Flight) -> Landed:
         """Wait until the flight is complete and return what it took down."""
-        layout = flight.layout
-        if flight.done is not None:
-            flight.done.synchronize()
+        layout, programs = flight.layout, self._capture.programs(flight)
         counters, fixed = self._fetch_fixed(flight)
+        while self._capture.on_gpu and int(counters[DONE]) < programs:
+            time.sleep(LOOK_AGAIN_S)
+            counters, fixed = self._fetch_fixed(flight)
         inputs = fixed[: layout.inputs].copy()
         bs, tokens = layout.bs, layout.tokens
         rows, prefix, extend = (inputs[i * bs : (i + 1) * bs] for i in range(3))

@@ -9,12 +9,12 @@ import atexit
 import functools
 import logging
 import os
-import queue
-import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import get_ident
+from time import perf_counter_ns
 from typing import Any, Final
 
 from ...kernels.kv_source import KvSource
@@ -22,8 +22,10 @@ from ..header import TraceHeader
 from ..host_arrays import Int64Array, own_int64
 from ..outbox import RecorderStats
 from ..recorder import Recorder
+from ..recording import beginning
 from ..schema import RECEIVE, TIER_POOL
 from ..slot_runs import runs_to_slots
+from .background import AT_ONCE, Background, Told
 from .capture import DeviceCapture
 from .forward import DeviceForward, Flight
 from .shadows import DeviceShadows
@@ -32,13 +34,17 @@ from .taking_down import TakingDown
 logger = logging.getLogger("kvcanary")
 
 MAX_WAITING: Final = 16_384  # things told and not yet taken down; beyond it they are lost
-FLIGHTS_LEFT_WAITING: Final = 2
-AFTER_LAUNCH_S: Final = 0.001  # by then the engine has launched what follows a forward, and waits for an earlier one
-BEHIND: Final = 16  # things told that have piled up: no waiting for a better moment then
-IDLE_S: Final = 0.05
-AT_ONCE: Final = -1
-STILL_THERE_S: Final = 0.1
 _TOLD_LATER: Final = ("request", "request_status", "sampled")
+_in_this_process: "weakref.WeakSet[DeviceRecorder]" = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """A forked child has neither our thread nor our file; asking for its process id in every step would take longer."""
+    for recorder in list(_in_this_process):
+        recorder._off = recorder._foreign = True
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class DeviceRecorder:
@@ -76,85 +82,105 @@ class DeviceRecorder:
         shadows = DeviceShadows(header, tables=tables, luts=luts, sources=kv_sources)
         self._recorder = Recorder(path, header, kv_sources=kv_sources, kv_watch_every=kv_watch_every, **writer_options)
         self.header = self._recorder.header
-        try:
+        with beginning(self._recorder):
             self._begin(shadows, frame_bytes)
-        except BaseException:
-            self._recorder.lost("the recording could not begin")
-            self._recorder.close()
-            raise
         atexit.register(self.close)  # after the recorder's own, so run before it
 
     def _begin(self, shadows: DeviceShadows, frame_bytes: int) -> None:
-        every, clock = self.header.capture.kv_watch_every, self._recorder.clock
-        self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=every, clock=clock)
+        every = self.header.capture.kv_watch_every
+        self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=every)
         self._capture.prepare()
         self._taking_down = TakingDown(self._recorder, self._capture)
         self._pending: Flight | None = None
-        self._queue: queue.SimpleQueue[Flight | tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._pid = os.getpid()
-        self._off = False
+        self._off = self._foreign = False
         self._engine_thread = 0
-        # Our thread's.
-        self._latest_ns = 0
-        self._waiting: deque[Flight | tuple[int, Callable[[], None]]] = deque()
-        self._flights = 0  # among those waiting
-        self._at_once = False
-        self._told_all = False
         self._engine_thread_ns = 0
-        self._thread = threading.Thread(target=self._run, name="kvcanary-landing", daemon=True)
-        self._thread.start()
+        self._clock_ahead_ns = self._recorder.clock() - perf_counter_ns()
+        self._latest_ns = 0  # our thread's
+        _in_this_process.add(self)
+        self._background = Background(
+            begin=self._taking_down.landing.begin, take=self._take, on_look=self._look, on_death=self._died
+        )
 
     # The engine's thread.
 
     def before_forward(self, told: DeviceForward) -> None:
         """Take down what a forward is about to read and write; runs on the current stream, waits for nothing."""
-        begin = time.perf_counter_ns()
-        try:
-            if self._live():
-                if self._pending is not None:
-                    self._complete("the engine told of no end of this forward")
-                self._engine_thread = threading.get_ident()
-                self._pending = self._capture.before(told)
-                if self._pending is None:
-                    self._lose("the device had no room for another forward in flight")
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"before_forward: {type(error).__name__}: {error}", error)
-        self._engine_thread_ns += time.perf_counter_ns() - begin
+        begin = perf_counter_ns()
+        self.before(
+            told.mode,
+            told.runner,
+            told.rows,
+            told.prefix,
+            told.minus,
+            told.extend,
+            told.extend_each,
+            told.input_ids,
+            told.positions,
+            told.out_cache_loc,
+            told.num_tokens,
+            told.requests,
+            told.truth_lens,
+        )
+        self._engine_thread_ns += perf_counter_ns() - begin
 
     def after_forward(self, *, note: str = "") -> None:
         """Complete the forward that `before_forward` began."""
-        begin = time.perf_counter_ns()
-        try:
-            self._complete(note)
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"after_forward: {type(error).__name__}: {error}", error)
-        self._engine_thread_ns += time.perf_counter_ns() - begin
+        begin = perf_counter_ns()
+        self.after(note)
+        self._engine_thread_ns += perf_counter_ns() - begin
 
-    def _complete(self, note: str) -> None:
-        flight, self._pending = self._pending, None
-        if flight is not None and self._live():
+    def before(self, *told: Any) -> int:
+        """As `before_forward`, for who takes the time himself: with what a `DeviceForward` holds, in this order.
+
+        That is mode, runner, rows, prefix, minus, extend, extend_each, input_ids, positions, out_cache_loc, num_tokens,
+        requests, truth_lens. Returns the forward's number, -1 where nothing is recorded any more.
+        """
+        if self._off:
+            return -1
+        number = -1
+        try:
+            if self._pending is not None:
+                self.after("the engine told of no end of this forward")
+            self._engine_thread = get_ident()
+            number = self._capture.next_forward
+            self._pending = self._capture.before(perf_counter_ns(), *told)
+            if self._pending is None:
+                self._lose("the device had no room for another forward in flight")
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"before_forward: {type(error).__name__}: {error}", error)
+        return number
+
+    def after(self, note: str) -> None:
+        """As `after_forward`, for who takes the time himself."""
+        flight = self._pending
+        if flight is None or self._off:
+            return
+        self._pending = None
+        try:
             flight.note = note
             self._capture.after(flight)
-            self._queue.put(flight)
+            self._background.put(flight)
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"after_forward: {type(error).__name__}: {error}", error)
 
     def later(self, tell: Callable[[], None]) -> None:
         """Have `tell` called on the recorder's thread once everything told so far is taken down."""
-        if not self._live():
+        if self._off:
             return
-        if self._queue.qsize() >= MAX_WAITING:
+        if len(self._background.queue) >= MAX_WAITING:
             self._lose("more was told than could be taken down")
         else:
-            self._queue.put((self._recorder.clock(), tell))
+            self._background.put((perf_counter_ns(), tell))
 
     def sampled_later(self, forward: int, sampled: Callable[[], tuple[Int64Array, Int64Array]]) -> None:
         """As `Recorder.sampled`; `sampled` gives tokens and lens, and is called on the recorder's thread."""
+        self.later(functools.partial(self._tell_sampled, forward, sampled))
 
-        def tell() -> None:
-            tokens, lens = sampled()
-            if tokens.size:
-                self._recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
-
-        self.later(tell)
+    def _tell_sampled(self, forward: int, sampled: Callable[[], tuple[Int64Array, Int64Array]]) -> None:
+        tokens, lens = sampled()
+        if tokens.size:
+            self._recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name not in _TOLD_LATER:
@@ -172,7 +198,7 @@ class DeviceRecorder:
 
     def lost(self, note: str) -> None:
         """As `Recorder.lost`."""
-        if self._live():
+        if not self._off:
             self._lose(note)
 
     def freeze(self, note: str = "") -> None:
@@ -181,7 +207,7 @@ class DeviceRecorder:
 
     def kv_copy(self, *, group: int, src: Any, dst: Any, count: Any, **kwargs: Any) -> None:
         """As `Recorder.kv_copy`; of what comes from another tier the bytes are not watched until they are written."""
-        if not self._live():
+        if self._off:
             return
         try:
             src, dst, count = own_int64(src), own_int64(dst), own_int64(count)
@@ -215,39 +241,33 @@ class DeviceRecorder:
         Where it cannot, a loss after which nothing is known is due, and stands for what is not told now. Whoever
         waited in vain is not kept waiting again: the recorder switches itself off.
         """
-        if not self._live():
+        if self._off:
             return False
-        if not self.drain() and self._live():
+        if not self.drain():
             self.switch_off("what the device took down did not arrive in time")
         return self._live() and self._taking_down.goes_on
 
+    def _live(self) -> bool:
+        return not self._off
+
     def drain(self, timeout: float = 30.0) -> bool:
         """Wait until everything told so far is taken down; False where that takes longer, or our thread has ended."""
-        if threading.current_thread() is self._thread:
-            return False
-        reached = threading.Event()
-        self._queue.put((AT_ONCE, reached.set))
-        end = time.monotonic() + timeout
-        while not reached.wait(min(STILL_THERE_S, max(end - time.monotonic(), 0.0))):
-            if not self._thread.is_alive() or time.monotonic() >= end:
-                return reached.is_set()
-        return True
+        return self._background.drain(timeout)
 
     def close(self, timeout: float = 30.0) -> None:
         """Write out what is queued and the file's end, waiting at most `timeout` seconds."""
-        if os.getpid() != self._pid:
+        if self._foreign:
             return
         atexit.unregister(self.close)
         pending = self._pending
-        if pending is not None and threading.get_ident() == self._engine_thread:
+        if pending is not None and get_ident() == self._engine_thread:
             self.after_forward(note="recording ended during this forward")
         elif pending is not None:  # only the engine's own thread knows its stream
             self.mark(f"the recording ended during forward {pending.number}")
         self._off = True
-        self._queue.put(None)
+        self._background.put_at_once(None)
         end = time.monotonic() + timeout
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._background.join(timeout):
             logger.error("kvcanary: %s: what the device took down last did not arrive in time", self.path)
             self._recorder.lost("what the device took down last did not arrive in time")
         self._recorder.close(max(end - time.monotonic(), 1.0))
@@ -255,8 +275,8 @@ class DeviceRecorder:
     def switch_off(self, reason: str, error: BaseException | None = None) -> None:
         """Stop recording for good and say so in the log and the trace."""
         self._off = True
-        self._queue.put((AT_ONCE, functools.partial(self._recorder.switch_off, reason, error)))
-        self._queue.put(None)
+        self._background.put_at_once((AT_ONCE, functools.partial(self._recorder.switch_off, reason, error)))
+        self._background.put_at_once(None)
 
     @property
     def next_forward(self) -> int:
@@ -289,62 +309,29 @@ class DeviceRecorder:
         """Pinned host memory."""
         return self._taking_down.landing.pinned_bytes
 
-    def _live(self) -> bool:
-        return not self._off and os.getpid() == self._pid
-
     def _lose(self, note: str) -> None:
-        if self._queue.qsize() < 2 * MAX_WAITING:  # else the forward that tells everything anew says it
-            self._queue.put((self._recorder.clock(), functools.partial(self._taking_down.say_lost, note)))
+        if len(self._background.queue) < 2 * MAX_WAITING:  # else the forward that tells everything anew says it
+            self._background.put((perf_counter_ns(), functools.partial(self._taking_down.say_lost, note)))
         self._capture.reset()  # after it, so that such a forward finds it said
 
     # Our own thread.
 
-    def _run(self) -> None:
-        """Take down what was told, in order, while the engine's thread waits for the device: it needs the interpreter.
-
-        That is while the forward after next is in flight, a moment after its launch; or when nothing more comes.
-        """
-        try:
-            self._taking_down.landing.begin()
-            while not self._told_all:
-                self._receive()
-                while self._waiting and (self._flights > FLIGHTS_LEFT_WAITING or self._at_once):
-                    self._take_next()
-                self._at_once = self._at_once and bool(self._waiting)
-                self._off = self._off or bool(self._recorder.off)
-        except BaseException as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self._off = True
-            self._recorder.switch_off(f"what the device took down: {type(error).__name__}: {error}", error)
-            self._waiting.clear()
-
-    def _receive(self) -> None:
-        """Wait for something told, or for so long that the engine seems to be idle."""
-        try:
-            item = self._queue.get(timeout=IDLE_S if self._waiting else None)
-        except queue.Empty:
-            self._at_once = True
-            return
-        if item is None:
-            self._told_all = self._at_once = True
-        elif isinstance(item, Flight):
-            self._flights += 1
-            self._waiting.append(item)
-            if self._capture.on_gpu and not self._at_once and self._queue.qsize() < BEHIND:
-                time.sleep(AFTER_LAUNCH_S)
-        else:
-            self._waiting.append(item)
-            self._at_once |= item[0] == AT_ONCE
-
-    def _take_next(self) -> None:
-        item = self._waiting.popleft()
-        time_ns = item.time_ns if isinstance(item, Flight) else item[0]
+    def _take(self, item: Flight | Told) -> None:
+        told_ns = item.launched_ns if isinstance(item, Flight) else item[0]
         # What was told during a forward was told after its beginning, but comes before it.
-        self._latest_ns = max(self._latest_ns, time_ns)
-        with self._recorder.as_of(self._latest_ns if time_ns != AT_ONCE else 0):
+        if told_ns != AT_ONCE:
+            self._latest_ns = max(self._latest_ns, told_ns + self._clock_ahead_ns)
+        with self._recorder.as_of(self._latest_ns if told_ns != AT_ONCE else 0):
             if isinstance(item, Flight):
-                self._flights -= 1
-                item.time_ns = self._latest_ns
-                self._taking_down.take(item)
+                self._taking_down.take(item, self._latest_ns)
+                self._capture.use_again(item)
                 return
             self._taking_down.say_what_is_due()
             item[1]()
+
+    def _look(self) -> None:
+        self._off = self._off or bool(self._recorder.off)
+
+    def _died(self, error: BaseException) -> None:
+        self._off = True
+        self._recorder.switch_off(f"what the device took down: {type(error).__name__}: {error}", error)

@@ -9,7 +9,7 @@ from ..host_arrays import Int64Array
 from ..recorder import Recorder
 from ..schema import PHASE_AFTER
 from .capture import DeviceCapture
-from .forward import DeviceForward, Flight
+from .forward import Flight
 from .landing import Landed, Landing, split_kv_changes
 from .table_changes import TableChanges
 from .truth import TruthBook
@@ -42,7 +42,7 @@ class TakingDown:
         """Whether what is told now can be held against what the trace has."""
         return self.follows or self.said_lost
 
-    def take(self, flight: Flight) -> None:
+    def take(self, flight: Flight, time_ns: int) -> None:
         """Put a forward into the trace, once the device has come to its end; or count it as lost."""
         try:
             landed = self.landing.land(flight)
@@ -58,10 +58,10 @@ class TakingDown:
             self._recorder.drop_captured(flight.number, {})
         elif not landed.complete:
             # What did not fit is told with the next forward that has room; until then nothing can be judged by it.
-            self._changes.keep(flight.told.runner, landed)
+            self._changes.keep(flight.runner, landed)
             self._recorder.drop_captured(flight.number, self._lost_slots(flight, landed))
             self._capture.catch_up(still=True)
-        elif self._put(flight, landed):
+        elif self._put(flight, landed, time_ns):
             self.said_lost = False
             self._capture.catch_up(still=False)
         else:
@@ -85,17 +85,19 @@ class TakingDown:
         self._why = note
         self.said_lost = self._recorder.start_over(note, tables=False)
 
-    def _put(self, flight: Flight, landed: Landed) -> bool:
-        told, runner = flight.told, self._capture.shadows.runners[flight.told.runner]
+    def _put(self, flight: Flight, landed: Landed, time_ns: int) -> bool:
+        requests, runner = flight.requests, self._capture.shadows.runners[flight.runner]
         elsewhere = np.full(landed.out_cache_loc.size, -1, np.int64)
         tables = len(self._header.tables)
         ids = np.full(landed.rows.size, -1, np.int64)
-        ids[: told.request_ids.size] = told.request_ids[: landed.rows.size]
+        if requests is not None:
+            known = requests.ids[: landed.rows.size]
+            ids[: known.size] = known
         forward = CopiedForward(
-            mode=told.mode,
-            runner=told.runner,
+            mode=flight.mode,
+            runner=flight.runner,
             number=flight.number,
-            time_ns=flight.time_ns,
+            time_ns=time_ns,
             rows=landed.rows,
             request_ids=ids,
             prefix_lens=landed.prefix_lens,
@@ -109,15 +111,17 @@ class TakingDown:
             kv_watched=flight.watched,
             note="; ".join(part for part in (flight.note, landed.note) if part),
         )
-        forward.changes = self._changes.take(told.runner, landed)
-        forward.changes |= self._truth.changes(landed.rows, told.truth, _truth_lens(told))
+        forward.changes = self._changes.take(flight.runner, landed)
+        if requests is not None:
+            lens = _truth_lens(flight, requests.known_lens)
+            forward.changes |= self._truth.changes(landed.rows, requests.truth, lens)
         forward.kv_changes = [
             KvChange(stream=stream, phase=PHASE_AFTER, slots=slots, content=content)
             for stream, slots, content in split_kv_changes(landed, flight.layout)
         ]
         written = iter(landed.written)
         gathered = {g: [next(written) for _ in self._header.groups[g].streams] for g in runner.groups}
-        written_to = self._written(told.runner, landed)
+        written_to = self._written(flight.runner, landed)
         forward.written = tuple(written_to.get(g, _NOTHING) for g in range(len(self._header.groups)))
         return self._recorder.put_captured(forward, gathered)
 
@@ -128,8 +132,8 @@ class TakingDown:
 
     def _lost_slots(self, flight: Flight, landed: Landed) -> dict[int, Int64Array]:
         """Return what a forward that is not told changed: slots that it wrote, and those that changed by themselves."""
-        runner = self._capture.shadows.runners[flight.told.runner]
-        lost = self._written(flight.told.runner, landed)
+        runner = self._capture.shadows.runners[flight.runner]
+        lost = self._written(flight.runner, landed)
         for stream, slots, _ in split_kv_changes(landed, flight.layout):
             group = runner.groups[runner.on_device.streams[stream].group]
             lost[group] = np.concatenate((lost[group], slots))
@@ -139,7 +143,7 @@ class TakingDown:
         return lost
 
 
-def _truth_lens(told: DeviceForward) -> list[int]:
-    if told.known_lens is None:
-        return list(told.truth_lens)
-    return [int(n) for n in told.known_lens + np.array(told.truth_lens, np.int64)]
+def _truth_lens(flight: Flight, known_lens: Int64Array | None) -> list[int]:
+    if known_lens is None:
+        return list(flight.truth_lens)
+    return [int(n) for n in known_lens + np.array(flight.truth_lens, np.int64)]

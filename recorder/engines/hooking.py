@@ -1,41 +1,60 @@
 """What keeps a hook around an engine's function harmless: nothing that it raises gets into the engine."""
 
 import functools
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from time import perf_counter_ns
+from typing import Any, Final
+
+KINDS_TOLD: Final = 16
 
 Finish = Callable[[Any, BaseException | None], None]
 Hook = Callable[..., Finish | None]
 
 
 class StepCost:
-    """How long the hooks kept the engine's thread, engine step by engine step; only the latest steps are kept."""
+    """How long the hooks kept the engine's thread, engine step by engine step; only the latest steps are kept.
+
+    `spent` counts the nanoseconds that one hook took; a list's own method, since it is called several times a step.
+    """
 
     def __init__(self) -> None:
-        self._steps: deque[int] = deque(maxlen=65_536)
-        self._this_step = 0
+        self._steps: deque[tuple[int, Any, int]] = deque(maxlen=65_536)  # nanoseconds, mode and rows
+        self._this_step: list[int] = []
+        self.spent: Callable[[int], None] = self._this_step.append
 
-    def spent(self, nanoseconds: int) -> None:
-        """Count the time that one hook took."""
-        self._this_step += nanoseconds
+    def next_step(self, mode: Any, rows: int) -> None:
+        """Begin another step; the one before was a forward of `mode`, an enum, with `rows` requests.
 
-    def next_step(self) -> None:
-        """Begin another step; what was spent before the first one was the start-up."""
-        self._steps.append(self._this_step)
-        self._this_step = 0
+        What was spent before the first one was the start-up.
+        """
+        self._steps.append((sum(self._this_step), mode, rows))
+        self._this_step.clear()
 
-    def summary(self) -> dict[str, int]:
-        """Return steps, and the nanoseconds of engine thread that the median and the slowest hundredth of them took."""
-        steps = sorted(list(self._steps)[1:])
+    def summary(self) -> dict[str, Any]:
+        """Return steps, and the nanoseconds of engine thread that the median and the slowest hundredth of them took.
+
+        `by_forward` has the same of the most frequent kinds of forwards, by mode and number of requests: steps, median
+        and slowest hundredth.
+        """
+        steps = list(self._steps)[1:]
         if not steps:
             return {"steps": 0}
+        kinds: dict[str, list[int]] = {}
+        for spent, mode, rows in steps:
+            kinds.setdefault(f"{getattr(mode, 'name', mode)} {rows}", []).append(spent)
+        frequent = sorted(kinds, key=lambda kind: -len(kinds[kind]))[:KINDS_TOLD]
+        whole = [spent for spent, _, _ in steps]
         return {
             "steps": len(steps),
-            "engine_thread_ns_p50": steps[len(steps) // 2],
-            "engine_thread_ns_p99": steps[len(steps) * 99 // 100],
+            "engine_thread_ns_p50": _place(whole, 50),
+            "engine_thread_ns_p99": _place(whole, 99),
+            "by_forward": {k: [len(kinds[k]), _place(kinds[k], 50), _place(kinds[k], 99)] for k in frequent},
         }
+
+
+def _place(values: list[int], percent: int) -> int:
+    return sorted(values)[len(values) * percent // 100]
 
 
 def harmless(
@@ -50,35 +69,33 @@ def harmless(
     name = getattr(hook, "__name__", "hook")
 
     def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        finish: Finish | None = None
-        begin = time.perf_counter_ns()
+        begin = perf_counter_ns()
+        finish: Finish | None
         try:
             finish = hook(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            finish = None
             on_fault(name, error)
-        on_spent(time.perf_counter_ns() - begin)
+        on_spent(perf_counter_ns() - begin)
         if finish is None:
             return original(*args, **kwargs)
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
-            _finish(finish, None, error, name, on_fault)
+            try:
+                finish(None, error)
+            except Exception as fault:  # noqa: BLE001  # the engine gets its own error
+                on_fault(name, fault)
             raise
-        begin = time.perf_counter_ns()
-        _finish(finish, result, None, name, on_fault)
-        on_spent(time.perf_counter_ns() - begin)
+        begin = perf_counter_ns()
+        try:
+            finish(result, None)
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            on_fault(name, error)
+        on_spent(perf_counter_ns() - begin)
         return result
 
     return wrapper
-
-
-def _finish(
-    finish: Finish, result: Any, raised: BaseException | None, name: str, on_fault: Callable[[str, Exception], None]
-) -> None:
-    try:
-        finish(result, raised)
-    except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-        on_fault(name, error)
 
 
 def wrap_method(

@@ -16,8 +16,10 @@ def plugin() -> None:
     if not is_wanted():
         return
     try:
+        from ..run_identity import share_run_id
         from .sglang_hooks import install
 
+        share_run_id()
         install()
     except Exception:
         logger.exception("kvcanary: not recording: the SGLang adapter could not be set up")

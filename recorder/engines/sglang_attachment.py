@@ -4,12 +4,13 @@ import logging
 from typing import Any
 
 from ..environment import RecordingSettings
+from ..recording import beginning
 from .hooking import StepCost
 from .sglang_drafts import DraftGraph
 from .sglang_history import ALLOCS, FREES, GroupHistory
 from .sglang_hooks import Finish, Hook, not_applied, register_drafts, wrap_method
 from .sglang_requests import row_of
-from .sglang_session import Session, on_host, output_lens
+from .sglang_session import Session, on_host
 from .stop_signal import stop_on_sigterm
 from .stop_socket import serve_stop, stop_children
 
@@ -33,6 +34,7 @@ class Attachment:
         self._session: Session | None = None
         self._off: set[str] = set()
         self._cost = StepCost()
+        self.spent = self._cost.spent
 
     def fault(self, hook: str, error: Exception) -> None:
         """Take note of a hook that failed."""
@@ -48,10 +50,6 @@ class Attachment:
         else:
             logger.error("kvcanary: %s is no longer told: %s: %s", hook, type(error).__name__, error, exc_info=error)
             session.recorder.lost(f"SGLang adapter, {hook} is no longer told: {type(error).__name__}: {error}")
-
-    def spent(self, nanoseconds: int) -> None:
-        """Count the time that a hook took on the engine's thread."""
-        self._cost.spent(nanoseconds)
 
     def _close(self) -> None:
         """End the trace, with what the recording cost in it."""
@@ -95,18 +93,16 @@ class Attachment:
         if any(runner.is_draft_worker for runner in runners):
             self.notes += register_drafts(self)
         session = Session(scheduler, runners, self._settings, (*self.notes, *not_applied()))
-        try:
+        with beginning(session.recorder):
             self._follow(scheduler, session, allocator if history else None)
-        except Exception:
-            session.recorder.lost("the recording could not begin")
-            session.recorder.close()
-            raise
         self._session = session
         serve_stop(self._close)
         stop_on_sigterm(self._close)
 
     def _follow(self, scheduler: Any, session: Session, allocator: Any) -> None:
         """Hook what the scheduler's parts do; with an allocator, which slots it gives out."""
+        if session.sweep.walks:
+            self._wrap(session.target, "forward", self.on_forward)
         self._wrap(session.target.req_to_token_pool, "alloc", self.on_rows)
         self._wrap(session.target.req_to_token_pool, "free", self.on_row_free)
         if allocator is not None:
@@ -158,13 +154,13 @@ class Attachment:
 
     def on_model(self, runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Record a forward: what goes in before it, what it wrote after it."""
-        session = self._live("on_model")
-        if session is None or id(runner) not in session.layout.runners:
+        session = self._session
+        if session is None or id(runner) not in session.layout.runners or "on_model" in self._off:
             return None
         if runner is session.target:
-            self._cost.next_step()
+            self._cost.next_step(*session.last_forward)
         session.before_model(runner, batch)
-        return lambda _, error: session.after_model(error)
+        return session.after_model
 
     def on_draft_extend_graph(self, graph_runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Record a draft's extend that runs as a CUDA graph, past the draft runner's own forward."""
@@ -181,40 +177,34 @@ class Attachment:
         def finish(result: Any, error: BaseException | None) -> None:
             for step in [] if error else graph.steps(result):
                 session.before_model(runner, step)
-                session.after_model(None)
+                session.after_model(None, None)
 
         return finish
 
-    def on_forward(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+    def on_forward(self, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Walk the prefix cache at the end of a target's forward, where SGLang's canary sweeps."""
         session = self._live("on_forward")
-        if session is None or runner is not session.target or not session.sweep.walks:
+        if session is None:
             return None
         return lambda _, error: None if error else session.sweep.after_forward()
 
-    def on_batch(self, _cls: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Get to know the requests of a batch that is about to run."""
-        session = self._live("on_batch")
-        if session is not None:
-            session.see_all(batch.reqs or [])
-        return None
-
-    def on_run(self, _scheduler: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Find out which forward a step's result belongs to."""
-        session = self._live("on_run")
-        if session is None:
+    def on_run(self, _scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Get to know the requests of a batch that is about to run, and which forward its result belongs to."""
+        session = self._session
+        if session is None or "on_run" in self._off:
             return None
-        first = session.recorder.next_forward
-        return lambda result, _: session.ran(result, first)
+        session.runs(batch.reqs or [])
+        return session.ran
 
-    def on_result(self, _scheduler: Any, batch: Any, result: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+    def on_result(self, _scheduler: Any, _batch: Any, result: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Tell what the scheduler took over from a result."""
-        session = self._live("on_result")
-        if session is None:
+        session = self._session
+        if session is None or "on_result" in self._off:
             return None
-        reqs = list(batch.reqs or ())
-        before = output_lens(reqs)
-        return lambda _, error: None if error else session.took_result(reqs, before, result)
+        known = session.takes_result(result)
+        if known is None:
+            return None
+        return lambda _, error: None if error else session.took_result(*known)
 
     def on_retract(self, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Call a row that is given back meanwhile a retracted request's."""

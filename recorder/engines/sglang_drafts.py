@@ -46,7 +46,7 @@ class DraftGraph:
         bs = int(self._rows.shape[0])
         self._slots = own(batch.out_cache_loc).reshape((bs, -1) if bs else (0, 1))  # [bs, steps]
         self._seq_lens = own(batch.seq_lens)
-        self._mode, self._rids, self._spec_info = batch.forward_mode, tuple(batch.rids or ()), batch.spec_info
+        self._mode, self._rids, self._spec_info = batch.forward_mode, list(batch.rids or ()), batch.spec_info
 
     def steps(self, result: Any) -> list[DraftStep]:
         """Return the forwards that ran in the graph, from what came out of it: `draft_tokens` `[bs, steps]`."""

@@ -58,19 +58,9 @@ TARGETS: Final = (
         essential=True,
     ),
     Target(
-        name="forward",
-        paths=("sglang.srt.model_executor.model_runner.ModelRunner.forward",),
-        without="the prefix cache is not walked",
-    ),
-    Target(
-        name="batch",
-        paths=("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",),
-        without="requests have no names and no truth tokens",
-    ),
-    Target(
         name="run",
         paths=("sglang.srt.managers.scheduler.Scheduler.run_batch",),
-        without="sampled tokens are not told",
+        without="requests have no names and no truth tokens, sampled tokens are not told",
     ),
     Target(
         name="result",

@@ -12,17 +12,22 @@ from typing import Any, Final
 from ...kernels.kv_source import KvSource
 from ..environment import RecordingSettings
 from ..header import EngineInfo, KvStream, ModelInfo, Oracle, PoolGroup, Ranks, Runner, StateTable, TraceHeader
+from ..run_identity import run_id
 
 ALIGN_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLayout:
-    """One model runner: its index in the header, its table's, and the index of each of its groups by kind."""
+    """One model runner: its index in the header, its table's, and the index of each of its groups by kind.
+
+    `sampled`: what the scheduler takes over comes from its forwards; no draft's.
+    """
 
     index: int
     table: int
     groups: dict[str, int]
+    sampled: bool
 
 
 class Layout:
@@ -77,7 +82,7 @@ class Layout:
             )
         if not groups:
             self.notes.append(f"{name}: nothing is recorded of a pool of type {type(pool).__name__}")
-        self.runners[id(runner)] = RunnerLayout(index=index, table=table, groups=groups)
+        self.runners[id(runner)] = RunnerLayout(index=index, table=table, groups=groups, sampled=not draft)
 
     def _streams(self, where: str, pool: Any) -> list[tuple[KvStream, KvSource]]:
         """Return the first layer's halves; none where no bytes are wanted or a token's are no one aligned row."""
@@ -136,6 +141,7 @@ def describe_engine(
         truth_table=StateTable(name="truth", rows=tables[0].rows, width=tables[0].width),
         runners=tuple(layout.names),
         ranks=ranks_of(scheduler, target),
+        run_id=run_id(),
         oracle=Oracle(vocab_size=vocab_size) if oracle else None,
         role=role if role in ("prefill", "decode") else "",
         sweep_interval=online_sweep_interval(target) or settings.sweep_every,

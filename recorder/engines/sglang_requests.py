@@ -82,9 +82,8 @@ class KnownRequest:
             self._count = total
         return self._tokens[:total]
 
-    def lists(self) -> TokenLists:
+    def lists(self, prompt: Any, output: Any) -> TokenLists:
         """Return the lists that the scheduler keeps its tokens in; another object once it has put another in a place."""
-        prompt, output = self.req.origin_input_ids, self.req.output_ids
         if self._lists.prompt is not prompt or self._lists.output is not output:
             self._lists = TokenLists(prompt, output)
         return self._lists

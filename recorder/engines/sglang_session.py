@@ -1,15 +1,12 @@
 """One scheduler's recording: what its forwards, requests and slots mean in the recorder's words."""
 
 import dataclasses
+import functools
 import logging
 import os
 import time
 import weakref
-from collections import OrderedDict
-from operator import attrgetter
 from typing import Any, Final
-
-import numpy as np
 
 from ..device.recorder import DeviceRecorder
 from ..environment import RecordingSettings
@@ -17,7 +14,9 @@ from ..forward_input import translate
 from ..header import TraceHeader
 from ..host_arrays import Int64Array, own_int64
 from ..recorder import Recorder
-from .sglang_device import KnownBatches, device_forward
+from ..recording import beginning
+from .sglang_batches import KnownBatch, KnownBatches
+from .sglang_device import Telling
 from .sglang_forward import forward_input
 from .sglang_history import GroupHistory
 from .sglang_layout import Layout, RunnerLayout, describe_engine
@@ -29,7 +28,10 @@ logger = logging.getLogger("kvcanary")
 
 # Forwards whose samples may still be outstanding: overlap scheduling is one behind, pipelines a few.
 MAX_OUTSTANDING: Final = 64
-_OUTPUT: Final = attrgetter("output_ids")
+
+# A step's result, by weak reference, its forward's number and requests. The reference tells a result from a later one
+# at the same address, and keeps no tensor alive.
+Ran = tuple[weakref.ref[Any], int, KnownBatch]
 
 
 class Session:
@@ -51,20 +53,18 @@ class Session:
         settings.folder.mkdir(parents=True, exist_ok=True)
         path = settings.folder / trace_name(header)
         self.recorder = self._open(path, header, settings)
-        try:
+        with beginning(self.recorder):
             self.sweep = PrefixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
-        except Exception:
-            self.recorder.lost("the recording could not begin")
-            self.recorder.close()
-            raise
         self.transfers = Transfers(self.layout, self.recorder)
         self.histories: list[GroupHistory] = []
         self.retracting = False
         self._batches = KnownBatches(self._requests)
+        self._telling = Telling(self.recorder) if isinstance(self.recorder, DeviceRecorder) else None
         self._reqs: list[Any] = []
-        self._last_target: tuple[int, tuple[str, ...]] = (-1, ())
-        # By id; a weak reference tells the result from a later one at the same address, and keeps no tensor alive.
-        self._results: OrderedDict[int, tuple[weakref.ref[Any], int, tuple[str, ...]]] = OrderedDict()
+        self._last_target: tuple[int, KnownBatch] | None = None
+        self.last_forward = ("", 0)  # the target's, its mode and requests
+        self._results: dict[int, Ran] = {}  # by id, oldest first
+        self._moment = 0  # between two, the scheduler appends no token to any request's
         logger.info("%s", settings.start_up_line(path, self.recorder.header))
 
     def _open(self, path: Any, header: TraceHeader, settings: RecordingSettings) -> Recorder | DeviceRecorder:
@@ -121,13 +121,6 @@ class Session:
             )
         return known
 
-    def see_all(self, reqs: list[Any]) -> None:
-        """Get to know a batch's requests."""
-        if reqs != self._reqs:
-            for req in reqs:
-                self.see(req)
-            self._reqs = list(reqs)
-
     def before_model(self, runner: Any, batch: Any) -> None:
         """Tell of the forward that a model runner is about to run.
 
@@ -135,23 +128,32 @@ class Session:
             ValueError: a batch that cannot be recorded.
         """
         layout = self.layout.runners[id(runner)]
-        rids = tuple(batch.rids or ())
-        rows = int(batch.req_pool_indices.shape[0])
-        if not runner.is_draft_worker:
-            self._last_target = (self.recorder.next_forward, rids)
-        if isinstance(self.recorder, DeviceRecorder):
-            self.recorder.before_forward(device_forward(batch, runner=layout, known=self._batches.of(rids, rows)))
-            return
+        rows = batch.req_pool_indices.numel()
+        known = self._batches.of(batch.rids, rows)
+        if layout.sampled:
+            self.last_forward = (batch.forward_mode, rows)
+        if getattr(batch, "spec_info", batch) is not None:  # a speculative worker may append what it has verified
+            self._moment += 1
+        if self._telling is not None:
+            lens = known.output_lens(self._moment)
+            number = self._telling.tell(batch, runner=layout, known=known, truth_lens=lens)
+        else:
+            number = self.recorder.next_forward
+            self._tell_on_host(self.recorder, batch, layout, known)
+        if layout.sampled:
+            self._last_target = (number, known)
+
+    def _tell_on_host(self, recorder: Any, batch: Any, layout: RunnerLayout, known: KnownBatch) -> None:
         told = forward_input(
             batch,
             runner=layout,
             layout=self.layout,
-            request_ids=self._requests.ids(rids, rows),
-            truth=self._requests.truth(rids, rows),
+            request_ids=known.ids,
+            truth=self._requests.truth(known.rids, known.rows),
         )
         for history in self.histories:
             self._tell_written(history, layout, told)
-        self.recorder.before_forward(told)
+        recorder.before_forward(told)
 
     def _tell_written(self, history: GroupHistory, layout: RunnerLayout, told: Any) -> None:
         for number in layout.groups.values():
@@ -160,43 +162,59 @@ class Session:
                 slots = translate(told.luts[lut] if lut >= 0 else None, told.out_cache_loc[layout.table])
                 history.written(slots, told.req_pool_indices, told.request_ids, told.extend_lens)
 
-    def after_model(self, error: BaseException | None) -> None:
+    def after_model(self, _: Any, error: BaseException | None) -> None:
         """Complete the forward; its tokens are sampled later."""
-        self.recorder.after_forward(note="" if error is None else f"the model raised {type(error).__name__}: {error}")
+        note = "" if error is None else f"the model raised {type(error).__name__}: {error}"
+        if isinstance(self.recorder, DeviceRecorder):
+            self.recorder.after(note)
+        else:
+            self.recorder.after_forward(note=note)
 
-    def ran(self, result: Any, first: int) -> None:
-        """Note which forward a scheduler step's result belongs to; `first` is the step's first forward."""
-        if result is None or self._last_target[0] < first:
+    def runs(self, reqs: list[Any]) -> None:
+        """Get to know the requests of a step that begins."""
+        if reqs != self._reqs:
+            for req in reqs:
+                self.see(req)
+            self._reqs = list(reqs)
+        self._last_target = None
+
+    def ran(self, result: Any, _: BaseException | None) -> None:
+        """Note which forward a scheduler step's result belongs to."""
+        last = self._last_target
+        if result is None or last is None:
             return
-        self._results[id(result)] = (weakref.ref(result), *self._last_target)
-        while len(self._results) > MAX_OUTSTANDING:
-            self._results.popitem(last=False)
+        self._results[id(result)] = (weakref.ref(result), *last)
+        if len(self._results) > MAX_OUTSTANDING:
+            del self._results[next(iter(self._results))]
 
-    def took_result(self, reqs: list[Any], before: list[int], result: Any) -> None:
-        """Tell which tokens the scheduler took over from a result; `before[i]` is how many request i had.
+    def takes_result(self, result: Any) -> tuple[Ran, list[int]] | None:
+        """Return what is known of a result that the scheduler is about to take over, and how many tokens each request has.
 
-        A pipeline stage takes over results that are not those of its own forwards: nothing is told of them.
+        A pipeline stage takes over results that are not those of its own forwards: nothing is known of them.
         """
         ran = self._results.pop(id(result), None)
-        after = output_lens(reqs)
-        if ran is None or ran[0]() is not result or after == before:
+        moment = self._moment
+        self._moment = moment + 1
+        if ran is None or ran[0]() is not result:
+            return None
+        return ran, ran[2].output_lens(moment)
+
+    def took_result(self, ran: Ran, before: list[int]) -> None:
+        """Tell which tokens the scheduler took over from a result; `before[i]` is how many request i had."""
+        _, forward, known = ran
+        after = known.output_lens(self._moment)
+        if after == before:
             return
-        _, forward, rids = ran
-
-        def sampled() -> tuple[Int64Array, Int64Array]:
-            self._batches.refresh()
-            parts = zip(reqs, before, after, strict=True)
-            new = {req.rid: req.output_ids[first:last] for req, first, last in parts}
-            tokens = [new.get(rid, ()) for rid in rids]
-            lens = np.array([len(part) for part in tokens], np.int64)
-            return np.array([token for part in tokens for token in part], np.int64), lens
-
+        sampled = functools.partial(self._sampled, known, before, after)
         if isinstance(self.recorder, DeviceRecorder):
             self.recorder.sampled_later(forward, sampled)
             return
-        flat, lens = sampled()
-        if flat.size:
-            self.recorder.sampled(forward=forward, sampled_tokens=flat, sampled_lens=lens)
+        tokens, lens = sampled()
+        self.recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
+
+    def _sampled(self, known: KnownBatch, before: list[int], after: list[int]) -> tuple[Int64Array, Int64Array]:
+        self._batches.refresh()
+        return known.sampled(before, after)
 
     def got_row(self, req: Any) -> None:
         """Tell that a request was given a row."""
@@ -215,11 +233,6 @@ class Session:
         self.recorder.request_status(request_id=known.request_id, status=status, row=row, note=reason)
         if status == "retracted" and self.recorder.header.role == "decode":
             self.recorder.lost("a decode engine restores a retracted request's KV from the host, which is not told")
-
-
-def output_lens(reqs: list[Any]) -> list[int]:
-    """Return how many tokens each request has sampled so far; no loop of Python's own, this is the engine's thread."""
-    return list(map(len, map(_OUTPUT, reqs)))
 
 
 def trace_name(header: Any) -> str:

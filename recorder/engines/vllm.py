@@ -17,8 +17,10 @@ def plugin() -> None:
     if not is_wanted():
         return
     try:
+        from ..run_identity import share_run_id
         from .vllm_hooks import install
 
+        share_run_id()
         install()
     except Exception:
         logger.exception("kvcanary: not recording: the vLLM adapter could not be set up")

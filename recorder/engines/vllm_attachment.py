@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from ..environment import RecordingSettings
+from ..recording import beginning
 from .hooking import Finish
 from .stop_signal import stop_on_sigterm
 from .stop_socket import serve_stop, stop_children
@@ -86,12 +87,8 @@ class Attachment:
             runner, self._schedulers.get(runner), self._settings, tuple(dict.fromkeys(self.notes)), self._started
         )
         self._started += 1
-        try:
+        with beginning(session.recorder):
             session.attach(self.fault, lambda _, error: self.fault("history", error))
-        except Exception:
-            session.recorder.lost("the recording could not begin")
-            session.recorder.close()
-            raise
         self._sessions[runner] = session
         # Neither runs in all the ways in which vLLM's processes end; the recorder's own goodbye is a third.
         multiprocessing.util.Finalize(None, session.recorder.close, exitpriority=100)

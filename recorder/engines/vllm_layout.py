@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ..environment import RecordingSettings
 from ..header import EngineInfo, ModelInfo, PoolGroup, Ranks, StateTable, TraceHeader
+from ..run_identity import run_id
 from .vllm_kv import KvCapture
 
 # by the name of vLLM's KVCacheSpec classes; a subclass goes by the nearest of these that it has
@@ -155,6 +156,7 @@ def describe_engine(
         tables=tuple(StateTable(name=group.name, rows=rows, width=width) for group in layout.groups),
         truth_table=StateTable(name="truth", rows=rows, width=width + 1),
         ranks=ranks_of(config.parallel_config),
+        run_id=run_id(),
         slot_history="complete" if history else "",
         sweep_interval=sweep_every,
         notes=(

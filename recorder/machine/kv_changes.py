@@ -48,6 +48,13 @@ class KvChanges:
         """The slots that changed, each once."""
         return np.unique(self._slot)
 
+    def slots_of(self, group: int) -> Int64Array:
+        """The slots of a group that changed, `[n] int64`."""
+        if not self:
+            return self._slot
+        mine = [number for number, (index, _) in enumerate(self._streams) if index == group]
+        return self._slot[np.isin(self._stream, mine)]
+
     def apply(self, phase: int, pools: list[GroupPool], *, backend: str) -> None:
         """Put the bytes observed in `phase` into the pools."""
         if not self:

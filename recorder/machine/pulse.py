@@ -4,7 +4,7 @@ from typing import Final
 
 from .forward import Forward
 
-_DECODING: Final = frozenset({"decode", "target_verify", "mixed"})
+DECODING: Final = frozenset({"decode", "target_verify", "mixed"})
 
 
 class Pulse:
@@ -19,7 +19,7 @@ class Pulse:
         """Count a forward that has requests."""
         self.ran[forward.runner] += 1
         if forward.runner == 0:
-            self.decoded |= forward.mode in _DECODING
+            self.decoded |= forward.mode in DECODING
             self.since_sweep += 1
 
     def sweep(self, runner: int) -> None:

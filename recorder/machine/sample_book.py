@@ -1,15 +1,17 @@
 """What was sampled last for each row, and by which of the last forwards."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from ..batch import TraceBatch
 from ..header import TraceHeader
-from .batch_tokens import BatchTokens
-from .forward import Forward, UnusableEventError
+from .batch_tokens import BatchTokens, batch_tokens
+from .forward import Forward, UnusableEventError, read_forward
 from .slot_events import SampleEvent
 
 Int64Array = npt.NDArray[np.int64]
@@ -33,25 +35,55 @@ class FedForward:
     told: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A target forward in row `row` of a batch that nobody has asked about yet."""
+
+    batch: TraceBatch
+    row: int
+    header: TraceHeader
+
+    def read(self) -> FedForward:
+        """Return it without what keeps its batch in memory."""
+        forward = read_forward(self.batch.event(self.row), self.header)
+        told = len(forward.sampled_lens) > 0
+        return FedForward(forward=_slim_copy(forward), tokens=batch_tokens(forward), told=told)
+
+
 class SampleBook:
-    """`last` `[rows, 5] int64`: the last token sampled for each row, and whose it was; `fed` the last target forwards."""
+    """`last` `[rows, 5] int64`: the last token sampled for each row, and whose it was."""
 
     def __init__(self, header: TraceHeader) -> None:
         rows = max([1, *(table.rows for table in header.tables)])
         self.last: Int64Array = np.zeros((rows, 5), dtype=np.int64)
-        self.fed: deque[FedForward] = deque(maxlen=MAX_LATE)
+        self._fed: deque[FedForward | Unread] = deque(maxlen=MAX_LATE)
 
     def forget(self) -> None:
         """Take every sampled token for unknown."""
         self.last = np.zeros(self.last.shape, dtype=np.int64)
-        self.fed.clear()
+        self._fed.clear()
 
     def take_forward(self, forward: Forward, tokens: BatchTokens) -> None:
         """Move on by a target forward with requests."""
         if len(forward.sampled_lens):
             self._remember(forward, forward.sampled_lens, forward.sampled_tokens, forward.event)
         told = len(forward.sampled_lens) > 0
-        self.fed.append(FedForward(forward=_slim_copy(forward), tokens=tokens, told=told))
+        self._fed.append(FedForward(forward=_slim_copy(forward), tokens=tokens, told=told))
+
+    @property
+    def fed(self) -> Sequence[FedForward]:
+        """The last target forwards, those that nobody asked about before read now."""
+        if any(isinstance(one, Unread) for one in self._fed):
+            read = [one.read() if isinstance(one, Unread) else one for one in self._fed]
+            self._fed = deque(read, maxlen=MAX_LATE)
+        return [one for one in self._fed if isinstance(one, FedForward)]
+
+    def put_off(self, batch: TraceBatch, rows: Int64Array, header: TraceHeader) -> None:
+        """Move on by target forwards, rows `[n] int64` of a batch, whose samples are in `last` already; read them later.
+
+        The batch stays in memory for as long as one of these is among the last.
+        """
+        self._fed.extend(Unread(batch, row, header) for row in rows[-MAX_LATE:].tolist())
 
     def take_sample(self, event: SampleEvent) -> list[FedForward]:
         """Learn tokens that arrive late; return the forwards behind the one that sampled them, none where it is gone.
@@ -59,18 +91,19 @@ class SampleBook:
         Raises:
             UnusableEventError: they do not fit the forward that sampled them.
         """
-        at = next((i for i, fed in enumerate(self.fed) if fed.forward.forward == event.forward), None)
+        known = self.fed
+        at = next((i for i, fed in enumerate(known) if fed.forward.forward == event.forward), None)
         if at is None:
             return []
-        sampler = self.fed[at].forward
+        sampler = known[at].forward
         if len(event.lens) != len(sampler.req_pool_indices):
             raise UnusableEventError(
                 f"sampled_lens has {len(event.lens)} entries, forward {event.forward} had "
                 f"{len(sampler.req_pool_indices)} requests"
             )
-        self.fed[at].told = True
+        known[at].told = True
         self._remember(sampler, event.lens, event.tokens, event.event)
-        return list(self.fed)[at + 1 :]
+        return list(known[at + 1 :])
 
     def waiting(self) -> list[FedForward]:
         """Return the forwards from the first on whose samples are still to come; a sample event may speak of them."""
@@ -80,7 +113,7 @@ class SampleBook:
 
     def put_back(self, forward: Forward, tokens: BatchTokens, *, told: bool) -> None:
         """Take a forward over that was waiting when a keyframe was written."""
-        self.fed.append(FedForward(forward=forward, tokens=tokens, told=told))
+        self._fed.append(FedForward(forward=forward, tokens=tokens, told=told))
 
     def _remember(self, forward: Forward, counts: Int64Array, sampled: Int64Array, event: int) -> None:
         rows = forward.req_pool_indices

@@ -65,18 +65,22 @@ class SlotHistory:
             self.ledger.apply_transfer(known)
         elif isinstance(known, StatusEvent):
             self.rows.take_status(known)
-            if known.status in ("finished", "aborted"):
-                self.ended[known.request_id] = known.event
-            else:
-                self.ended.pop(known.request_id, None)
-            if known.status != "admitted":
-                self.dropped.by_request.pop(known.request_id, None)
+            self.take_end(known.request_id, known.status, known.event)
             if self.complete and known.status != "admitted":  # what it still holds has leaked, which is said once
                 for part in self.ledger.held_slots(known.request_id):
                     self.ledger.lose_track(part.group, part.slots)
         elif view.kind == "loss" or (view.kind == "keyframe" and not view.scalar("status")):
             # Which allocations were lost is not said; nor does a keyframe say what was there that has no parts.
             self.forget()
+
+    def take_end(self, request_id: int, status: str, event: int) -> None:
+        """Note whether a request is gone, by its status."""
+        if status in ("finished", "aborted"):
+            self.ended[request_id] = event
+        else:
+            self.ended.pop(request_id, None)
+        if status != "admitted":
+            self.dropped.by_request.pop(request_id, None)
 
     def forget(self) -> None:
         """Take everything for unknown."""

@@ -70,15 +70,20 @@ class StateTables:
             raise UnusableEventError("the lut_* columns of runs differ in length")
         if bool((counts < 0).any()) or bool((counts > len(slots)).any()) or int(counts.sum()) != len(slots):
             raise UnusableEventError("the runs in lut_count do not add up to the values in lut_slots")
+        if not len(slots):
+            return
         at = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(len(slots))
         of_value = np.repeat(indices, counts)
         applied = 0
         for index, lut in enumerate(self.luts):
             chosen = (of_value == index) & (at >= 0) & (at < len(lut))
-            lut[at[chosen]] = slots[chosen]
+            self._set_lut(index, at[chosen], slots[chosen])
             applied += int(chosen.sum())
         if applied != len(slots):
             raise UnusableEventError(f"{len(slots) - applied} values in lut_slots lie outside their table")
+
+    def _set_lut(self, index: int, places: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> None:
+        self.luts[index][places] = values
 
     def apply_forward(self, forward: Forward) -> None:
         """Apply a forward's own slots and sampled tokens, as the recorder did."""

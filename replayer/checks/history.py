@@ -51,7 +51,8 @@ class Touched:
 class History(SlotHistory):
     """Everything that was told so far, as the checks need it.
 
-    `touched` holds the slots that the event being judged names, where the trace is complete.
+    `touched` holds the slots that the event being judged names, where the trace is complete; `serial` is the last number
+    that slots of the ledger were stamped with.
     """
 
     def __init__(self, header: TraceHeader, book: RequestBook, *, backend: str) -> None:
@@ -59,7 +60,7 @@ class History(SlotHistory):
         self.header = header
         self.book = book
         self.touched: list[Touched] = []
-        self._serial = 0
+        self.serial = 0
         self._view: ForwardView | None = None
         self._judged: list[Judged] = []
         self._tokens: BatchTokens | None = None
@@ -90,7 +91,7 @@ class History(SlotHistory):
         """Return what is wrong with each group's part of a forward; worked out once, whoever asks."""
         if view is not self._view:
             self._view = view
-            self._serial += 1
+            self.serial += 1
             self._judged = [self._judge(group, view) for group in view.groups]
         return self._judged
 
@@ -101,7 +102,7 @@ class History(SlotHistory):
             slots=group.written,
             offsets=group.write_offsets,
             request_ids=forward.request_ids,
-            serial=self._serial,
+            serial=self.serial,
             from_start=self.ledger.from_start,
             ledger=ledger,
             backend=self.backend,
@@ -115,7 +116,7 @@ class History(SlotHistory):
             request_ids=forward.request_ids,
             fresh_from=self.rows.fresh_from(forward),
             seen=self.rows.seen(forward),
-            serial=self._serial,
+            serial=self.serial,
             complete=self.complete,
             from_start=self.ledger.from_start,
             ledger=ledger,
@@ -123,6 +124,7 @@ class History(SlotHistory):
             records=record_words(pool.pool.tail[pool.group.halves[0]], written=False),
             backend=self.backend,
         )
+        group.mark(reads)
         return Judged(
             group=group, ledger=ledger, reads=reads, read_bits=read_bits, writes=writes, write_bits=write_bits
         )

@@ -6,6 +6,7 @@ from ...recorder.reader import EventView
 from ..findings import Finding
 from .check import HistoryCheck
 from .history import History
+from .reporting import Repeats
 from .view import ForwardView
 
 
@@ -35,6 +36,16 @@ class Panel(HistoryCheck):
             findings += check.event(view)
         self.history.take_event(view)
         return findings
+
+    def requests_told(self) -> set[int]:
+        """Return the requests of which a check remembers that their last forward was reported."""
+        return {
+            request
+            for check in self._checks
+            for part in vars(check).values()
+            if isinstance(part, Repeats)
+            for request in part.requests_told
+        }
 
     def finish(self) -> list[Finding]:
         """Judge what is left at the whole end of a complete trace."""

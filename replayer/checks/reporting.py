@@ -54,6 +54,11 @@ class Repeats:
         """Whether no request's last forward was reported."""
         return not self._told
 
+    @property
+    def requests_told(self) -> set[int]:
+        """The requests whose last forward was reported, `PADDING_WRITER` for padding."""
+        return {request for _, request in self._told}
+
     def forget(self) -> None:
         """Forget what was told."""
         self._told.clear()

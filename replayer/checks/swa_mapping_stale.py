@@ -63,6 +63,7 @@ class SwaMappingStale(HistoryCheck):
             backend=self._history.backend,
         )
         reads, writes = found[found < len(slots)], found[found >= len(slots)] - len(slots)
+        group.mark(reads)
         requests = np.append(
             self._readers(forward.request_ids, group, reads), _writers(forward.request_ids, group, writes)
         )

@@ -19,13 +19,16 @@ class GroupReads:
 
     `plan`'s first `num_valid` entries are the prefix positions that it reads, request by request (`request_offsets`);
     slot 0 stands for entries that nobody can judge. `written` `[T] int64`: slots that the tokens go to, in the pool's
-    own numbering; request r's are `write_offsets[r]` to `write_offsets[r + 1]`, padding comes behind them.
+    own numbering; request r's are `write_offsets[r]` to `write_offsets[r + 1]`, padding comes behind them. Who replays in
+    intervals leaves entries out that were looked at before and have not changed since: in `marks` `[n] uint8`, None for
+    nobody, a check notes the entries that it has to see again in the next forward.
     """
 
     pool: GroupPool
     plan: VerifyPlan
     written: Int64Array
     write_offsets: Int64Array
+    marks: npt.NDArray[np.uint8] | None = None
 
     @property
     def slots(self) -> Int64Array:
@@ -36,6 +39,11 @@ class GroupReads:
     def positions(self) -> Int64Array:
         """The position of each slot read, `[n] int64`."""
         return self.plan.expected_positions[: int(self.plan.num_valid[0])]
+
+    def mark(self, entries: Int64Array) -> None:
+        """Note entries `[m] int64` that something is wrong with."""
+        if self.marks is not None:
+            self.marks[entries] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +12,13 @@ import click
 from .check_names import check_names, list_checks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
 
     from ...recorder.recordings import Recording
+    from ..group_replay import GroupResult, GroupTask
     from ..jobs import Job, Plan
-    from ..settings import ReplaySettings
-    from ..summary import Summary
 
 _EPILOG = """\b
 Exit codes, fit for git bisect run and CI:
@@ -37,6 +37,10 @@ Examples:
       all checks but two
   kvcanary-replay prefill.arrow decode.arrow
       two engines of one deployment: what the one sent is compared with what the other received
+  kvcanary-replay --jobs 4 traces/*.arrow
+      four at once, each in a process of its own
+  kvcanary-replay --devices cuda:0,cuda:1 traces/*.arrow
+      on two GPUs of this machine
   kvcanary-replay /traces/
       all that a server recorded: segments joined, a verdict for each rank and one over all
 """
@@ -82,12 +86,34 @@ Examples:
     help="cpu: compiled loops. reference: the same loops uncompiled, some hundred times slower; the definition.",
 )
 @click.option(
+    "--executor",
+    type=click.Choice(["stepwise", "interval"]),
+    default="stepwise",
+    show_default=True,
+    help="stepwise: look at every prefix position in every forward, as the canary does. interval: look again only at "
+    "what may have changed; finds the same, many times faster on long contexts.",
+)
+@click.option(
     "--device",
-    type=click.Choice(["cpu"]),
     default="cpu",
     show_default=True,
-    expose_value=False,
-    help="Where the pools are rebuilt. This version replays on the CPU.",
+    metavar="cpu|cuda[:N]",
+    callback=lambda _context, _parameter, value: _device_name(value),
+    help="Where the pools are rebuilt and stepped: the CPU, or a GPU, which needs PyTorch with CUDA and steps forwards "
+    "(--executor stepwise).",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Replay N recordings at once, in processes of their own. [default: on the CPU the cores there are, where the "
+    "traces are large enough to pay for it]",
+)
+@click.option(
+    "--devices",
+    metavar="NAMES",
+    help="Where several recordings are replayed, joined by commas: cuda:0,cuda:1 gives each GPU a process of its own, "
+    "which takes one recording after another; cpu may stand among them.",
 )
 @click.option(
     "--json",
@@ -114,13 +140,17 @@ Examples:
     is_flag=True,
     help="Stop after the first forward, or event between forwards, with a violation or finding.",
 )
-def replay_command(
+def replay_command(  # one parameter an option
     traces: tuple[Path, ...],
     report: Path | None,
     no_report: bool,
     kv_hash: str,
     checks: str,
     backend: str,
+    executor: str,
+    device: str,
+    jobs: int | None,
+    devices: str | None,
     as_json: bool,
     quiet: bool,
     max_violations: int | None,
@@ -136,20 +166,24 @@ def replay_command(
     """
     from rich.console import Console
 
-    from ...recorder.commands.text import printable
-    from ...recorder.errors import TraceError
+    from ...recorder.commands.program import loaded
     from ...recorder.recordings import group_recordings
+    from ..group_replay import GroupTask
     from ..jobs import Job, plan_jobs
-    from ..screen import one_line, show
     from ..settings import ReplaySettings
-    from ..verdict import EXIT_UNREADABLE, combined_exit_code
+    from .outcome import Outcome
 
     if report and no_report:
         raise click.UsageError("--report and --no-report exclude one another")
+    places = _device_names(devices)
+    if places and device != "cpu":
+        raise click.UsageError("--device and --devices exclude one another")
     settings = ReplaySettings(
         kv_hash=kv_hash,
         checks=check_names(checks),
         backend=backend,
+        executor=_executor_for(next((name for name in places if name != "cpu"), device), executor),
+        device=device,
         max_violations=max_violations,
         fail_fast=fail_fast,
     )
@@ -157,87 +191,109 @@ def replay_command(
     out = Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160)
     err = Console(stderr=True, emoji=False, highlight=False)
     folders = any(trace.is_dir() for trace in traces)
-    codes: list[int] = []
-    summaries: list[dict[str, object]] = []
-    finished: list[Summary] = []
-    failed: list[str] = []
-
-    def fail(name: str, error: str, among: tuple[str, ...]) -> None:
-        codes.append(EXIT_UNREADABLE)
-        summaries.append({"trace": name, "error": error, "exit_code": EXIT_UNREADABLE})
-        failed.append(error if any(one in error for one in among) else f"{name}: {error}")
-        err.print(printable(failed[-1]), style="red", markup=False, soft_wrap=True)
+    after = click.get_current_context().obj or {}
+    outcome = Outcome(out, err, as_json=as_json, quiet=quiet, folders=folders, shown=after.get("shown", ()))
 
     paths, unread = _expand(traces)
     for name, message in unread:
-        fail(name, message, (name,))
+        outcome.fail(name, message, (name,))
     recordings, notes = group_recordings(paths)
     for note in notes:
-        err.print(printable(note), style="dim", markup=False, soft_wrap=True)
+        outcome.say(note, "dim")
     reports = _report_folders(recordings, report, no_report)
     plan = plan_jobs([Job(recording=r, report=target) for r, target in zip(recordings, reports, strict=True)])
+    task = GroupTask(settings=settings, explicit=report is not None, all_there=folders, judged=after.get("judged", ()))
+    loaded()
+    left = sum(map(len, plan.groups))
+    interrupted = False
+    for group, result in _results(plan, task, jobs, places, err, quiet=as_json or quiet):
+        outcome.take(group, result)
+        left -= len(group)
+        interrupted |= result.interrupted
+    if interrupted and left:
+        outcome.say(f"interrupted: {left} more not replayed")
+    sys.exit(outcome.end(plan, several=len(traces) > 1))
+
+
+def _results(
+    plan: Plan, task: GroupTask, jobs: int | None, devices: tuple[str, ...], err: Console, *, quiet: bool
+) -> Iterator[tuple[list[Job], GroupResult]]:
+    """Yield what comes of each group, here or in worker processes, with progress on a terminal."""
+    from dataclasses import replace
+
+    from ..pool import default_jobs, replay_in_workers
+
+    paying = default_jobs(plan) if task.settings.device == "cpu" else 1
+    workers = min(jobs or len(devices) or paying, len(plan.groups))
+    shown = err.is_terminal and not quiet
+    if workers < 2:
+        if devices:
+            task = replace(task, settings=replace(task.settings, device=devices[0]))
+        yield from _results_here(plan, task, err, shown=shown)
+    elif not shown:
+        yield from replay_in_workers(plan, task, lambda _: None, jobs=workers, devices=devices)
+    else:
+        from ..progress_bar import ProgressBar
+
+        results = replay_in_workers(plan, task, lambda progress: bar.update(progress), jobs=workers, devices=devices)
+        while True:
+            # Between two results the bar makes way for what is printed.
+            with ProgressBar(err, f"replay, {workers} at once") as bar:
+                found = next(results, None)
+            if found is None:
+                return
+            yield found
+
+
+def _results_here(plan: Plan, task: GroupTask, err: Console, *, shown: bool) -> Iterator[tuple[list[Job], GroupResult]]:
+    from ...kernels.state import prepare
+    from ..group_replay import replay_group
+
+    if plan.groups:
+        prepare(task.settings.backend)
     for number, group in enumerate(plan.groups):
-        try:
-            done = _replay(
-                group, settings, explicit=report is not None, err=err, quiet=as_json or quiet, all_there=folders
-            )
-        except TraceError as error:
-            fail(
-                ", ".join(job.recording.name for job in group),
-                str(error),
-                tuple(str(path) for job in group for path in job.recording.paths),
-            )
-            continue
-        for summary in done:
-            _finish(summary, err)
-            codes.append(summary.verdict.exit_code)
-            summaries.append(summary.to_json())
-            finished.append(summary)
-            if quiet and not as_json:
-                click.echo(one_line(summary))
-            elif not as_json and not (folders and summary.verdict.exit_code == 0):
-                if len(codes) > 1:
-                    out.rule(style="dim")
-                show(out, summary)
-        if any(summary.stopped.startswith("interrupted") for summary in done):
-            left = sum(map(len, plan.groups[number + 1 :]))
-            if left:
-                err.print(f"interrupted: {left} more not replayed", markup=False, soft_wrap=True)
-            break
-    if as_json:
-        _print_json(summaries, codes, plan, several=len(traces) > 1, folders=folders)
-    elif folders and not quiet:
-        from ..folder_screen import show_table
+        if number:
+            gc.collect()  # the last one's pools hang in a circle, and two do not fit everywhere
+        if shown:
+            from ..progress_bar import ProgressBar
 
-        if len(finished) > 1 or failed or all(summary.verdict.exit_code == 0 for summary in finished):
-            if any(summary.verdict.exit_code for summary in finished):
-                out.rule(style="dim")
-            show_table(out, finished, failed, codes)
-    sys.exit(combined_exit_code(codes))
+            with ProgressBar(err, "replay") as bar:
+                result = replay_group(group, task, bar.update)
+        else:
+            result = replay_group(group, task)
+        yield group, result
+        if result.interrupted:
+            return
 
 
-def _finish(summary: Summary, err: Console) -> None:
-    """Let those who come after a replay have it: `cli` names them, since they stand above this layer."""
-    from ...recorder.commands.text import printable
+def _device_name(name: str) -> str:
+    from ..device.cuda import is_device_name
 
-    for finish in click.get_current_context().obj or ():
-        note = finish(summary)
-        if note:
-            err.print(printable(note), style="yellow", markup=False, soft_wrap=True)
+    if not is_device_name(name):
+        raise click.BadParameter(f"{name!r} is no device; expected cpu, cuda or cuda:N")
+    return name
 
 
-def _print_json(
-    summaries: list[dict[str, object]], codes: list[int], plan: Plan, *, several: bool, folders: bool
-) -> None:
-    import json
+def _executor_for(device: str, executor: str) -> str:
+    """Return the executor that runs on a device; a GPU steps."""
+    source = click.get_current_context().get_parameter_source("executor")
+    if device == "cpu" or executor == "stepwise":
+        return executor
+    if source is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError(f"--executor {executor} runs on the CPU; leave it out, or replay with --device cpu")
+    return "stepwise"
 
-    from ..folder_screen import overall, ranks_json
 
-    found: object = summaries if several else summaries[0] if summaries else {}
-    if folders:
-        word, code = overall(codes)
-        found = {"verdict": word, "exit_code": code, "recordings": summaries, "ranks": ranks_json(plan.ranks)}
-    click.echo(json.dumps(found, indent=2))
+def _device_names(devices: str | None) -> tuple[str, ...]:
+    if devices is None:
+        return ()
+    from ..device.cuda import is_device_name
+
+    names = tuple(devices.split(","))
+    for name in names:
+        if not is_device_name(name):
+            raise click.UsageError(f"--devices: {name!r} is no device; expected cpu, cuda or cuda:N, joined by commas")
+    return names
 
 
 def _expand(traces: tuple[Path, ...]) -> tuple[list[Path], list[tuple[str, str]]]:
@@ -258,75 +314,30 @@ def _expand(traces: tuple[Path, ...]) -> tuple[list[Path], list[tuple[str, str]]
     return paths, unread
 
 
+def _report_name(recording: Recording) -> Path:
+    """Return a recording's name; of a part of its segments with their numbers: the whole recording's report stays."""
+    from ...recorder.segments import split_segment_name
+
+    name = Path(recording.name).with_suffix("")
+    splits = [split_segment_name(path) for path in recording.paths]
+    numbers = [split[1] for split in splits if split is not None]
+    if len(recording.paths) == 1 or not numbers or len(numbers) < len(splits):
+        return name
+    there = (split_segment_name(path) for path in name.parent.iterdir())
+    if {split[1] for split in there if split is not None and split[0] == name.name} <= {*numbers}:
+        return name
+    return name.with_name(f"{name.name}.{min(numbers):06d}-{max(numbers):06d}")
+
+
 def _report_folders(recordings: list[Recording], report: Path | None, no_report: bool) -> list[Path | None]:
     """Return each recording's report directory; refuse two that would share one."""
     if no_report:
         return [None] * len(recordings)
     if report and len(recordings) == 1:
         return [report]
-    named = [Path(recording.name) for recording in recordings]
-    folders = [(report or trace.parent) / f"{trace.stem}.report" for trace in named]
+    named = [_report_name(recording) for recording in recordings]
+    folders = [(report or trace.parent) / f"{trace.name}.report" for trace in named]
     shared = next((folder for folder in folders if folders.count(folder) > 1), None)
     if shared:
         raise click.UsageError(f"two traces would write to {shared}; replay them apart, or name another --report each")
     return list(folders)
-
-
-def _replay(
-    jobs: list[Job], settings: ReplaySettings, *, explicit: bool, err: Console, quiet: bool, all_there: bool
-) -> list[Summary]:
-    from ...recorder.errors import TraceError
-    from ..progress_bar import ProgressBar
-    from ..replay import replay_joined
-    from ..segment_stream import SegmentStream
-    from ..settings import resolve_kv_hash
-
-    folders = []
-    for job in jobs:
-        # A trace that cannot be judged leaves no empty report behind.
-        resolve_kv_hash(settings.kv_hash, SegmentStream(job.recording.paths).header)
-        folders.append(_make_folder(Path(job.recording.name), job.report, explicit=explicit, err=err))
-    traces = [job.recording.paths for job in jobs]
-    schedules = [job.schedule for job in jobs]
-    try:
-        if quiet or not err.is_terminal:
-            return replay_joined(traces, settings=settings, reports=folders, schedules=schedules, all_there=all_there)
-        with ProgressBar(err) as bar:
-            return replay_joined(
-                traces,
-                settings=settings,
-                reports=folders,
-                on_progress=bar.update,
-                schedules=schedules,
-                all_there=all_there,
-            )
-    except OSError as error:
-        raise TraceError(
-            f"{', '.join(job.recording.name for job in jobs)}: the report in {', '.join(map(str, folders))} cannot be "
-            f"written ({error.strerror or error}); make room, name another folder with --report DIR, or use --no-report"
-        ) from None
-
-
-def _make_folder(trace: Path, target: Path | None, *, explicit: bool, err: Console) -> Path | None:
-    """Make the report directory; a default one that cannot be made beside the trace goes to the working directory."""
-    from ...recorder.errors import TraceError
-
-    if target is None:
-        return None
-    candidates = [target] if explicit else [target, Path.cwd() / target.name]
-    for folder in candidates:
-        try:
-            # Its files hold tokens and names of requests, as the trace does.
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        except OSError as error:
-            failure = error
-            continue
-        if folder != target:
-            err.print(f"{target} cannot be written; the report goes to {folder}", markup=False, soft_wrap=True)
-        return folder
-    raise TraceError(
-        f"{trace}: the report directory {candidates[-1]} cannot be written ({failure.strerror}); name another with "
-        "--report DIR, or use --no-report"
-    )

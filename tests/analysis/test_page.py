@@ -389,3 +389,22 @@ def simulated(folder, fault, config):
     report.mkdir()
     replay(folder / "trace.arrow", settings=ReplaySettings(), report=report)
     return report
+
+
+def test_the_plot_library_is_kept_and_made_anew_where_it_is_not_whole(tmp_path, monkeypatch):
+    import vl_convert
+    from kvcanary.analysis.page.plots import plot_library
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda _: "made once")
+    assert plot_library() == "made once"
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda _: "made anew")
+    assert plot_library() == "made once"
+    (kept,) = (tmp_path / "kvcanary").iterdir()
+    kept.write_text(kept.read_text()[:-1])
+    assert plot_library() == "made anew"
+    kept.unlink()
+    (tmp_path / "kvcanary").chmod(0o500)
+    assert plot_library() == "made anew"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kvcanary" / "file"))
+    assert plot_library() == "made anew"

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from kvcanary.kernels import frames_triton as kernels
 
-ints = dict.fromkeys(kernels._TAKE_DOWN_ARGUMENTS + kernels._TAKE_BACK_ARGUMENTS, "i32")
+ints = dict.fromkeys(kernels.TAKE_DOWN_ARGUMENTS + kernels.TAKE_BACK_ARGUMENTS, "i32")
 pointers = ("rows_in", "prefix_in", "ids_in", "positions_in", "loc_in", "frames", "counters", "descriptor")
 types = ints | dict.fromkeys(pointers, "*i64") | {"minus_in": "*i32", "extend_in": "*i32"}
 
@@ -25,9 +25,9 @@ def build(kernel, **constants):
     print(len(compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]) > 0)
 
 
-build(kernels._take_down_kernel, HAS_MINUS=True, HAS_EXTEND=True, LUT_INT64=False, TILE=512)
-build(kernels._take_down_kernel, HAS_MINUS=False, HAS_EXTEND=False, LUT_INT64=True, TILE=512)
-build(kernels._take_back_kernel, TILE=512)
+build(kernels.take_down_kernel, HAS_MINUS=True, HAS_EXTEND=True, LUT_INT64=False, TILE=512)
+build(kernels.take_down_kernel, HAS_MINUS=False, HAS_EXTEND=False, LUT_INT64=True, TILE=512)
+build(kernels.take_back_kernel, TILE=512)
 """
 
 

@@ -99,7 +99,9 @@ print(read_environment())
 """
     done, told = record(tmp_path, body, *options, cwd=tmp_path)
     seen, settings = done.stdout.splitlines()
-    assert json.loads(seen) == {
+    variables = json.loads(seen)
+    assert len(variables.pop("KVCANARY_RUN_ID")) == 32
+    assert variables == {
         "KVCANARY_TRACE": str(tmp_path / "traces"),
         "KVCANARY_CONFIG": str(tmp_path / "k.toml"),
         "KVCANARY_SWEEP_EVERY": "9",

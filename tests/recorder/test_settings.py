@@ -49,6 +49,7 @@ def in_human_units(salt: Path) -> dict[str, Any]:
         "segment_seconds": 60,
         "keep_segments": 3,
         "keep_bytes": "8GiB",
+        "keep_folder_bytes": "16GiB",
         "freeze_file": "/run/freeze",
         "freeze_signal": "sigusr2",
         "tokens": "hashed",
@@ -73,6 +74,7 @@ def as_settings(salt: Path, config: Path | None = None) -> RecordingSettings:
         segment_ns=60_000_000_000,
         keep_segments=3,
         keep_bytes=8 << 30,
+        keep_folder_bytes=16 << 30,
         freeze_file=Path("/run/freeze"),
         freeze_signal=int(signal.SIGUSR2),
         tokens="hashed",
@@ -193,7 +195,8 @@ def test_the_writer_hears_only_of_what_differs(salt: Path) -> None:
     always = {"compression", "flush_bytes", "flush_interval_ns", "max_queued_bytes"}
     assert set(RecordingSettings(folder=Path("/t")).writer_options()) == always
     options = as_settings(salt).writer_options()
-    cuts = {"segment_bytes", "segment_ns", "keep_segments", "keep_bytes", "freeze_file", "freeze_signal"}
+    cuts = {"segment_bytes", "segment_ns", "keep_segments", "keep_bytes", "keep_folder_bytes"}
+    cuts |= {"freeze_file", "freeze_signal"}
     assert set(options) == always | cuts | {"privacy"}
     assert all(options[name] == getattr(as_settings(salt), name) for name in always | cuts)
 
@@ -204,18 +207,20 @@ def test_the_start_up_line_names_every_setting(salt: Path) -> None:
     )
     settings = dataclasses.replace(as_settings(salt, Path("/etc/k.toml")), kv_watch_every=3)
     line = settings.start_up_line(Path("/t/a.arrow"), header)
-    parts = ("/t/a.arrow", "full 64 slots", "32 bytes", "KV watch every 3", "sweep every 5", "history off", "zstd")
+    parts = ("/t/a.*.arrow", "full 64 slots", "32 bytes", "KV watch every 3", "sweep every 5", "history off", "zstd")
     parts += (
         "0.25 s or 0 KiB",
         "64 MiB queued",
         "segments of 1024 MiB or 60 s",
         "the last 3 segments and 8192 MiB kept",
+        "at most 16384 MiB in the folder at the start",
     )
     parts += ("frozen by /run/freeze or SIGUSR2", "tokens hashed", "names hashed", "settings from /etc/k.toml")
     assert [part for part in parts if part not in line] == []
     assert "\n" not in line
     assert str(salt) not in line
     plain = RecordingSettings(folder=Path("/t")).start_up_line(Path("/t/a.arrow"), header)
+    assert "recording to /t/a.arrow (" in plain
     assert "one file; tokens plain, names plain)" in plain
 
 

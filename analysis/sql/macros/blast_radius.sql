@@ -3,11 +3,11 @@
 create or replace macro blast_radius(incident := 0, from_forward := 0) as table
 with chosen as (  -- one of the halves is empty, and costs nothing
     select trace, request_id, request, pool_group, slot, what, forward
-    from damage
+    from damage_forwards as damage
     where incident = 0 and forward >= from_forward
     union all
     select damage.trace, request_id, request, pool_group, slot, what, forward
-    from damage
+    from damage_forwards as damage
     semi join (
         select members.trace, members.source, members.number
         from incident_members as members
@@ -33,4 +33,4 @@ select trace, nullif(request_id, -1) as request_id, any_value(request) as reques
 from by_slot
 join by_forward using (trace, request_id)
 group by trace, by_slot.request_id
-order by trace, first_forward, found desc
+order by trace, first_forward, found desc, by_slot.request_id

@@ -4,7 +4,7 @@ with begun as (select trace, arg_min(forward, event) as forward from damage grou
 ordered as (
     select damage.*, count(*) over (partition by trace) as found,
         row_number() over (
-            partition by trace order by event, source desc, pool_group, request_id, position, slot, what) as place
+            partition by trace order by event, source desc, pool_group, request_id, position, slot, what, number) as place
     from damage
     join begun using (trace, forward)
 )

@@ -7,7 +7,7 @@ with written as (
     group by all
 ),
 bad as (
-    select trace, slot, count(*) as found, min(forward) as first_bad_forward
+    select trace, slot, sum(num_forwards)::bigint as found, min(forward) as first_bad_forward
     from damage
     where damage.pool_group = in_group and slot between which_slot - reach and which_slot + reach
     group by all

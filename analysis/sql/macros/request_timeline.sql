@@ -6,7 +6,7 @@ with chosen as (
 ),
 bad as (
     select trace, forward, request_id, count(*) as found, string_agg(distinct what, ', ' order by what) as kinds
-    from damage
+    from damage_forwards as damage
     semi join chosen using (trace, request_id)
     group by all
 )

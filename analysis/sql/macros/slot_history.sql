@@ -37,7 +37,7 @@ from (
     union all
     select trace, event, forward, source, request_id, position, nullif(min(stored_token), -1),
         concat_ws(' x', what, nullif(count(*), 1)::varchar)
-    from damage
+    from damage_forwards as damage
     where damage.pool_group = in_group and slot = which_slot
     group by trace, event, forward, source, request_id, position, what
 ) as history

@@ -2,13 +2,15 @@
 -- there against what was expected (-1: not compared), whose KV bytes changed and when, and who wrote it. Hashes are those
 -- of the position before.
 with bad as (
-    select expected_position as table_position, any_value(slot) as slot, any_value(position) as stored_position,
-        any_value(stored_token) as stored_token, max(expected_token) as expected_token,
-        any_value(stored_chain_hash) as stored_chain, any_value(expected_aux) as expected_chain,
+    select expected_position as table_position, arg_min(slot, launch_tag) as slot,
+        arg_min(position, launch_tag) as stored_position,
+        arg_min(stored_token, launch_tag) as stored_token, max(expected_token) as expected_token,
+        arg_min(stored_chain_hash, launch_tag) as stored_chain, arg_min(expected_aux, launch_tag) as expected_chain,
         bit_or(fail_reason_bits) as bits, string_agg(distinct launch, ', ' order by launch) as launches,
         string_agg(distinct half, ' and ' order by half) filter (where fail_reason_bits & 4 > 0) as changed_halves,
-        any_value(writer_forward) as writer_forward, any_value(writer_request) as writer_request, count(*) as found
-    from violations
+        arg_min(writer_forward, launch_tag) as writer_forward, arg_min(writer_request, launch_tag) as writer_request,
+        count(*) as found
+    from violation_forwards
     where event = :event and request_id = :request_id and pool_group = :pool_group
         and expected_position between :first and :last
     group by expected_position

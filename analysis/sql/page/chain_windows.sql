@@ -4,7 +4,7 @@ with seen as (
     select request_id, any_value(request) as request, event, forward, pool_group, min(expected_position) as first_position,
         max(expected_position) as last_position, count(distinct expected_position) as positions,
         bit_count(bit_or(fail_reason_bits)) as reasons
-    from violations
+    from violation_forwards
     where :where
     group by request_id, event, forward, pool_group
 ),
@@ -17,5 +17,5 @@ ranked as (
 select request_id, request, event, forward, pool_group, first_position, last_position, positions, by_time = 1 as is_first
 from ranked
 where by_time = 1 or by_weight = 1
-order by reached, by_time
+order by reached, request_id, by_time
 limit :limit

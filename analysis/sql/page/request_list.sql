@@ -1,12 +1,12 @@
 -- Requests: those that damage names first, then those that wrote what was damaged, then the others.
 with hit as (
-    select trace, request_id, min(forward) as first_bad_forward, count(*) as found
+    select trace, request_id, min(forward) as first_bad_forward, sum(num_forwards)::bigint as found
     from damage
     where request_id >= 0
     group by all
 ),
 writers as (
-    select trace, writer_request_id as request_id, count(*) as written
+    select trace, writer_request_id as request_id, sum(num_forwards)::bigint as written
     from damage
     where writer_request_id >= 0 and writer_request_id <> request_id
     group by all

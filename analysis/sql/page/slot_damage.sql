@@ -3,7 +3,7 @@
 with found as (
     select pool_group, slot, request_id, request, forward, :class as class, count(*) as rows_found,
         string_agg(distinct what, ', ' order by what) as what
-    from damage
+    from damage_forwards
     where :slots
     group by pool_group, slot, request_id, request, forward, class
 ),
@@ -18,8 +18,8 @@ stretches as (
 )
 select pool_group, slot, nullif(request_id, -1) as request_id, any_value(request) as request, class,
     min(forward) as from_forward, max(forward) as to_forward, sum(rows_found)::bigint as found,
-    arg_max(what, length(what)) as what
+    arg_max(what, (length(what), what)) as what
 from stretches
 group by pool_group, slot, stretches.request_id, class, stretch
-order by from_forward, pool_group, slot, class
+order by from_forward, pool_group, slot, class, stretches.request_id
 limit :limit

@@ -8,6 +8,7 @@ left join requests using (trace, request_id)
 left join requests as given on given.trace = lives.trace and given.request_id = lives.given_by
 where from_forward is not null and (to_forward is null or to_forward >= from_forward)
 qualify row_number() over (
-    partition by pool_group, slot order by abs(coalesce(to_forward, from_forward) - :forward), from_forward) <= :each
-order by abs(from_forward - :forward), pool_group, slot, from_forward
+    partition by pool_group, slot order by abs(coalesce(to_forward, from_forward) - :forward), from_forward, from_event, holder,
+        lives.request_id) <= :each
+order by abs(from_forward - :forward), pool_group, slot, from_forward, from_event, holder, lives.request_id
 limit :limit

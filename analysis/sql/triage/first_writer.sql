@@ -16,7 +16,8 @@ order by number
 -- section: overall
 select
     writer_forward, any_value(forwards.mode) as mode, any_value(writer_request) as request,
-    count(distinct (pool_group, slot)) as slots, min(damage.forward) as first_seen, count(*) as found
+    count(distinct (pool_group, slot)) as slots, min(damage.forward) as first_seen,
+    sum(num_forwards)::bigint as found
 from damage
 left join forwards on forwards.trace = damage.trace and forwards.forward = writer_forward
 where source = 'violation' and writer_forward >= 0

@@ -12,7 +12,8 @@ limit 6
 select
     case when writer_request_id < 0 then 'nobody in this trace'
         when writer_request_id = request_id then 'the request itself' else 'another request' end as last_written_by,
-    count(distinct (pool_group, slot)) as slots, count(distinct request_id) as requests, count(*) as found
+    count(distinct (pool_group, slot)) as slots, count(distinct request_id) as requests,
+    sum(num_forwards)::bigint as found
 from damage
 where source = 'violation'
 group by last_written_by

@@ -8,7 +8,7 @@ where :writer_forward >= 0
 select
     traces.role, coalesce(writer.mode, '') as written_in, damage.mode as seen_in, count(distinct request_id) as requests,
     min(damage.forward) as first_forward, count(*) as found
-from damage
+from damage_forwards as damage
 join traces using (trace)
 left join forwards as writer on writer.trace = damage.trace and writer.forward = damage.writer_forward
 group by all

@@ -5,7 +5,7 @@ from pool_groups
 where pool_group = :pool_group
 -- section: overall
 with slots as (
-    select trace, pool_group, slot, count(*) as found, min(forward) as first_forward, max(forward) as last_forward,
+    select trace, pool_group, slot, sum(num_forwards) as found, min(forward) as first_forward, max(last_forward) as last_forward,
         min(request_id) as some_request, max(request_id) as other_request
     from damage
     where slot >= 0

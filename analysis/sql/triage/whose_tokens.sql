@@ -8,20 +8,14 @@ where writes.request_id = :request_id and writes.table_position between :positio
 order by writes.event desc, writes.table_position
 limit 8
 -- section: overall
-with earliest as (  -- what is found again in every forward need not be looked at again
-    select trace, forward, request_id, position, stored_token, expected_token, writer_request_id, writer_forward
+with wrong as (  -- the first thousand are enough to tell the pattern
+    select trace, min(forward) as forward, request_id, position, stored_token, expected_token, writer_request_id,
+        writer_forward
     from damage
     where source = 'violation' and expected_token >= 0 and stored_token >= 0 and stored_token <> expected_token
         and request_id >= 0
-    order by forward, request_id, position
-    limit 20000
-),
-wrong as (  -- the first thousand are enough to tell the pattern
-    select trace, min(forward) as forward, request_id, position, stored_token, expected_token, writer_request_id,
-        writer_forward
-    from earliest
     group by all
-    order by forward, request_id, position
+    order by forward, request_id, position, stored_token, expected_token, writer_forward, writer_request_id
     limit 1000
 ),
 sampled_for_others as (

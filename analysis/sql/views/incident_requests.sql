@@ -5,7 +5,8 @@ with hit as (
 ),
 found as (
     select incident_members.trace, incident_members.incident, damage.request_id, min(damage.forward) as first_forward,
-        max(damage.forward) as last_forward, count(*) filter (where damage.source = 'violation') as violations,
+        max(damage.last_forward) as last_forward,
+        coalesce(sum(damage.num_forwards) filter (where damage.source = 'violation'), 0)::bigint as violations,
         count(*) filter (where damage.source = 'finding') as findings,
         count(distinct damage.pool_group * (1::bigint << 40) + damage.slot) as slots
     from damage

@@ -4,9 +4,9 @@ import threading
 
 import numpy as np
 import pytest
-from kvcanary.kernels.frames_triton import FrameKernels
+from kvcanary.kernels.frame_launch import FrameKernels
 from kvcanary.recorder.device import capture
-from kvcanary.recorder.device.forward import DeviceForward
+from kvcanary.recorder.device.forward import BatchRequests, DeviceForward
 from kvcanary.recorder.device.landing import Landing
 from kvcanary.recorder.device.taking_down import LOST
 from kvcanary.recorder.reader import read_events
@@ -43,10 +43,10 @@ def test_counters_of_a_flight_are_zero_after_forwards_that_found_no_room(tmp_pat
     monkeypatch.setattr(capture, "MAX_FLIGHTS", 2)
     launch, found = FrameKernels.take_down, []
 
-    def spy(self, **kwargs):
+    def spy(self, *told):
         if self._fixed[1] is engine.device._capture.counters:
-            found.append(int(self._fixed[1][kwargs["flight"]].sum()))
-        launch(self, **kwargs)
+            found.append(int(self._fixed[1][told[-2]].sum()))  # its flight
+        launch(self, *told)
 
     engine = Engine(tmp_path, np.random.default_rng(1))
     monkeypatch.setattr(FrameKernels, "take_down", spy)
@@ -98,7 +98,7 @@ def test_a_recording_that_a_foreign_thread_ends_during_a_forward(engine, monkeyp
     launched = []
     after = FrameKernels.take_back
     monkeypatch.setattr(
-        FrameKernels, "take_back", lambda self, **kw: (launched.append(threading.get_ident()), after(self, **kw))
+        FrameKernels, "take_back", lambda self, *told: (launched.append(threading.get_ident()), after(self, *told))
     )
 
     def stop():
@@ -157,7 +157,7 @@ def test_fewer_lengths_than_requests_switch_it_off(engine):
             positions=ints,
             out_cache_loc=ints,
             num_tokens=1,
-            request_ids=np.array([7, 8]),
+            requests=BatchRequests(ids=np.array([7, 8])),
         )
     )
     engine.device.after_forward()

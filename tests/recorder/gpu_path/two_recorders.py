@@ -4,9 +4,9 @@ import threading
 
 import numpy as np
 import torch
-from kvcanary.kernels import frames_triton
+from kvcanary.kernels import frame_launch
 from kvcanary.kernels.kv_source import KvSource
-from kvcanary.recorder.device.forward import DeviceForward
+from kvcanary.recorder.device.forward import BatchRequests, DeviceForward
 from kvcanary.recorder.device.recorder import DeviceRecorder
 from kvcanary.recorder.forward_input import ForwardInput, TruthTokens
 from kvcanary.recorder.header import KvStream, PoolGroup, Runner, StateTable, TraceHeader
@@ -14,8 +14,8 @@ from kvcanary.recorder.reader import TraceReader
 from kvcanary.recorder.recorder import Recorder
 
 # The interpreter runs one program after another: few of them, but more than one for each request.
-frames_triton.PREFIX_PROGRAMS = 4
-frames_triton.TILE = 16
+frame_launch.PREFIX_PROGRAMS = 4
+frame_launch.TILE = 16
 
 ROWS, WIDTH, SLOTS, SWA_SLOTS, BYTES, CAPTURE = 6, 40, 160, 96, 48, 16
 
@@ -77,10 +77,11 @@ class Engine:
         truth = [self.truth[row] for row in rows]
         lens = [len(tokens.all) for tokens in truth]
         flat = [token for tokens in truth for token in tokens.all]
-        told = {"mode": mode, "request_ids": np.array(rows, np.int64) * 7}
+        ids_of = np.array(rows, np.int64) * 7
         self.host.before_forward(
             ForwardInput(
-                **told,
+                mode=mode,
+                request_ids=ids_of,
                 req_pool_indices=rows,
                 prefix_lens=prefix,
                 extend_lens=extend,
@@ -97,7 +98,7 @@ class Engine:
         split = mode == "draft_extend"
         self.device.before_forward(
             DeviceForward(
-                **told,
+                mode=mode,
                 runner=0,
                 rows=self.ints(rows),
                 prefix=self.ints([p + e for p, e in zip(prefix, extend, strict=True)] if split else prefix),
@@ -108,7 +109,7 @@ class Engine:
                 positions=self.ints(positions),
                 out_cache_loc=self.ints(loc),
                 num_tokens=len(ids),
-                truth=truth,
+                requests=BatchRequests(ids=ids_of, truth=truth),
                 truth_lens=lens,
             )
         )

@@ -178,8 +178,6 @@ OWNERS = {
     "scheduler": (Scheduler, "__init__"),
     "runner": (ModelRunner, "__init__"),
     "model": (ModelRunner, "_forward_raw"),
-    "forward": (ModelRunner, "forward"),
-    "batch": (ForwardBatch, "init_new"),
     "run": (Scheduler, "run_batch"),
     "result": (Scheduler, "process_batch_result"),
 }
@@ -192,7 +190,9 @@ def hooked(monkeypatch: Any, settings: RecordingSettings) -> Attachment:
     for name, (owner, attribute) in OWNERS.items():
         raw = owner.__dict__[attribute]
         original = raw.__func__ if isinstance(raw, classmethod) else raw
-        wrapper = functools.partial(harmless(getattr(attachment, f"on_{name}"), attachment.fault), original)
+        wrapper = functools.partial(
+            harmless(getattr(attachment, f"on_{name}"), attachment.fault, attachment.spent), original
+        )
 
         def method(*args: Any, _wrapper: Any = wrapper, **kwargs: Any) -> Any:
             return _wrapper(*args, **kwargs)

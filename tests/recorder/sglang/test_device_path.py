@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcanary.kernels import frames_triton
+from kvcanary.kernels import frame_launch
 from kvcanary.recorder.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines import sglang_attachment, sglang_session
 from kvcanary.recorder.environment import RecordingSettings
@@ -21,8 +21,8 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sglang_attachment, name, lambda stop: None, raising=False)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
     monkeypatch.setattr(sglang_session, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(frames_triton, "PREFIX_PROGRAMS", 2)
-    monkeypatch.setattr(frames_triton, "TILE", 32)
+    monkeypatch.setattr(frame_launch, "PREFIX_PROGRAMS", 2)
+    monkeypatch.setattr(frame_launch, "TILE", 32)
 
 
 def record(monkeypatch: pytest.MonkeyPatch, folder: Any, **settings: Any) -> tuple[Any, list[list[int]]]:
@@ -74,15 +74,15 @@ def test_a_fault_switches_it_off_and_the_engine_goes_on(
     expected, _ = serve()
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path, history="off"))
     calls = []
-    launch = frames_triton.FrameKernels.take_back
+    launch = frame_launch.FrameKernels.take_back
 
-    def fails(self: Any, **kwargs: Any) -> None:
+    def fails(self: Any, *told: Any) -> None:
         calls.append(1)
         if len(calls) == 6:
             raise RuntimeError("no more device memory")
-        launch(self, **kwargs)
+        launch(self, *told)
 
-    monkeypatch.setattr(frames_triton.FrameKernels, "take_back", fails)
+    monkeypatch.setattr(frame_launch.FrameKernels, "take_back", fails)
     output, _ = serve()
     assert output == expected
     assert len(calls) == 6
@@ -114,20 +114,22 @@ def test_a_landing_that_fails_leaves_the_engine_alone(tmp_path: Any, monkeypatch
 def test_a_list_that_the_scheduler_replaces_is_looked_up_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     attachment, _ = record(monkeypatch, tmp_path, history="off")
     batches = attachment._session._batches
-    last = batches._last
+    req = batches._last._requests[0].req
+    attachment._session.see(req)  # it was over
+    args = ([req.rid], 1)
+    last = batches.of(*args)
     batches.refresh()
-    assert batches._last is last
-    req = last.requests[0].req
-    known = last.requests[0].lists()
+    assert batches.of(*args) is last
+    known = last.truth[0]
     for name in ("output_ids", "origin_input_ids"):
         setattr(req, name, list(getattr(req, name)))
-        batches._last = last
         batches.refresh()
-        assert batches._last is None
-        again = last.requests[0].lists()
+        found = batches.of(*args)
+        assert found is not last
+        again = found.truth[0]
         assert again is not known
         assert again.tokens(2, 7).tolist() == known.tokens(2, 7).tolist() == [*known.prompt, *known.output][2:7]
-        known = again
+        known, last = again, found
     attachment._close()
-    assert np.array_equal(last.prompt_lens, [4] * len(last.requests))
+    assert np.array_equal(last.known_lens, [4] * last.rows)
     assert ModelRunner.is_draft_worker is False

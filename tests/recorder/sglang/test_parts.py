@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.engines import sglang_hooks
+from kvcanary.recorder.engines.hooking import StepCost
+from kvcanary.recorder.engines.sglang_batches import KnownBatches
 from kvcanary.recorder.engines.sglang_drafts import DraftGraph
 from kvcanary.recorder.engines.sglang_forward import MODES, forward_input, prefix_and_extend
 from kvcanary.recorder.engines.sglang_history import GroupHistory
@@ -73,6 +75,22 @@ def test_a_hook_that_raises_is_reported_and_the_engine_goes_on(late: bool) -> No
 
     assert harmless(on_thing, lambda name, error: faults.append((name, str(error))))(lambda: 7) == 7
     assert faults == [("on_thing", "injected")]
+
+
+def test_what_steps_cost_by_their_kind() -> None:
+    cost = StepCost()
+    assert cost.summary() == {"steps": 0}
+    decode, extend = SimpleNamespace(name="DECODE"), SimpleNamespace(name="EXTEND")
+    for spent in (9_000, 5, 1, 3):
+        cost.spent(spent)
+        cost.spent(1)
+        cost.next_step(extend if spent == 5 else decode, 8)
+    assert cost.summary() == {
+        "steps": 3,
+        "engine_thread_ns_p50": 4,
+        "engine_thread_ns_p99": 6,
+        "by_forward": {"DECODE 8": [2, 4, 4], "EXTEND 8": [1, 6, 6]},
+    }
 
 
 def test_wrap_method_says_whether_there_is_one() -> None:
@@ -154,6 +172,26 @@ def test_a_book_knows_a_name_that_is_used_again_as_another_request() -> None:
     assert (truth.flat.tolist(), truth.lens.tolist()) == ([2], [1, 0])
     assert book.ids(["r"], 2).tolist() == [request_id_of("r", exact=False), -1]
     assert book.truth(["r", "stranger"], 2) is None
+
+
+def test_lengths_are_looked_up_once_a_moment() -> None:
+    book = RequestBook(exact_ids=False)
+    reqs = [SimpleNamespace(rid=f"r{i}", origin_input_ids=[i] * 3, output_ids=[]) for i in range(2)]
+    for req in reqs:
+        book.see(req)
+    batches = KnownBatches(book)
+    known = batches.of(["r0", "r1"], 3)
+    assert batches.of(["r0", "r1"], 3) is known
+    before = known.output_lens(1)
+    reqs[1].output_ids += [7, 8]
+    assert known.output_lens(1) is before
+    assert (before, known.output_lens(2)) == ([0, 0], [0, 2])
+    tokens, lens = known.sampled(before, [0, 2])
+    assert (tokens.tolist(), lens.tolist()) == ([7, 8], [0, 2])
+    assert known.ids.tolist() == [request_id_of(r, exact=False) for r in ("r0", "r1")] + [-1]
+    stranger = batches.of(["r0", "r9"], 2)
+    assert (stranger.outputs, stranger.truth, stranger.output_lens(3)) == (None, None, [])
+    assert batches.of(None, 2).ids.tolist() == [-1, -1]
 
 
 # Forwards
@@ -414,7 +452,7 @@ def test_the_steps_of_a_draft_graph_become_forwards() -> None:
     before.positions += 100  # the engine goes on with its buffers
     steps = graph.steps((None, None, torch.tensor([[1, 2, 3], [4, 5, 6]]), None))
     shown = [(s.input_ids.tolist(), s.positions.tolist(), s.out_cache_loc.tolist(), s.rids) for s in steps]
-    assert shown == [([1, 4], [9, 19], [30, 40], ("a", "b")), ([2, 5], [10, 20], [31, 41], ("a", "b"))]
+    assert shown == [([1, 4], [9, 19], [30, 40], ["a", "b"]), ([2, 5], [10, 20], [31, 41], ["a", "b"])]
 
 
 def test_an_idle_draft_has_no_steps() -> None:

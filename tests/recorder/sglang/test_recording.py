@@ -9,7 +9,7 @@ import pytest
 from kvcanary.recorder.engines import sglang_attachment, sglang_session
 from kvcanary.recorder.engines.sglang_attachment import Attachment
 from kvcanary.recorder.engines.sglang_requests import request_id_of
-from kvcanary.recorder.engines.sglang_session import Session, output_lens
+from kvcanary.recorder.engines.sglang_session import Session
 from kvcanary.recorder.environment import RecordingSettings
 from kvcanary.recorder.reader import TraceReader, read_events
 from kvcanary.replayer.replay import replay
@@ -82,7 +82,18 @@ def test_no_history_where_it_is_not_wanted(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "name", ["before_model", "after_model", "see", "ran", "took_result", "got_row", "gave_row_back", "_tell_written"]
+    "name",
+    [
+        "before_model",
+        "after_model",
+        "see",
+        "ran",
+        "takes_result",
+        "took_result",
+        "got_row",
+        "gave_row_back",
+        "_tell_written",
+    ],
 )
 def test_a_fault_in_a_hook_leaves_the_engine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
@@ -192,14 +203,16 @@ def test_a_result_of_another_stage_tells_no_sample(tmp_path: Path, monkeypatch: 
     attachment, _ = record(monkeypatch, tmp_path, close=False)
     session = attachment._session
     own, other, req = Result(None), Result(None), Request("r9", [1, 2], 3)
-    session._last_target = (11, ("r9",))
-    session.ran(own, first=11)
+    session.see(req)
+    session._last_target = (11, session._batches.of(["r9"], 1))
+    session.ran(own, None)
     session._results[id(other)] = session._results.pop(id(own))  # the address is used again
-    before = output_lens([req])
+    assert session.takes_result(other) is None
+    session.ran(own, None)
+    found = session.takes_result(own)
+    assert found is not None
     req.output_ids.append(5)
-    session.took_result([req], before, other)
-    session.ran(own, first=11)
-    session.took_result([req], before, own)
+    session.took_result(*found)
     session.recorder.close()
     _, told = events(tmp_path)
     assert [event.ints("sampled_tokens").tolist() for event in told if event.kind == "sample"][12:] == [[5]]

@@ -123,6 +123,7 @@ def test_a_fault_in_a_hook_leaves_the_engine_alone(
     use_async: bool,
 ) -> None:
     expected = serve(use_async=use_async)
+    before = set(threading.enumerate())  # another test may have left a recorder behind
     calls: list[int] = []
     original = getattr(owner, name)
 
@@ -140,9 +141,9 @@ def test_a_fault_in_a_hook_leaves_the_engine_alone(
     assert logged
     assert all("injected" in message for message in logged)
     assert len(logged) == len(set(logged)), "each failing hook is logged once"
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name == "kvcanary-writer":
-            thread.join()  # a recording that is off has ended its trace by itself
+            thread.join(60)  # a recording that is off has ended its trace by itself
     summary = verdict(tmp_path)
     assert summary.complete
     assert summary.verdict.value == "inconclusive", "what is missing is never called clean"

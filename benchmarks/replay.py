@@ -1,0 +1,409 @@
+"""Measure replay at scale: the Mooncake conversation workload through the simulated engine, and its traces replayed.
+
+    python benchmarks/replay.py mooncake_conversation.jsonl --work DIR [--full] [--markdown] [--json]
+    python benchmarks/replay.py mooncake_conversation.jsonl --work DIR --device cuda
+
+The engine: K and V with 16 captured bytes a slot, pages of 16, a pool of 1,048,576 slots, prefix cache, at most 256
+requests at once, chunks of 8,192 tokens, arrivals as in the file, the prefix's bytes read again in every forward. Traces
+are kept in DIR and taken again; 10 % is 0.8 GB and takes some minutes to make, --full 8 GB and half an hour.
+
+Each replay is a process of its own on --cores cores, with every check, its report written, after a small trace that
+loads the compiled code; seconds are those of the replay, the median of --runs, peak memory is the whole process's.
+Tokens are those that forwards were fed. Interval and stepwise replay of a trace must agree in verdict, counters, rows
+and findings, or no ratio is printed and the exit status is 2; it is 1 where a target is missed.
+
+With --device cuda the same traces are replayed on a GPU, beside the published canary's kernels stepped over the same
+forwards there (see published_stepping.py); rows are compared first, on a damaged trace too.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from performance_page import load, machine, today, write_section
+
+ROOT = Path(__file__).parents[1]
+WARM_UP = ROOT / "data" / "clean_llama.arrow"
+DAMAGED = ROOT / "data" / "table_swap.arrow"
+ENGINE = ("--max-running", "256", "--chunk-tokens", "8192", "--pool-tokens", "1048576")
+FRACTIONS = (0.001, 0.01, 0.1)
+READ_BYTES = 4 << 20
+
+TARGET_EXPONENT = 1.05
+TARGET_TOKENS_PER_SECOND = 3_000_000  # on two cores, at 10 %
+TARGET_MEMORY_BYTES = 4 << 30
+TARGET_READING = 0.6
+TARGET_PUBLISHED = {"stepwise": 5.0, "interval": 50.0}
+
+
+class DifferError(Exception):
+    """Two replays that must give the same did not; no ratio may be printed."""
+
+
+def main() -> int:
+    """Make the traces, replay them, print what it came to; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", type=Path, help="mooncake_conversation.jsonl")
+    parser.add_argument("--work", type=Path, required=True, help="folder in which the traces are kept")
+    parser.add_argument("--fractions", default=",".join(map(str, FRACTIONS)), help="of the workload")
+    parser.add_argument("--full", action="store_true", help="all of the workload too")
+    parser.add_argument("--stepwise-up-to", type=float, default=0.01, help="replay stepwise up to this fraction")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--cores", type=int, default=2, help="that a replay may use")
+    parser.add_argument("--device", help="cuda or cuda:N: compare with the published kernels there instead")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--markdown", action="store_true", help="write the section of docs/performance.md")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(CHILDREN[args.child](json.loads(str(args.workload)))))
+        return 0
+    fractions = [float(text) for text in args.fractions.split(",")] + ([1.0] if args.full else [])
+    args.work.mkdir(parents=True, exist_ok=True)
+    traces = {fraction: make_trace(args.workload, args.work, fraction) for fraction in sorted(set(fractions))}
+    begin = load()
+    try:
+        found = on_device(traces, args) if args.device else on_cpu(traces, args)
+    except DifferError as error:
+        print(f"{error}: no ratio", file=sys.stderr)
+        return 2
+    found |= {"machine": machine(), "date": today(), "load": [begin, load()]}
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join([*found["lines"], *(f"missed: {text}" for text in found["missed"])]))
+    if args.markdown:
+        lines = [line for line in found["lines"] if line.startswith("|") or not line]
+        name = "replay-device" if args.device else "replay"
+        write_section(name, "\n".join([command_line(args, found), "", *lines, "", *found["notes"]]))
+    return int(bool(found["missed"]))
+
+
+def command_line(args: argparse.Namespace, found: dict[str, Any]) -> str:
+    """Return the sentence that says how a section was made."""
+    options = " ".join(
+        text
+        for text, said in (
+            ("--full", args.full),
+            (f"--device {args.device}", args.device),
+            (f"--runs {args.runs}", args.runs != 3),
+            (f"--fractions {args.fractions}", args.fractions != ",".join(map(str, FRACTIONS))),
+        )
+        if said
+    )
+    where = f"{found['gpu']}, {found['machine']}" if args.device else f"{found['machine']}, {args.cores} of them used"
+    return (
+        f"`python benchmarks/replay.py mooncake_conversation.jsonl --work DIR {options} --markdown`, {found['date']}, "
+        f"{where}; load average {found['load'][0]:.1f} before, {found['load'][1]:.1f} after."
+    )
+
+
+def make_trace(workload: Path, work: Path, fraction: float, *options: str) -> Path:
+    """Return the trace of a fraction of the workload, recorded now where it is not there yet."""
+    name = "_".join(["mooncake", f"{fraction:g}", *(option.strip("-") for option in options)])
+    trace = work / f"{name}.arrow"
+    if not trace.exists():
+        made = work / f"{name}.making"
+        program = str(Path(sys.executable).parent / "kvcanary")
+        command = [program, "simulate", "-o", str(made), "--workload", str(workload), "--fraction", str(fraction)]
+        done = subprocess.run(
+            [*command, *ENGINE, *options, "--json", "--force"], capture_output=True, text=True, check=True
+        )
+        told = json.loads(done.stdout)
+        if told["dropped_events"] or told["counters"]["refused"]:
+            raise SystemExit(f"{trace}: {told['dropped_events']} events dropped, {told['counters']['refused']} refused")
+        made.rename(trace)
+    return trace
+
+
+def on_cpu(traces: dict[float, Path], args: argparse.Namespace) -> dict[str, Any]:
+    """Replay every trace on the CPU; all figures, and what missed its target."""
+    rows: list[dict[str, Any]] = []
+    for fraction, trace in traces.items():
+        row: dict[str, Any] = {"fraction": fraction, "bytes": trace.stat().st_size}
+        row["interval"] = replayed(trace, "interval", args)
+        if fraction <= args.stepwise_up_to:
+            row["stepwise"] = replayed(trace, "stepwise", args)
+            if row["stepwise"]["digest"] != row["interval"]["digest"]:
+                raise DifferError(f"{trace}: interval and stepwise replay differ")
+        row["reading"] = child("reading", {"trace": str(trace), "runs": args.runs}, args.cores)
+        rows.append(row)
+        print(f"measured {trace.name}", file=sys.stderr)
+    plain = make_trace(args.workload, args.work, min(traces, key=lambda f: abs(f - 0.01)), "--compression", "none")
+    uncompressed = child("reading", {"trace": str(plain), "runs": args.runs}, args.cores)
+    uncompressed["bytes"] = plain.stat().st_size
+    jobs = jobs_scaling([trace for fraction, trace in traces.items() if fraction <= 0.1][-1], args)
+    tokens = [row["interval"]["tokens"] for row in rows]
+    seconds = [row["interval"]["seconds"] for row in rows]
+    exponent = float(np.polyfit(np.log(tokens), np.log(seconds), 1)[0]) if len(rows) > 1 else None
+    peaks = [row["interval"]["peak_bytes"] for row in rows]
+    missed = []
+    if exponent is not None and exponent > TARGET_EXPONENT:
+        missed.append(f"interval time grows with tokens to the power of {exponent:.2f}, target {TARGET_EXPONENT}")
+    if max(peaks) > TARGET_MEMORY_BYTES:
+        missed.append(f"peak memory {max(peaks) / 2**30:.2f} GiB, target below {TARGET_MEMORY_BYTES / 2**30:.0f}")
+    rates = [row["interval"]["tokens_per_second"] for row in rows if row["fraction"] == 0.1]
+    slow = [rate for rate in rates if rate < TARGET_TOKENS_PER_SECOND]
+    missed += [f"{rate:,.0f} tokens/s, target {TARGET_TOKENS_PER_SECOND:,}" for rate in slow]
+    if rows[-1]["reading"]["share"] < TARGET_READING:
+        missed.append(f"reading at {rows[-1]['reading']['share']:.0%} of the page cache, target {TARGET_READING:.0%}")
+    readings = [(f"{row['fraction']:.1%}", row["bytes"], row["reading"]) for row in rows]
+    readings.append(("1.0%, recorded without compression", uncompressed["bytes"], uncompressed))
+    lines = [*cpu_table(rows), "", *reading_table(readings), "", *other_table(exponent, jobs)]
+    return {
+        "rows": rows,
+        "exponent": exponent,
+        "jobs": jobs,
+        "missed": missed,
+        "lines": lines,
+        "notes": cpu_notes(rows),
+    }
+
+
+def replayed(
+    trace: Path, executor: str, args: argparse.Namespace, device: str = "cpu", *, checks: bool = True
+) -> dict[str, Any]:
+    """Replay a trace in processes of its own; medians, and the largest peak."""
+    todo = {"trace": str(trace), "executor": executor, "device": device, "checks": checks}
+    found = [child("replay", todo, args.cores if device == "cpu" else 0) for _ in range(args.runs)]
+    if len({one["digest"] for one in found}) > 1:
+        raise DifferError(f"{trace}: two {executor} replays differ")
+    seconds, cpu = (statistics.median(one[name] for one in found) for name in ("seconds", "cpu_seconds"))
+    peak = max(one["peak_bytes"] for one in found)
+    figures = {"seconds": seconds, "cpu_seconds": cpu, "peak_bytes": peak}
+    return {**found[0], **figures, "tokens_per_second": found[0]["tokens"] / seconds}
+
+
+def jobs_scaling(trace: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Time `kvcanary-replay` over as many links to a trace as there are cores, with one job and with all."""
+    with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        links = [Path(folder) / f"{number}.arrow" for number in range(args.cores)]
+        for link in links:
+            os.link(trace, link)
+        found = {}
+        for jobs in (1, args.cores):
+            command = [str(Path(sys.executable).parent / "kvcanary-replay"), "--quiet", "--executor", "interval"]
+            begin = time.perf_counter()
+            done = subprocess.run(
+                [*command, "--no-report", "--jobs", str(jobs), *map(str, links)],
+                capture_output=True,
+                text=True,
+                check=False,
+                preexec_fn=lambda: pin(args.cores),
+            )
+            found[jobs] = (time.perf_counter() - begin, done.returncode, done.stdout)
+    (one, *told), (many, *other) = found[1], found[args.cores]
+    if told != other:
+        raise DifferError(f"{trace}: --jobs 1 and --jobs {args.cores} differ")
+    return {"trace": trace.name, "recordings": args.cores, "seconds": one, "jobs_seconds": many, "times": one / many}
+
+
+def on_device(traces: dict[float, Path], args: argparse.Namespace) -> dict[str, Any]:
+    """Replay the traces on a GPU beside the published kernels; all figures, and what missed its target."""
+    damaged = child("published", {"trace": str(DAMAGED), "device": args.device}, 0)
+    if not damaged["same_rows"] or not damaged["rows"]:
+        raise DifferError(f"{DAMAGED}: ours and the published kernels' rows differ")
+    rows = []
+    for fraction, trace in traces.items():
+        row: dict[str, Any] = {"fraction": fraction}
+        row |= child("published", {"trace": str(trace), "device": args.device}, 0)
+        if not row["same_rows"]:
+            raise DifferError(f"{trace}: ours and the published kernels' rows differ")
+        row["interval"] = replayed(trace, "interval", args)  # on the CPU: it has too little to do for a GPU
+        # Stepwise without the history checks, which the CPU does and the published kernels have no like of.
+        row["stepwise"] = replayed(trace, "stepwise", args, args.device, checks=False)
+        if row["interval"]["digest"] != row["stepwise"]["digest"]:
+            raise DifferError(f"{trace}: interval and stepwise replay differ")
+        rows.append(row)
+        print(f"measured {trace.name}", file=sys.stderr)
+    last = rows[-1]
+    times = {name: last["seconds"] / last[name]["seconds"] for name in TARGET_PUBLISHED}
+    missed = [f"{name} {times[name]:.1f} times the published kernels' speed, target {target:.0f}"
+              for name, target in TARGET_PUBLISHED.items() if times[name] < target]  # fmt: skip
+    head = "workload | forwards | entries | published kernels, s | of it without launches, s | stepwise on the GPU, s | times"
+    lines = [f"| {head} | interval on the CPU, s | times |", "|---|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        ours = [f"{row[n]['seconds']:.2f} | {row['seconds'] / row[n]['seconds']:.1f}" for n in ("stepwise", "interval")]
+        lines.append(
+            f"| {row['fraction']:.1%} | {row['forwards']:,} | {row['entries']:,} | {row['seconds']:.2f} | "
+            f"{row['state_seconds']:.2f} | {' | '.join(ours)} |"
+        )
+    notes = [f"Rows compared first, on a damaged trace too ({damaged['rows']:,} rows of table_swap.arrow)."]
+    return {"rows": rows, "gpu": last["gpu"], "damaged": damaged, "missed": missed, "lines": lines, "notes": notes}
+
+
+def cpu_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return what replaying the traces comes to."""
+    each = "s | CPU, s | tokens/s | peak, MiB"
+    head = f"workload | tokens | forwards | trace, MB | interval, {each} | stepwise, {each} | interval is"
+    lines = [f"| {head} |", "|---|---|---|---|---|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        mine, other = row["interval"], row.get("stepwise")
+        cells = [f"{row['fraction']:.1%}", f"{mine['tokens']:,}", f"{mine['forwards']:,}", f"{row['bytes'] / 1e6:,.0f}"]
+        for one in (mine, other):
+            if one is None:
+                cells += [""] * 4
+                continue
+            cells += [f"{one['seconds']:.2f}", f"{one['cpu_seconds']:.2f}", f"{one['tokens_per_second']:,.0f}"]
+            cells.append(f"{one['peak_bytes'] / 2**20:,.0f}")
+        cells.append(f"{other['seconds'] / mine['seconds']:.1f} times as fast" if other else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def reading_table(readings: list[tuple[str, int, dict[str, Any]]]) -> list[str]:
+    """Return what reading alone comes to, of traces by name and bytes."""
+    lines = [
+        "| workload | page cache, MB/s | reading, MB/s | share | LZ4 and CRC alone, MB/s |",
+        "|---|---|---|---|---|",
+    ]
+    for name, size, read in readings:
+        rates = [f"{size / 1e6 / read[key]:,.0f}" for key in ("plain_seconds", "seconds", "floor_seconds")]
+        lines.append(f"| {name} | {rates[0]} | {rates[1]} | {read['share']:.0%} | {rates[2]} |")
+    return lines
+
+
+def other_table(exponent: float | None, jobs: dict[str, Any]) -> list[str]:
+    """Return the growth, and what several jobs come to."""
+    lines = ["| | |", "|---|---|"]
+    if exponent is not None:
+        lines.append(f"| interval time grows with tokens to the power of | {exponent:.3f} |")
+    what = f"{jobs['recordings']} recordings of {jobs['trace']}, `--jobs 1` and `--jobs {jobs['recordings']}`"
+    times = f"{jobs['seconds']:.1f} s and {jobs['jobs_seconds']:.1f} s, {jobs['times']:.2f} times as fast"
+    return [*lines, f"| {what}, whole processes | {times} |"]
+
+
+def cpu_notes(rows: list[dict[str, Any]]) -> list[str]:
+    """Return what bounds the figures, by the largest trace's own CPU times."""
+    last, read = rows[-1]["interval"], rows[-1]["reading"]
+    alone = f"At {rows[-1]['fraction']:.0%}, reading alone takes {read['seconds']:.2f} s, on a thread of its own in a replay"
+    return [f"{alone}; the interval replay used {last['cpu_seconds'] / last['seconds']:.2f} cores."]
+
+
+def child(name: str, todo: dict[str, Any], cores: int) -> dict[str, Any]:
+    """Run one of `CHILDREN` in a process of its own, on so many cores (0: all), and add its peak memory."""
+    command = [sys.executable, __file__, json.dumps(todo), "--work", ".", "--child", name]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: pin(cores))
+    output = process.stdout.read() if process.stdout else ""
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{name} of {todo} failed with {process.returncode}")
+    return {**json.loads(output), "peak_bytes": usage.ru_maxrss * 1024}
+
+
+def pin(cores: int) -> None:
+    """Leave this process so many of its cores."""
+    if cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+
+
+def replay_child(todo: dict[str, Any]) -> dict[str, Any]:
+    """Replay a trace with its report; what it found as a digest, and how long it took."""
+    import hashlib
+
+    import pyarrow.parquet as pq
+    from kvcanary.replayer.checks import CHECK_NAMES
+    from kvcanary.replayer.replay import replay
+    from kvcanary.replayer.settings import ReplaySettings
+
+    # Rows as stepwise replay has them, one a forward, whatever the executor.
+    checks = CHECK_NAMES if todo["checks"] else ()
+    settings = ReplaySettings(executor=todo["executor"], device=todo["device"], checks=checks, merge_rows=False)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder)
+        replay(WARM_UP, settings=settings, report=report)
+        begin, cpu = time.perf_counter(), time.process_time()
+        summary = replay(Path(todo["trace"]), settings=settings, report=report)
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
+        told = {
+            name: value for name, value in summary.to_json().items() if name not in ("seconds", "report", "settings")
+        }
+        tables = [pq.read_table(report / f"{name}.parquet").to_pylist() for name in ("violations", "findings")]
+        digest = hashlib.sha256(json.dumps([told, tables], sort_keys=True, default=str).encode()).hexdigest()
+    counts = {name: getattr(summary, name) for name in ("tokens", "forwards", "verified", "violations", "findings")}
+    return {
+        "verdict": summary.verdict.value,
+        "digest": digest,
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        **counts,
+    }
+
+
+def reading_child(todo: dict[str, Any]) -> dict[str, Any]:
+    """Read a trace as bytes, as the reader does, and only decompressed and checksummed: medians in turn."""
+    import pyarrow as pa
+    from crc32c import crc32c
+    from kvcanary.recorder.reader import TraceBatch, TraceReader
+
+    path = Path(todo["trace"])
+    plain, read, floor = [], [], []
+    buffer = bytearray(READ_BYTES)
+    for number in range(todo["runs"] + 1):
+        begin = time.perf_counter()
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+        plain.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        with TraceReader(path) as reader:
+            if not all(isinstance(item, TraceBatch) for item in reader.stream()):
+                raise SystemExit(f"{path}: not whole")
+        read.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        with pa.ipc.open_file(pa.memory_map(str(path))) as file:
+            for index in range(file.num_record_batches):
+                for column in file.get_batch(index).columns:
+                    for part in column.buffers():
+                        if part is not None:
+                            crc32c(part)
+        floor.append(time.perf_counter() - begin)
+        if number == 0:  # fills the page cache
+            plain, read, floor = [], [], []
+    medians = [statistics.median(times) for times in (plain, read, floor)]
+    names = ("plain_seconds", "seconds", "floor_seconds")
+    return {**dict(zip(names, medians, strict=True)), "share": medians[0] / medians[1]}
+
+
+def published_child(todo: dict[str, Any]) -> dict[str, Any]:
+    """Step the published kernels over a trace on the GPU, and compare their rows with those of a replay on the CPU."""
+    import pyarrow.parquet as pq
+    import torch
+    from kvcanary.replayer.replay import replay
+    from kvcanary.replayer.settings import ReplaySettings
+    from published_stepping import same_rows, step_published
+
+    fields = ("launch_tag", "slot", "position", "stored_token", "expected_token", "stored_chain_hash", "expected_aux",
+              "fail_reason_bits")  # fmt: skip
+    path = Path(todo["trace"])
+    theirs = step_published(path, device=todo["device"])
+    with tempfile.TemporaryDirectory() as folder:
+        settings = ReplaySettings(executor="interval", merge_rows=False, checks=())
+        replay(path, settings=settings, report=Path(folder))
+        table = pq.read_table(Path(folder) / "violations.parquet", columns=list(fields))
+    ours = np.stack([table[name].to_numpy().astype(np.int64) for name in fields], axis=1)
+    return {
+        "same_rows": same_rows(ours, theirs.rows),
+        "rows": len(theirs.rows),
+        "forwards": theirs.forwards,
+        "entries": theirs.entries,
+        "seconds": theirs.seconds,
+        "state_seconds": theirs.state_seconds,
+        "gpu": torch.cuda.get_device_name(todo["device"]),
+    }
+
+
+CHILDREN = {"replay": replay_child, "reading": reading_child, "published": published_child}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

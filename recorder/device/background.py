@@ -1,0 +1,146 @@
+"""The recorder's own thread: it takes down what was told, in order, while the engine's thread waits for the device.
+
+Nobody wakes it step by step: a thread that is woken wants Python's lock, and gets it from the engine in the middle of
+a launch. It looks by itself, at about the moment when the engine has launched a forward and waits for an earlier one.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from .forward import Flight
+
+Told = tuple[int, Callable[[], Any]]  # when, and what tells it
+
+FLIGHTS_LEFT_WAITING: Final = 2
+BEHIND: Final = 16  # things told that have piled up: no waiting for a better moment then
+AT_ONCE: Final = -1
+STILL_THERE_S: Final = 0.1
+
+AFTER_LAUNCH_NS: Final = 1_000_000  # by then the engine has launched what follows a forward
+SHORTEST_REST_NS: Final = 2_000_000
+LONGEST_REST_NS: Final = 20_000_000
+IDLE_NS: Final = 50_000_000  # nothing new for so long: what waits is taken down
+
+
+class Background:
+    """A queue, whose things the thread has not yet seen, and the thread that empties it.
+
+    Args:
+        begin: called on the thread before anything else.
+        take: takes one thing down.
+        on_look: called on the thread each time it has looked.
+        on_death: called with what `begin` or `take` raised; nothing is taken down after it.
+    """
+
+    def __init__(
+        self,
+        *,
+        begin: Callable[[], None],
+        take: Callable[[Flight | Told], None],
+        on_look: Callable[[], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._begin, self._take, self._on_look, self._on_death = begin, take, on_look, on_death
+        self.queue: deque[Flight | Told | None] = deque()
+        self._asleep = False
+        self._gate = threading.Lock()  # held, but for the moment in which somebody wakes the thread
+        self._gate.acquire()
+        # The thread's own.
+        self._waiting: deque[Flight | Told] = deque()
+        self._flights = 0  # among those waiting
+        self._newest_ns = 0  # when the newest flight was launched
+        self._step_ns = 0  # between the two newest
+        self._heard_ns = 0  # when something was last found in the queue
+        self._at_once = False
+        self._told_all = False
+        self._thread = threading.Thread(target=self._run, name="kvcanary-landing", daemon=True)
+        self._thread.start()
+
+    def put(self, item: Flight | Told | None) -> None:
+        """Queue something; None ends the thread once all before it is taken down."""
+        self.queue.append(item)
+        if self._asleep:
+            self._wake()
+
+    def put_at_once(self, item: Told | None) -> None:
+        """Queue something and have everything up to it taken down now; a time of `AT_ONCE` says so too."""
+        self.queue.append(item)
+        self._wake()
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until everything told so far is taken down; False where that takes longer, or the thread has ended."""
+        if threading.current_thread() is self._thread:
+            return False
+        reached = threading.Event()
+        self.put_at_once((AT_ONCE, reached.set))
+        end = time.monotonic() + timeout
+        while not reached.wait(min(STILL_THERE_S, max(end - time.monotonic(), 0.0))):
+            if not self._thread.is_alive() or time.monotonic() >= end:
+                return reached.is_set()
+        return True
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the thread's end; return whether it came."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # somebody else was quicker
+            self._gate.release()
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+            while not self._told_all or self._waiting:
+                self._receive()
+                while self._waiting and (self._flights > FLIGHTS_LEFT_WAITING or self._at_once):
+                    self._take_next()
+                self._at_once = False
+                self._on_look()
+                if not self._told_all and len(self.queue) < BEHIND:
+                    self._rest()
+        except BaseException as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self._waiting.clear()
+            self._on_death(error)
+
+    def _receive(self) -> None:
+        """Take over what is queued, and see whether the engine is idle."""
+        now = time.perf_counter_ns()
+        if self.queue:
+            self._heard_ns = now
+        elif now - self._heard_ns >= IDLE_NS:
+            self._at_once = True
+        while self.queue:
+            item = self.queue.popleft()
+            if item is None:
+                self._told_all = self._at_once = True
+                return
+            self._waiting.append(item)
+            if isinstance(item, Flight):
+                self._flights += 1
+                self._step_ns, self._newest_ns = item.launched_ns - self._newest_ns, item.launched_ns
+            elif item[0] == AT_ONCE:
+                self._at_once = True
+
+    def _take_next(self) -> None:
+        item = self._waiting.popleft()
+        if isinstance(item, Flight):
+            self._flights -= 1
+        self._take(item)
+
+    def _rest(self) -> None:
+        """Wait for a good moment; where nothing waits and nothing comes, until something is told."""
+        now = time.perf_counter_ns()
+        if not self._waiting and now - self._heard_ns >= IDLE_NS:
+            self._asleep = True
+            if not self.queue:  # else it came before anybody could know that this thread has to be woken
+                self._gate.acquire()
+            self._asleep = False
+            return
+        moment = self._newest_ns + max(self._step_ns, SHORTEST_REST_NS) + AFTER_LAUNCH_NS
+        rest = min(max(moment - now, SHORTEST_REST_NS), LONGEST_REST_NS)
+        self._gate.acquire(timeout=rest / 1e9)

@@ -1,0 +1,85 @@
+"""What recordings that are over may take of a folder: a server that crashes again and again must not fill the disk.
+
+A segment is locked as long as it is written (`flock`, which ends with the process, however it ends). So a recording
+whose newest segment is locked is somebody's, also in another container. Where the file system knows no locks, every
+recording is taken for somebody's, and nothing is deleted.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+from .segment_names import split_segment_name
+
+_log = logging.getLogger("kvcanary")
+
+
+def hold(descriptor: int) -> None:
+    """Lock a file that is being written, until it is closed."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
+    """Delete segments of recordings that are over, oldest first, until all segments of the folder fit `most_bytes`.
+
+    Those of recordings that are being written count, and stay; so do frozen folders and traces of one file, which do
+    not count. What cannot be deleted is logged and stays.
+    """
+    recordings: dict[str, list[Path]] = {}
+    for path in folder.glob("*.arrow"):
+        found = split_segment_name(path)
+        if found is not None:
+            recordings.setdefault(found[0], []).append(path)
+    sizes = {path: _size_and_time(path) for paths in recordings.values() for path in paths}
+    total = sum(size for size, _ in sizes.values())
+    over = [
+        path
+        for paths in recordings.values()
+        if total > most_bytes and not _is_written(max(paths, key=_number))
+        for path in paths
+    ]
+    deleted = []
+    for path in sorted(over, key=lambda path: (sizes[path][1], _number(path))):
+        if total <= most_bytes:
+            break
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.error("kvcanary: %s: a segment of an earlier recording cannot be deleted: %s", path, error.strerror)
+            continue
+        total -= sizes[path][0]
+        deleted.append(path)
+    if deleted:
+        _log.info("kvcanary: %s: %d segments of earlier recordings deleted", folder, len(deleted))
+    return deleted
+
+
+def _number(path: Path) -> int:
+    found = split_segment_name(path)
+    return found[1] if found is not None else -1
+
+
+def _is_written(path: Path) -> bool:
+    """Say whether somebody writes a file, or may."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns

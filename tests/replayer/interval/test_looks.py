@@ -1,0 +1,188 @@
+"""What is not looked at has not changed since it was looked at, and what has not changed is not looked at.
+
+A model keeps, of each entry, everything that its answer depends on; cells are told of changes as the executor tells
+them, and may leave out only entries of which all that is still the same.
+"""
+
+import numpy as np
+import pytest
+from kvcanary.kernels.cells import MAX_CELLS, Cells
+from kvcanary.kernels.divergence import swa_divergence, watched_divergence
+from kvcanary.kernels.intervals import plan_looks, watch_forward
+from kvcanary.kernels.plan import VerifyPlan
+from kvcanary.kernels.settling import settle_forward
+from kvcanary.kernels.touches import touch_lut, touch_slots, touch_table, touch_truth
+
+ROWS, WIDTH, SLOTS, FULL = 5, 200, 40, 50
+BACKENDS = ["cpu", "reference"]
+
+
+class Model:
+    """Tables, versions of slots, and cells that are told of every change."""
+
+    def __init__(self, seed: int, *, window: int, sliding: bool, backend: str) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.window, self.backend, self.serial, self.wrong = window, backend, 0, 0.1
+        self.table = np.zeros((ROWS, WIDTH), np.int32)
+        self.lut = np.zeros(FULL, np.int64) if sliding else None
+        self.truth = np.zeros((ROWS, WIDTH), np.int32)
+        self.versions = np.zeros(SLOTS, np.int64)
+        self.cells = Cells.allocate(rows=ROWS, width=WIDTH, slots=SLOTS)
+        self.seen: dict[tuple[int, int], tuple] = {}
+
+    def ints(self, low: int, high: int, count: int) -> np.ndarray:
+        return self.rng.integers(low, high, count)
+
+    def change(self) -> None:
+        """Change something, and tell the cells."""
+        what = int(self.rng.integers(4))
+        run = {"rows": self.ints(0, ROWS, 1), "starts": self.ints(0, 20, 1), "lens": np.array([2])}
+        if what == 0:
+            slots = self.ints(1, SLOTS, 2)
+            touch_slots(self.cells, slots, backend=self.backend)
+            self.versions[slots] += 1
+        elif what == 1:
+            values = self.ints(-1, FULL + 2 if self.lut is not None else SLOTS + 2, 2)
+            touch_table(self.cells, index=0, indices=np.zeros(1, np.int64), values=values, table=self.table,
+                        backend=self.backend, **run)  # fmt: skip
+            self.table[run["rows"][0], run["starts"][0] : run["starts"][0] + 2] = values
+        elif what == 2:
+            values = self.ints(0, 3, 2)
+            touch_truth(self.cells, values=values, truth=self.truth, token_offset=1, backend=self.backend, **run)
+            self.truth[run["rows"][0], run["starts"][0] : run["starts"][0] + 2] = values
+        elif self.lut is not None:
+            places = self.ints(0, FULL, 1)
+            touch_lut(self.cells, places=places, before=self.lut[places], req_to_token=self.table,
+                      backend=self.backend)  # fmt: skip
+            self.lut[places] = self.ints(-1, SLOTS, 1)
+
+    def slot(self, row: int, position: int) -> int | None:
+        slot = int(self.table[row, position])
+        if self.lut is None or slot < 0:
+            return slot
+        return int(self.lut[slot]) if slot < FULL else None
+
+    def depends_on(self, row: int, position: int, request: int, truth_len: int) -> tuple:
+        """Everything that an entry's answer depends on."""
+        found: list = [request]
+        for at in (position, position - 1):
+            slot = self.slot(row, at) if at >= 0 else -2
+            found += [slot, int(self.versions[slot]) if slot is not None and 0 < slot < SLOTS else 0]
+            found.append(int(self.table[row, at]) if at == position else 0)
+        token = position + 1
+        return (*found, int(self.truth[row, token]) if token < min(truth_len, WIDTH) else -1)
+
+    def forward(self, batch: list[tuple[int, int, int, int]], event: int) -> set[tuple[int, int]]:
+        """Look at a forward of (row, request, prefix, truth_len); return what was looked at."""
+        self.serial += 1
+        rows, requests, prefix, truth_lens = (np.array(column, np.int64) for column in zip(*batch, strict=True))
+        shared = {"req_pool_indices": rows, "req_to_token": self.table, "full_to_swa": self.lut,
+                  "truth_lens": truth_lens, "token_offset": 1, "backend": self.backend}  # fmt: skip
+        look = watch_forward(self.cells, request_ids=requests, prefix_lens=prefix, event=event, serial=self.serial,
+                             window=self.window, **shared)  # fmt: skip
+        plan = VerifyPlan.allocate(capacity=look.entries, request_capacity=len(batch))
+        plan_looks(self.cells, look, prefix_lens=prefix, window=self.window, truth_tokens=self.truth, num_slots=SLOTS,
+                   verify_plan=plan, out_of_range=np.zeros(1, np.int64), **shared)  # fmt: skip
+        assert plan.num_valid[0] == look.entries
+        looked: set[tuple[int, int]] = set()
+        for r, (row, request, end, truth_len) in enumerate(batch):
+            begin, stop = plan.request_offsets[r : r + 2]
+            positions = plan.expected_positions[begin:stop].tolist()
+            assert positions == sorted(set(positions))
+            for i, position in zip(range(begin, stop), positions, strict=True):
+                slot = self.slot(row, position) if row < ROWS else None
+                assert plan.slots[i] == (1 << 62 if slot is None else slot)
+            for position in range(max(0, end - self.window) if self.window else 0, end):
+                now = self.depends_on(row, position, request, truth_len) if row < ROWS else ()
+                if position in positions:
+                    looked.add((row, position))
+                else:
+                    had = self.seen[row, position]
+                    # a truth token that was there and is out of sight now can only be asked for less
+                    assert now[:-1] == had[:-1], (row, position)
+                    assert now[-1] in (had[-1], -1), (row, position)
+                if (row < ROWS and now[-1] != -1) or (row, position) in looked:
+                    self.seen[row, position] = now
+        assert look.reads == sum(min(p, self.window) if self.window else p for p in prefix.tolist())
+        wrong = self.rng.random(look.entries) < self.wrong
+        look.marks[wrong] = 1
+        settle_forward(self.cells, look, event=event, verify_plan=plan, ledger=None, **shared)
+        return looked
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("window", "sliding"), [(0, False), (0, True), (6, True), (9, False)])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_left_out_has_not_changed(seed: int, window: int, sliding: bool, backend: str) -> None:
+    model = Model(seed, window=window, sliding=sliding, backend=backend)
+    requests = [7] * ROWS
+    prefix = model.ints(1, 30, ROWS)
+    for event in range(120 if backend == "cpu" else 40):
+        for _ in range(int(model.rng.integers(3))):
+            model.change()
+        rows = model.rng.permutation(np.arange(1, ROWS))[: int(model.rng.integers(1, ROWS))].tolist()
+        if model.rng.random() < 0.1:
+            rows.append(ROWS + 3)
+        elif model.rng.random() < 0.1:
+            rows.append(rows[0])
+        batch = []
+        for row in rows:
+            if row < ROWS:
+                prefix[row] = max(1, min(WIDTH, prefix[row] + int(model.rng.integers(-1, 5))))
+                if model.rng.random() < 0.05:
+                    requests[row], prefix[row] = int(model.rng.integers(5)), int(model.rng.integers(1, 30))
+                batch.append((row, requests[row], int(prefix[row]), int(prefix[row]) + int(model.rng.integers(-3, 3))))
+            else:
+                batch.append((row, 1, 4, 0))
+        model.forward(batch, event)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_what_is_new_is_looked_at(backend: str) -> None:
+    model = Model(1, window=0, sliding=False, backend=backend)
+    model.table[1, :] = np.arange(WIDTH) % (SLOTS - 1) + 1
+    model.wrong = 0.0
+    assert len(model.forward([(1, 7, 150, 151)], 0)) == 150
+    for event in range(1, 20):
+        assert model.forward([(1, 7, 150 + event, 151 + event)], event) == {(1, 149 + event)}
+    assert model.forward([(1, 7, 169, 170)], 20) == set()
+    touch_slots(model.cells, np.array([1, 0, -4, SLOTS + 1]), backend=backend)
+    held = [position for position in range(169) if model.table[1, position] == 1]
+    assert model.forward([(1, 7, 169, 170)], 21) == {(1, p + d) for p in held for d in (0, 1) if p + d < 169}
+    assert model.forward([(1, 7, 169, 0)], 22) == set()
+    assert model.forward([(1, 7, 170, 0)], 23) == {(1, 169)}
+    assert model.forward([(1, 7, 170, 171)], 24) == {(1, 169)}  # it was not held against the truth
+    assert len(model.forward([(1, 8, 170, 171)], 25)) == 170  # another request has seen nothing of it
+    assert len(model.forward([(1, 8, 170, 171)], 25)) == 170  # nor has a forward that comes no later
+
+
+def test_tables_of_too_many_cells_are_not_watched() -> None:
+    cells = Cells.allocate(rows=2, width=MAX_CELLS, slots=4)
+    assert cells.book.shape[0] == 0
+    look = watch_forward(
+        cells, req_pool_indices=np.array([1]), request_ids=np.array([5]), prefix_lens=np.array([3]), event=0, serial=1,
+        req_to_token=np.ones((2, 4), np.int32), window=0, full_to_swa=None, truth_lens=None, token_offset=0,
+    )  # fmt: skip
+    assert (look.reads, look.entries) == (3, 3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_watched_divergence_counts_what_a_walk_counts(seed: int, backend: str) -> None:
+    rng = np.random.default_rng(seed)
+    table, lut = np.zeros((ROWS, WIDTH), np.int32), np.zeros(FULL, np.int64)
+    cells, kinds = Cells.allocate(rows=ROWS, width=WIDTH, slots=FULL), np.zeros((ROWS, WIDTH), np.uint8)
+    for _ in range(60):
+        rows, starts = rng.integers(0, ROWS, 2), rng.integers(0, 30, 2)
+        values = rng.integers(-1, FULL + 3, 8)
+        touch_table(cells, index=0, indices=np.zeros(2, np.int64), rows=rows, starts=starts, lens=np.array([5, 3]),
+                    values=values, table=table, backend=backend)  # fmt: skip
+        for row, start, part in zip(rows, starts, (values[:5], values[5:]), strict=True):
+            table[row, start : start + len(part)] = part
+        places = rng.integers(0, FULL, 3)
+        touch_lut(cells, places=places, before=places, req_to_token=table, backend=backend)
+        lut[places] = np.where(rng.random(3) < 0.5, places, rng.integers(0, FULL, 3))
+        batch = {"rows": rng.integers(-1, ROWS + 1, 3), "starts": rng.integers(-2, 25, 3)}
+        batch["ends"] = batch["starts"] + rng.integers(-2, 20, 3)
+        came = watched_divergence(cells, **batch, req_to_token=table, lut=lut, kinds=kinds, backend=backend)
+        assert came == swa_divergence(**batch, req_to_token=table, lut=lut)

@@ -1,0 +1,81 @@
+"""A device that is not there ends in one clear error; the kernels compile for one on a machine that has none."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+from kvcanary.recorder.errors import TraceError
+from kvcanary.replayer.commands.replay import replay_command
+from kvcanary.replayer.device.cuda import find_device, is_device_name
+
+from .test_interpreted import DATA
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [("cpu", True), ("cuda", True), ("cuda:0", True), ("cuda:17", True), ("cuda:", False), ("gpu", False), ("", False)],
+)
+def test_names(name: str, is_one: bool) -> None:
+    assert is_device_name(name) is is_one
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(TraceError, match=r"built without CUDA.*--device cpu"):
+        find_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TraceError, match=r"no CUDA GPU can be used here.*--device cpu"):
+        find_device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(TraceError, match="no such GPU, this machine has cuda:0 to cuda:1"):
+        find_device("cuda:7")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(TraceError, match="needs torch, which is not installed"):
+        find_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--device", "gpu"], "is no device; expected cpu, cuda or cuda:N"),
+        (["--device", "cuda", "--executor", "interval"], "runs on the CPU"),
+    ],
+)
+def test_options_that_cannot_be(options: list[str], said: str) -> None:
+    done = CliRunner().invoke(replay_command, [*options, str(DATA / "clean_llama.arrow")])
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+COMPILE = """
+import warnings
+warnings.simplefilter("ignore")
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from kvcanary.kernels import step_commit_triton, step_judge_triton, step_triton
+
+
+def build(kernel, **constants):
+    signature = {n: "constexpr" if n in constants else "*i64" if n == "root" else "i32" for n in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    print(len(compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]) > 0)
+
+
+build(step_triton.store_kernel, RING=False, TILE=128)
+build(step_triton.kv_fold_kernel, PHASE=1, TILE=128)
+build(step_judge_triton.judge_kernel, AHEAD=True, TILE=512)
+build(step_commit_triton.commit_kernel, TILE=128)
+"""
+
+
+def test_kernels_compile_for_a_gpu(tmp_path) -> None:
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["True"] * 4
