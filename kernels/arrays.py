@@ -46,7 +46,9 @@ def require_tensor(name: str, array: Any, dtype: str, ndim: int, *, length: int 
     `dtype` is numpy's name; the last axis must be packed; a tensor of one axis is contiguous thereby.
     """
     if not is_tensor(array):
-        raise TypeError(f"{name} is a {type(array).__name__}, expected a torch tensor of {dtype}, as for backend='triton'")
+        raise TypeError(
+            f"{name} is a {type(array).__name__}, expected a torch tensor of {dtype}, as for backend='triton'"
+        )
     if str(array.dtype) != f"torch.{dtype}":
         raise TypeError(f"{name} has dtype {array.dtype}, expected {dtype}; convert it with .to")
     if array.dim() != ndim:
@@ -57,7 +59,9 @@ def require_tensor(name: str, array: Any, dtype: str, ndim: int, *, length: int 
         raise ValueError(f"{name} has strides {list(array.stride())}, expected packed rows; pass .contiguous()")
 
 
-def require_either(name: str, array: Any, dtype: Any, ndim: int, *, length: int | None = None, written: bool = False) -> None:
+def require_either(
+    name: str, array: Any, dtype: Any, ndim: int, *, length: int | None = None, written: bool = False
+) -> None:
     """`require` for a numpy array, `require_tensor` for a torch tensor: for what travels to any backend."""
     if is_tensor(array):
         require_tensor(name, array, np.dtype(dtype).name, ndim, length=length)
@@ -71,7 +75,9 @@ def filled(shape: int | tuple[int, ...], dtype: Any, value: int, device: Any) ->
         return np.full(shape, value, dtype)
     import torch
 
-    return torch.full((shape,) if isinstance(shape, int) else shape, value, dtype=getattr(torch, np.dtype(dtype).name), device=device)
+    return torch.full(
+        (shape,) if isinstance(shape, int) else shape, value, dtype=getattr(torch, np.dtype(dtype).name), device=device
+    )
 
 
 def record_stride(canary: Any) -> int:

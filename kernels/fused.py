@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .constants import KvHashMode
 from .dispatch import device_form
 from .kv_source import KvSource
-from .constants import KvHashMode
 from .plan import VerifyPlan, WritePlan, plan, plan_capacity
 from .records import ViolationLog
 from .verify import verify

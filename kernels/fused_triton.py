@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .constants import PADDING_ROW, SLOT_OUT_OF_RANGE
 from .buffers_triton import BufferPointers
+from .constants import PADDING_ROW, SLOT_OUT_OF_RANGE
 from .fused import CanaryBuffer
 from .hashing_triton import CHAIN_SEED, hash_chain, load_pair, signed, unsigned
 from .kv_source_triton import fold_slots
@@ -194,7 +194,20 @@ def _check_unit(
     return counts
 
 
-@triton.jit(do_not_specialize=["kv_slots", "table_rows", "table_width", "truth_rows", "truth_width", "lut_len", "num_slots", "window", "token_offset", "splits"])
+@triton.jit(
+    do_not_specialize=[
+        "kv_slots",
+        "table_rows",
+        "table_width",
+        "truth_rows",
+        "truth_width",
+        "lut_len",
+        "num_slots",
+        "window",
+        "token_offset",
+        "splits",
+    ]
+)
 def _count_kernel(
     rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows, table_width, table_stride,
     truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits, plan_failed, verify_failed,
@@ -231,7 +244,23 @@ def _entries_before(rows_in, prefix_lens, window, end):
     return tl.sum(total)
 
 
-@triton.jit(do_not_specialize=["kv_slots", "table_rows", "table_width", "truth_rows", "truth_width", "lut_len", "num_slots", "window", "token_offset", "splits", "capacities", "tags", "units"])
+@triton.jit(
+    do_not_specialize=[
+        "kv_slots",
+        "table_rows",
+        "table_width",
+        "truth_rows",
+        "truth_width",
+        "lut_len",
+        "num_slots",
+        "window",
+        "token_offset",
+        "splits",
+        "capacities",
+        "tags",
+        "units",
+    ]
+)
 def _emit_kernel(
     rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows, table_width, table_stride,
     truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits, write_indexes, counts, starts, logs,
@@ -318,7 +347,9 @@ def plan_verify(
         "num_warps": warps,
     }
     read = (*inputs[:6], many.canaries, many.kv, many.kv_slots, *inputs[6:13], many.num_slots, *inputs[13:], splits)
-    _count_kernel[(units,)](*read, out_of_range, many.failed, many.slot_counters, many.write_indexes, counts, starts, **constants)
+    _count_kernel[(units,)](
+        *read, out_of_range, many.failed, many.slot_counters, many.write_indexes, counts, starts, **constants
+    )
     _emit_kernel[(triton.cdiv(units, 32),)](
         *read, many.write_indexes, counts, starts, many.rows, many.entries, many.capacities, many.tags,
         many.kernel_counters, units, **constants,

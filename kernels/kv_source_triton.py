@@ -74,7 +74,9 @@ def _fold_source(
 
 
 @triton.jit
-def fold_slots(kv, slots, mask, num_slots, SOURCES: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, S: tl.constexpr):
+def fold_slots(
+    kv, slots, mask, num_slots, SOURCES: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, S: tl.constexpr
+):
     """The KV hash of slots [S] over sources FIRST to END, uint64.
 
     It is 0 without a source, where `mask` is off, and for a slot that not all of them hold.
@@ -83,9 +85,7 @@ def fold_slots(kv, slots, mask, num_slots, SOURCES: tl.constexpr, FIRST: tl.cons
     if END > FIRST:
         held = mask & (slots >= 0) & (slots < num_slots)
         for n in tl.static_range(FIRST, END):
-            acc = _fold_source(
-                kv[n], slots, held, SOURCES[n][0], SOURCES[n][1], SOURCES[n][2], SOURCES[n][3], S
-            )
+            acc = _fold_source(kv[n], slots, held, SOURCES[n][0], SOURCES[n][1], SOURCES[n][2], SOURCES[n][3], S)
             total = hash_word(total ^ acc)
         total = tl.where(held, total, 0)
     return total
@@ -99,9 +99,7 @@ def _fold_kernel(slots_in, out, count, kv, num_slots, SOURCES: tl.constexpr, NUM
     tl.store(out + i, signed(fold_slots(kv, slots, mask, num_slots, SOURCES, 0, NUM, S)), mask=mask)
 
 
-def source_words(
-    sources: Sequence[KvSource], mode: KvHashMode
-) -> tuple[tuple[Any, ...], tuple[Geometry, ...], int]:
+def source_words(sources: Sequence[KvSource], mode: KvHashMode) -> tuple[tuple[Any, ...], tuple[Geometry, ...], int]:
     """Return the sources as kernels take them: word pointers, their geometry, how many slots all of them hold.
 
     Mode NONE has no source and 0 slots.
@@ -133,5 +131,13 @@ def fold_kv(*, sources: Sequence[KvSource], mode: KvHashMode, slots: Any, out: A
         return
     programs = triton.cdiv(len(slots), SLOTS_PER_PROGRAM)
     _fold_kernel[(programs,)](
-        slots, out, len(slots), pointers, num_slots, SOURCES=geometry, NUM=len(geometry), S=SLOTS_PER_PROGRAM, num_warps=1
+        slots,
+        out,
+        len(slots),
+        pointers,
+        num_slots,
+        SOURCES=geometry,
+        NUM=len(geometry),
+        S=SLOTS_PER_PROGRAM,
+        num_warps=1,
     )

@@ -60,6 +60,7 @@ from .lane_layout import (
     TRUTH_ROW,
     TRUTH_START,
     TRUTH_TOKENS,
+    VOCAB,
     WRITTEN,
     Buffers,
     GroupHeads,
@@ -334,7 +335,7 @@ def lane_loops(
                 for runner in range(words_of.shape[0]):
                     start_over(lasts[runner], request)
                 note_status(status, rows[0] if rows.shape[0] == 1 else -1, request, code, event)
-        elif fine == 1 and kind == REQUEST_EVENT:
+        elif fine == 1 and kind == REQUEST_EVENT and settings[VOCAB] != 0:  # only the token oracle asks for it
             learn_request(facts, request, scalars[ROOM][index], scalars[PROMPT][index])
 
         if fine == 0:

@@ -50,6 +50,7 @@ from .lane_writes import (
     note_writers,
     nothing_dropped,
     run_chain,
+    seeds_ordinary,
     store_words,
     stream_stays,
     touch_written,
@@ -224,6 +225,8 @@ def take_forward(
             for s in range(groups[g, FIRST_STREAM], groups[g, FIRST_STREAM] + groups[g, NUM_STREAMS]):
                 if stream_stays(streams[s], kv, stream_of[s, STREAM_BEFORE] * tokens, slots, chain, others) == 1:
                     fine = 0
+        if fine == 1:
+            fine = seeds_ordinary(records, table, rows, prefixes, lens)
         if fine == 1 and complete != 0:
             fine = nothing_dropped(records, ledger, table, rows, requests, prefixes, lens, slots, serial)
         if fine == 0:

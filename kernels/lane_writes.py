@@ -123,6 +123,21 @@ def nothing_dropped(
 
 
 @primitive()
+def seeds_ordinary(records: In64x2, table: In32x2, rows: In64, prefixes: In64, lens: In64) -> int:
+    """Say whether every chain goes on from a record of the position before; 0 or 1.
+
+    Verify says so of what it looked at, but never looks at slot 0, from which a chain of the reference goes on all the same.
+    """
+    for r in range(rows.shape[0]):
+        if lens[r] == 0 or prefixes[r] <= 0:
+            continue
+        seed = int(table[rows[r], prefixes[r] - 1])
+        if seed <= 0 or seed >= records.shape[0] or records[seed, RECORD_POSITION] != prefixes[r] - 1:
+            return 0
+    return 1
+
+
+@primitive()
 def touch_written(
     slots: In64, end: int, heads: Out32, links: Out32x2, pending: Out8x2, counts: Out32x2, book: Out64x2
 ) -> None:

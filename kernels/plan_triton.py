@@ -70,7 +70,18 @@ def _offsets_kernel(
     tl.store(enable, (total <= capacity).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["window", "table_rows", "table_width", "truth_rows", "truth_width", "lut_len", "token_offset", "splits"])
+@triton.jit(
+    do_not_specialize=[
+        "window",
+        "table_rows",
+        "table_width",
+        "truth_rows",
+        "truth_width",
+        "lut_len",
+        "token_offset",
+        "splits",
+    ]
+)
 def _entries_kernel(
     rows_in, prefix_lens, table, truth, truth_lens, lut, table_rows, table_width, table_stride, truth_rows, truth_width,
     truth_stride, lut_len, window, token_offset, offsets, enable, slots, expected_tokens, expected_positions, prev_slots,
@@ -94,9 +105,7 @@ def _entries_kernel(
             p = tile + lane
             mask = p < prefix
             rows = row + p * 0
-            slot, missed = _look_up(
-                rows, p, mask, table, table_rows, table_width, table_stride, lut, lut_len, HAS_LUT
-            )
+            slot, missed = _look_up(rows, p, mask, table, table_rows, table_width, table_stride, lut, lut_len, HAS_LUT)
             failed += missed.to(tl.int32)
             prev, missed = _look_up(
                 rows, p - 1, mask & (p > 0), table, table_rows, table_width, table_stride, lut, lut_len, HAS_LUT

@@ -20,7 +20,7 @@ def _range(offsets, r, mask, total):
     end = tl.load(offsets + r + 1, mask=mask, other=0)
     bad = (start < 0) | (end < start) | (end > total)
     start = tl.maximum(start, 0)
-    return start, tl.maximum(tl.minimum(end, total) - start, 0), bad
+    return start, tl.maximum(tl.minimum(end, total), start) - start, bad
 
 
 @triton.jit(do_not_specialize=["total", "bs", "pool_rows", "width", "splits"])
@@ -40,7 +40,7 @@ def _scatter_kernel(
         covered = row * 0
         for first in range(request + 1, bs, _REQUESTS):
             r = first + tl.arange(0, _REQUESTS)
-            unused_start, other, unused_bad = _range(offsets, r, r < bs, total)
+            _unused_start, other, _unused_bad = _range(offsets, r, r < bs, total)
             same = tl.load(rows + r, mask=r < bs, other=-1) == row
             covered = tl.maximum(covered, tl.max(tl.where(same, other, 0)))
         lane = tl.arange(0, T)

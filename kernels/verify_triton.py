@@ -51,7 +51,7 @@ def _check_share(
         has_record = inside & (prev > 0) & (prev < num_slots)
         at = tl.where(has_record, prev, 0) * STRIDE
         prev_token, prev_position = load_pair(words, at, has_record, T)
-        prev_prev, unused = load_pair(words, at + 2, has_record, T)
+        prev_prev, _unused = load_pair(words, at + 2, has_record, T)
         successor = tl.where(prev < 0, CHAIN_SEED, hash_chain(prev_prev, prev_token, prev_position))
         want_hash = tl.where(has_record | (prev < 0), successor, prev_hash)
         want = tl.zeros([T], tl.int64) - 1

@@ -11,7 +11,9 @@ _REQUESTS = tl.constexpr(256)
 
 
 @triton.jit
-def _restore_seeds(seed_slots, active, capacity, canaries, num_slots, scratch, STRIDES: tl.constexpr, BUFFERS: tl.constexpr):
+def _restore_seeds(
+    seed_slots, active, capacity, canaries, num_slots, scratch, STRIDES: tl.constexpr, BUFFERS: tl.constexpr
+):
     for first in range(0, active, _REQUESTS):
         r = first + tl.arange(0, _REQUESTS)
         seed = tl.load(seed_slots + r, mask=r < active, other=-1)
@@ -35,7 +37,7 @@ def write_in_order(
     written = tl.load(offsets) * 0
     failed = written
     rows = written
-    for r in range(0, active):
+    for r in range(active):
         # Records of requests before may be this one's seed.
         tl.debug_barrier()
         start = tl.load(offsets + r)
@@ -73,16 +75,15 @@ def write_in_order(
                                     tags[b], slot, position, token, want, signed(running), want_at, reason,
                                 )  # fmt: skip
                             rows += 1
-                    if ASSERT_STEPS:
-                        if seed >= 0:
-                            if position != before + 1:
-                                for b in tl.static_range(BUFFERS):
-                                    store_rows(
-                                        logs[b], log_entries[b], capacities[b], tl.load(write_indexes[b]) + rows, seed >= 0,
-                                        i, tags[b], slot, position, token, token, signed(running), before + 1, 16,
-                                    )  # fmt: skip
-                                rows += 1
-                            before = position
+                    if ASSERT_STEPS and seed >= 0:
+                        if position != before + 1:
+                            for b in tl.static_range(BUFFERS):
+                                store_rows(
+                                    logs[b], log_entries[b], capacities[b], tl.load(write_indexes[b]) + rows, seed >= 0,
+                                    i, tags[b], slot, position, token, token, signed(running), before + 1, 16,
+                                )  # fmt: skip
+                            rows += 1
+                        before = position
                     for b in tl.static_range(BUFFERS):
                         slots = slot + tl.zeros([32], tl.int64)
                         kv_hash = tl.max(

@@ -10,7 +10,6 @@ _REQUESTS = tl.constexpr(256)
 _CHAIN_TILE = tl.constexpr(128)
 
 
-
 @triton.jit
 def active_requests(num_valid_reqs, capacity):
     """How many requests of the plan count."""
@@ -43,7 +42,7 @@ def save_seeds(offsets, seed_slots, active, capacity, words, num_slots, scratch,
         inside = mask & (seed >= 0) & (seed < num_slots)
         at = tl.where(inside, seed, 0) * STRIDE
         token, position = load_pair(words, at, inside, _REQUESTS)
-        prev_hash, unused = load_pair(words, at + 2, inside, _REQUESTS)
+        prev_hash, _unused = load_pair(words, at + 2, inside, _REQUESTS)
         running = tl.where(inside, hash_chain(prev_hash, token, position), CHAIN_SEED)
         tl.store(scratch + r, signed(token), mask=mask)
         tl.store(scratch + capacity + r, signed(position), mask=mask)
@@ -133,6 +132,7 @@ def walk_chain(
     Tokens are asked for a tile before the walk comes to them, so that what it loads itself lies in the nearest cache.
     """
     lane = tl.arange(0, _CHAIN_TILE)
+    own = tl.arange(0, 32)
     bad = tl.zeros([_CHAIN_TILE], tl.int32)
     touched = tl.zeros([_CHAIN_TILE], tl.int64)
     here = start + lane
@@ -159,20 +159,22 @@ def walk_chain(
                 before = tl.load(positions + tile + _CHAIN_TILE - 1)
             a0, a1, a2, a3 = _four(ids, tile)
             b0, b1, b2, b3 = _four(positions, tile)
-            for group in range(tile, tile + _CHAIN_TILE, 4):
-                # Four tokens are always loaded ahead of the walk.
-                at = tl.minimum(group + 4, end - 4)
-                c0, c1, c2, c3 = _four(ids, at)
-                d0, d1, d2, d3 = _four(positions, at)
-                r1 = hash_chain(running, a0, b0)
-                r2 = hash_chain(r1, a1, b1)
-                r3 = hash_chain(r2, a2, b2)
-                tl.store(hashes_out + group, signed(running))
-                tl.store(hashes_out + group + 1, signed(r1))
-                tl.store(hashes_out + group + 2, signed(r2))
-                tl.store(hashes_out + group + 3, signed(r3))
-                running = hash_chain(r3, a3, b3)
-                a0, a1, a2, a3, b0, b1, b2, b3 = c0, c1, c2, c3, d0, d1, d2, d3
+            for part in range(tile, tile + _CHAIN_TILE, 32):
+                # Each lane keeps the hash of its own token, and four tokens are always loaded ahead of the walk.
+                hashes = tl.zeros([32], tl.uint64)
+                for group in range(0, 32, 4):
+                    at = tl.minimum(part + group + 4, end - 4)
+                    c0, c1, c2, c3 = _four(ids, at)
+                    d0, d1, d2, d3 = _four(positions, at)
+                    turn = own - group
+                    r1 = hash_chain(running, a0, b0)
+                    r2 = hash_chain(r1, a1, b1)
+                    r3 = hash_chain(r2, a2, b2)
+                    hashes = tl.where(turn == 0, running, tl.where(turn == 1, r1, hashes))
+                    hashes = tl.where(turn == 2, r2, tl.where(turn == 3, r3, hashes))
+                    running = hash_chain(r3, a3, b3)
+                    a0, a1, a2, a3, b0, b1, b2, b3 = c0, c1, c2, c3, d0, d1, d2, d3
+                tl.store(hashes_out + part + own, signed(hashes))
         else:
             for j in range(tile, tl.minimum(tile + _CHAIN_TILE, end)):
                 one = tl.load(slots_in + j)
@@ -201,7 +203,7 @@ def walk_lanes(
     """
     bad = tl.zeros([LANES], tl.int32)
     before = seed_position
-    for j in range(0, longest):
+    for j in range(longest):
         i = start + j
         slot = tl.load(slots_in + i, mask=j < count, other=-1)
         valid = (slot >= 0) & (slot < num_slots)
@@ -243,7 +245,7 @@ def mark_lanes(start, count, slots_in, words, num_slots, longest, STRIDE: tl.con
     written = tl.zeros([LANES], tl.int32)
     failed = tl.zeros([LANES], tl.int32)
     last = tl.zeros([LANES], tl.int64) - 1
-    for j in range(0, longest):
+    for j in range(longest):
         i = start + j
         slot = tl.load(slots_in + i, mask=j < count, other=-1)
         valid = (slot >= 0) & (slot < num_slots)

@@ -40,7 +40,7 @@ _BLOCK = tl.constexpr(1024)
 
 FEW_TOKENS = 1024
 FOLD_PROGRAMS = 3072
-RECORD_TILE = 256
+RECORD_TILE = 1024
 LANES_PER_WARP = 32
 
 
@@ -91,7 +91,7 @@ def _few_kernel(
     follows = here & (seed >= 0) & (seed < num_slots)
     cell = tl.where(follows, seed, 0) * STRIDES[0]
     seed_token, seed_position = load_pair(canaries[0], cell, follows, LANES)
-    seed_prev, seed_kv = load_pair(canaries[0], cell + 2, follows, LANES)
+    seed_prev, _seed_kv = load_pair(canaries[0], cell + 2, follows, LANES)
     tl.store(scratch + r, signed(seed_token), mask=here)
     tl.store(scratch + capacity + r, signed(seed_position), mask=here)
     tl.store(scratch + 2 * capacity + r, signed(seed_prev), mask=here)
@@ -101,9 +101,7 @@ def _few_kernel(
     bad = failed * 0 + 1
     if is_fine:
         longest = tl.max(count)
-        written, missed, last = mark_lanes(
-            start, count, slots_in, canaries[0], num_slots, longest, STRIDES[0], LANES
-        )
+        written, missed, last = mark_lanes(start, count, slots_in, canaries[0], num_slots, longest, STRIDES[0], LANES)
         failed += missed
         # Marks lie where other lanes look for them.
         tl.debug_barrier()
@@ -317,7 +315,18 @@ def write_shared(
         many.num_slots, STRIDES=many.strides, **some, T=RECORD_TILE,
     )  # fmt: skip
     _finish_kernel[(1,)](
-        *requests, scratch, marks, laying, flags, taken, *inputs, tokens, many.num_slots, *ends, **constants, num_warps=8
+        *requests,
+        scratch,
+        marks,
+        laying,
+        flags,
+        taken,
+        *inputs,
+        tokens,
+        many.num_slots,
+        *ends,
+        **constants,
+        num_warps=8,
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...recorder.header import TraceHeader
+from .cuda import uncollected
 
 STEPS_OF_A_GRAPH: Final = 16
 
@@ -79,7 +80,7 @@ class Launches:
             self._root.copy_(halted)
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            with uncollected(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 for ahead in range(steps):
                     self._one(ahead, special=False)
                 self._move_on(steps)

@@ -1,0 +1,220 @@
+"""The Triton kernels, in Triton's interpreter, against the compiled loops: every byte given or written must be equal.
+
+On a GPU the same cases run by the thousand: `pytest tests/kernels/gpu`.
+"""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcanary.kernels import write_triton
+from kvcanary.kernels.constants import KvHashMode
+from kvcanary.kernels.fused import CanaryBuffer, plan_verify, write_shared
+from kvcanary.kernels.kv_source import KvSource, fold_kv
+from kvcanary.kernels.plan import VerifyPlan, WritePlan
+from kvcanary.kernels.records import ViolationLog
+
+KINDS = [("none",), ("partial",), ("all",), ("several",), ("pairs", "none"), ("none", "none", "partial", "all")]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_cases() -> Any:
+    path = Path(__file__).with_name("device_cases.py")
+    spec = importlib.util.spec_from_file_location("kvcanary_device_cases", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+CASES = load_cases()
+SEEDS = st.integers(0, 1 << 30)
+
+
+@settings(max_examples=12)
+@given(SEEDS, st.sampled_from(KINDS))
+def test_plan_and_verify(seed: int, kinds: Any) -> None:
+    CASES.check_plan_verify(seed, DEVICE, scale=4, kinds=kinds)
+
+
+@settings(max_examples=12)
+@given(SEEDS, st.sampled_from(KINDS))
+def test_write_of_few_tokens(seed: int, kinds: Any) -> None:
+    CASES.check_write(seed, DEVICE, scale=1, kinds=kinds)
+
+
+@settings(max_examples=3)
+@given(SEEDS, st.sampled_from(KINDS))
+def test_write_of_many_tokens(seed: int, kinds: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_triton, "FEW_TOKENS", -1)
+        CASES.check_write(seed, DEVICE, scale=1, kinds=kinds)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_scatter_fold_and_write_plan(seed: int) -> None:
+    CASES.check_small_ops(seed, DEVICE, scale=1)
+
+
+def clean_batch(device: str | None, tokens: int, slots: Any) -> tuple[Any, Any]:
+    """One request's buffer and how to write `tokens` tokens into it."""
+    side = CASES.Side(device)
+    buffer = CanaryBuffer(
+        canary=side.given(np.zeros((400, 32), np.uint8)),
+        tag=0,
+        sources=(),
+        kv_hash_mode=KvHashMode.NONE,
+        violations=side.log(8, 0),
+        slot_counter=side.counter(0),
+        kernel_counter=side.counter(0),
+    )
+    made = WritePlan.allocate(request_capacity=1)
+    made.offsets[:] = [0, tokens]
+    made.num_valid_reqs[0] = 1
+    numbers = np.arange(tokens)
+
+    def run() -> None:
+        write_shared(
+            plan=side.plan(made),
+            input_ids=side.given(numbers),
+            positions=side.given(numbers),
+            out_cache_loc=side.given(slots),
+            expected_tokens=None,
+            expected_positions=None,
+            chain_step_assert=True,
+            buffers=[buffer],
+            backend=side.backend,
+        )
+
+    return side, run
+
+
+# The walk's tiles are of 128 tokens, in parts of 32: below, at and past each.
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
+def test_a_chain_of_whole_tiles(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_triton, "FEW_TOKENS", -1)
+    ran = []
+    order = np.random.default_rng(tokens).permutation(399)[:tokens] + 1
+    for device in (None, DEVICE):
+        side, run = clean_batch(device, tokens, order)
+        run()
+        ran.append(side.bytes())
+    assert ran[0] == ran[1]
+
+
+def test_the_caller_hears_of_other_shapes() -> None:
+    side = CASES.Side(DEVICE)
+    log = side.log(1, 0)
+    fields = {
+        "tag": 0,
+        "sources": (),
+        "kv_hash_mode": KvHashMode.NONE,
+        "violations": log,
+        "slot_counter": side.counter(0),
+        "kernel_counter": side.counter(0),
+    }
+    small, large = (CanaryBuffer(canary=side.given(np.zeros((n, 32), np.uint8)), **fields) for n in (3, 4))
+    plan = side.plan(WritePlan.allocate(request_capacity=1))
+    inputs = dict.fromkeys(("input_ids", "positions", "out_cache_loc"), side.given(np.zeros(2, np.int64)))
+    rest = {"expected_tokens": None, "expected_positions": None, "chain_step_assert": False, "backend": "triton"}
+    for buffers, message in (
+        ([], "0 canary buffers"),
+        ([small] * 5, "5 canary buffers"),
+        ([small, large], "same number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_shared(plan=plan, **inputs, buffers=buffers, **rest)
+    odd = CanaryBuffer(canary=side.given(np.zeros((3, 36), np.uint8)), **fields)
+    with pytest.raises(ValueError, match="slots of 36 bytes"):
+        write_shared(plan=plan, **inputs, buffers=[odd], **rest)
+    strided = side.given(np.zeros((4, 2), np.int64))[:, 0]
+    with pytest.raises(ValueError, match="contiguous"):
+        write_shared(plan=plan, **(inputs | {"positions": strided[:2]}), buffers=[small], **rest)
+    with pytest.raises(TypeError, match="expected a torch tensor"):
+        write_shared(plan=plan, **(inputs | {"positions": np.zeros(2, np.int64)}), buffers=[small], **rest)
+    with pytest.raises(TypeError, match="int32, expected int64"):
+        write_shared(plan=plan, **(inputs | {"positions": side.given(np.zeros(2, np.int32))}), buffers=[small], **rest)
+    source = KvSource(tensor=side.given(np.zeros((2, 16), np.uint8)), page_size=1, bytes_per_token=16, read_bytes=16)
+    with pytest.raises(ValueError, match="at most 4"):
+        fold_kv(
+            sources=[source] * 5,
+            mode=KvHashMode.ALL,
+            slots=inputs["positions"],
+            out=inputs["positions"],
+            backend="triton",
+        )
+    with pytest.raises(ValueError, match="window is -1"):
+        plan_verify(
+            req_pool_indices=inputs["positions"], prefix_lens=inputs["positions"],
+            req_to_token=side.given(np.zeros((2, 2), np.int32)), window=-1, full_to_swa=None, truth_tokens=None,
+            truth_lens=None, token_offset=0, check_tokens=False, buffers=[small], out_of_range=side.counter(0),
+            backend="triton",
+        )  # fmt: skip
+
+
+def test_allocations_on_a_device() -> None:
+    made = VerifyPlan.allocate(capacity=3, request_capacity=2, device=DEVICE)
+    assert made.slots.tolist() == [0, 0, 0] and made.prev_slots.tolist() == [-1] * 3 and made.active == 0
+    log = ViolationLog.allocate(2, device=DEVICE)
+    log.write_index[0] = 7
+    assert log.num_rows == 2
+    log.clear()
+    assert log.num_rows == 0 and log.rows.dtype == torch.int64
+
+
+# What a GPU machine would compile, compiled here: the words of a launch, without its device.
+COMPILE = """
+import warnings
+warnings.simplefilter("ignore")
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from kvcanary.kernels import fused_triton, write_triton
+
+SMALL = {"num_valid_reqs", "counts", "table", "truth", "flags", "taken"}
+TUPLES = {"canaries", "kv", "verify_failed", "write_indexes", "slot_counters"}
+
+
+def type_of(name):
+    if name in TUPLES:
+        return ("*i64",)
+    if name == "kv_slots":
+        return ("i32",)
+    if name in NUMBERS:
+        return "i32"
+    return "*i32" if name in SMALL else "*i64"
+
+
+NUMBERS = {
+    "capacity", "num_tokens", "num_slots", "table_rows", "table_width", "table_stride", "truth_rows", "truth_width",
+    "truth_stride", "lut_len", "window", "token_offset", "splits",
+}
+
+
+def build(kernel, warps, **constants):
+    signature = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    print(len(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["cubin"]) > 0)
+
+
+sources = {"SOURCES": ((1, 128, 128, 128),), "ENDS": (0, 1), "BUFFERS": 1}
+build(fused_triton._count_kernel, 1, HAS_LUT=True, HAS_TRUTH=True, CHECK_TOKENS=True, STRIDES=(4,), **sources, T=32)
+build(write_triton._chain_kernel, 1, **sources, ASSERT_INPUTS=True, ASSERT_STEPS=True, T=32)
+"""
+
+
+def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
+    import os
+
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["True"] * 2
