@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from kvcanary.kernels.constants import RECORD_POSITION
 from kvcanary.kernels.lane import lane_loops
+from kvcanary.kernels.lane_writes import seeds_ordinary
 from kvcanary.recorder.batch import TraceBatch
 from kvcanary.replayer import event_replay, lane
 from kvcanary.replayer.lane import Lane
@@ -177,3 +179,36 @@ def test_it_stops_at_the_first_bad_event_as_ever(taken: list[int]) -> None:
     assert summary.stopped == stepwise.stopped
     assert summary.events == stepwise.events
     assert sum(taken) < sum(summary.events.values())
+
+
+def test_a_chain_goes_on_from_the_position_before() -> None:
+    records = np.zeros((4, 4), np.int64)
+    records[2, RECORD_POSITION], records[3, RECORD_POSITION] = 6, 9
+    # Row 1 goes on from slot 2 at position 7, row 2 from slot 0, which nobody verifies, row 3 from a record of elsewhere.
+    table = np.zeros((4, 16), np.int32)
+    table[1, 6], table[3, 6] = 2, 3
+
+    def ordinary(row: int, prefix: int, tokens: int = 1) -> int:
+        return seeds_ordinary(records, table, np.array([row]), np.array([prefix]), np.array([tokens]))
+
+    assert ordinary(1, 7) == 1
+    assert ordinary(1, 0) == 1
+    assert ordinary(2, 7) == 0
+    assert ordinary(3, 7) == 0
+    assert ordinary(3, 7, tokens=0) == 1
+
+
+def test_requests_are_kept_for_the_oracle_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes: list[Lane] = []
+    note = Lane._take_note
+
+    def noted(self: Lane, *arguments) -> None:
+        lanes.append(self)
+        note(self, *arguments)
+
+    monkeypatch.setattr(Lane, "_take_note", noted)
+    summary = replay(DATA / "clean_llama.arrow", settings=ReplaySettings(executor="interval"), report=None)
+    assert lanes
+    assert summary.header.oracle is None
+    assert summary.events["request"] > 0
+    assert not lanes[-1]._facts.any()
