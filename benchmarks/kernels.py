@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from kvcanary.kernels.constants import KvHashMode
 from kvcanary.kernels.fused import CanaryBuffer, plan_verify, write_shared
-from kvcanary.kernels.hashing_triton import hash_chain
+from kvcanary.kernels.gpu.hashing import hash_chain
 from kvcanary.kernels.kv_source import KvSource
 from kvcanary.kernels.plan import WritePlan
 from kvcanary.kernels.records import ViolationLog

@@ -80,11 +80,11 @@ def primitive(compiled: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
 
 
 def device_form(name: str) -> Any:
-    """Return the module `<name>_triton`, which does for torch tensors what module `name` does for arrays.
+    """Return the module `gpu.<name>`, which does for torch tensors what module `name` does for arrays.
 
     Triton (and with it torch) is imported here, at the first launch, never before.
     """
-    return importlib.import_module(f".{name}_triton", __package__)
+    return importlib.import_module(f".gpu.{name}", __package__)
 
 
 def select(loops: _F, backend: str) -> _F:
@@ -175,8 +175,8 @@ def _cache_folder(numba_version: str, user_choice: str) -> Path | None:
     """
     here = Path(__file__).resolve().parent
     digest = hashlib.sha256(numba_version.encode())
-    for source in sorted(here.glob("*.py")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for source in sorted(here.rglob("*.py")):
+        digest.update(str(source.relative_to(here)).encode() + b"\0" + source.read_bytes() + b"\0")
     user_cache = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     parents = [Path(user_choice)] if user_choice else [here / "__pycache__", Path(user_cache) / "kvcanary"]
     for parent in parents:

@@ -3,7 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from .cells import (
+from .dispatch import In32x2, In64, Out8x2, Out32, Out32x2, Out64, Out64x2, primitive, select
+from .intervals.cells import (
     FIRST,
     HI,
     LO,
@@ -16,7 +17,6 @@ from .cells import (
     push_range,
     settle,
 )
-from .dispatch import In32x2, In64, Out8x2, Out32, Out32x2, Out64, Out64x2, primitive, select
 
 Int64Array = npt.NDArray[np.int64]
 

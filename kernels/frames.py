@@ -5,7 +5,7 @@ forward, `take_back` the bytes written and the bytes changed after it; both also
 hold what a replay of the trace knows. Changes are compacted: `counters` says how many there are of each sort. Whatever
 does not fit its section is counted and left out, and the shadow keeps its old value there.
 
-The Triton kernels are in `frames_triton`, their launches in `frame_launch`. Their definition is what the host's
+The Triton kernels are in `gpu.frames`, their launches in `gpu.frame_launch`. Their definition is what the host's
 recorder finds with the plain loops of `changes` and `gather`; tests hold the two against one another, event by event.
 """
 

@@ -7,7 +7,7 @@ from ..kernels.plan import VerifyPlan, WritePlan
 from ..kernels.records import ViolationLog
 from ..recorder.machine.forward import Forward
 from ..recorder.machine.pools import Endpoint, GroupPool
-from .launch_order import first_places
+from .merged.launch_order import first_places
 from .sweep import Sweep
 from .violations import LaunchViolations
 

@@ -26,8 +26,8 @@ from .divergence import ROWS_AT_ONCE
 from .exchange import Exchange
 from .findings import Finding, finding_table
 from .health import Health
-from .interval import IntervalExecutor
-from .lane import Lane, open_lane
+from .interval.executor import IntervalExecutor
+from .interval.lane import Lane, open_lane
 from .report import ReportSinks
 from .schedule import Schedule
 from .settings import ReplaySettings, StopReplayError

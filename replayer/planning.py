@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kernels.constants import PADDING_SLOT
-from ..kernels.intervals import ForwardLook
+from ..kernels.intervals.looks import ForwardLook
 from ..kernels.plan import VerifyPlan, WritePlan, plan
 from ..recorder.header import TraceHeader
 from ..recorder.machine.forward import Forward

@@ -7,7 +7,7 @@ from types import TracebackType
 from ..recorder.header import TraceHeader
 from .divergence import DIVERGENCE_SCHEMA
 from .findings import FINDING_SCHEMA
-from .merging import MergingSink
+from .merged.merging import MergingSink
 from .violations import VIOLATION_SCHEMA, TableSink
 
 

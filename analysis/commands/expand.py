@@ -54,7 +54,7 @@ def expand_command(report: Path, output: Path | None, trace: Path | None, as_jso
     """
     from ...recorder.commands.text import printable
     from ...recorder.errors import TraceError
-    from ...replayer.expansion import ExpansionError
+    from ...replayer.merged.expansion import ExpansionError
     from ..errors import AnalysisError
     from ..sources import find_sources
 
@@ -88,7 +88,7 @@ def _write(report: Path, traces: tuple[Path, ...], target: Path, total: int | No
     """Write the file beside its place and rename it, so that nobody sees half of it; only its owner may read it."""
     import pyarrow.parquet as pq
 
-    from ...replayer.expansion import expand_tables, read_violations
+    from ...replayer.merged.expansion import expand_tables, read_violations
     from ...replayer.violations import VIOLATION_SCHEMA
     from ..errors import AnalysisError
     from ..output import open_private

@@ -38,7 +38,7 @@ class DeviceCapture:
     def __init__(self, shadows: DeviceShadows, *, frame_bytes: int, watch_every: int) -> None:
         import torch
 
-        from ...kernels.frame_launch import TILE, FrameKernels, programs_of
+        from ...kernels.gpu.frame_launch import TILE, FrameKernels, programs_of
 
         device = shadows.runners[0].descriptor.device
         self.on_gpu = device.type == "cuda"
@@ -223,7 +223,7 @@ def _driver(device: Any) -> Any:
     """Return the CUDA driver for direct calls, None where it cannot be had: launches take longer then."""
     import torch
 
-    from ...kernels.frame_driver import CudaDriver
+    from ...kernels.gpu.frame_driver import CudaDriver
 
     index = device.index if device.index is not None else torch.cuda.current_device()
     try:

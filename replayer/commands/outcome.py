@@ -16,8 +16,8 @@ from ..screen import one_line, show, show_next
 from ..verdict import EXIT_UNREADABLE, combined_exit_code
 
 if TYPE_CHECKING:
-    from ..group_replay import GroupResult
-    from ..jobs import Job, Plan
+    from ..parallel.group_replay import GroupResult
+    from ..parallel.jobs import Job, Plan
     from ..summary import Summary
 
 

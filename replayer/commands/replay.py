@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ...recorder.recordings import Recording
-    from ..group_replay import GroupResult, GroupTask
-    from ..jobs import Job, Plan
+    from ..parallel.group_replay import GroupResult, GroupTask
+    from ..parallel.jobs import Job, Plan
 
 _EPILOG = """\b
 Exit codes, fit for git bisect run and CI:
@@ -168,8 +168,8 @@ def replay_command(  # one parameter an option
 
     from ...recorder.commands.program import loaded
     from ...recorder.recordings import group_recordings
-    from ..group_replay import GroupTask
-    from ..jobs import Job, plan_jobs
+    from ..parallel.group_replay import GroupTask
+    from ..parallel.jobs import Job, plan_jobs
     from ..settings import ReplaySettings
     from .outcome import Outcome
 
@@ -221,7 +221,7 @@ def _results(
     """Yield what comes of each group, here or in worker processes, with progress on a terminal."""
     from dataclasses import replace
 
-    from ..pool import default_jobs, replay_in_workers
+    from ..parallel.pool import default_jobs, replay_in_workers
 
     paying = default_jobs(plan) if task.settings.device == "cpu" else 1
     workers = min(jobs or len(devices) or paying, len(plan.groups))
@@ -247,7 +247,7 @@ def _results(
 
 def _results_here(plan: Plan, task: GroupTask, err: Console, *, shown: bool) -> Iterator[tuple[list[Job], GroupResult]]:
     from ...kernels.state import prepare
-    from ..group_replay import replay_group
+    from ..parallel.group_replay import replay_group
 
     if plan.groups:
         prepare(task.settings.backend)

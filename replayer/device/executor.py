@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.constants import KvHashMode
+from ...kernels.gpu.step import STAT_OTHER_INDEX, STAT_OUT_OF_WINDOW, STAT_UNKNOWN
 from ...kernels.plan import VerifyPlan, WritePlan
 from ...kernels.records import ViolationLog
-from ...kernels.step import STAT_OTHER_INDEX, STAT_OUT_OF_WINDOW, STAT_UNKNOWN
 from ...kernels.write import write
 from ...recorder.batch import EventView, TraceBatch
 from ...recorder.header import PoolGroup, TraceHeader

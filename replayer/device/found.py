@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels import step
 from ...kernels.constants import VERIFY_KV_HASH, VIOLATION_FIELDS
+from ...kernels.gpu import step
 from ...recorder.machine.forward import Forward
 from ...recorder.machine.pools import Endpoint, GroupPool, launch_tag
 from ..violations import LaunchViolations

@@ -39,11 +39,11 @@ class Launches:
     """
 
     def __init__(self, header: TraceHeader, root: Any, programs: Programs) -> None:
-        from ...kernels import step_commit_triton, step_judge_triton, step_triton
+        from ...kernels.gpu import step_commit, step_judge, step_prepare
 
         self._root = root
         self._programs = programs
-        self._first, self._judge, self._last = step_triton, step_judge_triton, step_commit_triton
+        self._first, self._judge, self._last = step_prepare, step_judge, step_commit
         self._lut = any(group.lut >= 0 for group in header.groups)
         self._ring = any(group.reads_before_write for group in header.groups)
         self._graphs: dict[int, Any] = {}

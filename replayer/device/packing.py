@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels import step
+from ...kernels.gpu import step
 from ...recorder.batch import TraceBatch
 from ...recorder.header import TraceHeader
 from ...recorder.machine.kv_changes import KvChanges

@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels import step
+from ...kernels.gpu import step
 from ...recorder.batch import TraceBatch
 from ...recorder.header import TraceHeader
 from .found import VERIFY_ORDER, WRITE_ORDER, Found, in_order

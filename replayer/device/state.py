@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels import step
 from ...kernels.arrays import record_words
 from ...kernels.constants import RECORD_KV_HASH, KvHashMode
+from ...kernels.gpu import step
 from ...kernels.kv_source import fold_kv
 from ...recorder.header import TraceHeader
 from ...recorder.machine.pools import GroupPool

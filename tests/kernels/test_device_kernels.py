@@ -14,9 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcanary.kernels import write_triton
 from kvcanary.kernels.constants import KvHashMode
 from kvcanary.kernels.fused import CanaryBuffer, plan_verify, write_shared
+from kvcanary.kernels.gpu import write as write_triton
 from kvcanary.kernels.kv_source import KvSource, fold_kv
 from kvcanary.kernels.plan import VerifyPlan, WritePlan
 from kvcanary.kernels.records import ViolationLog
@@ -176,7 +176,7 @@ import warnings
 warnings.simplefilter("ignore")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from kvcanary.kernels import fused_triton, write_triton
+from kvcanary.kernels.gpu import fused, write
 
 SMALL = {"num_valid_reqs", "counts", "table", "truth", "flags", "taken"}
 TUPLES = {"canaries", "kv", "verify_failed", "write_indexes", "slot_counters"}
@@ -206,8 +206,8 @@ def build(kernel, warps, **constants):
 
 
 sources = {"SOURCES": ((1, 128, 128, 128),), "ENDS": (0, 1), "BUFFERS": 1}
-build(fused_triton._count_kernel, 1, HAS_LUT=True, HAS_TRUTH=True, CHECK_TOKENS=True, STRIDES=(4,), **sources, T=32)
-build(write_triton._chain_kernel, 1, **sources, ASSERT_INPUTS=True, ASSERT_STEPS=True, T=32)
+build(fused._count_kernel, 1, HAS_LUT=True, HAS_TRUTH=True, CHECK_TOKENS=True, STRIDES=(4,), **sources, T=32)
+build(write._chain_kernel, 1, **sources, ASSERT_INPUTS=True, ASSERT_STEPS=True, T=32)
 """
 
 

@@ -12,7 +12,7 @@ import warnings
 warnings.simplefilter("ignore")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from kvcanary.kernels import frames_triton as kernels
+from kvcanary.kernels.gpu import frames as kernels
 
 ints = dict.fromkeys(kernels.TAKE_DOWN_ARGUMENTS + kernels.TAKE_BACK_ARGUMENTS, "i32")
 pointers = ("rows_in", "prefix_in", "ids_in", "positions_in", "loc_in", "frames", "counters", "descriptor")

@@ -17,11 +17,11 @@ from click.testing import CliRunner
 from kvcanary.recorder.event import TraceEvent
 from kvcanary.recorder.header import Ranks
 from kvcanary.recorder.recordings import group_recordings
-from kvcanary.replayer import pool
 from kvcanary.replayer.commands.replay import replay_command
-from kvcanary.replayer.group_replay import GroupTask
-from kvcanary.replayer.jobs import Job, plan_jobs
-from kvcanary.replayer.pool import replay_in_workers
+from kvcanary.replayer.parallel import pool
+from kvcanary.replayer.parallel.group_replay import GroupTask
+from kvcanary.replayer.parallel.jobs import Job, plan_jobs
+from kvcanary.replayer.parallel.pool import replay_in_workers
 from kvcanary.replayer.settings import ReplaySettings
 
 from .test_against_published import SHAPES, record

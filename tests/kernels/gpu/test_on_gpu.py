@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels import write_triton
 from kvcanary.kernels.constants import KvHashMode
 from kvcanary.kernels.fused import CanaryBuffer, plan_verify, write_shared
+from kvcanary.kernels.gpu import write as write_triton
 from kvcanary.kernels.kv_source import KvSource
 from kvcanary.kernels.plan import WritePlan
 

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from kvcanary.kernels.frame_launch import FrameKernels
+from kvcanary.kernels.gpu.frame_launch import FrameKernels
 from kvcanary.recorder.device import capture
 from kvcanary.recorder.device.forward import BatchRequests, DeviceForward
 from kvcanary.recorder.device.landing import Landing

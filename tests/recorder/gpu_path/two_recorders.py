@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import torch
-from kvcanary.kernels import frame_launch
+from kvcanary.kernels.gpu import frame_launch
 from kvcanary.kernels.kv_source import KvSource
 from kvcanary.recorder.device.forward import BatchRequests, DeviceForward
 from kvcanary.recorder.device.recorder import DeviceRecorder

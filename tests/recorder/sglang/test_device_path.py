@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcanary.kernels import frame_launch
+from kvcanary.kernels.gpu import frame_launch
 from kvcanary.recorder.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines import sglang_attachment, sglang_session
 from kvcanary.recorder.environment import RecordingSettings

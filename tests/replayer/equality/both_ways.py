@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from kvcanary.analysis.incidents.finding import find_incidents
-from kvcanary.replayer.expansion import expand_tables, read_violations
+from kvcanary.replayer.merged.expansion import expand_tables, read_violations
 from kvcanary.replayer.replay import ReplaySettings, replay_joined
 from kvcanary.replayer.summary import Summary
 from kvcanary.replayer.violations import VIOLATION_SCHEMA

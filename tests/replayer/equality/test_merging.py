@@ -14,9 +14,9 @@ from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.machine.forward import Forward
 from kvcanary.recorder.machine.requests import RequestBook, RequestFacts
 from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer import expansion, merging
-from kvcanary.replayer.expansion import ExpansionError, expand
-from kvcanary.replayer.merging import MergingSink
+from kvcanary.replayer.merged import expansion, merging
+from kvcanary.replayer.merged.expansion import ExpansionError, expand
+from kvcanary.replayer.merged.merging import MergingSink
 from kvcanary.replayer.sweep import Sweep
 from kvcanary.replayer.violations import LaunchViolations, violation_table
 

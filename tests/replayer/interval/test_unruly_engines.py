@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.writer import TraceWriter
 from kvcanary.replayer.commands.replay import replay_command
-from kvcanary.replayer.interval_planning import IntervalPlanner
+from kvcanary.replayer.interval.planning import IntervalPlanner
 from kvcanary.replayer.replay import ReplaySettings, replay
 
 from .shapes import SHAPES, header

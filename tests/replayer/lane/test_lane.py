@@ -7,11 +7,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.kernels.constants import RECORD_POSITION
-from kvcanary.kernels.lane import lane_loops
-from kvcanary.kernels.lane_writes import seeds_ordinary
+from kvcanary.kernels.lane.loops import lane_loops
+from kvcanary.kernels.lane.writes import seeds_ordinary
 from kvcanary.recorder.batch import TraceBatch
-from kvcanary.replayer import event_replay, lane
-from kvcanary.replayer.lane import Lane
+from kvcanary.replayer import event_replay
+from kvcanary.replayer.interval import lane
+from kvcanary.replayer.interval.lane import Lane
 from kvcanary.replayer.replay import ReplaySettings, replay
 from kvcanary.replayer.segment_stream import SegmentStream
 

@@ -58,7 +58,7 @@ import warnings
 warnings.simplefilter("ignore")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from kvcanary.kernels import step_commit_triton, step_judge_triton, step_triton
+from kvcanary.kernels.gpu import step_commit, step_judge, step_prepare
 
 
 def build(kernel, **constants):
@@ -67,10 +67,10 @@ def build(kernel, **constants):
     print(len(compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]) > 0)
 
 
-build(step_triton.store_kernel, RING=False, TILE=128)
-build(step_triton.kv_fold_kernel, PHASE=1, TILE=128)
-build(step_judge_triton.judge_kernel, AHEAD=True, TILE=512)
-build(step_commit_triton.commit_kernel, TILE=128)
+build(step_prepare.store_kernel, RING=False, TILE=128)
+build(step_prepare.kv_fold_kernel, PHASE=1, TILE=128)
+build(step_judge.judge_kernel, AHEAD=True, TILE=512)
+build(step_commit.commit_kernel, TILE=128)
 """
 
 

@@ -1,0 +1,193 @@
+"""Launching the frame kernels for one runner: two launches a forward, a few microseconds of the engine's thread each."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..frames import FrameLayout
+from .frame_driver import CudaDriver, Launch
+from .frames import take_back_kernel, take_down_kernel
+
+TILE = 512
+PREFIX_PROGRAMS = 1024  # enough to fill a device, however few requests share them
+MAX_READY: Final = 4_096  # launches made ready, of all sizes of forwards and dtypes
+
+# The kernels' parameters, as of `struct`; the same order as `frames` has them in.
+_DOWN_STEP, _DOWN_FIXED = "7Q6i", "3Q8i"
+_BACK_STEP, _BACK_FIXED = "4i", "3Q8i"
+
+
+def splits_of(bs: int) -> int:
+    """Return how many programs share a request's prefix."""
+    return PREFIX_PROGRAMS // bs or 1 if bs else 1
+
+
+def programs_of(layout: FrameLayout, *, streams: int, watch: bool) -> tuple[int, int]:
+    """Return how many programs `take_down` and `take_back` launch for a forward."""
+    bs, tokens, tile = layout.bs, layout.tokens, layout.tile
+    prefix = bs * splits_of(bs)
+    before = -(-max(tokens, bs) // tile) + prefix
+    return before, max(streams * (-(-tokens // tile) + (prefix if watch else 0)), 1)
+
+
+class FrameKernels:
+    """Launches the two kernels for one runner.
+
+    The first launch with tensors of other dtypes compiles, the first for a layout makes it ready; those that follow
+    hand addresses to what is ready.
+
+    Args:
+        frames: `[any] int64`, in which all frames lie.
+        counters: `[flights, NUM_COUNTERS] int64`, zeros for the first flight.
+        descriptor: the runner's, `[DESCRIPTOR_WORDS] int64`.
+        streams: how many streams the runner has.
+        lut_int64: whether its full-to-SWA tables are int64, else int32.
+        driver: None where there is none, or the kernels run in Triton's interpreter.
+    """
+
+    def __init__(
+        self, frames: Any, counters: Any, descriptor: Any, *, streams: int, lut_int64: bool, driver: CudaDriver | None
+    ) -> None:
+        self._fixed = (frames, counters, descriptor)
+        self._addresses = tuple(tensor.data_ptr() for tensor in self._fixed)
+        self._streams = streams
+        self._lut_int64 = lut_int64
+        self._driver = driver
+        self._ready: dict[Any, Launch] = {}
+
+    def take_down(
+        self,
+        layout: FrameLayout,
+        rows: Any,
+        prefix: Any,
+        minus: Any | None,
+        extend: Any | None,
+        extend_each: int,
+        input_ids: Any,
+        positions: Any,
+        out_cache_loc: Any,
+        at: int,
+        flight: int,
+        forward: int,
+    ) -> None:
+        """Take down what a forward reads and writes, before it runs, and which table entries the trace does not know.
+
+        Args:
+            layout: the frame's sections.
+            rows: `[bs]` of any integer type, contiguous, as all of the engine's tensors.
+            prefix: `[any]` tokens in the cache before the forward, 0 past its end.
+            minus: `[bs]` to be taken off the prefix, or None.
+            extend: `[bs]` tokens that the forward adds; None for `extend_each`.
+            extend_each: where `extend` is None.
+            input_ids: `[at least tokens]`.
+            positions: `[at least tokens]`.
+            out_cache_loc: `[any]`, -1 past its end.
+            at: where the frame begins.
+            flight: its row of `counters`, zeros.
+            forward: stamped on every slot that the forward writes, within int32.
+        """
+        key = (
+            layout,
+            rows.dtype,
+            prefix.dtype,
+            minus if minus is None else minus.dtype,
+            extend if extend is None else extend.dtype,
+            input_ids.dtype,
+            positions.dtype,
+            out_cache_loc.dtype,
+        )
+        num_loc, num_prefix = out_cache_loc.numel(), prefix.numel()
+        launch = self._ready.get(key)
+        if launch is not None:
+            address = rows.data_ptr()
+            launch(
+                address,
+                prefix.data_ptr(),
+                address if minus is None else minus.data_ptr(),
+                address if extend is None else extend.data_ptr(),
+                input_ids.data_ptr(),
+                positions.data_ptr(),
+                out_cache_loc.data_ptr(),
+                at,
+                flight,
+                forward,
+                num_loc,
+                num_prefix,
+                extend_each,
+            )
+            return
+        bs, tokens = layout.bs, layout.tokens
+        splits, token_programs = splits_of(bs), -(-max(tokens, bs) // layout.tile)
+        programs, _ = programs_of(layout, streams=self._streams, watch=False)
+        if not programs:
+            return
+        told = (rows, prefix, rows if minus is None else minus, rows if extend is None else extend)
+        self._launch_first(
+            key,
+            take_down_kernel,
+            programs,
+            (*told, input_ids, positions, out_cache_loc, at, flight, forward, num_loc, num_prefix, extend_each),
+            (bs, tokens, layout.table_at, layout.table_capacity, layout.lut_at, layout.lut_capacity, token_programs, splits),
+            (minus is not None, extend is not None, self._lut_int64, layout.tile),
+            (_DOWN_STEP, _DOWN_FIXED),
+        )  # fmt: skip
+
+    def take_back(self, layout: FrameLayout, at: int, flight: int, next_flight: int, forward: int, watch: bool) -> None:
+        """Take down the bytes that a forward wrote and, with `watch`, those of its prefix that changed without a write.
+
+        Args:
+            layout: the frame's sections.
+            at: where the frame begins, as `take_down` filled it.
+            flight: its row of `counters`.
+            next_flight: the row that is zeroed for the next forward.
+            forward: as in `take_down`.
+            watch: whether the prefix is compared with the shadow.
+        """
+        key = (layout, watch)
+        launch = self._ready.get(key)
+        if launch is not None:
+            launch(at, flight, next_flight, forward)
+            return
+        bs, tokens = layout.bs, layout.tokens
+        splits, token_programs = splits_of(bs), -(-tokens // layout.tile)
+        watch_programs = self._streams * bs * splits if watch else 0
+        self._launch_first(
+            key,
+            take_back_kernel,
+            programs_of(layout, streams=self._streams, watch=watch)[1],
+            (at, flight, next_flight, forward),
+            (bs, tokens, layout.kv_at, layout.kv_capacity, layout.kv_entry, token_programs, watch_programs, splits),
+            (layout.tile,),
+            (_BACK_STEP, _BACK_FIXED),
+        )
+
+    def _launch_first(
+        self,
+        key: Any,
+        kernel: Any,
+        programs: int,
+        step: tuple[Any, ...],
+        sizes: tuple[int, ...],
+        constants: tuple[Any, ...],
+        parameters: tuple[str, str],
+    ) -> None:
+        """Launch by Triton, which compiles what it has not yet, and make the launches that follow ready."""
+        compiled = kernel[(programs,)](*step, *self._fixed, *sizes, *constants)
+        if compiled is None:  # the interpreter has nothing compiled to give
+            return
+        if len(self._ready) >= MAX_READY:
+            self._ready.clear()
+        fixed = (*self._addresses, *sizes)
+        launch = None
+        if self._driver is not None:
+            launch = self._driver.launch_of(compiled, programs, step=parameters[0], fixed=parameters[1], values=fixed)
+        self._ready[key] = launch or _by_triton(compiled, programs, (*fixed, *constants))
+
+
+def _by_triton(compiled: Any, programs: int, rest: tuple[Any, ...]) -> Launch:
+    """Return what launches a kernel in Triton's own way, where the driver cannot be asked directly."""
+    grid: Callable[..., Any] = compiled[(programs, 1, 1)]
+
+    def launch(*numbers: int) -> None:
+        grid(*numbers, *rest)
+
+    return launch

@@ -1,0 +1,108 @@
+"""A record batch as the lane takes it: scalars as numbers, list columns as values and offsets, without a copy."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.lane.layout import (
+    ALLOC_CODES,
+    ALLOC_EVENT,
+    KINDS,
+    LISTS,
+    MODES,
+    SHARED_ALLOC,
+    STATUS_CODES,
+    STATUS_EVENT,
+    UNUSUAL,
+)
+from ...recorder.batch import TraceBatch
+from ...recorder.machine.slot_events import SHARED_NOTES
+
+Int64Array = npt.NDArray[np.int64]
+
+_KIND_OF: Final = {name: code for code, name in enumerate(KINDS)}
+_MODE_OF: Final = {name: code for code, name in enumerate(MODES)}
+_ALLOC_OF: Final = {name: code for code, name in enumerate(ALLOC_CODES)}
+_STATUS_OF: Final = {name: code for code, name in enumerate(STATUS_CODES)}
+
+# An event that has values in one of these is none for the lane.
+_UNUSUAL_LISTS: Final = (
+    "lut_index",
+    "lut_start",
+    "lut_count",
+    "lut_slots",
+    "kv_change_stream",
+    "kv_change_slot",
+    "kv_change_phase",
+    "kv_change_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneColumns:
+    """A batch's columns in the lane's order; `kind` `[events] int64` is -1 for what the lane must not take."""
+
+    batch: TraceBatch
+    kind: Int64Array
+    scalars: tuple[Int64Array, ...]
+    lists: tuple[Int64Array, ...]
+    offsets: tuple[Int64Array, ...]
+    kv: npt.NDArray[np.uint64]
+    kv_offsets: Int64Array
+    most_tokens: int
+    most_requests: int
+    most_changes: int
+
+
+def lane_columns(batch: TraceBatch) -> LaneColumns:
+    """Return a batch's columns; `kind` says which events are of a kind that the lane takes."""
+    kind = _codes(batch.kinds, _KIND_OF)
+    for name in _UNUSUAL_LISTS:
+        ends = batch.offsets(name)
+        if ends[-1]:
+            kind[np.diff(ends) > 0] = UNUSUAL
+    offsets = {name: batch.offsets(name) for name in LISTS}
+    kv_offsets, kv = batch.offsets("kv_bytes"), batch.values("kv_bytes")
+    if len(kv) % 8 or bool((kv_offsets % 8).any()):
+        kind[:] = UNUSUAL
+        kv, kv_offsets = kv[:0], np.zeros_like(kv_offsets)
+    words = kv.view(np.uint64)
+    if not words.flags.aligned:
+        words = words.copy()
+    ints = (batch.scalar_ints(name) for name in ("runner", "forward", "request_id", "prompt_len", "room"))
+    return LaneColumns(
+        batch=batch,
+        kind=kind,
+        scalars=(kind, _statuses(batch, kind), _codes(batch.strings("mode"), _MODE_OF), *ints),
+        lists=tuple(batch.values(name) for name in LISTS),
+        offsets=tuple(offsets.values()),
+        kv=words,
+        kv_offsets=kv_offsets // 8,
+        most_tokens=_most(offsets["input_ids"]),
+        most_requests=_most(offsets["req_pool_indices"]),
+        most_changes=max(_most(offsets["table_slots"]), _most(offsets["truth_tokens"])),
+    )
+
+
+def _statuses(batch: TraceBatch, kind: Int64Array) -> Int64Array:
+    """Return what an alloc or a status event says, as a number; -1 for what no recorder writes."""
+    found = np.full(len(kind), -1, np.int64)
+    status = batch.strings("status")
+    allocs = np.flatnonzero(kind == ALLOC_EVENT).tolist()
+    notes = batch.strings("note") if allocs else []
+    for i in allocs:
+        code = _ALLOC_OF.get(status[i], -1)
+        found[i] = SHARED_ALLOC if code == 0 and notes[i] in SHARED_NOTES else code
+    for i in np.flatnonzero(kind == STATUS_EVENT).tolist():
+        found[i] = _STATUS_OF.get(status[i], -1)
+    return found
+
+
+def _codes(names: list[str], code_of: dict[str, int]) -> Int64Array:
+    return np.array([code_of.get(name, -1) for name in names], np.int64)
+
+
+def _most(offsets: Int64Array) -> int:
+    return int(np.diff(offsets).max(initial=0))

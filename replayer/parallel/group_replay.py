@@ -1,0 +1,98 @@
+"""The replay of recordings that belong together: from their files to their reports and summaries."""
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...recorder.errors import TraceError
+from ..replay import replay_joined
+from ..segment_stream import SegmentStream
+from ..settings import Progress, ReplaySettings, resolve_kv_hash
+from ..summary import Summary
+from .jobs import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTask:
+    """How to replay a group of a plan, whichever group it is.
+
+    `explicit` says that the user named the report's place; `all_there` that no segment may follow those given. `judged`
+    are called with each summary once it is judged; they may change it and its report, and return what to tell the user.
+    They are functions of modules, so that another process finds them.
+    """
+
+    settings: ReplaySettings
+    explicit: bool
+    all_there: bool
+    judged: tuple[Callable[[Summary], str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """What came of a group: a summary each, or the error that kept it from being judged; `notes` are for the user."""
+
+    summaries: list[Summary] = field(default_factory=list)
+    error: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user ended it."""
+        return any(summary.stopped.startswith("interrupted") for summary in self.summaries)
+
+
+def replay_group(
+    jobs: Sequence[Job], task: GroupTask, on_progress: Callable[[Progress], None] = lambda _: None
+) -> GroupResult:
+    """Replay the recordings of a group together, and write their reports."""
+    notes: list[str] = []
+    try:
+        folders = []
+        for job in jobs:
+            # A trace that cannot be judged leaves no empty report behind.
+            resolve_kv_hash(task.settings.kv_hash, SegmentStream(job.recording.paths).header)
+            folders.append(_make_folder(Path(job.recording.name), job.report, explicit=task.explicit, notes=notes))
+        try:
+            done = replay_joined(
+                [job.recording.paths for job in jobs],
+                settings=task.settings,
+                reports=folders,
+                on_progress=on_progress,
+                schedules=[job.schedule for job in jobs],
+                all_there=task.all_there,
+            )
+        except OSError as error:
+            raise TraceError(
+                f"{', '.join(job.recording.name for job in jobs)}: the report in {', '.join(map(str, folders))} cannot "
+                f"be written ({error.strerror or error}); make room, name another folder with --report DIR, or use "
+                "--no-report"
+            ) from None
+    except TraceError as error:
+        return GroupResult(error=str(error), notes=notes)
+    notes += [note for summary in done for judge in task.judged if (note := judge(summary))]
+    return GroupResult(summaries=done, notes=notes)
+
+
+def _make_folder(trace: Path, target: Path | None, *, explicit: bool, notes: list[str]) -> Path | None:
+    """Make the report directory; a default one that cannot be made beside the trace goes to the working directory."""
+    if target is None:
+        return None
+    candidates = [target] if explicit else [target, Path.cwd() / target.name]
+    for folder in candidates:
+        try:
+            # Its files hold tokens and names of requests, as the trace does.
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            failure = error
+            continue
+        if folder != target:
+            notes.append(f"{target} cannot be written; the report goes to {folder}")
+        return folder
+    raise TraceError(
+        f"{trace}: the report directory {candidates[-1]} cannot be written ({failure.strerror}); name another with "
+        "--report DIR, or use --no-report"
+    )

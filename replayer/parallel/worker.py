@@ -1,0 +1,99 @@
+"""What a worker process does: it replays the groups that it is given, one after another, until it is told to end."""
+
+import gc
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Final
+
+from ..schedule import ScheduleLog
+from ..settings import Progress
+from .group_replay import GroupResult, GroupTask, replay_group
+from .jobs import Job
+
+STOP: Final = "stop"  # the user wants an end: what is being replayed is judged as far as it came
+_PROGRESS_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """The worker has its libraries, and begins to replay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """What a job's schedule has come to; `log` are the digests that other ranks are compared with."""
+
+    compared: int
+    differing: int
+    unrelated: bool
+    log: ScheduleLog | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A group's result, and for each of its jobs with a schedule what was compared."""
+
+    result: GroupResult
+    compared: list[Compared | None]
+
+
+def work(connection: Connection, threads: int) -> None:
+    """Replay what comes through `connection`, `(jobs, task)` each, with `threads` threads to read; None is the end."""
+    # Ctrl-C goes to the whole process group; the parent tells its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()
+    try:
+        _load(threads)
+        while (given := connection.recv()) is not None:
+            if given != STOP:
+                jobs, task = given
+                connection.send(_replay(jobs, task, connection))
+                gc.collect()  # its pools hang in a circle, and those of two do not fit everywhere
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone: nobody wants to know
+        return
+
+
+def _load(threads: int) -> None:
+    import pyarrow as pa
+
+    from ...kernels.state import prepare
+
+    pa.set_cpu_count(threads)
+    prepare("cpu")
+    gc.freeze()  # what libraries make stays until the end
+    gc.enable()
+
+
+def _replay(jobs: list[Job], task: GroupTask, connection: Connection) -> Done:
+    told = 0.0
+    connection.send(Begun())
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal told
+        if time.monotonic() >= told + _PROGRESS_SECONDS:
+            told = time.monotonic()
+            connection.send(progress)
+        while connection.poll():
+            if connection.recv() == STOP:
+                raise KeyboardInterrupt
+
+    try:
+        result = replay_group(jobs, task, on_progress)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:  # noqa: BLE001  # one recording's trouble must not be the others'
+        from ...recorder.commands.program import unforeseen
+
+        result = GroupResult(error=unforeseen(error))
+    return Done(result=result, compared=[_compared(job) for job in jobs])
+
+
+def _compared(job: Job) -> Compared | None:
+    schedule = job.schedule
+    if schedule is None:
+        return None
+    return Compared(
+        compared=schedule.compared, differing=schedule.differing, unrelated=schedule.unrelated, log=schedule.log
+    )
