@@ -2,34 +2,40 @@
 their Triton form on torch tensors.
 
 An op is a module-level function of plain loops. Its array parameters are annotated with the types below, from which
-the one compiled signature is made: strides are free, inputs may be read-only (memory-mapped), so that no layout ever
-triggers a second compilation. Functions that loops call are marked with `@primitive`. numba is imported at the first
-use of the "cpu" backend, never before.
+the one compiled signature is made: strides are free (but see `packed`), inputs may be read-only (memory-mapped), so
+that no layout ever triggers a second compilation. Functions that loops call are marked with `@primitive`. numba is
+imported at the first use of the "cpu" backend, never before.
 """
 
+import contextlib
+import functools
 import hashlib
 import importlib
+import importlib.metadata
 import os
 import threading
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from . import native
+
 BACKENDS: Final = ("reference", "cpu", "triton")
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """What a loop's array parameter must be: dtype name, number of dimensions, whether it is written."""
+    """What a loop's array parameter must be: dtype name, dimensions, whether it is written, whether C-contiguous."""
 
     dtype: str
     ndim: int
     written: bool
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +64,37 @@ Out8x2 = Annotated[npt.NDArray[np.uint8], ArraySpec("uint8", 2, True)]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Each primitive with the body that replaces it in compiled code (None: its own).
-_PRIMITIVES: Final[list[tuple[Callable[..., Any], Callable[..., Any] | None]]] = []
+# Each primitive with the body that replaces it in compiled code (None: its own), and whether its callers take it in.
+_PRIMITIVES: Final[list[tuple[Callable[..., Any], Callable[..., Any] | None, bool]]] = []
+_PACKED: Final[set[Callable[..., Any]]] = set()
 _registered = 0
+_telling: Final[dict[Callable[..., Any], Callable[[], None]]] = {}
 _compiled: Final[dict[Callable[..., Any], Callable[..., Any]]] = {}
 _compile_lock: Final = threading.RLock()
 
 
-def primitive(compiled: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
+def primitive(compiled: Callable[..., Any] | None = None, *, inlined: bool = False) -> Callable[[_F], _F]:
     """Mark a function that loops may call, in both backends from the same source.
 
     `compiled` replaces the body in compiled code; it is for the few primitives that say how 64-bit words behave
     (`hashing.as_u64` and its like), where Python's unbounded ints need a mask and machine words do not.
+    `inlined` has the compiler put the body in place of every call. It is for what is called once a token and is given
+    arrays, each of which is seven words or more on the stack: a call can cost more than the body.
     """
 
     def mark(function: _F) -> _F:
-        _PRIMITIVES.append((function, compiled))
+        _PRIMITIVES.append((function, compiled, inlined))
         return function
 
     return mark
+
+
+def packed(loops: _F) -> _F:
+    """Mark large loops whose arrays must all be C-contiguous, and whose primitives return none: no strides to multiply
+    with, and none of numba's reference counts, atomic ones around every call that passes an array.
+    """
+    _PACKED.add(loops)
+    return loops
 
 
 def device_form(name: str) -> Any:
@@ -103,14 +121,42 @@ def select(loops: _F, backend: str) -> _F:
     raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
 
 
+def select_telling(loops: _F, backend: str, tell: Callable[[], None]) -> _F:
+    """Return what `select` returns; `tell` is called before it is compiled, where that was never done on this machine.
+
+    For loops so large that a user wonders what is going on.
+    """
+    _telling[loops] = tell
+    try:
+        return select(loops, backend)
+    finally:
+        del _telling[loops]
+
+
 def _compile(loops: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `loops` for its one signature, or load it from the disk cache."""
+    """Load the machine code of `loops` from the disk, or compile it for its one signature and keep it there."""
+    with _compile_lock:
+        if loops in _compiled:
+            return _compiled[loops]
+        path = _machine_code_path(loops)
+        function = None
+        if path is not None:
+            function = native.load(path, path.stem, _parameters(loops), lambda: _numba_form(loops))
+        if function is None:
+            function = _numba_form(loops)
+            if path is not None:
+                native.keep(path, path.stem, function, _parameters(loops))
+        _compiled[loops] = function
+        return function
+
+
+@functools.cache
+def _numba_form(loops: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `loops` with numba, or load what numba keeps of it."""
     import numba
     from numba.core import config
 
     with _compile_lock:
-        if loops in _compiled:
-            return _compiled[loops]
         _register_primitives(numba)
         signature = _signature(loops, numba.types)
         before = config.CACHE_DIR
@@ -119,20 +165,64 @@ def _compile(loops: Callable[..., Any]) -> Callable[..., Any]:
         # compiled functions in this process (an engine's) keep their own place.
         config.CACHE_DIR = str(folder) if folder else ""
         try:
-            function: Callable[..., Any] = numba.njit([signature], cache=folder is not None, nogil=True)(loops)
+            compiler = numba.njit([signature], cache=folder is not None, nogil=True, _nrt=loops not in _PACKED)
+            with _told(loops):
+                function: Callable[..., Any] = compiler(loops)
         finally:
             config.CACHE_DIR = before
-        _compiled[loops] = function
         return function
+
+
+@contextlib.contextmanager
+def _told(loops: Callable[..., Any]) -> Iterator[None]:
+    """Call what `select_telling` was given once numba begins to compile `loops`, which it had not kept."""
+    if loops not in _telling:
+        yield
+        return
+    tell = _telling[loops]
+    from numba.core import event
+
+    class Listener(event.Listener):
+        def on_start(self, event: Any) -> None:
+            if event.data["dispatcher"].py_func is loops:
+                tell()
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    with event.install_listener("numba:compile", Listener()):
+        yield
+
+
+def _machine_code_path(loops: Callable[..., Any]) -> Path | None:
+    """Return where the machine code of `loops` is kept; None for numba's form, which other loops than ours have alone."""
+    if not native.usable() or not loops.__module__.startswith(f"{__package__}."):
+        return None
+    folder = _machine_code_folder(os.environ.get("NUMBA_CACHE_DIR", ""))
+    return None if folder is None else folder / f"{loops.__module__.removeprefix(f'{__package__}.')}.{loops.__name__}.o"
+
+
+@functools.cache
+def _machine_code_folder(user_choice: str) -> Path | None:
+    """Return the folder for this CPU's machine code in that of compiled code, or None where there is none."""
+    try:
+        parent = _cache_folder(importlib.metadata.version("numba"), user_choice)
+        if parent is None:
+            return None
+        folder = parent / f"native-{hashlib.sha256(native.machine_name().encode()).hexdigest()[:16]}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except (importlib.metadata.PackageNotFoundError, OSError):
+        return None
+    return folder
 
 
 def _register_primitives(numba: Any) -> None:
     """Make every primitive that was marked since the last call callable from compiled code."""
     global _registered
     while _registered < len(_PRIMITIVES):
-        function, compiled = _PRIMITIVES[_registered]
+        function, compiled, inlined = _PRIMITIVES[_registered]
         if compiled is None:
-            numba.extending.register_jitable(function)
+            numba.extending.register_jitable(forceinline=inlined)(function)
         else:
             numba.extending.overload(function, strict=False)(_always(compiled))
         _registered += 1
@@ -142,28 +232,42 @@ def _always(body: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *_types: body
 
 
-def _signature(loops: Callable[..., Any], types: Any) -> Any:
-    """Build the compiled signature from the parameters' annotations; any stride, read-only where not written."""
+def _parameters(loops: Callable[..., Any]) -> list[native.Parameter]:
+    """Return what each parameter must be, from its annotation."""
     hints = typing.get_type_hints(loops, include_extras=True)
     returns = hints.pop("return")
     if returns is not type(None):
         raise TypeError(f"{loops.__name__} returns {returns}, expected None: loops fill preallocated arrays")
-    arguments = []
+    parameters: list[native.Parameter] = []
     for name, hint in hints.items():
         spec = hint.__metadata__[0] if typing.get_origin(hint) is Annotated else None
         if hint is int:
-            arguments.append(types.int64)
+            parameters.append(None)
         elif isinstance(spec, ArraySpec):
-            arguments.append(_array_type(spec, types))
+            parameters.append(replace(spec, packed=loops in _PACKED))
         elif isinstance(spec, TupleSpec):
-            arguments.append(types.UniTuple(_array_type(spec.item, types), spec.length))
+            parameters.append((replace(spec.item, packed=loops in _PACKED), spec.length))
         else:
             raise TypeError(f"{loops.__name__}: parameter {name} has type {hint}, expected int or an array type")
+    return parameters
+
+
+def _signature(loops: Callable[..., Any], types: Any) -> Any:
+    """Build the compiled signature from the parameters; any stride unless packed, read-only where not written."""
+    arguments = []
+    for parameter in _parameters(loops):
+        if parameter is None:
+            arguments.append(types.int64)
+        elif isinstance(parameter, tuple):
+            arguments.append(types.UniTuple(_array_type(parameter[0], types), parameter[1]))
+        else:
+            arguments.append(_array_type(parameter, types))
     return types.void(*arguments)
 
 
-def _array_type(spec: ArraySpec, types: Any) -> Any:
-    return types.Array(getattr(types, spec.dtype), spec.ndim, "A", readonly=not spec.written, aligned=True)
+def _array_type(spec: native.Array, types: Any) -> Any:
+    layout = "C" if spec.packed else "A"
+    return types.Array(getattr(types, spec.dtype), spec.ndim, layout, readonly=not spec.written, aligned=True)
 
 
 def _cache_folder(numba_version: str, user_choice: str) -> Path | None:

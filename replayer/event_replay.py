@@ -6,9 +6,7 @@ silence.
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,33 +19,22 @@ from ..recorder.machine.pulse import Pulse
 from ..recorder.machine.requests import RequestBook
 from ..recorder.reader import EventView, TraceBatch, TraceGap
 from ..recorder.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_GOES_ON, SLOTS_LISTED
-from .checks import CHECK_NAMES, make_checks
-from .divergence import ROWS_AT_ONCE
 from .exchange import Exchange
-from .findings import Finding, finding_table
+from .executors import make_executor, make_lane
 from .health import Health
-from .interval.executor import IntervalExecutor
-from .interval.lane import Lane, open_lane
 from .report import ReportSinks
 from .schedule import Schedule
 from .settings import ReplaySettings, StopReplayError
-from .stepwise import StepwiseExecutor
-from .summary import MAX_LISTED, Summary, Tally
+from .summary import MAX_LISTED, Summary
 from .sweep import read_sweep
+from .takings import Takings
 from .transfers import Transfers
-from .violations import LaunchViolations, violation_table
-
-if TYPE_CHECKING:
-    from .device.quiet import QuietLane
 
 # Events that carry history for the checks and change no state here.
 _HISTORY_KINDS = frozenset({"alloc", "free", "evict", "status", "sample"})
 
 # Events that change what slots hold, and name them.
 _MOVING_KINDS = frozenset({"kv_copy", "transfer", "loss"})
-
-# Violations go on in tables of about this many rows: a table for each launch would cost more than the launch.
-PENDING_ROWS = 16_384
 
 
 class EventReplay:
@@ -68,26 +55,11 @@ class EventReplay:
         self.bytes_read = 0
         self._summary = summary
         self._settings = settings
-        self._sinks = sinks
         self._book = RequestBook()
         self._request_ids: set[int] = set()
-        self._launches: list[LaunchViolations] = []
-        self._pending_rows = 0
-        self._tally = Tally(summary)
-        executor: Callable[..., StepwiseExecutor]
-        executor = IntervalExecutor if settings.executor == "interval" else StepwiseExecutor
-        if settings.device != "cpu":
-            from .device.executor import DeviceExecutor  # which needs torch
-
-            executor = partial(DeviceExecutor, device=settings.device)
-        self._executor = executor(
-            header,
-            kv_hash_mode=kv_hash_mode,
-            backend=settings.backend,
-            book=self._book,
-            on_violations=self._take_violations,
-            on_findings=self._take_findings,
-            checks=make_checks(settings.checks, header=header, book=self._book, backend=settings.backend),
+        self._takings = Takings(summary, sinks, self._book)
+        self._executor = make_executor(
+            header, settings, kv_hash_mode=kv_hash_mode, book=self._book, takings=self._takings
         )
         self._transfers = Transfers(
             header,
@@ -124,21 +96,16 @@ class EventReplay:
             "keyframe": self._keyframe,
             "segment": self._segment,
         }
-        self._lane: Lane | QuietLane | None = open_lane(
+        self._lane = make_lane(
             self._executor,
-            self._health,
-            summary,
-            self._book,
-            self._request_ids,
-            sinks.merging,
-            every_check=set(settings.checks) == set(CHECK_NAMES) and schedule is None and settings.max_violations != 0,
-            backend=settings.backend,
+            settings,
+            health=self._health,
+            summary=summary,
+            book=self._book,
+            request_ids=self._request_ids,
+            sinks=sinks,
+            compared=schedule is not None,
         )
-        if settings.device != "cpu":
-            from .device.quiet import open_quiet_lane
-
-            alone = not settings.checks and schedule is None and sinks.merging is None
-            self._lane = open_quiet_lane(self._executor, self._health, summary, self._request_ids, alone=alone)
         if header.segment is not None and header.segment.number:
             self._forget()
             self._wants_keyframe = True
@@ -153,8 +120,7 @@ class EventReplay:
         if isinstance(item, TraceGap):
             self._summary.num_gaps += 1
             self._note(self._summary.gaps, item.reason)
-            if self._sinks.merging is not None:
-                self._sinks.merging.part()
+            self._takings.part()
             if item.missing_events != 0:  # a damaged end mark, or a batch given twice, takes no event away
                 self._forget()
                 self._wants_keyframe, self._at_first = True, False
@@ -174,7 +140,7 @@ class EventReplay:
         reached = self._lane.run(batch, at)
         if reached > at:
             self._goes_on = self._at_first = False
-            self._pass_on_divergence()
+            self._takings.divergence(self._executor.divergence)
         return reached
 
     def finish(self) -> None:
@@ -190,9 +156,8 @@ class EventReplay:
             # What was lost before the first segment given was lost all the same.
             lost = summary.num_gaps or summary.num_losses or (history is not None and history.had_gap)
             if not lost:
-                self._take_findings(self._health.finish(executor.launcher.kernel_counters))
-        self._pass_on_violations()
-        self._pass_on_divergence(at_least=1)
+                self._takings.findings(self._health.finish(executor.launcher.kernel_counters))
+        self._takings.flush(executor.divergence)
         summary.requests = len(self._request_ids)
         summary.slot_counters = _by_tag(executor.launcher.slot_counters)
         summary.kernel_counters = _by_tag(executor.launcher.kernel_counters)
@@ -231,8 +196,7 @@ class EventReplay:
                 "before it is taken for unknown",
             )
             self._wants_keyframe |= kind == "keyframe"  # the next one may be better
-            if self._sinks.merging is not None:
-                self._sinks.merging.part()
+            self._takings.part()
             self._forget()
         self._stop_if_asked(before, view)
 
@@ -266,34 +230,28 @@ class EventReplay:
     def _forward(self, view: EventView) -> None:
         summary = self._summary
         forward = read_forward(view, summary.header)
-        merging = self._sinks.merging
-        if merging is not None:
-            merging.begin(forward)
+        self._takings.begin(forward)
         self._executor.forward(forward, view)
-        if merging is not None:
-            merging.done()
+        self._takings.done()
         summary.forwards += 1
         summary.forwards_by_mode[forward.mode] = summary.forwards_by_mode.get(forward.mode, 0) + 1
         summary.forwards_watched += forward.kv_watched
         summary.tokens += forward.num_tokens
         self._request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
-        self._take_findings(self._health.forward(forward))
+        self._takings.findings(self._health.forward(forward))
         if self._schedule is not None:
-            self._take_findings(self._schedule.forward(forward, self._book))
-        self._pass_on_divergence()
+            self._takings.findings(self._schedule.forward(forward, self._book))
+        self._takings.divergence(self._executor.divergence)
 
     def _sweep(self, view: EventView) -> None:
         sweep = read_sweep(view, self._summary.header)
-        merging = self._sinks.merging
-        if merging is not None:
-            merging.begin(sweep)
+        self._takings.begin(sweep)
         self._executor.sweep(sweep, view)
-        if merging is not None:
-            merging.done()
+        self._takings.done()
         self._health.sweep(sweep)
 
     def _transfer(self, view: EventView) -> None:
-        self._take_findings(self._transfers.event(view))
+        self._takings.findings(self._transfers.event(view))
 
     def _stop_if_asked(self, before: int, view: EventView) -> None:
         summary = self._summary
@@ -371,37 +329,6 @@ class EventReplay:
     def _note(self, notes: list[str], text: str) -> None:
         if len(notes) < MAX_LISTED:
             notes.append(text)
-
-    def _take_violations(self, launch: LaunchViolations) -> None:
-        if self._sinks.merging is not None:
-            launch = self._sinks.merging.with_turns(launch)
-        self._launches.append(launch)
-        self._summary.violations += len(launch.rows)
-        self._pending_rows += len(launch.rows)
-        if self._pending_rows >= PENDING_ROWS:
-            self._pass_on_violations()
-
-    def _pass_on_violations(self) -> None:
-        """Turn the pending launches into one table: for the report, and for the tally."""
-        if self._launches:
-            launches, self._launches = self._launches, []
-            self._pending_rows = 0
-            table = violation_table(launches, self._book)
-            if self._sinks.merging is not None:
-                self._sinks.merging.append(table, launches)
-            else:
-                self._sinks.violations.append(table)
-            self._tally.violations(table)
-
-    def _pass_on_divergence(self, *, at_least: int = ROWS_AT_ONCE) -> None:
-        table = self._executor.divergence.take_table(at_least=at_least)
-        if table is not None:
-            self._sinks.divergence.append(table)
-
-    def _take_findings(self, findings: list[Finding]) -> None:
-        if findings:
-            self._sinks.findings.append(finding_table(findings))
-            self._tally.findings(findings)
 
 
 def _by_tag(counters: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> dict[str, int]:

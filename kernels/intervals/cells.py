@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..dispatch import In32x2, In64, Out8x2, Out32, Out32x2, Out64x2, primitive
+from ..sparse import sparse_zeros
 
 # Columns of a row's book.
 LO: Final = 0  # the first position under watch
@@ -68,14 +69,14 @@ class Cells:
         blocks, chunks = (width + 63) >> BLOCK_BITS, (width + 4095) >> CHUNK_BITS
         return cls(
             heads=np.zeros(slots + 1, np.int32),
-            links=np.zeros((rows * width, 2), np.int32),
-            pending=np.zeros((rows, width), np.uint8),
+            links=sparse_zeros((rows * width, 2), np.int32),
+            pending=sparse_zeros((rows, width), np.uint8),
             counts=np.zeros((rows, blocks + chunks), np.int32),
             book=np.zeros((rows, BOOK_COLUMNS), np.int64),
         )
 
 
-@primitive()
+@primitive(inlined=True)
 def push(pending: Out8x2, counts: Out32x2, book: Out64x2, row: int, position: int) -> None:
     """Make an entry pending if its row watches it; the row must be one of the table's."""
     if position < book[row, LO] or position >= book[row, HI] or pending[row, position] != 0:
@@ -96,7 +97,7 @@ def push_range(pending: Out8x2, counts: Out32x2, book: Out64x2, row: int, start:
         push(pending, counts, book, row, position)
 
 
-@primitive()
+@primitive(inlined=True)
 def settle(pending: Out8x2, counts: Out32x2, book: Out64x2, row: int, position: int) -> None:
     """Take a pending entry off the list of what is pending."""
     blocks = (pending.shape[1] + 63) >> BLOCK_BITS
@@ -106,7 +107,7 @@ def settle(pending: Out8x2, counts: Out32x2, book: Out64x2, row: int, position: 
     book[row, PENDING] -= 1
 
 
-@primitive()
+@primitive(inlined=True)
 def next_pending(pending: Out8x2, counts: Out32x2, row: int, position: int, end: int) -> int:
     """Return the first pending position from `position` on, `end` where there is none before it."""
     blocks = (pending.shape[1] + 63) >> BLOCK_BITS
@@ -184,7 +185,7 @@ def unwatch(pending: Out8x2, counts: Out32x2, book: Out64x2, row: int) -> None:
     book[row, HI] = 0
 
 
-@primitive()
+@primitive(inlined=True)
 def link(heads: Out32, links: Out32x2, cell: int, bucket: int) -> None:
     """Put a cell at the head of a list, unless it is linked already: then it is linked there."""
     if links[cell, BEFORE] != 0:
@@ -197,7 +198,7 @@ def link(heads: Out32, links: Out32x2, cell: int, bucket: int) -> None:
     heads[bucket] = cell + 1
 
 
-@primitive()
+@primitive(inlined=True)
 def unlink(heads: Out32, links: Out32x2, cell: int) -> None:
     """Take a cell out of its list, if it is in one."""
     before, after = int(links[cell, BEFORE]), int(links[cell, AFTER])
@@ -213,7 +214,7 @@ def unlink(heads: Out32, links: Out32x2, cell: int) -> None:
     links[cell, BEFORE] = 0
 
 
-@primitive()
+@primitive(inlined=True)
 def invalidate_slot(heads: Out32, links: Out32x2, pending: Out8x2, counts: Out32x2, book: Out64x2, bucket: int) -> None:
     """Make every entry pending that reads a slot, or whose predecessor's slot it is; the list is empty then."""
     width = pending.shape[1]
@@ -230,7 +231,7 @@ def invalidate_slot(heads: Out32, links: Out32x2, pending: Out8x2, counts: Out32
         push(pending, counts, book, row, position + 1)
 
 
-@primitive()
+@primitive(inlined=True)
 def invalidate_cell(
     heads: Out32, links: Out32x2, pending: Out8x2, counts: Out32x2, book: Out64x2, row: int, position: int
 ) -> None:
@@ -240,13 +241,13 @@ def invalidate_cell(
     push(pending, counts, book, row, position + 1)
 
 
-@primitive()
+@primitive(inlined=True)
 def bucket_of(heads: Out32, slot: int) -> int:
     """Return the list that a slot's cells are linked in."""
     return slot if 0 <= slot < len(heads) - 1 else len(heads) - 1
 
 
-@primitive()
+@primitive(inlined=True)
 def slot_of(req_to_token: In32x2, lut: In64, has_lut: int, row: int, position: int) -> int:
     """Return the slot that a cell of the table leads to, -1 for one that the full-to-SWA table does not have."""
     slot = int(req_to_token[row, position])
@@ -255,7 +256,7 @@ def slot_of(req_to_token: In32x2, lut: In64, has_lut: int, row: int, position: i
     return int(lut[slot]) if slot < len(lut) else -1
 
 
-@primitive()
+@primitive(inlined=True)
 def led_from(heads: Out32, req_to_token: In32x2, slot: int) -> int:
     """Return the full slot that the cells linked under a slot hold; they all hold the same. There must be a cell."""
     cell = int(heads[slot]) - 1
@@ -263,7 +264,7 @@ def led_from(heads: Out32, req_to_token: In32x2, slot: int) -> int:
     return int(req_to_token[row, cell - row * req_to_token.shape[1]])
 
 
-@primitive()
+@primitive(inlined=True)
 def link_cell(
     req_to_token: In32x2, lut: In64, has_lut: int, heads: Out32, links: Out32x2, row: int, position: int
 ) -> int:
@@ -286,7 +287,7 @@ def link_cell(
     return 1
 
 
-@primitive()
+@primitive(inlined=True)
 def link_entry(
     req_to_token: In32x2, lut: In64, has_lut: int, heads: Out32, links: Out32x2, row: int, position: int
 ) -> int:

@@ -23,16 +23,24 @@ from .layout import (
 
 
 @primitive()
+def are_32_bits(values: In64) -> int:
+    """Say whether all values are 32-bit numbers; 0 or 1."""
+    low = 0
+    high = 0
+    for i in range(values.shape[0]):  # without a way out, so that several values are looked at at once
+        low = min(low, values[i])
+        high = max(high, values[i])
+    return 1 if low >= INT32_MIN and high <= INT32_MAX else 0
+
+
+@primitive()
 def run_fits(table: In32x2, row: int, start: int, count: int, values: In64, at: int) -> int:
     """Say whether a run of changes lies inside its table and its values, all of them 32-bit numbers; 0 or 1."""
     if row < 0 or row >= table.shape[0] or start < 0 or start > table.shape[1]:
         return 0
     if count < 0 or count > values.shape[0] - at or count > table.shape[1] - start:
         return 0
-    for i in range(at, at + count):
-        if values[i] < INT32_MIN or values[i] > INT32_MAX:
-            return 0
-    return 1
+    return are_32_bits(values[at : at + count])
 
 
 @primitive()

@@ -1,18 +1,9 @@
 """The parts of one ordinary forward that no pool group has for itself: its lists, its requests, its rows afterwards."""
 
 from ..dispatch import In32x2, In64, In64x2, Out64, Out64x2, primitive
-from ..state import INT32_MAX, INT32_MIN
+from .changes import are_32_bits
 from .layout import COMPLETE, NUM_TABLES
 from .rows import inputs_ordinary, note_row, note_sample, row_ordinary, same_request
-
-
-@primitive()
-def are_32_bits(values: In64) -> int:
-    """Say whether all values are 32-bit numbers; 0 or 1."""
-    for i in range(values.shape[0]):
-        if values[i] < INT32_MIN or values[i] > INT32_MAX:
-            return 0
-    return 1
 
 
 @primitive()
@@ -86,20 +77,22 @@ def requests_ordinary(
     at = 0
     for r in range(rows.shape[0]):
         row = rows[r]
-        lens[r] = 0
-        if row == 0:
-            continue
         request = requests[r]
+        lens[r] = 0
+        for i in range(told.shape[0]):  # of padding, too: a check goes by the ids of a batch, whatever their rows
+            if told[i] == request:
+                return 0
         prefix = prefixes[r]
+        if row == 0:
+            if prefix < 0 or prefix > width:  # beyond MAX_PREFIX a forward is refused, whoever has it
+                return 0
+            continue
         extend = extends[r]
         if row < 0 or row >= row_stamps.shape[0] or row_stamps[row] == serial or request < 0:
             return 0
         row_stamps[row] = serial
         if prefix < 0 or prefix > width or extend < 0 or extend > width - prefix or extend > tokens - at:
             return 0
-        for i in range(told.shape[0]):
-            if told[i] == request:
-                return 0
         truth_len = known[r] if known.shape[0] > 0 else 0
         if truth_len < 0 or truth_len > truth.shape[1]:
             return 0

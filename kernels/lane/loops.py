@@ -10,38 +10,28 @@ Some things are touched before that is sure: tables, which are put back; stamps 
 entries made pending, which costs another look.
 """
 
-from ..dispatch import In64, In64x2, InU64, Out32x2, Out64, Out64x2, primitive
+from ..dispatch import In64, In64x2, InU64, Out32x2, Out64, Out64x2, packed
 from .changes import fill_run, keep_run, run_fits, touch_run, touch_truth_run
 from .layout import (
     ALLOC_EVENT,
     AT,
     COMPLETE,
     EVICT_EVENT,
-    EXTENDS,
     FIRST_EVENT,
-    FORWARD,
     FORWARD_EVENT,
     FREE_EVENT,
     FROM_START,
     GROUP_OFFSET,
     GROUP_TABLE,
     HAS_TRUTH,
-    INPUTS,
     KIND,
-    MODE,
     NUM_GROUPS,
     NUM_TABLES,
-    POSITIONS,
-    PREFIXES,
     PROMPT,
     REQUEST,
     REQUEST_EVENT,
-    REQUESTS,
     ROOM,
     ROWS,
-    RUNNER,
-    SAMPLED,
-    SAMPLED_LENS,
     SERIAL,
     SLOT_COUNT,
     SLOT_GROUP,
@@ -56,12 +46,10 @@ from .layout import (
     TABLE_SLOTS,
     TABLE_START,
     TRUTH_COUNT,
-    TRUTH_LENS,
     TRUTH_ROW,
     TRUTH_START,
     TRUTH_TOKENS,
     VOCAB,
-    WRITTEN,
     Buffers,
     GroupHeads,
     GroupLinks,
@@ -79,18 +67,7 @@ from .slots import run_ordinary, status_ordinary, take_run
 from .take import take_forward
 
 
-@primitive()
-def part(values: In64, offsets: In64, index: int) -> In64:
-    """Return an event's values of a list column."""
-    return values[offsets[index] : offsets[index + 1]]
-
-
-@primitive()
-def kv_part(values: InU64, offsets: In64, index: int) -> InU64:
-    """Return a forward's captured words."""
-    return values[offsets[index] : offsets[index + 1]]
-
-
+@packed
 def lane_loops(
     scalars: Scalars,
     lists: ListValues,
@@ -146,15 +123,15 @@ def lane_loops(
         event = settings[FIRST_EVENT] + index + 1
         progress[SERIAL] += 1
         serial = progress[SERIAL]
-        rows = part(lists[ROWS], offsets[ROWS], index)
+        rows = lists[ROWS][offsets[ROWS][index] : offsets[ROWS][index + 1]]
         fine = 1 if kind >= 0 else 0
 
         # The changes that the event carries, undone again if it turns out to be unusual.
-        run_tables = part(lists[TABLE_INDEX], offsets[TABLE_INDEX], index)
-        run_rows = part(lists[TABLE_ROW], offsets[TABLE_ROW], index)
-        run_starts = part(lists[TABLE_START], offsets[TABLE_START], index)
-        run_counts = part(lists[TABLE_COUNT], offsets[TABLE_COUNT], index)
-        run_slots = part(lists[TABLE_SLOTS], offsets[TABLE_SLOTS], index)
+        run_tables = lists[TABLE_INDEX][offsets[TABLE_INDEX][index] : offsets[TABLE_INDEX][index + 1]]
+        run_rows = lists[TABLE_ROW][offsets[TABLE_ROW][index] : offsets[TABLE_ROW][index + 1]]
+        run_starts = lists[TABLE_START][offsets[TABLE_START][index] : offsets[TABLE_START][index + 1]]
+        run_counts = lists[TABLE_COUNT][offsets[TABLE_COUNT][index] : offsets[TABLE_COUNT][index + 1]]
+        run_slots = lists[TABLE_SLOTS][offsets[TABLE_SLOTS][index] : offsets[TABLE_SLOTS][index + 1]]
         table_runs = run_tables.shape[0]
         if run_rows.shape[0] != table_runs or run_starts.shape[0] != table_runs or run_counts.shape[0] != table_runs:
             fine = 0
@@ -194,10 +171,10 @@ def lane_loops(
         if slots_done != run_slots.shape[0]:
             fine = 0
 
-        truth_rows = part(lists[TRUTH_ROW], offsets[TRUTH_ROW], index)
-        truth_starts = part(lists[TRUTH_START], offsets[TRUTH_START], index)
-        truth_counts = part(lists[TRUTH_COUNT], offsets[TRUTH_COUNT], index)
-        truth_tokens = part(lists[TRUTH_TOKENS], offsets[TRUTH_TOKENS], index)
+        truth_rows = lists[TRUTH_ROW][offsets[TRUTH_ROW][index] : offsets[TRUTH_ROW][index + 1]]
+        truth_starts = lists[TRUTH_START][offsets[TRUTH_START][index] : offsets[TRUTH_START][index + 1]]
+        truth_counts = lists[TRUTH_COUNT][offsets[TRUTH_COUNT][index] : offsets[TRUTH_COUNT][index + 1]]
+        truth_tokens = lists[TRUTH_TOKENS][offsets[TRUTH_TOKENS][index] : offsets[TRUTH_TOKENS][index + 1]]
         truth_runs = truth_rows.shape[0] if settings[HAS_TRUTH] != 0 else 0
         truths_fit = truth_starts.shape[0] == truth_runs and truth_counts.shape[0] == truth_runs
         if settings[HAS_TRUTH] != 0 and not truths_fit:
@@ -233,20 +210,12 @@ def lane_loops(
 
         if fine == 1 and kind == FORWARD_EVENT:
             fine = take_forward(
-                rows,
-                part(lists[REQUESTS], offsets[REQUESTS], index),
-                part(lists[PREFIXES], offsets[PREFIXES], index),
-                part(lists[EXTENDS], offsets[EXTENDS], index),
-                part(lists[TRUTH_LENS], offsets[TRUTH_LENS], index),
-                part(lists[SAMPLED_LENS], offsets[SAMPLED_LENS], index),
-                part(lists[SAMPLED], offsets[SAMPLED], index),
-                part(lists[INPUTS], offsets[INPUTS], index),
-                part(lists[POSITIONS], offsets[POSITIONS], index),
-                part(lists[WRITTEN], offsets[WRITTEN], index),
-                kv_part(kv, kv_offsets, index),
-                scalars[RUNNER][index],
-                scalars[MODE][index],
-                scalars[FORWARD][index],
+                scalars,
+                lists,
+                offsets,
+                kv,
+                kv_offsets,
+                index,
                 event,
                 serial,
                 settings,
@@ -283,9 +252,9 @@ def lane_loops(
                 new_ids,
             )
         elif fine == 1 and kind in (ALLOC_EVENT, FREE_EVENT, EVICT_EVENT):
-            slot_groups = part(lists[SLOT_GROUP], offsets[SLOT_GROUP], index)
-            slot_starts = part(lists[SLOT_START], offsets[SLOT_START], index)
-            slot_counts = part(lists[SLOT_COUNT], offsets[SLOT_COUNT], index)
+            slot_groups = lists[SLOT_GROUP][offsets[SLOT_GROUP][index] : offsets[SLOT_GROUP][index + 1]]
+            slot_starts = lists[SLOT_START][offsets[SLOT_START][index] : offsets[SLOT_START][index + 1]]
+            slot_counts = lists[SLOT_COUNT][offsets[SLOT_COUNT][index] : offsets[SLOT_COUNT][index + 1]]
             slot_runs = slot_groups.shape[0]
             if slot_starts.shape[0] != slot_runs or slot_counts.shape[0] != slot_runs or rows.shape[0] > 1:
                 fine = 0

@@ -10,7 +10,7 @@ from .layout import ADMITTED, ALLOC_EVENT, EVICT_EVENT, FRESH_ALLOC, SHARED_ALLO
 KEY, USED, VALUE = range(3)
 
 
-@primitive()
+@primitive(inlined=True)
 def place_of(book: In64x2, request: int) -> int:
     """Return a request's place in a table of numbers by request: its own, or the free one that it would take."""
     mask = book.shape[0] - 1
@@ -23,6 +23,8 @@ def place_of(book: In64x2, request: int) -> int:
 @primitive()
 def add_to(book: Out64x2, request: int, amount: int) -> None:
     """Add to a request's number, which is never less than 0; there must be room for a request that is new."""
+    if amount == 0:
+        return
     place = place_of(book, request)
     if book[place, USED] == 0 and amount <= 0:
         return
@@ -38,7 +40,7 @@ def value_of(book: In64x2, request: int) -> int:
     return book[place, VALUE] if book[place, USED] != 0 else 0
 
 
-@primitive()
+@primitive(inlined=True)
 def leaves(ledger: In64x2, slot: int, request: int, kind: int, complete: int, from_start: int) -> int:
     """Say whether a slot is given back by who may; 0 or 1."""
     if complete == 0:
@@ -71,9 +73,10 @@ def run_ordinary(
     `moving` `[slots] int64` says which transfer each slot is under.
     """
     limit = ledger.shape[0]
-    if start < 0 or count < 0 or start > limit or count > limit - start:
+    # Runs of slot 0 or of none have no stamp to count them by: an event of more slots than there are is refused.
+    if start < 1 or count < 1 or start > limit or count > limit - start:
         return 0
-    for slot in range(max(start, 1), start + count):
+    for slot in range(start, start + count):
         if ledger[slot, STAMP] == serial:
             return 0
         ledger[slot, STAMP] = serial
@@ -86,14 +89,7 @@ def run_ordinary(
     return 1
 
 
-@primitive()
-def leave_hands(ledger: In64x2, slot: int, held: Out64x2) -> None:
-    """Count a slot out of the hands of who holds it alone."""
-    if ledger[slot, STATE] == HELD:
-        add_to(held, ledger[slot, OWNER], -1)
-
-
-@primitive()
+@primitive(inlined=True)
 def move_slot(
     ledger: Out64x2,
     slot: int,
@@ -103,16 +99,17 @@ def move_slot(
     event: int,
     complete: int,
     from_start: int,
-    held: Out64x2,
-) -> None:
-    """Move one slot on, as `SlotLedger.apply_slots` does; `event` is the event's number + 1."""
+) -> int:
+    """Move one slot on, as `SlotLedger.apply_slots` does, and say whether it leaves who held it alone; 0 or 1.
+
+    `event` is the event's number + 1.
+    """
     state = ledger[slot, STATE]
+    left = 1 if state == HELD else 0
     if kind != ALLOC_EVENT:
-        leave_hands(ledger, slot, held)
         ledger[slot, STATE] = FREE
         ledger[slot, LEFT] = event
     elif status == FRESH_ALLOC:
-        leave_hands(ledger, slot, held)
         ledger[slot, STATE] = HELD if request >= 0 else CACHED
         ledger[slot, OWNER] = request
         ledger[slot, ALLOC] = event
@@ -123,13 +120,14 @@ def move_slot(
         if complete != 0:
             joins = state == HELD and ledger[slot, OWNER] != request
         if joins:
-            leave_hands(ledger, slot, held)
             ledger[slot, STATE] = SHARED
+        else:
+            left = 0
     elif not (state == FREE and (from_start != 0 or ledger[slot, LEFT] > 0)):
-        leave_hands(ledger, slot, held)
         ledger[slot, STATE] = CACHED
         ledger[slot, OWNER] = -1
         ledger[slot, LEFT] = event
+    return left
 
 
 @primitive()
@@ -154,13 +152,22 @@ def take_run(
     """Move a group's ledger on by a run of an ordinary alloc, free or eviction."""
     changes_hands = kind != ALLOC_EVENT or status == FRESH_ALLOC
     first = max(start, 1)
+    loser = -1  # slots beside one another mostly leave the same hands: they are counted out together
+    lost = 0
     for slot in range(first, start + count):
-        move_slot(ledger, slot, kind, status, request, event, complete, from_start, held)
+        owner = ledger[slot, OWNER]
+        if move_slot(ledger, slot, kind, status, request, event, complete, from_start) == 1:
+            if owner != loser:
+                add_to(held, loser, -lost)
+                loser = owner
+                lost = 0
+            lost += 1
         if changes_hands:
             if moving[slot] != 0:  # else its page of memory need not be touched
                 moving[slot] = 0
             if heads[slot] != 0:
                 invalidate_slot(heads, links, pending, counts, book, slot)
+    add_to(held, loser, -lost)
     if kind == ALLOC_EVENT and status == FRESH_ALLOC and request >= 0 and start + count > first:
         add_to(held, request, start + count - first)
 

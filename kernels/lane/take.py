@@ -1,37 +1,48 @@
 """Carrying out one ordinary forward, group by group: first everything is asked, then everything is done."""
 
 from ..dispatch import In64, In64x2, InU64, Out32x2, Out64, Out64x2, primitive
-from .changes import fill_tables
-from .forward import lists_fit, note_rows, requests_ordinary
+from .carry_out import carry_out
+from .forward import lists_fit, requests_ordinary
 from .layout import (
     COMPLETE,
-    COUNT_FORWARDS,
-    COUNT_VERIFIED,
-    COUNT_WRITTEN,
+    EXTENDS,
     FIRST_BUFFER,
     FIRST_STREAM,
+    FORWARD,
     FROM_START,
     GROUP_OFFSET,
     GROUP_RUNNER,
     GROUP_TABLE,
     HAS_TRUTH,
+    INPUTS,
     KV_WORDS,
-    NEW_IDS,
+    MODE,
     NUM_BUFFERS,
     NUM_GROUPS,
     NUM_STREAMS,
     NUM_TABLES,
     PADDING_TOLD,
+    POSITIONS,
+    PREFIXES,
+    REQUESTS,
+    ROWS,
+    RUNNER,
+    SAMPLED,
+    SAMPLED_LENS,
     SINCE_SWEEP,
     STALL_LIMIT,
     STREAM_BEFORE,
     STREAM_BUFFER,
+    TRUTH_LENS,
+    WRITTEN,
     Buffers,
     GroupHeads,
     GroupLinks,
     GroupPending,
     GroupRows,
+    ListValues,
     RunnerRows,
+    Scalars,
     Streams,
     Tables,
 )
@@ -43,45 +54,25 @@ from .reads import (
     reads_ordinary,
     records_alike,
     restore_events,
-    settle_reads,
     watch_reads,
 )
 from .writes import (
-    note_writers,
     nothing_dropped,
-    run_chain,
     seeds_ordinary,
-    store_words,
     stream_stays,
     touch_written,
-    watch_written,
-    write_records,
     writes_ordinary,
 )
 
 
 @primitive()
-def table_part(written: In64, number: int, tokens: int) -> In64:
-    """Return the slots of a forward's tokens in one block table."""
-    return written[number * tokens : (number + 1) * tokens]
-
-
-@primitive()
 def take_forward(
-    rows: In64,
-    requests: In64,
-    prefixes: In64,
-    extends: In64,
-    truth_lens: In64,
-    sampled_lens: In64,
-    sampled: In64,
-    inputs: In64,
-    positions: In64,
-    written: In64,
-    kv: InU64,
-    runner: int,
-    mode: int,
-    forward: int,
+    scalars: Scalars,
+    lists: ListValues,
+    offsets: ListValues,
+    words: InU64,
+    kv_offsets: In64,
+    index: int,
     event: int,
     serial: int,
     settings: In64,
@@ -118,6 +109,19 @@ def take_forward(
     new_ids: Out64,
 ) -> int:
     """Carry out a forward, its changes in the tables already; 0 where it is unusual, and then nothing was done."""
+    runner = scalars[RUNNER][index]
+    mode = scalars[MODE][index]
+    rows = lists[ROWS][offsets[ROWS][index] : offsets[ROWS][index + 1]]
+    requests = lists[REQUESTS][offsets[REQUESTS][index] : offsets[REQUESTS][index + 1]]
+    prefixes = lists[PREFIXES][offsets[PREFIXES][index] : offsets[PREFIXES][index + 1]]
+    extends = lists[EXTENDS][offsets[EXTENDS][index] : offsets[EXTENDS][index + 1]]
+    truth_lens = lists[TRUTH_LENS][offsets[TRUTH_LENS][index] : offsets[TRUTH_LENS][index + 1]]
+    sampled_lens = lists[SAMPLED_LENS][offsets[SAMPLED_LENS][index] : offsets[SAMPLED_LENS][index + 1]]
+    sampled = lists[SAMPLED][offsets[SAMPLED][index] : offsets[SAMPLED][index + 1]]
+    inputs = lists[INPUTS][offsets[INPUTS][index] : offsets[INPUTS][index + 1]]
+    positions = lists[POSITIONS][offsets[POSITIONS][index] : offsets[POSITIONS][index + 1]]
+    written = lists[WRITTEN][offsets[WRITTEN][index] : offsets[WRITTEN][index + 1]]
+    kv = words[kv_offsets[index] : kv_offsets[index + 1]]
     if runner < 0 or runner >= words_of.shape[0] or settings[PADDING_TOLD] != 0:
         return 0
     if runner == 0 and settings[STALL_LIMIT] > 0 and progress[SINCE_SWEEP] + 1 > settings[STALL_LIMIT]:
@@ -197,7 +201,7 @@ def take_forward(
         if fine == 0 or groups[g, GROUP_RUNNER] != runner:
             continue
         number = groups[g, GROUP_TABLE]
-        slots = table_part(written, number, tokens)
+        slots = written[number * tokens : (number + 1) * tokens]
         table = tables[number]
         ledger = ledgers[g]
         first = groups[g, FIRST_BUFFER]
@@ -271,7 +275,7 @@ def take_forward(
             from_start,
         )
         for number in range(first, last_buffer if count > 0 else first):
-            if fine == 1:
+            if fine == 1 and number != first + 1:
                 fine = records_alike(records, buffers[number], read_slots[g], read_before[g], count)
             if fine == 1:
                 clear_hashes(hashes, count)
@@ -286,81 +290,47 @@ def take_forward(
         return 0
 
     # Nothing is unusual; from here on nothing is asked any more.
-    for g in range(num_groups):
-        if groups[g, GROUP_RUNNER] != runner:
-            continue
-        number = groups[g, GROUP_TABLE]
-        slots = table_part(written, number, tokens)
-        table = tables[number]
-        first = groups[g, FIRST_BUFFER]
-        settle_reads(
-            rows,
-            known,
-            read_positions[g],
-            ends[g],
-            table,
-            told,
-            offset,
-            heads[g],
-            links[g],
-            pending[g],
-            counts[g],
-            books[g],
-        )
-        for s in range(groups[g, FIRST_STREAM], groups[g, FIRST_STREAM] + groups[g, NUM_STREAMS]):
-            store_words(slots, kv, stream_of[s, STREAM_BEFORE] * tokens, streams[s])
-        run_chain(buffers[first], table, rows, prefixes, lens, inputs, chain)
-        for buffer in range(first, first + groups[g, NUM_BUFFERS]):
-            clear_hashes(hashes, end)
-            for s in range(groups[g, FIRST_STREAM], groups[g, FIRST_STREAM] + groups[g, NUM_STREAMS]):
-                if settings[KV_WORDS] > 0 and stream_of[s, STREAM_BUFFER] == buffer:
-                    fold_words(streams[s], slots, end, settings[KV_WORDS], hashes)
-            write_records(buffers[buffer], slots, end, inputs, positions, chain, hashes)
-        note_writers(requests, lens, slots, event, forward, writers[g], ledgers[g])
-        tally[g, COUNT_VERIFIED] += reads
-        tally[g, COUNT_WRITTEN] += end
-        tally[g, COUNT_FORWARDS] += 1
-    fill_tables(
+    carry_out(
         rows,
+        requests,
         prefixes,
-        lens,
+        known,
         sampled_lens,
         sampled,
+        inputs,
+        positions,
         written,
-        tokens,
+        kv,
+        runner,
+        mode,
+        scalars[FORWARD][index],
+        event,
+        end,
+        reads,
         settings,
         groups,
+        stream_of,
+        progress,
+        tally,
         tables,
         truth,
+        buffers,
+        streams,
+        ledgers,
+        writers,
         heads,
         links,
         pending,
         counts,
         books,
-    )
-    for g in range(num_groups):
-        if groups[g, GROUP_RUNNER] == runner:
-            number = groups[g, GROUP_TABLE]
-            slots = table_part(written, number, tokens)
-            watch_written(
-                rows, prefixes, lens, known, offset, slots, tables[number].shape[1], heads[g], links[g], books[g]
-            )
-    progress[NEW_IDS] = note_rows(
-        rows,
-        requests,
-        prefixes,
-        lens,
-        sampled_lens,
-        sampled,
-        runner,
-        mode,
-        forward,
-        event,
         last,
         samples,
+        told,
+        ends,
+        lens,
+        chain,
+        hashes,
+        read_positions,
         new_ids,
-        progress[NEW_IDS],
     )
-    if runner == 0:
-        progress[SINCE_SWEEP] += 1
     return 1

@@ -10,7 +10,7 @@ from ..intervals.cells import BEFORE, HI, TRUTH, invalidate_slot, link
 from ..ledger import ALLOC, CACHED, CONTENT, FREE, HELD, LEFT, OWNER, SHARED, STAMP, STAMP_REQUEST, STATE
 
 
-@primitive()
+@primitive(inlined=True)
 def may_write(ledger: In64x2, slot: int, request: int, from_start: int) -> int:
     """Say whether a request may write a slot, in a trace that tells of every slot, as `ledger.judge_writes` asks."""
     state = ledger[slot, STATE]
@@ -151,6 +151,12 @@ def touch_written(
 def store_words(slots: In64, kv: InU64, at: int, words: OutU64x2) -> None:
     """Put one stream's bytes of every token into the pool; `kv` from `at` on holds them."""
     width = words.shape[1]
+    if width == 2:
+        for i in range(slots.shape[0]):
+            slot = slots[i]
+            words[slot, 0] = kv[at + 2 * i]
+            words[slot, 1] = kv[at + 2 * i + 1]
+        return
     for i in range(slots.shape[0]):
         slot = slots[i]
         for w in range(width):

@@ -7,6 +7,7 @@ slots and sampled tokens, so what is left in the trace is what the engine did be
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.sparse import sparse_zeros
 from ...kernels.state import apply_forward, apply_runs
 from ..header import TraceHeader
 from ..reader import EventView
@@ -18,16 +19,16 @@ UNKNOWN_TOKEN = -1
 class StateTables:
     """`req_to_token` `[rows, width] int32` per table, `luts` `[full slots] int64`, `truth` `[rows, width] int32`.
 
-    Untouched rows stay unbacked by memory: `np.zeros` hands out zero pages.
+    Untouched rows stay unbacked by memory: `sparse_zeros` hands out zero pages, and small ones.
     """
 
     def __init__(self, header: TraceHeader, *, backend: str) -> None:
         self._backend = backend
-        self.req_to_token = [np.zeros((t.rows, t.width), dtype=np.int32) for t in header.tables]
+        self.req_to_token = [sparse_zeros((t.rows, t.width), np.int32) for t in header.tables]
         self.luts = [np.zeros(length, dtype=np.int64) for length in header.lut_lens]
         truth = header.truth_table
         self.truth: npt.NDArray[np.int32] | None = (
-            None if truth is None else np.zeros((truth.rows, truth.width), dtype=np.int32)
+            None if truth is None else sparse_zeros((truth.rows, truth.width), np.int32)
         )
 
     def apply_changes(self, view: EventView) -> None:
@@ -113,7 +114,7 @@ class StateTables:
         trace says later fills them again.
         """
         # Fresh zero pages: `zeros_like` would touch every page of a large table.
-        self.req_to_token = [np.zeros(table.shape, dtype=np.int32) for table in self.req_to_token]
+        self.req_to_token = [sparse_zeros(table.shape, np.int32) for table in self.req_to_token]
         self.luts = [np.zeros(len(lut), dtype=np.int64) for lut in self.luts]
         if self.truth is not None:
             self.truth.fill(UNKNOWN_TOKEN)

@@ -4,13 +4,14 @@ The lane (`kernels/lane`) takes events until one is unusual; that one goes throu
 then the lane goes on. What it cannot work with in compiled code, names above all, is caught up on here.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.dispatch import select
+from ...kernels.dispatch import select_telling
 from ...kernels.lane.layout import (
     ALLOC_EVENT,
     AT,
@@ -30,6 +31,7 @@ from ...kernels.lane.layout import (
     NUM_TABLES,
     PADDING_TOLD,
     REQUEST_EVENT,
+    REQUESTS,
     ROWS,
     RUNNER,
     SERIAL,
@@ -67,6 +69,8 @@ LARGE_BYTES: Final = 1 << 20
 # A lane that is left at once is not tried again for so many events, at most.
 _MOST_PATIENCE: Final = 64
 
+_log = logging.getLogger("kvcanary")
+
 
 class Lane:
     """Takes ordinary events of a trace; make one with `open_lane`."""
@@ -101,6 +105,7 @@ class Lane:
         self._columns: LaneColumns | None = None
         self._facts = number_book({}, 2, 64, backend=backend)
         self._facts_known = 0
+        self._facts_stale = True
         self._next_event = -1
         self._patience = self._wait = 0
         self._tally = np.zeros((len(header.groups), 3), np.int64)
@@ -114,7 +119,9 @@ class Lane:
             if batch.end_byte < LARGE_BYTES and self._passed_by < WARM_UP_EVENTS:
                 self._passed_by += 1
                 return at
-            self._loops = select(lane_loops, self._backend)
+            self._loops = select_telling(lane_loops, self._backend, _tell_of_compiling)
+        others = batch.first_event + at != self._next_event
+        self._facts_stale |= others and (at == 0 or batch.kinds[at - 1] in _IN_BETWEEN)
         if self._wait:
             self._wait -= 1
             return at
@@ -155,7 +162,7 @@ class Lane:
             int((kinds == ALLOC_EVENT).sum()),
             backend=self._backend,
         )
-        self._learn_facts(columns, at, int((kinds == REQUEST_EVENT).sum()))
+        self._learn_facts(int((kinds == REQUEST_EVENT).sum()))
         self._make_room(columns)
         self._tally[:] = 0
         arguments: tuple[Any, ...] = (
@@ -201,17 +208,15 @@ class Lane:
         settings[NUM_TABLES] = len(header.tables)
         return settings
 
-    def _learn_facts(self, columns: LaneColumns, at: int, more: int) -> None:
+    def _learn_facts(self, more: int) -> None:
         """Have what is known of the requests at hand for the token oracle, and room for as many more."""
         facts = self._book.facts
         if self._header.oracle is None:
             facts = {}
-        others = columns.batch.first_event + at != self._next_event
-        changed = others and (at == 0 or columns.batch.kinds[at - 1] in _IN_BETWEEN)
-        if changed or len(facts) != self._facts_known or 2 * (len(facts) + more + 1) > len(self._facts):
+        if self._facts_stale or len(facts) != self._facts_known or 2 * (len(facts) + more + 1) > len(self._facts):
             values = {i: (i if f.room < 0 else f.room, f.prompt_len) for i, f in facts.items()}
             self._facts = number_book(values, 2, len(facts) + more, backend=self._backend)
-        self._facts_known = len(facts)
+        self._facts_known, self._facts_stale = len(facts), False
 
     def _make_room(self, columns: LaneColumns) -> None:
         rows = rows_covered(self._executor, self._history)
@@ -220,7 +225,7 @@ class Lane:
         asked = (columns.most_tokens, columns.most_requests, columns.most_changes)
         ids = len(columns.lists[ROWS])
         if any(have < want for have, want in zip(self._room, asked, strict=True)) or ids > len(self._scratch[-1]):
-            tokens, requests, changes = self._room = tuple(  # type: ignore[assignment]
+            tokens, requests, changes = self._room = tuple(  # type: ignore[assignment]  # of three, as asked
                 max(have, 2 * want) for have, want in zip(self._room, asked, strict=True)
             )
             groups, looks = len(self._header.groups), max(2 * tokens, _MOST_LOOKS)
@@ -263,6 +268,11 @@ class Lane:
         last = read_forward(batch.event(int(forwards[-1])), header)
         self._history.last_forward = last.forward
         offsets, rows = columns.offsets[ROWS], columns.lists[ROWS]
+        if "keyframe" in self._summary.events:  # who ran before it is known to its rows, and so not new to the lane
+            ids, at = columns.lists[REQUESTS], columns.offsets[REQUESTS]
+            for i in forwards.tolist():
+                live = rows[offsets[i] : offsets[i + 1]] != 0
+                self._request_ids.update(ids[at[i] : at[i + 1]][live].tolist())
         for runner in np.unique(runners).tolist():
             mine = forwards[runners == runner]
             self._health.take_forwards(runner, [modes[i] for i in mine.tolist()], last)
@@ -295,6 +305,10 @@ class Lane:
             summary.forwards_by_mode[mode] = summary.forwards_by_mode.get(mode, 0) + 1
             summary.forwards_watched += bool(watched[index])
             summary.tokens += int(offsets[index + 1] - offsets[index])
+
+
+def _tell_of_compiling() -> None:
+    _log.info("compiling the fast path for large traces, once on this machine: about half a minute")
 
 
 def open_lane(

@@ -11,7 +11,7 @@ import kvcanary.kernels
 import numpy as np
 import pytest
 from kvcanary.kernels import dispatch
-from kvcanary.kernels.dispatch import In64, Out64, select
+from kvcanary.kernels.dispatch import In64, Out64, packed, select, select_telling
 from kvcanary.kernels.hashing import as_i64, as_u64
 from kvcanary.kernels.oracle import oracle_tokens_loops
 from kvcanary.kernels.plan import plan_entries_loops, plan_writes_loops
@@ -51,8 +51,38 @@ def test_the_same_loops_wrap_alike() -> None:
     "loops", [plan_entries_loops, plan_writes_loops, verify_loops, write_loops, oracle_tokens_loops, double_loops]
 )
 def test_one_compilation_an_op(loops: Any) -> None:
-    assert len(select(loops, "cpu").signatures) == 1
-    assert not select(loops, "cpu")._can_compile  # other types are refused, not compiled behind the caller's back
+    compiled: Any = dispatch._numba_form(loops)
+    assert len(compiled.signatures) == 1
+    assert not compiled._can_compile  # other types are refused, not compiled behind the caller's back
+
+
+@packed
+def packed_loops(values: In64, out: Out64) -> None:
+    """Twice each value, of arrays without gaps."""
+    for i in range(len(values)):
+        out[i] = 2 * values[i]
+
+
+def test_packed_loops_take_no_strides() -> None:
+    values, out = np.arange(6), np.zeros(6, np.int64)
+    select(packed_loops, "cpu")(values, out)
+    assert out.tolist() == [0, 2, 4, 6, 8, 10]
+    for strided in (values[::2], values[::-1]):
+        with pytest.raises(TypeError):
+            select(packed_loops, "cpu")(strided, out)
+
+
+def told_loops(out: Out64) -> None:
+    out[0] = 1
+
+
+def test_who_waits_for_a_compilation_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_cache_folder", lambda *_: None)  # so that it is on no disk
+    told: list[int] = []
+    assert select_telling(told_loops, "reference", lambda: told.append(0)) is told_loops
+    for _ in range(2):
+        select_telling(told_loops, "cpu", lambda: told.append(1))
+    assert told == [1]
 
 
 def bad_result_loops(values: In64) -> int:
@@ -107,10 +137,11 @@ ones, out = np.ones(3, np.int64), np.zeros(3, np.int64)
 oracle.oracle_tokens(request_ids=ones, positions=ones, vocab_size=9, out=out, backend="reference")
 assert "numba" not in sys.modules, "the reference backend needs no compiler"
 oracle.oracle_tokens(request_ids=ones, positions=ones * 2, vocab_size=1 << 20, out=out)
+by_numba = "numba" in sys.modules
+from kvcanary.kernels.dispatch import _numba_form
 from numba.core import config
-from kvcanary.kernels.dispatch import select
-function = select(oracle.oracle_tokens_loops, "cpu")
-print(out.tolist(), sum(function.stats.cache_hits.values()), config.CACHE_DIR)
+function = _numba_form(oracle.oracle_tokens_loops)
+print(out.tolist(), by_numba, sum(function.stats.cache_hits.values()), config.CACHE_DIR)
 """
 
 
@@ -123,11 +154,33 @@ def test_compiled_code_is_kept_on_disk(tmp_path: Path) -> None:
     assert [run.stderr for run in runs] == ["", ""]
     first, second = (run.stdout.split("]") for run in runs)
     assert first[0] == second[0]  # the same tokens
-    assert first[1].split() == ["0", str(tmp_path)] and second[1].split() == ["1", str(tmp_path)]
+    # Compiled once; then its machine code is there, and what numba itself keeps of it.
+    assert first[1].split() == ["True", "0", str(tmp_path)] and second[1].split() == ["False", "1", str(tmp_path)]
+
+
+TOLD = """
+from kvcanary.kernels import dispatch, oracle
+if numbas:
+    dispatch.native.load = lambda *_: None
+dispatch.select_telling(oracle.oracle_tokens_loops, "cpu", lambda: print("told"))
+"""
+
+
+def test_nobody_is_told_of_what_is_on_the_disk(tmp_path: Path) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    said = []
+    for numbas in (False, False, True):
+        code = f"numbas = {numbas}\n{TOLD}"
+        run = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code], env=environment, text=True, capture_output=True
+        )
+        assert run.stderr == ""
+        said.append(run.stdout.split())
+    assert said == [["told"], [], []]
 
 
 def test_without_a_cache_folder_it_compiles_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "file")}
     run = subprocess.run([sys.executable, "-c", PROBE], env=environment, text=True, capture_output=True)
-    assert run.stderr == "" and run.stdout.split("]")[1].split()[0] == "0"
+    assert run.stderr == "" and run.stdout.split("]")[1].split()[:2] == ["True", "0"]

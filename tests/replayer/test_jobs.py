@@ -1,5 +1,6 @@
 """`kvcanary-replay --jobs`: the same results as one after another, whatever becomes of a worker."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from kvcanary.replayer.settings import ReplaySettings
 from .test_against_published import SHAPES, record
 from .test_folders import as_rank
 from .toy_engine import ToyEngine
+from .underway import wait_until_under_way
 
 DATA = Path(__file__).parents[2] / "data"
 
@@ -141,11 +143,7 @@ def test_ctrl_c_judges_what_was_under_way_and_leaves_out_the_rest(tmp_path: Path
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     begun = [tmp_path / f"{number}.report" / "violations.parquet" for number in (0, 1)]
-    for _ in range(600):
-        if all(path.exists() for path in begun):
-            break
-        time.sleep(0.05)
-    time.sleep(2.0)  # well into the loop, also on a busy machine; the whole replay takes far longer
+    wait_until_under_way(process, begun, cpu_seconds=2.0)  # the whole replay takes far longer
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 125, (out, err)
@@ -154,6 +152,34 @@ def test_ctrl_c_judges_what_was_under_way_and_leaves_out_the_rest(tmp_path: Path
     assert "Traceback" not in err
     for report in begun:
         assert json.loads((report.parent / "summary.json").read_text())["verdict"] == "inconclusive"
+
+
+def children(pid: int) -> int:
+    """How many processes a process has started that are still there."""
+    found = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):  # it has just ended
+            found += stat.read_text().rpartition(")")[2].split()[1] == str(pid)
+    return found
+
+
+def test_ctrl_c_while_workers_load_ends_without_tracebacks(tmp_path: Path) -> None:
+    traces = [shutil.copy(DATA / name, tmp_path) for name in ("clean_llama.arrow", "kv_flip.arrow")]
+    code = "from kvcanary.cli import replay_main; replay_main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "--jobs", "2", "-q", "--no-report", *traces],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while process.poll() is None and children(process.pid) < 3:  # two, and who keeps book of resources
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert (process.returncode, out) == (130, "")
 
 
 def test_workers_only_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,19 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
+from kvcanary.replayer import takings
 from kvcanary.replayer.commands.replay import replay_command
+from kvcanary.replayer.replay import ReplaySettings, replay
 
 from .test_against_published import SHAPES, record
 from .toy_engine import ToyEngine
+from .underway import wait_until_under_way
 
 
 def run(*arguments: object) -> Result:
@@ -208,13 +210,15 @@ def test_ctrl_c_leaves_a_partial_report_that_says_so(tmp_path: Path) -> None:
     engine = ToyEngine(SHAPES["full"], seed=4, forwards=4000)
     trace = record(engine, tmp_path / "t.arrow")
     code = f"from kvcanary.cli import main; main(['replay', '--backend', 'reference', {str(trace)!r}])"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     report = tmp_path / "t.report" / "violations.parquet"
-    for _ in range(600):
-        if report.exists():
-            break
-        time.sleep(0.05)
-    time.sleep(2.0)  # well into the loop, also on a busy machine; the whole replay takes far longer
+    wait_until_under_way(process, [report], cpu_seconds=1.0)  # the whole replay takes far longer
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 125, (out, err)
@@ -237,3 +241,26 @@ def test_a_hundred_thousand_violations_all_reach_the_disk(tmp_path: Path) -> Non
     assert pq.ParquetFile(tmp_path / "t.report" / "violations.parquet").num_row_groups > 1
     for launch, count in summary["violations_by_launch"].items():
         assert table["launch"].to_pylist().count(launch) == count
+
+
+@pytest.mark.parametrize("executor", ["stepwise", "interval"])
+def test_ctrl_c_while_rows_are_put_together_loses_none(
+    executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = Path(__file__).parents[2] / "data" / "token_swap.arrow"
+    settings = ReplaySettings(executor=executor, merge_rows=executor == "interval")
+    put_together = takings.violation_table
+    calls = []
+
+    def struck(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return put_together(*arguments)
+
+    monkeypatch.setattr(takings, "violation_table", struck)
+    monkeypatch.setattr(takings, "PENDING_ROWS", 3)
+    summary = replay(trace, settings=settings, report=tmp_path)
+    assert summary.stopped.startswith("interrupted")
+    rows = pq.read_table(tmp_path / "violations.parquet")["num_forwards"].to_pylist()
+    assert sum(rows) == summary.violations == sum(summary.violations_by_launch.values()) > 3

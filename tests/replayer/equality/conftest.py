@@ -1,6 +1,7 @@
 """How much of the fault lab, and how many random histories, the equality tests go through."""
 
 import pytest
+from kvcanary.replayer.interval import lane
 from kvcanary.replayer.lab.faults import FAULTS
 
 NORMAL_CASES = 500
@@ -22,3 +23,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for seed in range(times):
                 trials.append((fault, known.configs[(number + seed) % len(known.configs)], seed))
         metafunc.parametrize("lab_trial", trials, ids=["-".join(map(str, trial)) for trial in trials])
+
+
+@pytest.fixture(autouse=True)
+def _lane_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the lane take these traces, which are too small for it; what it leaves goes through the executor."""
+    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)

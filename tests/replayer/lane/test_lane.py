@@ -10,7 +10,7 @@ from kvcanary.kernels.constants import RECORD_POSITION
 from kvcanary.kernels.lane.loops import lane_loops
 from kvcanary.kernels.lane.writes import seeds_ordinary
 from kvcanary.recorder.batch import TraceBatch
-from kvcanary.replayer import event_replay
+from kvcanary.replayer import executors
 from kvcanary.replayer.interval import lane
 from kvcanary.replayer.interval.lane import Lane
 from kvcanary.replayer.replay import ReplaySettings, replay
@@ -74,7 +74,7 @@ def without_lane(tmp_path: Path) -> Callable[[Path], dict]:
 
     def without(trace: Path) -> dict:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(event_replay, "open_lane", lambda *_, **__: None)
+            patch.setattr(executors, "open_lane", lambda *_, **__: None)
             return answer(trace, tmp_path / "without")
 
     return without

@@ -178,11 +178,11 @@ def report(rows: list[dict[str, object]], asked: int, options: argparse.Namespac
     failed = [row for row in rows if row["error"] not in ("", "skipped")]
     total: dict[str, Counter[str]] = {}
     for row in done:
-        counts = total.setdefault(row["case"].sort, Counter())  # type: ignore[attr-defined]
+        counts = total.setdefault(row["case"].sort, Counter())  # type: ignore[attr-defined]  # a Case
         counts["cases"] += 1
         counts["with rows"] += bool(row["violations"])
         for name in ("forwards", "on_cpu", "violations", "findings"):
-            counts[name] += int(row[name])  # type: ignore[call-overload]
+            counts[name] += int(row[name])  # type: ignore[call-overload]  # a number
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     command = f"`python tests/replayer/on_device/gpu/run.py --seeds {options.seeds}`"
     left_out = len(rows) - len(done) - len(failed)

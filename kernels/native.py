@@ -1,0 +1,304 @@
+"""Compiled loops without their compiler: machine code that numba made, kept on disk and run through LLVM alone.
+
+Importing numba and waking its type system takes longer than replaying a small trace, and a loop compiled on an earlier
+day needs neither. `keep` writes a compiled loop's machine code with an entry that reads its arguments where CPython and
+numpy keep them; `load` gives back a function that calls it, with the GIL released. Every argument is checked by the entry
+as numba would check it; whatever does not fit, or raises, is handed to numba's own form, which has the last word.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+# What an entry answers where it did not run the loop; numba's own codes are 0 (done), -2 (done, None) and errors.
+_UNFIT: Final = 77
+_DONE: Final = (0, -2)
+
+# Where CPython and numpy keep what an entry reads: offsets in bytes behind an object's header.
+_HEADER: Final = object.__basicsize__
+_TUPLE_ITEMS: Final = tuple.__basicsize__
+_TUPLE_SIZE: Final = _HEADER
+_DATA, _NDIM, _SHAPE, _STRIDES, _DTYPE, _FLAGS = (_HEADER + offset for offset in (0, 8, 16, 24, 40, 48))
+_CONTIGUOUS, _ALIGNED, _WRITEABLE = 0x1, 0x100, 0x400
+_DTYPES: Final = ("int64", "uint64", "int32", "uint32", "uint8")
+
+# All that machine code may ask of the process; the loops allocate nothing.
+_SYMBOLS: Final = frozenset({"memcpy", "memset", "memmove", "bcmp", "memcmp"})
+_SUM_BYTES: Final = 32
+
+
+class Array(Protocol):
+    """What an entry must know of an array parameter."""
+
+    @property
+    def dtype(self) -> str:
+        """Its name, one of `_DTYPES`."""
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions."""
+
+    @property
+    def written(self) -> bool:
+        """Whether the loop writes to it."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether it must be C-contiguous."""
+
+
+# A parameter: None for an int64, an array, or a tuple of as many arrays of a kind.
+Parameter = Array | None | tuple[Array, int]
+
+
+def usable() -> bool:
+    """Return whether this process may do without numba: nobody has asked for other settings, and memory is laid out so."""
+    asked = any(name.startswith("NUMBA_") and name != "NUMBA_CACHE_DIR" for name in os.environ)
+    return not asked and not Path(".numba_config.yaml").exists() and _laid_out_so()
+
+
+def load(
+    path: Path, name: str, parameters: Sequence[Parameter], other: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any] | None:
+    """Return what calls the machine code in `path`, or None where there is none that is whole.
+
+    `other` gives numba's form, for calls that the entry does not take.
+    """
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        return None
+    code = stored[_SUM_BYTES:]
+    if hashlib.sha256(code).digest() != stored[:_SUM_BYTES]:
+        return None
+    entry = _entry(code, _entry_name(name))
+    return _caller(entry, parameters, other) if entry else None
+
+
+def keep(path: Path, name: str, function: Any, parameters: Sequence[Parameter]) -> None:
+    """Write the machine code of a function that numba has compiled; nothing where it needs more than memory."""
+    try:
+        (compiled,) = function.overloads.values()
+        code = _machine_code(compiled.library, compiled.fndesc.llvm_func_name, _entry_name(name), parameters)
+    except (AttributeError, RuntimeError, TypeError):  # a numba or LLVM made otherwise inside: its own form goes on
+        return
+    if code is None:
+        return
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(hashlib.sha256(code).digest() + code)
+            file.close()
+            Path(file.name).replace(path)
+        except OSError:
+            Path(file.name).unlink()
+
+
+def machine_name() -> str:
+    """Return what machine code depends on: LLVM's version, the CPU and all it can."""
+    import llvmlite
+    import llvmlite.binding as llvm
+
+    features = llvm.get_host_cpu_features().flatten()
+    return " ".join((llvmlite.__version__, llvm.get_process_triple(), llvm.get_host_cpu_name(), features))
+
+
+def _caller(
+    entry: Callable[..., int], parameters: Sequence[Parameter], other: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
+    places = [index for index, parameter in enumerate(parameters) if parameter is None]
+    pack = struct.Struct(f"={len(places)}q").pack
+    count, types = len(parameters), _types()
+    one = places[0] if len(places) == 1 else -1
+    pick: Callable[..., Any] = itemgetter(*places) if len(places) > 1 else lambda _: ()
+
+    def run(*args: Any, **named: Any) -> None:
+        if len(args) == count and not named:
+            try:
+                numbers = pack(args[one]) if one >= 0 else pack(*pick(args))
+            except struct.error:  # no integer, or none of 64 bits
+                numbers = None
+            if numbers is not None and entry(types, args, numbers) in _DONE:
+                return
+        other()(*args, **named)
+
+    return run
+
+
+@functools.cache
+def _types() -> Any:
+    """Return the addresses of the types that entries compare with, in the order of `_type_index`."""
+    known = [np.ndarray, tuple, *map(np.dtype, _DTYPES)]
+    return (ctypes.c_void_p * len(known))(*map(id, known))
+
+
+@functools.cache
+def _laid_out_so() -> bool:
+    """Return whether an array's and a tuple's fields lie where entries look for them."""
+    array = np.zeros((3, 5), np.int64)[:, ::2]
+    shape, strides = ((ctypes.c_int64 * 2)(*numbers) for numbers in (array.shape, array.strides))
+    if id(array.dtype) != id(np.dtype("int64")) or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return False
+    at = id(array)
+    found = [ctypes.c_void_p.from_address(at + offset).value or 0 for offset in (_DATA, _SHAPE, _STRIDES, _DTYPE)]
+    flags = ctypes.c_int32.from_address(at + _FLAGS).value
+    given = (array,)
+    return (
+        found[0] == array.ctypes.data
+        and ctypes.c_int32.from_address(at + _NDIM).value == 2
+        and ctypes.string_at(found[1], 16) == bytes(shape)
+        and ctypes.string_at(found[2], 16) == bytes(strides)
+        and found[3] == id(array.dtype)
+        and flags & (_ALIGNED | _WRITEABLE) == _ALIGNED | _WRITEABLE
+        and ctypes.c_int64.from_address(id(given) + _TUPLE_SIZE).value == 1
+        and ctypes.c_void_p.from_address(id(given) + _TUPLE_ITEMS).value == at
+    )
+
+
+# What holds the code that entries run, the last one open for more, and the entries in that.
+_engines: Final[list[Any]] = []
+_entries: Final[set[str]] = set()
+
+
+def _entry(code: bytes, name: str) -> Callable[..., int] | None:
+    """Link machine code into this process, and return its entry."""
+    import llvmlite.binding as llvm
+
+    try:
+        if not _engines or name in _entries:
+            llvm.initialize_native_target()
+            llvm.initialize_native_asmprinter()
+            machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+            _engines.append(llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine))
+            _entries.clear()
+        _entries.add(name)
+        _engines[-1].add_object_file(llvm.ObjectFileRef.from_data(code))
+        _engines[-1].finalize_object()
+        address = _engines[-1].get_function_address(name)
+    except RuntimeError:
+        return None
+    kind = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    return kind(address) if address else None
+
+
+def _machine_code(library: Any, function: str, entry: str, parameters: Sequence[Parameter]) -> bytes | None:
+    """Return the object file of a compiled function with its entry, or None where it calls what is not in `_SYMBOLS`."""
+    import llvmlite.binding as llvm
+
+    module = llvm.parse_bitcode(library._get_module_for_linking().as_bitcode())
+    module.link_in(llvm.parse_assembly(entry_source(function, entry, parameters)))
+    for thing in (*module.functions, *module.global_variables):
+        if not thing.is_declaration and thing.name != entry:
+            thing.linkage = "internal"
+    machine = library.codegen._tm
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, builder)
+    called = {thing.name for thing in (*module.functions, *module.global_variables) if thing.is_declaration}
+    if {name for name in called if not name.startswith("llvm.")} - _SYMBOLS:
+        return None
+    code: bytes = machine.emit_object(module)
+    return code
+
+
+def _entry_name(name: str) -> str:
+    return f"kvcanary.{name}"
+
+
+def _type_index(name: str) -> int:
+    return ("ndarray", "tuple", *_DTYPES).index(name)
+
+
+def entry_source(function: str, entry: str, parameters: Sequence[Parameter]) -> str:
+    """Return the entry's LLVM source: `int32 entry(types, args, numbers)`.
+
+    `types` holds the addresses of known types, `args` is the tuple of arguments, `numbers` the int64 ones of them.
+    """
+    lines: list[str] = []
+    given: list[str] = []
+    declared: list[str] = []
+    names = (f"%v{number}" for number in range(1 << 30))
+
+    def load_at(pointer: str, offset: int, kind: str) -> str:
+        place, value = next(names), next(names)
+        lines.append(f"  {place} = getelementptr i8, ptr {pointer}, i64 {offset}")
+        lines.append(f"  {value} = load {kind}, ptr {place}")
+        return value
+
+    def require(kind: str, value: str, expected: str) -> None:
+        fits, label = next(names), next(names)[1:]
+        lines.append(f"  {fits} = icmp eq {kind} {value}, {expected}")
+        lines.append(f"  br i1 {fits}, label %{label}, label %unfit")
+        lines.append(f"{label}:")
+
+    def require_type(thing: str, offset: int, name: str) -> None:
+        require("ptr", load_at(thing, offset, "ptr"), load_at("%types", 8 * _type_index(name), "ptr"))
+
+    def array(spec: Array, thing: str) -> None:
+        require_type(thing, _HEADER - 8, "ndarray")
+        require_type(thing, _DTYPE, spec.dtype)
+        require("i32", load_at(thing, _NDIM, "i32"), str(spec.ndim))
+        wanted = _ALIGNED | (_WRITEABLE if spec.written else 0) | (_CONTIGUOUS if spec.packed else 0)
+        masked = next(names)
+        lines.append(f"  {masked} = and i32 {load_at(thing, _FLAGS, 'i32')}, {wanted}")
+        require("i32", masked, str(wanted))
+        shape, strides = load_at(thing, _SHAPE, "ptr"), load_at(thing, _STRIDES, "ptr")
+        lengths = [load_at(shape, 8 * axis, "i64") for axis in range(spec.ndim)]
+        items = lengths[0]
+        for length in lengths[1:]:
+            product = next(names)
+            lines.append(f"  {product} = mul i64 {items}, {length}")
+            items = product
+        data = load_at(thing, _DATA, "ptr")
+        given.extend(("ptr null", "ptr null", f"i64 {items}", f"i64 {np.dtype(spec.dtype).itemsize}", f"ptr {data}"))
+        given.extend(f"i64 {length}" for length in lengths)
+        given.extend(f"i64 {load_at(strides, 8 * axis, 'i64')}" for axis in range(spec.ndim))
+
+    numbers = 0
+    for index, parameter in enumerate(parameters):
+        if parameter is None:
+            given.append(f"i64 {load_at('%numbers', 8 * numbers, 'i64')}")
+            numbers += 1
+            continue
+        thing = load_at("%args", _TUPLE_ITEMS + 8 * index, "ptr")
+        if not isinstance(parameter, tuple):
+            array(parameter, thing)
+            continue
+        spec, length = parameter
+        require_type(thing, _HEADER - 8, "tuple")
+        require("i64", load_at(thing, _TUPLE_SIZE, "i64"), str(length))
+        for item in range(length):
+            array(spec, load_at(thing, _TUPLE_ITEMS + 8 * item, "ptr"))
+    declared = [text.split()[0] for text in given]
+    return "\n".join(
+        [
+            f'declare i32 @"{function}"(ptr, ptr, {", ".join(declared)})',
+            f'define i32 @"{entry}"(ptr %types, ptr %args, ptr %numbers) {{',
+            "begin:",
+            "  %result = alloca ptr",
+            "  %error = alloca ptr",
+            "  store ptr null, ptr %result",
+            *lines,
+            f'  %code = call i32 @"{function}"(ptr %result, ptr %error, {", ".join(given)})',
+            "  ret i32 %code",
+            "unfit:",
+            f"  ret i32 {_UNFIT}",
+            "}",
+            # What frees memory that numba counts references of. Arguments come without such memory, and a loop that
+            # made some would need more of the process than this, so nothing ever comes here.
+            "define void @NRT_MemInfo_call_dtor(ptr %_) {",
+            "  ret void",
+            "}",
+            "",
+        ]
+    )

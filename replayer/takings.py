@@ -1,0 +1,86 @@
+"""What a replay finds, on its way into report and summary: violations a table at a time, findings as they come."""
+
+from typing import Final
+
+from ..recorder.machine.forward import Forward
+from ..recorder.machine.requests import RequestBook
+from .divergence import ROWS_AT_ONCE, Divergence
+from .findings import Finding, finding_table
+from .report import ReportSinks
+from .summary import Summary, Tally
+from .sweep import Sweep
+from .violations import LaunchViolations, violation_table
+
+# Violations go on in tables of about this many rows: a table for each launch would cost more than the launch.
+PENDING_ROWS: Final = 16_384
+
+
+class Takings:
+    """Takes what launches and checks find in one trace, in their order; nothing is left behind after `flush`.
+
+    Where rows that last are merged, whoever steps says which forward or sweep comes (`begin`), when it is over (`done`),
+    and where no row may go on (`part`).
+    """
+
+    def __init__(self, summary: Summary, sinks: ReportSinks, book: RequestBook) -> None:
+        self._summary = summary
+        self._sinks = sinks
+        self._book = book
+        self._tally = Tally(summary)
+        self._launches: list[LaunchViolations] = []
+        self._pending_rows = 0
+
+    def begin(self, what: Forward | Sweep) -> None:
+        """Say which forward or sweep is stepped next."""
+        if self._sinks.merging is not None:
+            self._sinks.merging.begin(what)
+
+    def done(self) -> None:
+        """Say that the forward or sweep is over."""
+        if self._sinks.merging is not None:
+            self._sinks.merging.done()
+
+    def part(self) -> None:
+        """Let no row go on over what comes now: an event that cannot be told of, a gap."""
+        if self._sinks.merging is not None:
+            self._sinks.merging.part()
+
+    def violations(self, launch: LaunchViolations) -> None:
+        """Take what one launch found."""
+        if self._sinks.merging is not None:
+            launch = self._sinks.merging.with_turns(launch)
+        self._launches.append(launch)
+        self._summary.violations += len(launch.rows)
+        self._pending_rows += len(launch.rows)
+        if self._pending_rows >= PENDING_ROWS:
+            self._pass_on()
+
+    def findings(self, findings: list[Finding]) -> None:
+        """Take findings, if there are any."""
+        if findings:
+            self._sinks.findings.append(finding_table(findings))
+            self._tally.findings(findings)
+
+    def divergence(self, figures: Divergence, *, at_least: int = ROWS_AT_ONCE) -> None:
+        """Take the divergence figures since the last time, where there are so many."""
+        table = figures.take_table(at_least=at_least)
+        if table is not None:
+            self._sinks.divergence.append(table)
+
+    def flush(self, figures: Divergence) -> None:
+        """Pass on all that is pending."""
+        self._pass_on()
+        self.divergence(figures, at_least=1)
+
+    def _pass_on(self) -> None:
+        """Turn the pending launches into one table: for the report, and for the tally."""
+        if not self._launches:
+            return
+        table = violation_table(self._launches, self._book)  # Ctrl-C in here loses none: they are pending still
+        launches, self._launches = self._launches, []
+        self._pending_rows = 0
+        if self._sinks.merging is not None:
+            self._sinks.merging.append(table, launches)
+        else:
+            self._sinks.violations.append(table)
+        self._tally.violations(table)

@@ -1,0 +1,172 @@
+"""Machine code from the disk: it does what numba's form does, with any arguments, and a bad file is no harm."""
+
+import struct
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kvcanary.kernels import dispatch, native
+from kvcanary.kernels.dispatch import ArraySpec, In64, Out64, TupleSpec
+from kvcanary.kernels.kv_source import fold_source_loops
+from kvcanary.kernels.oracle import oracle_tokens_loops
+from kvcanary.kernels.state import _translate_loops
+
+
+def handed_on(*_: Any, **__: Any) -> None:
+    raise LookupError("numba's form was asked for")
+
+
+def loaded(path: Path, loops: Any) -> Any:
+    """The machine code of loops, kept and loaded now; what it does not take raises `LookupError`."""
+    native.keep(path, loops.__name__, dispatch._numba_form(loops), dispatch._parameters(loops))
+    found = native.load(path, loops.__name__, dispatch._parameters(loops), lambda: handed_on)
+    assert found is not None
+    return found
+
+
+def test_this_process_may_use_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert native.usable()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    assert native.usable()
+    monkeypatch.setenv("NUMBA_OPT", "0")
+    assert not native.usable()
+    monkeypatch.delenv("NUMBA_OPT")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".numba_config.yaml").write_text("opt: 0\n")
+    assert not native.usable()
+
+
+@pytest.mark.parametrize("step", [1, 2, -3])
+def test_arrays_of_any_stride(tmp_path: Path, step: int) -> None:
+    run = loaded(tmp_path / "a.o", oracle_tokens_loops)
+    ids = np.arange(1, 61, dtype=np.int64)[::step]
+    ids.flags.writeable = False
+    room = np.full(60, -77, np.int64)
+    outs = [room.copy()[::step] for _ in range(2)]
+    run(ids, ids * ids, 1 << 20, outs[0])
+    oracle_tokens_loops(ids, ids * ids, 1 << 20, outs[1])
+    assert outs[0].tolist() == outs[1].tolist() and len(set(outs[0].tolist())) > 10
+
+
+def test_two_dimensions(tmp_path: Path) -> None:
+    run = loaded(tmp_path / "a.o", fold_source_loops)
+    words = np.random.default_rng(1).integers(0, 1 << 63, (12, 10), np.uint64)[::-2, 1::3]
+    slots = np.array([3, 0, 5, 2], np.int64)
+    outs = [np.full(4, -77, np.int64) for _ in range(2)]
+    run(words, 1, 0, 3, 3, 6, slots, outs[0])
+    dispatch._numba_form(fold_source_loops)(words, 1, 0, 3, 3, 6, slots, outs[1])
+    assert outs[0].tolist() == outs[1].tolist() and -77 not in outs[0]
+
+
+def test_integers_of_any_kind(tmp_path: Path) -> None:
+    run = loaded(tmp_path / "a.o", oracle_tokens_loops)
+    ids, out = np.arange(1, 5, dtype=np.int64), np.zeros((2, 4), np.int64)
+    run(ids, ids[::-1], np.int32(1 << 20), out[0])
+    run(ids, ids[::-1], 1 << 20, out[1])
+    assert out[0].tolist() == out[1].tolist() and out.any()
+
+
+READ_ONLY = np.zeros(4, np.int64)
+READ_ONLY.flags.writeable = False
+UNALIGNED = np.frombuffer(b"\0" * 33, np.int64, 4, 1)
+GOOD = np.ones(4, np.int64)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (GOOD, GOOD, 9, READ_ONLY),
+        (UNALIGNED, GOOD, 9, GOOD),
+        (GOOD.astype(np.int32), GOOD, 9, GOOD),
+        (GOOD.view(np.uint64), GOOD, 9, GOOD),
+        (GOOD.reshape(2, 2), GOOD, 9, GOOD),
+        (GOOD.view(np.recarray), GOOD, 9, GOOD),
+        ([1, 2], GOOD, 9, GOOD),
+        (None, GOOD, 9, GOOD),
+        (GOOD, GOOD, 1 << 63, GOOD),
+        (GOOD, GOOD, 9.0, GOOD),
+        (GOOD, GOOD, 0, GOOD.copy()),  # which divides by zero
+        (GOOD, GOOD, 9),
+        (GOOD, GOOD, 9, GOOD, GOOD),
+        (),
+    ],
+)
+def test_what_does_not_fit_is_numbas_to_judge(tmp_path: Path, args: Any) -> None:
+    run = loaded(tmp_path / "a.o", oracle_tokens_loops)
+    with pytest.raises(LookupError):
+        run(*args)
+    assert (GOOD == 1).all()
+
+
+def test_names_are_numbas_to_judge(tmp_path: Path) -> None:
+    with pytest.raises(LookupError):
+        loaded(tmp_path / "a.o", oracle_tokens_loops)(GOOD, GOOD, 9, out=GOOD)
+
+
+Pair = Annotated[tuple[npt.NDArray[np.int64], ...], TupleSpec(ArraySpec("int64", 1, False), 2)]
+
+
+def pair_loops(several: Pair, out: Out64) -> None:
+    for each in several:
+        for index in range(len(each)):
+            out[index] += each[index]
+
+
+def test_tuples_of_arrays(tmp_path: Path) -> None:
+    run = loaded(tmp_path / "a.o", pair_loops)
+    out = np.zeros(2, np.int64)
+    run((GOOD[:2], GOOD[::2]), out)
+    assert out.tolist() == [2, 2]
+    for wrong in ((GOOD,), (GOOD, GOOD, GOOD), [GOOD, GOOD], (GOOD, None), GOOD):
+        with pytest.raises(LookupError):
+            run(wrong, out)
+
+
+@dispatch.packed
+def packed_loops(values: In64, several: Pair, out: Out64) -> None:
+    for index in range(len(values)):
+        out[index] += values[index] + several[0][index] + several[1][index]
+
+
+def test_packed_loops_hand_strides_on(tmp_path: Path) -> None:
+    run = loaded(tmp_path / "a.o", packed_loops)
+    out = np.zeros(2, np.int64)
+    run(GOOD[:2], (GOOD[:2], GOOD[2:]), out)
+    assert out.tolist() == [3, 3]
+    for values, pair in ((GOOD[::2], (GOOD, GOOD)), (GOOD[:2], (GOOD, GOOD[::2]))):
+        with pytest.raises(LookupError):
+            run(values, pair, out)
+
+
+def allocating_loops(values: In64, out: Out64) -> None:
+    out[:] = np.sort(values)
+
+
+def test_loops_that_need_more_than_memory_are_not_kept(tmp_path: Path) -> None:
+    form = dispatch._numba_form(allocating_loops)
+    native.keep(tmp_path / "a.o", "allocating_loops", form, dispatch._parameters(allocating_loops))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numba_made_otherwise_inside_keeps_nothing(tmp_path: Path) -> None:
+    native.keep(tmp_path / "a.o", "oracle_tokens_loops", oracle_tokens_loops, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_not_whole(tmp_path: Path) -> None:
+    path, parameters = tmp_path / "a.o", dispatch._parameters(_translate_loops)
+    assert native.load(path, "_translate_loops", parameters, lambda: handed_on) is None
+    loaded(path, _translate_loops)
+    whole = path.read_bytes()
+    for bad in (b"", whole[:40], whole[:-1], whole[:-1] + struct.pack("B", whole[-1] ^ 1)):
+        path.write_bytes(bad)
+        assert native.load(path, "_translate_loops", parameters, lambda: handed_on) is None
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    form = dispatch._numba_form(_translate_loops)
+    native.keep(tmp_path / "file" / "a.o", "_translate_loops", form, dispatch._parameters(_translate_loops))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

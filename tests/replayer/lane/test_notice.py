@@ -1,0 +1,47 @@
+"""The user is told why nothing moves while the lane is compiled, which is once on a machine."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from kvcanary.kernels.dispatch import select
+from kvcanary.replayer.commands.replay import replay_command
+from kvcanary.replayer.interval import lane
+
+TRACE = Path(__file__).parents[3] / "data" / "clean_llama.arrow"
+SAID = "compiling the fast path"
+
+
+def stderr(*options: str) -> str:
+    result = CliRunner().invoke(replay_command, ["--no-report", "--executor", "interval", *options, str(TRACE)])
+    assert result.exit_code == 0, result.output
+    return result.stderr
+
+
+@pytest.fixture
+def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the lane take a small trace, and begin as if it had never been compiled."""
+
+    def tell_and_select(loops, backend, tell):
+        tell()
+        return select(loops, backend)
+
+    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
+    monkeypatch.setattr(lane, "select_telling", tell_and_select)
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_one_line_says_so() -> None:
+    assert stderr().count(SAID) == 1
+
+
+@pytest.mark.usefixtures("compiled_anew")
+@pytest.mark.parametrize("option", ["--json", "--quiet"])
+def test_not_where_notes_are_not_wanted(option: str) -> None:
+    assert SAID not in stderr(option)
+
+
+def test_nothing_is_said_of_what_is_compiled_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
+    stderr("--quiet")
+    assert SAID not in stderr()
