@@ -13,7 +13,9 @@ Tokens are those that forwards were fed. Interval and stepwise replay of a trace
 and findings, or no ratio is printed and the exit status is 2; it is 1 where a target is missed.
 
 With --device cuda the same traces are replayed on a GPU, beside the published canary's kernels stepped over the same
-forwards there (see published_stepping.py); rows are compared first, on a damaged trace too.
+forwards there (see published_stepping.py); rows are compared first, on a damaged trace too. Every figure is told on
+stderr as it comes; where a command's time is limited, --fractions 0.001 and --runs 1 come first, then one larger fraction
+a command: traces and compiled code stay.
 """
 
 import argparse
@@ -24,11 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from performance_page import load, machine, today, write_section
+from programs import program
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = ROOT / "data" / "clean_llama.arrow"
@@ -67,8 +71,12 @@ def main() -> int:
         print(json.dumps(CHILDREN[args.child](json.loads(str(args.workload)))))
         return 0
     fractions = [float(text) for text in args.fractions.split(",")] + ([1.0] if args.full else [])
+    missing = [name for name in ("torch", "triton", "sglang") if args.device and find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"{', '.join(missing)} missing: --device steps the published kernels of sglang 0.5.23 there")
     args.work.mkdir(parents=True, exist_ok=True)
     traces = {fraction: make_trace(args.workload, args.work, fraction) for fraction in sorted(set(fractions))}
+    compile_all(min(traces.items())[1], args)
     begin = load()
     try:
         found = on_device(traces, args) if args.device else on_cpu(traces, args)
@@ -112,16 +120,32 @@ def make_trace(workload: Path, work: Path, fraction: float, *options: str) -> Pa
     trace = work / f"{name}.arrow"
     if not trace.exists():
         made = work / f"{name}.making"
-        program = str(Path(sys.executable).parent / "kvcanary")
-        command = [program, "simulate", "-o", str(made), "--workload", str(workload), "--fraction", str(fraction)]
-        done = subprocess.run(
-            [*command, *ENGINE, *options, "--json", "--force"], capture_output=True, text=True, check=True
-        )
+        tell(f"recording {trace.name}")
+        command = [*program("kvcanary"), "simulate", "-o", str(made), "--workload", str(workload)]
+        command += ["--fraction", str(fraction), *ENGINE, *options, "--json", "--force"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed with {done.returncode}")
         told = json.loads(done.stdout)
         if told["dropped_events"] or told["counters"]["refused"]:
             raise SystemExit(f"{trace}: {told['dropped_events']} events dropped, {told['counters']['refused']} refused")
         made.rename(trace)
     return trace
+
+
+def compile_all(trace: Path, args: argparse.Namespace) -> None:
+    """Replay a trace without counting it: compiled code is on the disk then, and no single run pays for it."""
+    tell("compiling; minutes where nothing is kept yet")
+    todo = [(trace, "interval", "cpu"), (WARM_UP, "stepwise", "cpu")]
+    if args.device:
+        todo.append((trace, "stepwise", args.device))
+    for path, executor, device in todo:
+        child("replay", {"trace": str(path), "executor": executor, "device": device, "checks": True}, 0)
+
+
+def tell(text: str) -> None:
+    """Say at once how far it has come, so that a run that is cut short has told what it found."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def on_cpu(traces: dict[float, Path], args: argparse.Namespace) -> dict[str, Any]:
@@ -136,8 +160,9 @@ def on_cpu(traces: dict[float, Path], args: argparse.Namespace) -> dict[str, Any
                 raise DifferError(f"{trace}: interval and stepwise replay differ")
         row["reading"] = child("reading", {"trace": str(trace), "runs": args.runs}, args.cores)
         rows.append(row)
-        print(f"measured {trace.name}", file=sys.stderr)
-    plain = make_trace(args.workload, args.work, min(traces, key=lambda f: abs(f - 0.01)), "--compression", "none")
+        tell(f"measured {trace.name}")
+    middle = min(traces, key=lambda fraction: abs(fraction - 0.01))
+    plain = make_trace(args.workload, args.work, middle, "--compression", "none")
     uncompressed = child("reading", {"trace": str(plain), "runs": args.runs}, args.cores)
     uncompressed["bytes"] = plain.stat().st_size
     jobs = jobs_scaling([trace for fraction, trace in traces.items() if fraction <= 0.1][-1], args)
@@ -156,7 +181,7 @@ def on_cpu(traces: dict[float, Path], args: argparse.Namespace) -> dict[str, Any
     if rows[-1]["reading"]["share"] < TARGET_READING:
         missed.append(f"reading at {rows[-1]['reading']['share']:.0%} of the page cache, target {TARGET_READING:.0%}")
     readings = [(f"{row['fraction']:.1%}", row["bytes"], row["reading"]) for row in rows]
-    readings.append(("1.0%, recorded without compression", uncompressed["bytes"], uncompressed))
+    readings.append((f"{middle:.1%}, recorded without compression", uncompressed["bytes"], uncompressed))
     lines = [*cpu_table(rows), "", *reading_table(readings), "", *other_table(exponent, jobs)]
     return {
         "rows": rows,
@@ -178,6 +203,7 @@ def replayed(
         raise DifferError(f"{trace}: two {executor} replays differ")
     seconds, cpu = (statistics.median(one[name] for one in found) for name in ("seconds", "cpu_seconds"))
     peak = max(one["peak_bytes"] for one in found)
+    tell(f"{trace.name}: {executor} on {device} {seconds:.2f} s, {cpu:.2f} s of CPU, {peak / 2**20:,.0f} MiB")
     figures = {"seconds": seconds, "cpu_seconds": cpu, "peak_bytes": peak}
     return {**found[0], **figures, "tokens_per_second": found[0]["tokens"] / seconds}
 
@@ -190,7 +216,7 @@ def jobs_scaling(trace: Path, args: argparse.Namespace) -> dict[str, Any]:
             os.link(trace, link)
         found = {}
         for jobs in (1, args.cores):
-            command = [str(Path(sys.executable).parent / "kvcanary-replay"), "--quiet", "--executor", "interval"]
+            command = [*program("kvcanary-replay"), "--quiet", "--executor", "interval"]
             begin = time.perf_counter()
             done = subprocess.run(
                 [*command, "--no-report", "--jobs", str(jobs), *map(str, links)],
@@ -209,12 +235,14 @@ def jobs_scaling(trace: Path, args: argparse.Namespace) -> dict[str, Any]:
 def on_device(traces: dict[float, Path], args: argparse.Namespace) -> dict[str, Any]:
     """Replay the traces on a GPU beside the published kernels; all figures, and what missed its target."""
     damaged = child("published", {"trace": str(DAMAGED), "device": args.device}, 0)
+    tell(f"published kernels on {DAMAGED.name}: {damaged['rows']:,} rows, same: {damaged['same_rows']}")
     if not damaged["same_rows"] or not damaged["rows"]:
         raise DifferError(f"{DAMAGED}: ours and the published kernels' rows differ")
     rows = []
     for fraction, trace in traces.items():
         row: dict[str, Any] = {"fraction": fraction}
         row |= child("published", {"trace": str(trace), "device": args.device}, 0)
+        tell(f"{trace.name}: published kernels {row['seconds']:.2f} s, {row['state_seconds']:.2f} s without launches")
         if not row["same_rows"]:
             raise DifferError(f"{trace}: ours and the published kernels' rows differ")
         row["interval"] = replayed(trace, "interval", args)  # on the CPU: it has too little to do for a GPU
@@ -223,7 +251,7 @@ def on_device(traces: dict[float, Path], args: argparse.Namespace) -> dict[str, 
         if row["interval"]["digest"] != row["stepwise"]["digest"]:
             raise DifferError(f"{trace}: interval and stepwise replay differ")
         rows.append(row)
-        print(f"measured {trace.name}", file=sys.stderr)
+        tell(f"measured {trace.name}")
     last = rows[-1]
     times = {name: last["seconds"] / last[name]["seconds"] for name in TARGET_PUBLISHED}
     missed = [f"{name} {times[name]:.1f} times the published kernels' speed, target {target:.0f}"

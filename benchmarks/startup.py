@@ -6,7 +6,8 @@ A process is started as a user starts it, its output read through a pipe. The ve
 arrived; where something was found the report's page is built after it, so the end is timed beside it. Incidents and
 report are part of the verdict's time. All commands take turns, so that other work on the machine meets all alike, and
 beside them stand rivals that do nothing but import what a replay on the CPU, or a tool on torch, cannot do without. A
-warm-up run of each is not counted: it fills the kernel cache and the page cache.
+warm-up run of each is not counted: it fills the kernel cache, the page cache and Python's cache of compiled modules
+(PYTHONDONTWRITEBYTECODE is taken away, since an installed package has them).
 
 The exit status is 1 where a median misses its target, 2 where a trace's verdict is not the one kept in tests/golden.
 """
@@ -23,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from performance_page import load, machine, today, write_section
+from programs import program
 
 ROOT = Path(__file__).parents[1]
-BIN = Path(sys.executable).parent
 TARGET_HELP_SECONDS = 0.15
 TARGET_VERDICT_SECONDS = 1.5
 VERDICTS = ("CLEAN", "CORRUPT", "INCONCLUSIVE")
@@ -83,17 +84,17 @@ def traces() -> list[Path]:
 
 def list_commands(found: list[Path], folder: Path) -> list[Timed]:
     """Return what is measured: helps, replays into `folder`, rivals."""
-    replay = str(BIN / "kvcanary-replay")
+    replay = program("kvcanary-replay")
     python = sys.executable
     commands = [
-        Timed(name="kvcanary --help", command=[str(BIN / "kvcanary"), "--help"], target=TARGET_HELP_SECONDS),
-        Timed(name="kvcanary-replay --help", command=[replay, "--help"], target=TARGET_HELP_SECONDS),
+        Timed(name="kvcanary --help", command=[*program("kvcanary"), "--help"], target=TARGET_HELP_SECONDS),
+        Timed(name="kvcanary-replay --help", command=[*replay, "--help"], target=TARGET_HELP_SECONDS),
     ]
     for number, trace in enumerate(found):
         commands.append(
             Timed(
                 name=str(trace.resolve().relative_to(ROOT)) if trace.resolve().is_relative_to(ROOT) else str(trace),
-                command=[replay, "--report", str(folder / str(number)), str(trace)],
+                command=[*replay, "--report", str(folder / str(number)), str(trace)],
                 target=TARGET_VERDICT_SECONDS,
                 expected={0} if "clean" in trace.name else {0, 1, 125},
             )
@@ -109,7 +110,8 @@ def list_commands(found: list[Path], folder: Path) -> list[Timed]:
 def run(timed: Timed, *, counted: bool) -> bool:
     """Run a command once; False where it did not do what it should."""
     begin = time.perf_counter()
-    process = subprocess.Popen(timed.command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    process = subprocess.Popen(timed.command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     verdict = None
     for line in process.stdout or ():
         if verdict is None and line.decode(errors="replace").startswith(VERDICTS):

@@ -107,10 +107,11 @@ def _column_crc(column: pa.Array, form: ColumnForm, crc: int) -> int:
         return _values_crc(column.buffers()[1], start, start + rows, form.item_bytes, crc)
     if rows == 0:  # Arrow allows an empty column to come without its single offset
         return crc32c(bytes(form.offset_bytes), crc)
-    buffers = column.buffers()
-    offsets = np.frombuffer(buffers[1], f"<i{form.offset_bytes}", rows + 1, start * form.offset_bytes)
-    first, last = int(offsets[0]), int(offsets[-1])
-    crc = crc32c(np.ascontiguousarray(offsets - offsets[0] if first else offsets), crc)
+    buffers, width = column.buffers(), form.offset_bytes
+    stored = memoryview(buffers[1])[start * width : (start + rows + 1) * width]
+    offset_at = _OFFSET[width].unpack_from
+    (first,), (last,) = offset_at(stored, 0), offset_at(stored, rows * width)
+    crc = crc32c(np.frombuffer(stored, f"<i{width}") - first if first else stored, crc)
     if last == first:
         return crc
     if form.nested:

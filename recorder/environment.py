@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from .knobs import KNOBS, PREFIX, TRACE_KNOB
 from .run_identity import RUN_ID
-from .settings import KNOBS, PREFIX, TRACE_KNOB, RecordingSettings
+from .settings import RecordingSettings
 
 TRACE: Final = TRACE_KNOB.variable
 CONFIG: Final = PREFIX + "CONFIG"
@@ -75,7 +76,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not TOML: {error}") from None
     table = found.get("kvcanary", found)
     if not isinstance(table, dict):
-        raise ValueError(f"{path}: kvcanary is {table!r}, expected a table, [kvcanary]")  # noqa: TRY004
+        raise ValueError(f"{path}: kvcanary is {table!r}, expected a table, [kvcanary]")  # noqa: TRY004  # what is wrong is the file
     knobs = {knob.name: knob for knob in KNOBS}
     unknown = [name for name in table if name not in knobs]
     if unknown:

@@ -38,7 +38,8 @@ def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
     over = [
         path
         for paths in recordings.values()
-        if total > most_bytes and not _is_written(max(paths, key=_number))
+        # Two, since the newest has no lock yet at the moment in which it is begun.
+        if total > most_bytes and not any(map(_is_written, sorted(paths, key=_number)[-2:]))
         for path in paths
     ]
     deleted = []

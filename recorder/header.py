@@ -138,10 +138,11 @@ class Segment:
 class TraceHeader:
     """Everything a reader must know before the first event.
 
-    `run_id` is the same for all processes of one server, empty where they do not know of one another. `role` is "prefill" or "decode" where the two are engines of their own. `slot_history` "complete" promises that every
-    alloc, free, evict, hand-over to the prefix cache and request status is told. `sweep_interval`: the prefix cache is
-    walked every so many forwards of the first runner, 0 never. `tokens` is "hashed" where salted hashes stand in place of
-    token ids. `segment` is None for a trace of one file.
+    `run_id` is the same for all processes of one server, empty where they do not know of one another. `role` is
+    "prefill" or "decode" where the two are engines of their own. `slot_history` "complete" promises that every alloc, free, evict,
+    hand-over to the prefix cache and request status is told. `sweep_interval`: the prefix cache is walked every so many
+    forwards of the first runner, 0 never. `tokens` is "hashed" where salted hashes stand in place of token ids. `segment`
+    is None for a trace of one file.
     """
 
     format_major: int = FORMAT_MAJOR

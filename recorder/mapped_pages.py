@@ -14,8 +14,8 @@ _AT_LEAST_BYTES: Final = 8 << 20
 class MappedPages:
     """The pages behind a mapped buffer, given back to the system up to where reading has come.
 
-    What still looks at them reads them anew from the file; nothing becomes wrong. Where the system cannot do it, nothing
-    happens.
+    What still looks at them reads them anew from the file; nothing becomes wrong. Where the system cannot do it,
+    nothing happens.
     """
 
     def __init__(self, data: pa.Buffer) -> None:

@@ -95,8 +95,8 @@ class TraceReader:
     def stream(self) -> Iterator[TraceBatch | TraceGap]:
         """Yield every whole batch in order, and a gap wherever something is missing.
 
-        Each call starts anew. At most one batch is held; drop it before asking for the next. A file that somebody
-        cuts short meanwhile is torn from there on.
+        Each call starts anew. The batch given is not held; drop it before asking for the next. Of a large file the next
+        two are decoded meanwhile, in threads. A file that somebody cuts short meanwhile is torn from there on.
         """
         walk = Walk(
             self._data,
@@ -108,6 +108,7 @@ class TraceReader:
             self.num_batches_hint,
             self._size_now,
             self.header.first_event,
+            self._descriptor,
         )
         if self._header_damage:
             yield walk.header_gap(self._header_damage)

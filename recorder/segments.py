@@ -60,8 +60,8 @@ class SegmentSettings:
             raise ValueError("keep_folder_bytes needs segments: set segment_bytes or segment_ns too")
         if 0 < self.keep_bytes < self.segment_bytes:
             raise ValueError(
-                f"keep_bytes is {self.keep_bytes}, less than the {self.segment_bytes} of segment_bytes: not one finished "
-                "segment would fit; make segments smaller, several of which fit"
+                f"keep_bytes is {self.keep_bytes}, less than the {self.segment_bytes} of segment_bytes: not one "
+                "finished segment would fit; make segments smaller, several of which fit"
             )
 
     @property
@@ -201,7 +201,7 @@ class Segments:
         self._file = new
 
     def _write_keyframe(self) -> None:
-        """Write what a replay would hold; a fault on the way leaves a keyframe without an end, which no reader believes."""
+        """Write what a replay would hold; a fault leaves a keyframe without an end, which no reader believes."""
         try:
             for events in self._keyframe_batches():
                 self._put(events)

@@ -1,13 +1,15 @@
 """The walk over a trace's batches: every whole one is given, everything else is told as a gap."""
 
+import shlex
 from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
 from .batch import TraceBatch, TraceGap
 from .checksum import column_forms
-from .decode import DamagedBatchError, claimed_events, decode_batch
-from .framing import PREFIX_BYTES, RECORD_BATCH, Frame, FramingError, find_frames, read_frame
+from .decode import DamagedBatchError, claimed_events
+from .decode_ahead import DecodeAhead
+from .framing import PREFIX_BYTES, RECORD_BATCH, Frame, FramingError, find_frames
 
 
 class Walk:
@@ -28,11 +30,10 @@ class Walk:
         listed: int | None,
         size_now: Callable[[], int],
         first_event: int = 0,
+        descriptor: int = -1,
     ) -> None:
-        self._data = data
         self._view = view
-        self._schema = schema
-        self._forms = column_forms(schema)
+        self._decoder = DecodeAhead(data, view, schema, column_forms(schema), descriptor)
         self._position = position
         self._limit = limit
         self._size_now = size_now
@@ -48,10 +49,16 @@ class Walk:
 
     def run(self) -> Iterator[TraceBatch | TraceGap]:
         """Yield batches and gaps, to the end of the file."""
+        try:
+            yield from self._run()
+        finally:
+            self._decoder.close()
+
+    def _run(self) -> Iterator[TraceBatch | TraceGap]:
         while True:
             self._notice_a_cut()
             try:
-                frame = read_frame(self._view, self._position, self._limit)
+                frame = self._decoder.frame(self._position, self._limit)
             except FramingError as error:
                 # A file that ends right behind a batch is torn too: its end-of-stream mark is missing.
                 self._note(f"batch {self._batches}: {error}", torn=error.torn)
@@ -106,7 +113,7 @@ class Walk:
             self._note(f"{where}: a message of kind {frame.kind} stands in its place")
             return None
         try:
-            return decode_batch(self._data, self._view, frame, self._schema, self._forms)
+            return self._decoder.batch(frame, self._limit)
         except DamagedBatchError as error:
             claim = claimed_events(frame)
             says = f" (it says events {claim[0]}-{claim[0] + claim[1] - 1})" if claim and claim[1] else ""
@@ -193,7 +200,7 @@ class Walk:
             missing_events=missing,
             kind=kind,
             cause=f"{self._name}: {cause}",
-            advice=f"run kvcanary recover {self._name}" if recover else "",
+            advice=f"run kvcanary recover {shlex.quote(self._name)}" if recover else "",
         )
 
 

@@ -32,7 +32,15 @@ def run_program(command: click.Command, program: str) -> None:
     """
     _make_streams_safe()
     gc.set_threshold(_OBJECTS_WHILE_LOADING, *_COLLECTOR[1:])
-    invoke = command.invoke
+    invoke, make_context = command.invoke, command.make_context
+
+    # Options are looked at before anything runs, which may load libraries; click would end an interrupt there with 1.
+    def parsed(*args: Any, **named: Any) -> click.Context:
+        try:
+            return make_context(*args, **named)
+        except KeyboardInterrupt:
+            _say("interrupted")
+            raise SystemExit(EXIT_INTERRUPTED) from None
 
     # Around `invoke`, not `main`: click itself would end an interrupt and a broken pipe with 1.
     def guarded(context: click.Context) -> Any:
@@ -55,7 +63,8 @@ def run_program(command: click.Command, program: str) -> None:
         except Exception as error:  # noqa: BLE001  # the last resort: its message without the traceback
             raise SystemExit(_tell(program, error)) from None
 
-    command.invoke = guarded  # type: ignore[assignment, method-assign]
+    command.invoke = guarded  # type: ignore[assignment, method-assign]  # of this one object
+    command.make_context = parsed  # type: ignore[method-assign]  # as above
     command.main(prog_name=program)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
-from ..settings import KNOBS, PREFIX, TRACE_KNOB, Knob
+from ..knobs import KNOBS, PREFIX, TRACE_KNOB, Knob
 from .text import printable
 
 if TYPE_CHECKING:

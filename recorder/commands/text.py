@@ -6,3 +6,10 @@ def printable(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text
     )
+
+
+def printable_message(text: str) -> str:
+    """Return a message of several lines, such as DuckDB's, as `printable`; lines behind the first are set in, and so
+    never look like lines of a command's own.
+    """
+    return "\n  ".join(printable(line) for line in text.split("\n"))

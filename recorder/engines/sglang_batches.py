@@ -42,7 +42,7 @@ class KnownBatch:
         self.version = book.version
         requests = list(map(book.get, self.rids[:rows]))
         known = None not in requests
-        self._requests: list[KnownRequest] = requests if known else []  # type: ignore[assignment]
+        self._requests: list[KnownRequest] = requests if known else []  # type: ignore[assignment]  # no None in it
         self._prompts = list(map(_PROMPT, self._requests))
         self.outputs: list[Any] | None = list(map(_OUTPUT, self._requests)) if known else None
         self._ids: Int64Array | None = None if known else book.ids(self.rids, rows)

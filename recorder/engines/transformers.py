@@ -130,7 +130,7 @@ class Attachment:
             if session is not None:
                 session.recorder.switch_off(f"transformers adapter, {name}: {type(error).__name__}: {error}", error)
             else:
-                logger.error("kvcanary: not recording: %s: %s", type(error).__name__, error, exc_info=error)  # noqa: TRY400
+                logger.error("kvcanary: not recording: %s: %s", type(error).__name__, error, exc_info=error)  # noqa: TRY400  # with exc_info
 
     # Hooks: called with the original's arguments before it runs; what they return is called after it.
 

@@ -45,3 +45,21 @@ def test_a_cut_at_a_batch_end_is_no_whole_trace(traces):
     first, second, gap = json.loads(done.stdout)
     assert (first, second) == (0, 2)
     assert gap[:2] == ["torn", None]
+
+
+READ_AHEAD = "import kvcanary.recorder.decode_ahead as ahead; ahead.LARGE_BYTES = 0\n" + READ
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 3, 5])
+def test_a_cut_while_batches_are_decoded_ahead(traces, kept):
+    path = traces.write(batches=(40,) * 6, compression="lz4")
+    ends = [batch.end_byte for batch in traces.read(path)[0]]
+    keep = ends[kept - 1] + 100 if kept else 0
+    done = subprocess.run(
+        [sys.executable, "-c", READ_AHEAD, path, str(keep)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    *firsts, gap = json.loads(done.stdout)
+    assert firsts == [40 * n for n in range(max(kept, 1))]
+    assert gap[:2] == ["torn", None]
+    assert f"torn at byte {keep}" in gap[2]

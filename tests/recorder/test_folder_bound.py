@@ -8,7 +8,7 @@ import time
 
 import pytest
 from kvcanary.recorder import folder_bound
-from kvcanary.recorder.folder_bound import drop_the_past
+from kvcanary.recorder.folder_bound import drop_the_past, hold
 from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.recorder import Recorder
 
@@ -63,6 +63,14 @@ def test_a_recording_under_way_stays_and_counts(tmp_path):
         assert not [name for name in segments(tmp_path) if name.startswith("old")]
         live.send_signal(signal.SIGKILL)
     assert {path.name for path in drop_the_past(tmp_path, 1)} >= set(mine)  # it lost its lock with its life
+
+
+def test_a_recording_that_is_just_being_cut_stays(tmp_path):
+    leave(tmp_path, "live", 3, 900)
+    with (tmp_path / "live.000001.arrow").open("rb") as held:  # still locked, the newest not yet
+        hold(held.fileno())
+        assert drop_the_past(tmp_path, 1) == []
+    assert len(drop_the_past(tmp_path, 1)) == 3
 
 
 def test_a_crash_loop_fills_a_folder_no_further(tmp_path):

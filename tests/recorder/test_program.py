@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvcanary.recorder.commands.text import printable_message
 
 START = """
 import click, os, sys
@@ -24,6 +25,10 @@ def start(code, *arguments, **options):
 def own(body):
     """A command with this body."""
     return f"{START}\n@click.command()\ndef command():\n    {body}\n{RUN}"
+
+
+def test_messages_of_several_lines():
+    assert printable_message("first\x1b[2J\nnext    rm -rf\r") == "first\\x1b[2J\n  next    rm -rf\\r"
 
 
 def test_a_reader_that_leaves_is_no_verdict(traces):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from kvcanary.recorder.harvest import why_nothing
-from kvcanary.recorder.settings import KNOBS
+from kvcanary.recorder.knobs import KNOBS
 
 KVCANARY = [sys.executable, "-c", "from kvcanary.cli import kvcanary_main; kvcanary_main()"]
 

@@ -1,11 +1,15 @@
 """data/record.py: what it records is the same each time and judged as its README says."""
 
+import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from .documented_engine import contents, judged
 
@@ -13,19 +17,30 @@ DATA = Path(__file__).parents[2] / "data"
 TRACES = sorted(DATA.glob("*.arrow"))
 
 
-def test_a_recording_can_be_repeated(tmp_path: Path) -> None:
-    for folder in ("one", "two"):
-        command = [sys.executable, str(DATA / "record.py"), "kv_flip", "-o", str(tmp_path / folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        assert done.returncode == 0, done.stderr
-        assert "57 forwards" in done.stdout
+@pytest.fixture(scope="module")
+def here() -> Iterator[click.Command]:
+    """The script's command in this process, where the engine is imported already."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DATA))
+        yield importlib.import_module("record").main
+    for name in {"record", "driver", "faults"} - before:
+        sys.modules.pop(name, None)
+
+
+def test_a_recording_can_be_repeated(here: click.Command, tmp_path: Path) -> None:
+    command = [sys.executable, str(DATA / "record.py"), "kv_flip", "-o", str(tmp_path / "one")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "57 forwards" in done.stdout
+    again = CliRunner().invoke(here, ["kv_flip", "-o", str(tmp_path / "two")])
+    assert again.exit_code == 0, again.output
     assert contents(tmp_path / "one" / "kv_flip.arrow") == contents(tmp_path / "two" / "kv_flip.arrow")
 
 
-def test_an_unknown_scenario_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, str(DATA / "record.py"), "sunshine", "-o", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 2
+def test_an_unknown_scenario_is_refused(here: click.Command, tmp_path: Path) -> None:
+    done = CliRunner().invoke(here, ["sunshine", "-o", str(tmp_path)])
+    assert done.exit_code == 2
     assert "sunshine" in done.stderr
 
 

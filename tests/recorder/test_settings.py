@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from kvcanary.recorder.environment import VARIABLES, is_wanted, read_environment
 from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.settings import KNOBS, RecordingSettings
+from kvcanary.recorder.knobs import KNOBS
+from kvcanary.recorder.settings import RecordingSettings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "production.md"
 

@@ -1,4 +1,4 @@
-"""A trace cut at every byte."""
+"""A trace cut at any byte: by default near every edge and every few bytes between, in a fuzz run at every byte."""
 
 import os
 
@@ -9,16 +9,22 @@ from kvcanary.recorder.framing import read_footer
 from kvcanary.recorder.recovery import recover
 
 
-def test_cut_at_every_byte(traces):
+def test_cut_anywhere(traces, every_byte):
     path = traces.write(batches=(2, 1), compression="none")
     whole, _, _ = traces.read(path)
     data = path.read_bytes()
     ends = [batch.end_byte for batch in whole]
-    header_end = int(read_footer(memoryview(data)).blocks[0, 0])
+    footer = read_footer(memoryview(data))
+    header_end = int(footer.blocks[0, 0])
+    # Where a header, a batch's metadata, its body, the end mark or the footer ends, or the file's magic.
+    edges = {0, header_end, *ends, ends[-1] + 8, len(data) - 10, len(data)}
+    edges |= {int(start + metadata_bytes) for start, metadata_bytes, _ in footer.blocks}
+    sizes = {*range(0, len(data), 1 if every_byte else 17)}
+    sizes |= {size for edge in edges for size in range(edge - 9, edge + 10) if 0 <= size < len(data)}
     torn = traces.folder / "torn.arrow"
     torn.write_bytes(data)
     unreadable = salvaged = 0
-    for size in reversed(range(len(data))):
+    for size in sorted(sizes, reverse=True):
         os.truncate(torn, size)
         try:
             batches, gaps, complete = traces.read(torn)
@@ -33,7 +39,7 @@ def test_cut_at_every_byte(traces):
         assert len(batches) == sum(end <= size for end in ends)
         assert all(batch.record_batch.equals(whole[n].record_batch) for n, batch in enumerate(batches))
         salvaged += 1
-    assert unreadable == header_end and salvaged == len(data) - header_end
+    assert unreadable == sum(size < header_end for size in sizes) and salvaged == len(sizes) - unreadable
 
 
 def test_recover_cuts(traces, every_byte):
@@ -44,7 +50,7 @@ def test_recover_cuts(traces, every_byte):
     ends = [batch.end_byte for batch in whole]
     header_end = int(read_footer(memoryview(data)).blocks[0, 0])
     torn, target = traces.folder / "torn.arrow", traces.folder / "new.arrow"
-    sizes = {*range(header_end, len(data), 1 if every_byte else 101)}
+    sizes = {*range(header_end, len(data), 1 if every_byte else 307)}
     sizes |= {edge + step for edge in (header_end, *ends, ends[-1] + 8, len(data) - 9) for step in range(9)}
     for size in sorted(sizes):
         torn.write_bytes(data[:size])

@@ -29,6 +29,11 @@ def write_the_first_steps(step: int, engine: SimulatedEngine) -> None:
         engine.recorder._outbox._writer.flush()
 
 
+def write_each_step(step: int, engine: SimulatedEngine) -> None:
+    """Have the writer begin one segment after another, which it would not where it wrote all that waits at once."""
+    engine.recorder._outbox._writer.flush()
+
+
 def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = unrecorded(tmp_path)
     engine = make_engine(tmp_path / "t.arrow", **OFTEN)
@@ -46,9 +51,10 @@ def test_a_folder_that_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     (tmp_path / "traces").mkdir()
     engine = make_engine(tmp_path / "traces" / "t.arrow", segment_bytes=30_000, **OFTEN)
 
-    def remove(step: int, _: Any) -> None:
+    def remove(step: int, engine: SimulatedEngine) -> None:
         if step == 10:
             shutil.rmtree(tmp_path / "traces")
+        write_each_step(step, engine)
 
     assert serve(engine, remove) == expected
     engine.close()
@@ -62,11 +68,12 @@ def test_a_folder_that_may_no_longer_be_written(tmp_path: Path, caplog: pytest.L
     engine = make_engine(folder / "t.arrow", segment_bytes=30_000, **OFTEN)
     root = os.geteuid() == 0
 
-    def close_it(step: int, _: Any) -> None:
+    def close_it(step: int, engine: SimulatedEngine) -> None:
         if step == 10:
             folder.chmod(0o500)
             if root:  # root may write anywhere
                 os.seteuid(65534)
+        write_each_step(step, engine)
 
     try:
         assert serve(engine, close_it) == expected
