@@ -32,7 +32,9 @@ types: $(VENV)/.tests
 layers: $(VENV)/.tests
 	$(BIN)/lint-imports --no-cache
 
+# Compiled loops first, each once: pytest's workers would each compile the same ones, at the same time.
 unit: $(VENV)/.tests
+	$(BIN)/python tests/compile_loops.py
 	$(BIN)/pytest -n auto --dist worksteal
 
 # The long runs: every kernel against the published canary, 20,000 cases each; a flipped bit in every byte of a trace;
@@ -40,7 +42,7 @@ unit: $(VENV)/.tests
 # 240 random simulated engines, which must all replay clean; every fault of the lab against its clean run.
 fuzz: $(VENV)/.tests
 	$(BIN)/pytest tests/kernels tests/recorder/test_damage.py tests/recorder/test_torn.py --conformance-cases $(FUZZ_CASES) --timeout 7200
-	$(BIN)/pytest tests/replayer/test_published_sim.py tests/replayer/test_published_pair.py tests/replayer/test_published_lab.py --conformance-cases $(FUZZ_CASES) --timeout 7200
+	$(BIN)/pytest tests/replayer/test_published_sim.py tests/replayer/test_published_pair.py tests/replayer/test_published_lab.py tests/replayer/test_against_published.py --conformance-cases $(FUZZ_CASES) --timeout 7200
 	$(BIN)/pytest tests/recorder/simulated/test_clean_runs.py --conformance-cases 3000 --timeout 7200
 	$(BIN)/pytest tests/analysis/diff --conformance-cases 1000 --timeout 7200
 

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final
 
-import click
+try:
+    import click
 
-from .recorder.commands.program import run_program
+    from .recorder.commands.program import run_program
+except KeyboardInterrupt:  # before anything is there that could say more
+    raise SystemExit(130) from None
 
 # command: (module below this package, name of the click command in it, the line that --help shows)
 _COMMANDS: Final = {

@@ -1,6 +1,7 @@
 """`report.duckdb`: the library's base as tables, its views and macros, in one file that any DuckDB client opens."""
 
 import contextlib
+import shlex
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +31,8 @@ def build_store(source: Source) -> Path:
     """
     if source.report is None:
         raise AnalysisError(
-            f"{source.trace}: no report beside it to hold {STORE_NAME}; run kvcanary-replay {source.trace}"
+            f"{source.trace}: no report beside it to hold {STORE_NAME}; run kvcanary-replay "
+            f"{shlex.quote(str(source.trace))}"
         )
     if source.trace is None:
         raise AnalysisError(f"{source.problem}; name the place that it has moved to with --trace")

@@ -11,6 +11,8 @@ if not Path("/dev/nvidiactl").exists():
 import pytest
 from hypothesis import HealthCheck, settings
 
+from .quick_interpreter import quicken_interpreter
+
 NORMAL_CASES = 500
 
 
@@ -43,6 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("kvcanary")
+
+
+def pytest_runtest_setup() -> None:
+    quicken_interpreter()
 
 
 @pytest.fixture(scope="session")

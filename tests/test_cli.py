@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -48,6 +49,41 @@ def test_each_program_says_its_version(program: str, entry: str) -> None:
     code = f"import sys; sys.argv = ['x', '--version']; from kvcanary.cli import {entry}; {entry}()"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said == f"{program}, version {version('kvcanary')}\n"
+
+
+def test_the_package_runs_as_a_module_from_any_folder(tmp_path: Path) -> None:
+    for arguments, expected in (
+        (["--help"], "Usage: kvcanary [OPTIONS]"),
+        (["replay", "-h"], "Usage: kvcanary replay"),
+    ):
+        command = [sys.executable, "-P", "-m", "kvcanary", *arguments]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+        assert said.startswith(expected)
+
+
+def test_an_interrupt_while_options_are_read_is_no_verdict() -> None:
+    code = (
+        "import sys; sys.argv = ['x', 'trace.arrow']; from kvcanary.cli import replay_main; "
+        "import kvcanary.replayer.commands.replay as replay\n"
+        "def interrupted(name): raise KeyboardInterrupt\n"
+        "replay._device_name = interrupted; replay_main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("name", ["click", "rich"])
+def test_an_interrupt_while_the_program_loads_leaves_no_traceback(name: str) -> None:
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        " def find_spec(self, found, *_):\n"
+        f"  if found == {name!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.argv = ['x', 'trace.arrow']; from kvcanary.cli import replay_main; replay_main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and "Traceback" not in done.stderr
 
 
 def test_every_command_has_help_with_an_example() -> None:

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from kvcanary.analysis.page import finishing
 from kvcanary.cli import main
+from kvcanary.recorder.batch import TraceGap
+from kvcanary.recorder.reader import TraceReader
+from kvcanary.replayer.replay import ReplaySettings, replay
 
 from .recorder.segmented import cut
 
@@ -44,6 +48,22 @@ def test_recovered_traces_can_be_pasted(odd: Path) -> None:
     assert pasted(run("inspect", odd, code=125).output) == ["kvcanary-replay", str(odd)]  # whole, with a loss
     recovered.unlink()
     assert pasted(run("inspect", odd, code=125).output) == ["kvcanary", "recover", str(odd)]
+
+
+def test_advice_within_messages_can_be_pasted(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Path(shutil.copy(DATA / "kv_flip.arrow", odd))
+    report = odd / "kv_flip.report"
+    report.mkdir()
+    summary = replay(trace, settings=ReplaySettings(), report=report)
+    monkeypatch.setattr(finishing, "MAX_TOKENS_AT_ONCE", 1)
+    assert f"kvcanary page {shlex.quote(str(report))} makes it" in finishing.add_page(summary, wanted=True)
+    shutil.rmtree(report)
+    assert f"run kvcanary-replay {shlex.quote(str(trace))}" in run("sql", trace, "--save", code=2).stderr
+    torn = odd / f"{ODD}.arrow"
+    torn.write_bytes(trace.read_bytes()[:40_000])
+    with TraceReader(torn) as reader:
+        (gap,) = [item for item in reader.stream() if isinstance(item, TraceGap)]
+    assert gap.advice == f"run kvcanary recover {shlex.quote(torn.name)}"
 
 
 def test_simulated_and_compared_traces_can_be_pasted(odd: Path) -> None:

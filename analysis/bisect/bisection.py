@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..errors import AnalysisError
 from .cache import VerdictCache
-from .criteria import REFERENCE, Criterion
+from .criteria import REFERENCE, SQL, Criterion
 from .log import BisectLog
 from .outcome import Judgement, Outcome, decided, vote
 from .search import Search, search
@@ -141,7 +141,7 @@ def bisect_run(
     reproduce = ""
     if done.bad >= 0:
         version, trace = versions[done.bad], Path(str(dict(done.judged)[done.bad].seen.get("trace", "")))
-        reproduce = _record_again(command, version)
+        reproduce = _record_again(command, version, criterion)
         if command.keep is not None and command.keep in trace.parents:  # a run that is gone on with may have kept none
             several = len(list(trace.parent.glob("*.arrow"))) > 1
             reproduce = _look(criterion, trace, trace.parent if several else trace)
@@ -151,17 +151,30 @@ def bisect_run(
 def _look(criterion: Criterion, trace: Path, replayed: Path) -> str:
     """Return the command that shows the fault in a trace; `replayed` is the trace, or its folder."""
     if criterion.kind == REFERENCE:
-        words = [] if criterion.kv else ["--no-kv"]
-        if criterion.kv and criterion.kv_tolerance is not None:
-            words = ["--kv-tolerance", str(criterion.kv_tolerance)]
-        return shlex.join(["kvcanary", "diff", *words, criterion.value, str(trace)])
-    return shlex.join(["kvcanary-replay", str(replayed)])
+        return f"{_diff(criterion)} {shlex.quote(str(trace))}"
+    replay = shlex.join(["kvcanary-replay", str(replayed)])
+    if criterion.kind == SQL:  # asked of the report, which that replay writes beside the trace
+        return f"{replay}; {shlex.join(['kvcanary', 'sql', str(trace.with_suffix('.report')), criterion.value])}"
+    return replay
 
 
-def _record_again(command: Command, version: str) -> str:
+def _record_again(command: Command, version: str, criterion: Criterion) -> str:
     """Return the command that records and shows the fault here."""
     words = shlex.join(command.filled(version, Path()))
-    return f"{VERSION_VARIABLE}={shlex.quote(version)} {FOLDER_VARIABLE}=. {words} && kvcanary-replay *.arrow"
+    look = "kvcanary-replay *.arrow"
+    if criterion.kind == REFERENCE:
+        look = f'for trace in *.arrow; do {_diff(criterion)} "$trace"; done'
+    elif criterion.kind == SQL:
+        look = f"{{ {look}; kvcanary sql *.report {shlex.quote(criterion.value)}; }}"
+    return f"{VERSION_VARIABLE}={shlex.quote(version)} {FOLDER_VARIABLE}=. {words} && {look}"
+
+
+def _diff(criterion: Criterion) -> str:
+    """Return the command that compares with the reference, but for the other trace."""
+    words = [] if criterion.kv else ["--no-kv"]
+    if criterion.kv and criterion.kv_tolerance is not None:
+        words = ["--kv-tolerance", str(criterion.kv_tolerance)]
+    return shlex.join(["kvcanary", "diff", *words, criterion.value])
 
 
 def make_criterion(

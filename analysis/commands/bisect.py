@@ -211,7 +211,7 @@ def run_command(
 def _finish(
     bisect: Callable[[Criterion, Callable[[str, Judgement], None]], Bisection], options: dict[str, Any]
 ) -> None:
-    from ...recorder.commands.text import printable
+    from ...recorder.commands.text import printable, printable_message
     from ..bisect.bisection import make_criterion
     from ..errors import AnalysisError
 
@@ -233,7 +233,7 @@ def _finish(
         criterion.check()
         found = bisect(criterion, tell)
     except AnalysisError as error:
-        click.echo("\n".join(printable(line) for line in f"Error: {error}".splitlines()), err=True)
+        click.echo(printable_message(f"Error: {error}"), err=True)
         sys.exit(EXIT_FAILED)
     if as_json:
         import json

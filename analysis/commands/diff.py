@@ -94,7 +94,7 @@ def diff_command(
     Requests are aligned by id or prompt, positions by request, slots by what they hold: another allocation order,
     other chunks and other batches are no difference. Says for each request, and overall, where the traces part first.
     """
-    from ...recorder.commands.text import printable
+    from ...recorder.commands.text import printable, printable_message
     from ..diff.compare import diff_traces
     from ..diff.settings import DiffSettings, NotComparableError
     from ..errors import AnalysisError
@@ -127,7 +127,7 @@ def diff_command(
             click.echo(json.dumps({"verdict": verdict, "exit_code": code, "error": str(error)}, indent=2))
         else:
             prefix = "not comparable" if code == EXIT_NOT_COMPARABLE else "Error"
-            click.echo(printable(f"{prefix}: {error}"), err=True)
+            click.echo(printable_message(f"{prefix}: {error}"), err=True)
         sys.exit(code)
     if as_json:
         import json

@@ -52,7 +52,7 @@ def expand_command(report: Path, output: Path | None, trace: Path | None, as_jso
     again, row for row and in the order in which the launches found them, for tools that count rows. The trace is read
     once; of a report of a stepwise replay the rows are copied as they are.
     """
-    from ...recorder.commands.text import printable
+    from ...recorder.commands.text import printable, printable_message
     from ...recorder.errors import TraceError
     from ...replayer.merged.expansion import ExpansionError
     from ..errors import AnalysisError
@@ -62,10 +62,11 @@ def expand_command(report: Path, output: Path | None, trace: Path | None, as_jso
         [source] = find_sources([report], trace=trace)
         folder = _with_trace(source, report)
         target = output or folder / OUTPUT_NAME
+        _spare([folder / "violations.parquet", *source.files], target)
         expected = (source.summary or {}).get("violations")
         told = _write(folder, source.files, target, expected if isinstance(expected, int) else None)
     except (AnalysisError, ExpansionError, TraceError) as error:
-        click.echo(f"Error: {printable(str(error))}", err=True)
+        click.echo(f"Error: {printable_message(str(error))}", err=True)
         sys.exit(EXIT_FAILED)
     if as_json:
         click.echo(json.dumps({"report": str(report), "output": str(target), **told}))
@@ -82,6 +83,14 @@ def _with_trace(source: Source, named: Path) -> Path:
     if source.trace is None:
         raise AnalysisError(f"{source.problem}; name the place that it has moved to with --trace")
     return source.report
+
+
+def _spare(made_of: list[Path], target: Path) -> None:
+    """Raise `AnalysisError` where the output would take the place of what it is made of."""
+    from ..errors import AnalysisError
+
+    if target.exists() and any(path.exists() and path.samefile(target) for path in made_of):
+        raise AnalysisError(f"{target}: the rows are made of this file; name another with -o")
 
 
 def _write(report: Path, traces: tuple[Path, ...], target: Path, total: int | None) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
     REPORT is the folder that kvcanary-replay wrote. The incidents are found anew and written into it, as
     incidents.parquet and incident_members.parquet. Without the trace the kinds are less certain.
     """
-    from ...recorder.commands.text import printable
+    from ...recorder.commands.text import printable, printable_message
     from ..errors import AnalysisError
     from ..incidents.finding import find_incidents, write_incidents
     from ..sources import read_summary
@@ -53,7 +53,7 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
         _write(lambda: write_incidents(report, found))
         rows = _chosen(found.rows, explain)
     except AnalysisError as error:
-        click.echo(f"Error: {printable(str(error))}", err=True)
+        click.echo(f"Error: {printable_message(str(error))}", err=True)
         sys.exit(EXIT_FAILED)
     if not traces:
         click.echo(
@@ -99,13 +99,13 @@ def _traces(report: Path, moved_to: Path | None, summary: dict[str, Any]) -> lis
 
 def _write(write: Any) -> None:
     """Write the tables; a report that may only be read is shown all the same."""
-    from ...recorder.commands.text import printable
+    from ...recorder.commands.text import printable_message
     from ..errors import AnalysisError
 
     try:
         write()
     except AnalysisError as error:
-        click.echo(printable(f"note: {error}"), err=True)
+        click.echo(printable_message(f"note: {error}"), err=True)
 
 
 def _chosen(rows: list[dict[str, Any]], number: int | None) -> list[dict[str, Any]]:

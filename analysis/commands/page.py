@@ -41,7 +41,7 @@ def page_command(report: Path, output: Path | None, show: bool, trace: Path | No
     Verdict and incidents, a timeline, a map of the damaged slots, the lives of requests, chains, and behind every
     number the SQL that made it. Below 5 MB however large the trace. It may hold tokens: only you can read the file.
     """
-    from ...recorder.commands.text import printable
+    from ...recorder.commands.text import printable, printable_message
     from ..errors import AnalysisError
     from ..page.build import build_page
     from ..sources import find_sources, read_summary
@@ -51,7 +51,7 @@ def page_command(report: Path, output: Path | None, show: bool, trace: Path | No
         [source] = find_sources([report], trace=trace)
         path = build_page(source, output)
     except AnalysisError as error:
-        click.echo(f"Error: {printable(str(error))}", err=True)
+        click.echo(f"Error: {printable_message(str(error))}", err=True)
         sys.exit(EXIT_FAILED)
     if as_json:
         import json

@@ -64,7 +64,7 @@ def sql_command(
     Nothing is imported: DuckDB reads the files where they lie. A report beside a trace (trace.report beside
     trace.arrow) goes with it. Without a query a prompt opens, or SQL is read from a pipe.
     """
-    from ...recorder.commands.text import printable
+    from ...recorder.commands.text import printable_message
     from ..errors import AnalysisError
 
     paths, query = _split(arguments)
@@ -75,8 +75,7 @@ def sql_command(
     try:
         _run(paths, query, script, output, form, rows, trace, save, live)
     except AnalysisError as error:
-        text = "\n".join(printable(line) for line in str(error).splitlines())
-        click.echo(f"Error: {text}", err=True)
+        click.echo(f"Error: {printable_message(str(error))}", err=True)
         sys.exit(EXIT_FAILED)
 
 

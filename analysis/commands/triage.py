@@ -44,7 +44,7 @@ def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bo
     REPORT is the folder that kvcanary-replay wrote. The first call writes report.duckdb into it, which answers from
     then on and opens with any DuckDB client.
     """
-    from ...recorder.commands.text import printable
+    from ...recorder.commands.text import printable_message
     from ..errors import AnalysisError
     from ..sources import find_sources, read_summary
     from ..triage import triage
@@ -55,7 +55,7 @@ def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bo
         with _session(source) as session:
             found = triage(session)
     except AnalysisError as error:
-        click.echo(f"Error: {printable(str(error))}", err=True)
+        click.echo(f"Error: {printable_message(str(error))}", err=True)
         sys.exit(EXIT_FAILED)
     if as_json:
         import json

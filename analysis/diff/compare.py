@@ -138,6 +138,8 @@ def _join(
     unfinished = find_endings(connection, whole=whole, late=late, hand_over=plan.hand_over)
     timing = find_timing(connection, lanes[0].modes, lanes[1].modes, hand_over=plan.hand_over)
     notes = list(plan.notes)
+    if pairing.absent:
+        notes.append(f"--requests: neither trace has a request {', '.join(pairing.absent)}")
     if unfinished:
         notes.append(f"{unfinished:,} requests had not ended in one of the traces: compared as far as both go")
     for name, lane in zip("AB", lanes, strict=True):

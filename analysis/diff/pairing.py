@@ -49,12 +49,16 @@ MISSING_LABEL: Final = "(label in ({names}) or request_id::varchar in ({names}))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """How requests were aligned, how many there are on each side, and how many pairs."""
+    """How requests were aligned, how many there are on each side, and how many pairs; of those asked for, if any were.
+
+    `absent` are the names and ids asked for that neither trace has.
+    """
 
     by: str
     a_requests: int
     b_requests: int
     pairs: int
+    absent: tuple[str, ...] = ()
 
 
 def pair_requests(connection: Any, settings: DiffSettings, *, hand_over: bool) -> Pairing:
@@ -66,7 +70,7 @@ def pair_requests(connection: Any, settings: DiffSettings, *, hand_over: bool) -
     """
     for side in ("a", "b"):
         connection.execute(_KNOWN.format(s=side))
-    totals = [connection.execute(f"select count(*) from {side}_known").fetchone()[0] for side in ("a", "b")]
+    totals = _totals(connection)
     keys = {"id": _BY_ROOM if hand_over else _BY_ID, "prompt": _BY_PROMPT}
     by = settings.align
     if by == "auto":
@@ -81,11 +85,22 @@ def pair_requests(connection: Any, settings: DiffSettings, *, hand_over: bool) -
             f"no request in common: A has {totals[0]:,}, B has {totals[1]:,}, and none has the same "
             f"{'id or prompt' if settings.align == 'auto' else by}; record the same prompts, or try another --align"
         )
+    absent: tuple[str, ...] = ()
     if settings.requests:
-        found = _narrow(connection, settings.requests)
+        absent = _narrow(connection, settings.requests)
+        found = int(connection.execute("select count(*) from pairs").fetchone()[0])
+        totals = _totals(connection)
     return Pairing(
-        by="room" if hand_over and by == "id" else by, a_requests=totals[0], b_requests=totals[1], pairs=found
+        by="room" if hand_over and by == "id" else by,
+        a_requests=totals[0],
+        b_requests=totals[1],
+        pairs=found,
+        absent=absent,
     )
+
+
+def _totals(connection: Any) -> list[int]:
+    return [int(connection.execute(f"select count(*) from {side}_known").fetchone()[0]) for side in ("a", "b")]
 
 
 def _count(connection: Any, key: str) -> int:
@@ -100,17 +115,20 @@ def _same_prompts(connection: Any) -> bool:
     return bool(4 * same >= 3 * known)
 
 
-def _narrow(connection: Any, requests: tuple[str, ...]) -> int:
+def _narrow(connection: Any, requests: tuple[str, ...]) -> tuple[str, ...]:
+    """Leave only what was asked for, and return what of it neither trace has."""
     names = ", ".join(quoted(name) for name in requests)
+    where = MISSING_LABEL.format(names=names)
+    known = " union all ".join(f"select label, request_id from {side}_known where {where}" for side in ("a", "b"))
+    there = {text for row in connection.execute(known).fetchall() for text in (row[0], str(row[1]))}
+    absent = tuple(name for name in requests if name not in there)
+    if len(absent) == len(requests):
+        raise AnalysisError(f"--requests: neither trace has a request {', '.join(requests)}")
     connection.execute(
         f"delete from pairs where not (a_label in ({names}) or b_label in ({names}) or a_id::varchar in ({names}) or "
         f"b_id::varchar in ({names}))"
     )
     for side in ("a", "b"):
         other = f"select {side}_id from pairs"
-        where = MISSING_LABEL.format(names=names)
         connection.execute(f"delete from {side}_known where not ({where} or request_id in ({other}))")
-    left = connection.execute("select (select count(*) from a_known) + (select count(*) from b_known)").fetchone()[0]
-    if not left:
-        raise AnalysisError(f"--requests: neither trace has a request {', '.join(requests)}")
-    return int(connection.execute("select count(*) from pairs").fetchone()[0])
+    return absent

@@ -1,6 +1,7 @@
 """Writes a report's page."""
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -31,7 +32,9 @@ def build_page(source: Source, target: Path | None = None) -> Path:
         AnalysisError: there is no report, it cannot be read, or the page cannot be written.
     """
     if source.report is None:
-        raise AnalysisError(f"{source.trace}: no report beside it; run kvcanary-replay {source.trace}")
+        raise AnalysisError(
+            f"{source.trace}: no report beside it; run kvcanary-replay {shlex.quote(str(source.trace))}"
+        )
     path = target or source.report / PAGE_NAME
     if not path.parent.is_dir():
         raise AnalysisError(f"{path.parent}: no such folder; make it, or name another place with -o")

@@ -56,12 +56,19 @@ def unknown(ask: Ask, limits: Limits) -> dict[str, Any]:
     rows = ask.records("select * from lost order by trace")
     return {
         "whole": all(is_whole(row) for row in rows),
-        "words": [plain(lost_line(row)) for row in rows],
+        "words": [*(plain(lost_line(row)) for row in rows), *_spread(ask)],
         "losses": ask.number("select count(*) from losses"),
         "lost_events": ask.number("select coalesce(sum(lost_events), 0)::bigint from losses"),
         "gaps": ask.number("select count(*) from gaps"),
         "places": ask.table(page_sql("timeline_lost", {"limit": limits.rows})),
     }
+
+
+def _spread(ask: Ask) -> list[str]:
+    """Say where single forwards of merged rows are a guess, as in the view violation_forwards."""
+    query = "select count(*) as n from violations join traces using (trace) where num_forwards > 1 and not present"
+    merged = ask.records(query)[0]["n"]
+    return [f"in which forwards {merged:,} lasting violations were found: shown spread evenly"] if merged else []
 
 
 def _part(summary: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What comes after a corrupt replay: its page."""
 
+import shlex
 from pathlib import Path
 from typing import Final
 
@@ -21,12 +22,13 @@ def add_page(summary: Summary, *, wanted: bool) -> str:
     if summary.report is None:
         return ""
     report = Path(summary.report)
+    again = f"kvcanary page {shlex.quote(summary.report)}"
     try:
         (report / PAGE_NAME).unlink(missing_ok=True)
         if not wanted or not (summary.violations or summary.findings):
             return ""
         if summary.tokens > MAX_TOKENS_AT_ONCE:
-            return f"no {PAGE_NAME} yet: {summary.tokens:,} tokens take a while; kvcanary page {report} makes it"
+            return f"no {PAGE_NAME} yet: {summary.tokens:,} tokens take a while; {again} makes it"
         # loaded when there is a page to make: DuckDB takes its time
         from ..sources import find_sources
         from .build import build_page
@@ -36,7 +38,8 @@ def add_page(summary: Summary, *, wanted: bool) -> str:
     except NoPlotLibraryError as error:
         return f"no {PAGE_NAME}: {error}"
     except (AnalysisError, OSError) as error:
-        return f"no {PAGE_NAME}: {error}; kvcanary page {report} tries again"
+        first = (str(error).splitlines() or [""])[0]  # of DuckDB's several
+        return f"no {PAGE_NAME}: {first}; {again} tries again"
     except KeyboardInterrupt:  # the verdict stands
-        return f"no {PAGE_NAME}: interrupted; kvcanary page {report} makes it"
+        return f"no {PAGE_NAME}: interrupted; {again} makes it"
     return ""

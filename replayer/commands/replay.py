@@ -219,9 +219,11 @@ def _results(
     plan: Plan, task: GroupTask, jobs: int | None, devices: tuple[str, ...], err: Console, *, quiet: bool
 ) -> Iterator[tuple[list[Job], GroupResult]]:
     """Yield what comes of each group, here or in worker processes, with progress on a terminal."""
+    from contextlib import nullcontext
     from dataclasses import replace
 
     from ..parallel.pool import default_jobs, replay_in_workers
+    from .notices import notices_shown
 
     paying = default_jobs(plan) if task.settings.device == "cpu" else 1
     workers = min(jobs or len(devices) or paying, len(plan.groups))
@@ -229,7 +231,8 @@ def _results(
     if workers < 2:
         if devices:
             task = replace(task, settings=replace(task.settings, device=devices[0]))
-        yield from _results_here(plan, task, err, shown=shown)
+        with nullcontext() if quiet else notices_shown(err):
+            yield from _results_here(plan, task, err, shown=shown)
     elif not shown:
         yield from replay_in_workers(plan, task, lambda _: None, jobs=workers, devices=devices)
     else:
@@ -289,7 +292,7 @@ def _device_names(devices: str | None) -> tuple[str, ...]:
         return ()
     from ..device.cuda import is_device_name
 
-    names = tuple(devices.split(","))
+    names = tuple(name.strip() for name in devices.split(","))
     for name in names:
         if not is_device_name(name):
             raise click.UsageError(f"--devices: {name!r} is no device; expected cpu, cuda or cuda:N, joined by commas")

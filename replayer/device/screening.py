@@ -5,14 +5,13 @@ is left to that code to say, and nothing here words an error. All of a batch is 
 columns.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ...recorder.batch import EventView, TraceBatch
+from ...recorder.batch import TraceBatch
 from ...recorder.header import TraceHeader
 from ...recorder.host_arrays import ragged_index
 from ...recorder.machine.forward import MAX_PREFIX, UnusableEventError
@@ -198,10 +197,9 @@ def _added(values: Int64Array, lens: Int64Array) -> Int64Array:
 def _unreadable(batch: TraceBatch, header: TraceHeader, asked: BoolArray) -> BoolArray:
     """Say which of the events `asked` for the history checks cannot read, `[events] bool`."""
     found = np.zeros(batch.num_events, np.bool_)
-    read: Callable[[EventView], object] = lambda view: read_known_event(view, header.groups)  # noqa: E731
     for index in np.flatnonzero(asked).tolist():
         try:
-            read(batch.event(index))
+            read_known_event(batch.event(index), header.groups)
         except UnusableEventError:
             found[index] = True
     return found

@@ -76,8 +76,8 @@ class Probe:
                 self._look_at_cache()
             sweep()
 
-        engine.runner.run = run_watched  # type: ignore[method-assign]
-        engine.sweeper.sweep = sweep_watched  # type: ignore[method-assign]
+        engine.runner.run = run_watched  # type: ignore[method-assign]  # of this one engine
+        engine.sweeper.sweep = sweep_watched  # type: ignore[method-assign]  # of this one engine
 
     def note(self, kind: str, *, request: Request | None, position: int = -1, slot: int = -1, group: int = -1) -> None:
         """Take an effect; the first one stays."""

@@ -70,7 +70,7 @@ class Row:
 
 
 _TYPES: Final = {str: pa.utf8(), int: pa.int64(), bool: pa.bool_(), float: pa.float64(), int | None: pa.int64()}
-SCHEMA: Final = pa.schema([(item.name, _TYPES[item.type]) for item in fields(Row)])  # type: ignore[index]
+SCHEMA: Final = pa.schema([(item.name, _TYPES[item.type]) for item in fields(Row)])  # type: ignore[index]  # all types
 
 
 @cache

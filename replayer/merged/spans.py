@@ -18,7 +18,7 @@ class Spans:
     _GROW: Final = 1 << 20
 
     def __init__(self, folder: Path) -> None:
-        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # `close` gives it back
         self._values: Int64Array = np.zeros((0, 2), np.int64)
         self.any = False
 

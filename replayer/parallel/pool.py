@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
@@ -83,10 +85,22 @@ class _Worker:
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may never wake
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=work, args=(theirs, threads), daemon=True)
-        self.process.start()
+        with _interrupts_held():
+            self.process.start()
         theirs.close()
         self.device = device
         self.group: int | None = None
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Start processes that never get Ctrl-C, which a terminal sends to them too: loading, they would end in tracebacks."""
+    resource_tracker.ensure_running()  # started with the first process, it would let interrupts through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Pool:

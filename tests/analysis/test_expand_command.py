@@ -53,6 +53,15 @@ def test_it_writes_the_rows_of_a_stepwise_replay(reports, tmp_path):
     assert rows(tmp_path / "r.parquet") == rows(made)
 
 
+def test_what_it_reads_is_not_overwritten(reports, tmp_path):
+    _, merged = reports
+    for path in (merged / "violations.parquet", tmp_path / "t.arrow"):
+        before = path.read_bytes()
+        result = run(merged, "-o", path)
+        assert (result.exit_code, "name another with -o" in result.stderr) == (2, True)
+        assert path.read_bytes() == before
+
+
 def test_of_a_stepwise_report_the_rows_are_copied(reports, tmp_path):
     stepwise, _ = reports
     assert run(stepwise, "-o", tmp_path / "r.parquet").exit_code == 0

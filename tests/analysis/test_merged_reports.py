@@ -1,6 +1,7 @@
 """A report whose lasting violations are one row each says the same, wherever it is asked, as the report with all rows."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -120,3 +121,16 @@ def test_without_the_trace(both, tmp_path):
             assert not ask(session, "select present from traces")[0]["present"]
             found.append([ask(session, query) for query in queries])
     assert found[1] == found[0]
+
+
+def test_a_page_says_where_forwards_are_a_guess(both, tmp_path):
+    _, merged = both
+    alone = tmp_path / "alone.report"
+    shutil.copytree(merged, alone, ignore=shutil.ignore_patterns("report.duckdb"))
+    summary = json.loads((alone / "summary.json").read_text())
+    (alone / "summary.json").write_text(json.dumps(summary | {"trace": "/nowhere/t.arrow"}))
+    for report, guessed in ((merged, False), (alone, True)):
+        [source] = find_sources([report])
+        with opened(report) as session:
+            words = page_content(session, source, Limits())["unknown"]["words"]
+        assert any("shown spread evenly" in said for said in words) == guessed

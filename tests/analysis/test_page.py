@@ -12,6 +12,9 @@ from importlib.resources import files
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
+from kvcanary.analysis.commands.page import page_command
+from kvcanary.analysis.errors import SqlError
 from kvcanary.analysis.page import build, finishing
 from kvcanary.analysis.page.ask import Limits, plain
 from kvcanary.analysis.page.build import MAX_BYTES, bounded_page, build_page
@@ -304,6 +307,15 @@ def test_without_its_trace_the_page_shows_what_the_report_has(report, monkeypatc
     assert data["unknown"]["words"] == ["the trace is not at hand"]
     [window] = data["subjects"]["shown"][0]["chains"]
     assert rows(window["rows"])[0]["writer_request"] == "shared-b"
+
+
+def test_a_message_of_several_lines_is_shown_as_such(report, monkeypatch):
+    def refuse(*_):
+        raise SqlError("Out of Memory Error: no room\nPossible solutions: none")
+
+    monkeypatch.setattr(build, "build_page", refuse)
+    done = CliRunner().invoke(page_command, [str(report("kv_flip"))])
+    assert (done.exit_code, done.stderr) == (2, "Error: Out of Memory Error: no room\n  Possible solutions: none\n")
 
 
 def test_the_command(report):

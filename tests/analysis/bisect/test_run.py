@@ -80,6 +80,23 @@ def test_each_version_is_recorded_and_judged_once(engine):
     assert [line["version"] for line in log[1:]] == engine.ran
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "look"),
+    [
+        (
+            "--sql",
+            "select count(*) > 0 from violations",
+            "{ kvcanary-replay *.arrow; kvcanary sql *.report 'select count(*) > 0 from violations'; }",
+        ),
+        ("--reference", str(DATA / "clean_llama.arrow"), 'do kvcanary diff REFERENCE "$trace"; done'),
+    ],
+)
+def test_what_was_not_kept_is_recorded_again_and_asked_the_same(option, value, look, engine):
+    found = engine.bisect(option, value, code=0)
+    assert found["first_bad"] == "v5"
+    assert found["reproduce"].endswith(look.replace("REFERENCE", value))
+
+
 def test_what_fails_is_skipped(engine):
     engine.do(v4="skip", v3="fail", v5="nothing")
     found = engine.bisect(code=125)

@@ -1,6 +1,8 @@
 """Bisecting saved traces: order, criteria, votes, skips, cache, and what is said in the end."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -110,6 +112,10 @@ def test_what_counts_as_bad_is_for_the_user_to_say(options, kinds, first_bad, wo
     assert words in found["evidence"]["words"]
     assert found["reproduce"].startswith("kvcanary diff " if "--reference" in options else "kvcanary-replay ")
     assert ("--no-kv" in found["reproduce"]) == ("--no-kv" in options)
+    if "--sql" in options:  # asked of the report that the replay before it writes
+        trace = found["reproduce"].split(";")[0].split()[1]
+        words = ["kvcanary", "sql", str(Path(trace).with_suffix(".report")), options[1]]
+        assert found["reproduce"] == f"kvcanary-replay {trace}; {shlex.join(words)}"
 
 
 def test_several_traces_of_a_version_vote(bisect, tmp_path):

@@ -58,6 +58,15 @@ def test_what_counts(words, code):
     run(*words, GOOD, BAD, code=code)
 
 
+def test_only_the_requests_asked_for_are_counted():
+    said = run("--requests", "long,short,nobody", GOOD, BAD, code=1)
+    assert "aligned by id: 2 requests of 2 and 2" in said
+    assert "DIFFERENT   1 of 2 requests   table 1" in said
+    assert "note  --requests: neither trace has a request nobody" in said
+    found = json.loads(run("--json", "--requests", "short", GOOD, BAD, code=0))
+    assert (found["align"]["a_requests"], found["align"]["pairs"]) == (1, 1)
+
+
 def test_a_torn_trace_is_no_clean_bill(tmp_path):
     torn = tmp_path / "torn.arrow"
     torn.write_bytes(GOOD.read_bytes()[: GOOD.stat().st_size * 2 // 3])

@@ -1,0 +1,46 @@
+"""Compile every loop of kernels/ into numba's cache on disk, on two cores, before tests run: `python tests/compile_loops.py`.
+
+In a fresh clone each of pytest's workers would compile the same loops at the same time. With a warm cache this takes no
+time worth naming; a loop that it does not find is compiled by the first test that needs it.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from kvcanary import kernels
+from kvcanary.kernels.dispatch import select
+
+# One takes as long as all the others together.
+LONGEST = "kvcanary.kernels.lane"
+
+
+def loops_of(name: str) -> list[Callable[..., Any]]:
+    """Return the loops that a module holds: what is passed to `select` is named so."""
+    module = importlib.import_module(name)
+    found = [value for key, value in vars(module).items() if key.endswith("_loops") and inspect.isfunction(value)]
+    return [loops for loops in found if loops.__module__ == name]
+
+
+def compile_module(name: str) -> int:
+    """Compile a module's loops, and return how many there are."""
+    return len([select(loops, "cpu") for loops in loops_of(name)])
+
+
+def main() -> None:
+    # The kernels for a GPU are Triton's to compile.
+    modules = [m.name for m in pkgutil.walk_packages(kernels.__path__, "kvcanary.kernels.") if ".gpu" not in m.name]
+    modules.sort(key=lambda name: not name.startswith(LONGEST))
+    with ProcessPoolExecutor(2) as processes:
+        count = sum(processes.map(compile_module, modules))
+    if not count:
+        sys.exit("no loops found in kernels/: is kvcanary installed from here?")
+    print(f"{count} loops compiled, or there already")
+
+
+if __name__ == "__main__":
+    main()
