@@ -12,6 +12,7 @@ from .dispatch import In32x2, In64, Out32, Out64, device_form, primitive, select
 from .hashing import bump
 
 MAX_ENTRIES = (1 << 31) - 1  # counts travel as int32
+MAX_PLAN_ENTRIES = 1 << 28  # 512 requests of half a million positions; more is a damaged or hostile file
 MAX_LEN = 1 << 61  # lengths beyond it are taken as it: two of them still add up within int64
 
 

@@ -16,8 +16,8 @@ class ReplaySettings:
     """How to replay.
 
     `kv_hash` is "auto" (partial where bytes were captured), "none", "partial" or "all"; `checks` names the history
-    checks to run; `executor` is "stepwise", which looks at every prefix position in every forward, or "interval", which
-    looks again only at what may have changed, and finds the same; `device` is "cpu", or "cuda" or "cuda:N", which steps
+    checks to run; `executor` is "interval", which looks at a prefix position again only where something may have changed,
+    or "stepwise", which looks at every one in every forward, and finds the same; `device` is "cpu", or "cuda" or "cuda:N", which steps
     whatever `executor` says; `merge_rows` says whether violations that last are one row,
     None for what the executor has.
     """
@@ -27,7 +27,7 @@ class ReplaySettings:
     backend: str = "cpu"
     max_violations: int | None = None
     fail_fast: bool = False
-    executor: str = "stepwise"
+    executor: str = "interval"
     device: str = "cpu"
     merge_rows: bool | None = None
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from ..errors import AnalysisError
 from .criteria import Criterion, judge_traces
@@ -105,13 +105,12 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _tail(output: object) -> str:
+def _tail(output: IO[bytes]) -> str:
     """Return the last line that the command printed."""
-    file = output
-    size = file.seek(0, os.SEEK_END)  # type: ignore[attr-defined]  # a binary temporary file
-    file.seek(max(0, size - KEPT_OUTPUT_BYTES))  # type: ignore[attr-defined]
-    lines = file.read().decode("utf-8", "replace").strip().splitlines()  # type: ignore[attr-defined]
-    return str(lines[-1]) if lines else ""
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - KEPT_OUTPUT_BYTES))
+    lines = output.read().decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _file_name(version: str) -> str:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -90,7 +90,7 @@ def plain(value: Any) -> Any:
 
 @cache
 def _page_sql(name: str) -> str:
-    return (files(__package__).parent / "sql" / "page" / f"{name}.sql").read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    return (Path(__file__).parents[1] / "sql" / "page" / f"{name}.sql").read_text(encoding="utf-8")
 
 
 def page_sql(name: str, values: Mapping[str, object] | None = None) -> str:

@@ -1,6 +1,7 @@
 """The parts of one ordinary forward that no pool group has for itself: its lists, its requests, its rows afterwards."""
 
 from ..dispatch import In32x2, In64, In64x2, Out64, Out64x2, primitive
+from ..plan import MAX_PLAN_ENTRIES
 from .changes import are_32_bits
 from .layout import COMPLETE, NUM_TABLES
 from .rows import inputs_ordinary, note_row, note_sample, row_ordinary, same_request
@@ -75,6 +76,7 @@ def requests_ordinary(
     """
     tokens = inputs.shape[0]
     at = 0
+    entries = 0
     for r in range(rows.shape[0]):
         row = rows[r]
         request = requests[r]
@@ -83,15 +85,18 @@ def requests_ordinary(
             if told[i] == request:
                 return 0
         prefix = prefixes[r]
+        if (
+            prefix < 0 or prefix > width or prefix > MAX_PLAN_ENTRIES - entries
+        ):  # absurd ones are refused, padding's too
+            return 0
+        entries += prefix
         if row == 0:
-            if prefix < 0 or prefix > width:  # beyond MAX_PREFIX a forward is refused, whoever has it
-                return 0
             continue
         extend = extends[r]
         if row < 0 or row >= row_stamps.shape[0] or row_stamps[row] == serial or request < 0:
             return 0
         row_stamps[row] = serial
-        if prefix < 0 or prefix > width or extend < 0 or extend > width - prefix or extend > tokens - at:
+        if extend < 0 or extend > width - prefix or extend > tokens - at:
             return 0
         truth_len = known[r] if known.shape[0] > 0 else 0
         if truth_len < 0 or truth_len > truth.shape[1]:

@@ -4,14 +4,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.constants import PADDING_SLOT
-from ...kernels.plan import WritePlan, plan_capacity
+from ...kernels.plan import MAX_PLAN_ENTRIES, WritePlan, plan_capacity
 from ...kernels.state import translate
 from .forward import Forward, UnusableEventError
 from .pools import GroupPool
 from .tables import StateTables
 
 Int64Array = npt.NDArray[np.int64]
-MAX_PLAN_ENTRIES = 1 << 28  # 512 requests of half a million positions; more is a damaged or hostile file
 
 
 def own_slots(pool: GroupPool, forward: Forward, tables: StateTables, *, backend: str) -> Int64Array:

@@ -87,11 +87,11 @@ Examples:
 )
 @click.option(
     "--executor",
-    type=click.Choice(["stepwise", "interval"]),
-    default="stepwise",
+    type=click.Choice(["interval", "stepwise"]),
+    default="interval",
     show_default=True,
-    help="stepwise: look at every prefix position in every forward, as the canary does. interval: look again only at "
-    "what may have changed; finds the same, many times faster on long contexts.",
+    help="interval: look at a prefix position again only after something changed that it depends on. stepwise: look at "
+    "every one in every forward, as the canary does; finds the same, many times slower on long contexts.",
 )
 @click.option(
     "--device",

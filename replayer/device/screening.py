@@ -11,13 +11,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.plan import MAX_PLAN_ENTRIES
 from ...recorder.batch import TraceBatch
 from ...recorder.header import TraceHeader
 from ...recorder.host_arrays import ragged_index
 from ...recorder.machine.forward import MAX_PREFIX, UnusableEventError
 from ...recorder.machine.kv_changes import KvChanges
 from ...recorder.machine.slot_events import read_known_event
-from ...recorder.machine.write_planning import MAX_PLAN_ENTRIES
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

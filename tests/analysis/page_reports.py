@@ -83,6 +83,9 @@ def hostile_report(folder):
     return report
 
 
+_SPAN = ("first_forward", "last_forward")  # findings have none
+
+
 def grown_report(report, violations):
     """Turn a report's violations into many: other slots, forwards and requests; findings grow along."""
     for name, column in (("violations.parquet", "slot"), ("findings.parquet", "slot")):
@@ -92,13 +95,15 @@ def grown_report(report, violations):
         numbers = pa.array(np.repeat(np.arange(times), table.num_rows)[:want])
         grown = pa.concat_tables([table] * times).slice(0, want).combine_chunks()
         slots = pa.compute.add(grown[column], pa.compute.multiply(numbers, 7))
-        forwards = pa.compute.add(grown["forward"], pa.compute.multiply(numbers, 3))
+        later = pa.compute.multiply(numbers, 3)
+        forwards = pa.compute.add(grown["forward"], later)
         requests = pa.compute.add(grown["request_id"], pa.compute.bit_wise_and(numbers, 1023))
         names = pa.compute.binary_join_element_wise("request", pa.compute.cast(requests, pa.utf8()), "-" * 40)
         for column_name, values in (
             ("slot", slots),
             ("forward", forwards),
             ("event", forwards),
+            *((span, pa.compute.add(grown[span], later)) for span in _SPAN if span in grown.column_names),
             ("request_id", requests),
             ("request", names),
         ):

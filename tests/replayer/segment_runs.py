@@ -25,7 +25,7 @@ class Result:
 def run(paths: Sequence[Path], folder: Path, **settings: Any) -> Result:
     """Replay a recording's files as one."""
     folder.mkdir(parents=True)
-    with ReplayRun(paths, settings=ReplaySettings(**settings), report=folder) as replay:
+    with ReplayRun(paths, settings=ReplaySettings(merge_rows=False, **settings), report=folder) as replay:
         while replay.step():
             pass
         summary = replay.finish()

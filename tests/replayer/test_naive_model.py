@@ -341,7 +341,7 @@ def test_replay_reports_the_naive_models_rows(seed: int, kv_hash: str, tmp_path:
             event = kv_copy(rng) if rng.random() < 0.15 else forward(rng, number)
             assert writer.append(event)
             naive.take(number, event)
-    replay(trace, settings=ReplaySettings(kv_hash=kv_hash), report=tmp_path)
+    replay(trace, settings=ReplaySettings(kv_hash=kv_hash, merge_rows=False), report=tmp_path)
     table = pq.read_table(tmp_path / "violations.parquet")
     names = (
         *("event", "group", "endpoint", "half", "launch_tag", "slot", "position", "stored_token", "expected_token"),

@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pyarrow.parquet as pq
 from online import TAGS, OnlineFindings, Row, canonical, read_online
 
 FIELDS = (
@@ -57,7 +56,7 @@ def compare(folder: Path) -> Comparison:
     if not summary_path.exists():
         return Comparison(differences=(f"replay ended with {replayed.returncode}: {replayed.stderr.strip()}",))
     summary = json.loads(summary_path.read_text())
-    offline = offline_rows(folder / "report" / "violations.parquet")
+    offline = offline_rows(folder / "report" / "violations.parquet", traces[0])
     first = first_step(traces[0])
     return Comparison(
         forwards=summary["forwards"],
@@ -71,12 +70,13 @@ def compare(folder: Path) -> Comparison:
     )
 
 
-def offline_rows(path: Path) -> dict[int, Counter[Row]]:
+def offline_rows(path: Path, trace: Path) -> dict[int, Counter[Row]]:
     """Return the replay's rows by forward; a violation of several forwards counts in each."""
+    from kvcanary.replayer.merged.expansion import expand_tables, read_violations
+
     rows: dict[int, Counter[Row]] = {}
-    if path.exists():
-        for row in pq.read_table(path).to_pylist():
-            assert row["num_forwards"] == 1, "the stepwise replay has one row a forward"
+    for table in expand_tables(read_violations(path), trace) if path.exists() else ():
+        for row in table.to_pylist():
             rows.setdefault(row["forward"], Counter())[canonical([row[name] for name in FIELDS])] += 1
     return rows
 

@@ -59,7 +59,7 @@ def compare(folder: Path, *, faulty: bool) -> Result:
                     counts[status] += 1
                 if event.kind == "mark":
                     marks.append(json.loads(str(event.scalar("labels"))))
-    missed, latest = _missed(marks, folder / "report")
+    missed, latest = _missed(marks, folder / "report", traces[0])
     wrong = [f"missed: {json.dumps(fault, sort_keys=True)}" for fault in missed]
     expected = 1 if faulty else 0
     if replayed.returncode != expected:
@@ -84,9 +84,12 @@ def compare(folder: Path, *, faulty: bool) -> Result:
     )
 
 
-def _missed(marks: list[dict], report: Path) -> tuple[list[dict], int]:
+def _missed(marks: list[dict], report: Path, trace: Path) -> tuple[list[dict], int]:
     """Return the faults that nothing was found of, and after how many forwards the slowest was found."""
-    rows = [dict(row, kind="") for row in pq.read_table(report / "violations.parquet").to_pylist()]
+    from kvcanary.replayer.merged.expansion import expand_tables, read_violations
+
+    by_forward = expand_tables(read_violations(report / "violations.parquet"), trace)
+    rows = [dict(row, kind="") for table in by_forward for row in table.to_pylist()]
     rows += [
         dict(row, reasons="", expected_position=row["position"])
         for row in pq.read_table(report / "findings.parquet").to_pylist()

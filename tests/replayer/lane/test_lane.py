@@ -7,8 +7,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.kernels.constants import RECORD_POSITION
+from kvcanary.kernels.lane.forward import requests_ordinary
 from kvcanary.kernels.lane.loops import lane_loops
 from kvcanary.kernels.lane.writes import seeds_ordinary
+from kvcanary.kernels.plan import MAX_PLAN_ENTRIES
 from kvcanary.recorder.batch import TraceBatch
 from kvcanary.replayer import executors
 from kvcanary.replayer.interval import lane
@@ -175,7 +177,9 @@ def test_an_engine_that_does_what_it_likes(
 def test_it_stops_at_the_first_bad_event_as_ever(taken: list[int]) -> None:
     settings = ReplaySettings(executor="interval", fail_fast=True)
     summary = replay(DATA / "table_swap.arrow", settings=settings, report=None)
-    stepwise = replay(DATA / "table_swap.arrow", settings=ReplaySettings(fail_fast=True), report=None)
+    stepwise = replay(
+        DATA / "table_swap.arrow", settings=ReplaySettings(executor="stepwise", fail_fast=True), report=None
+    )
     assert summary.stopped
     assert summary.stopped == stepwise.stopped
     assert summary.events == stepwise.events
@@ -197,6 +201,35 @@ def test_a_chain_goes_on_from_the_position_before() -> None:
     assert ordinary(2, 7) == 0
     assert ordinary(3, 7) == 0
     assert ordinary(3, 7, tokens=0) == 1
+
+
+def test_a_forward_that_reads_absurdly_much_is_left_to_the_executor() -> None:
+    """Which refuses it, whether requests or padding read so much."""
+    width, nothing, wide = 1 << 20, np.zeros(0, np.int64), np.zeros((2, 8), np.int64)
+
+    def ordinary(requests: int) -> int:
+        rows = np.zeros(requests, np.int64)
+        lists = (rows, rows - 1, np.full(requests, width), rows, nothing, nothing, nothing, nothing)
+        return requests_ordinary(
+            *lists,
+            0,
+            0,
+            0,
+            width,
+            1,
+            nothing,
+            wide.astype(np.int32),
+            wide,
+            wide,
+            wide,
+            wide,
+            nothing,
+            rows,
+            rows.copy(),
+        )
+
+    assert ordinary(MAX_PLAN_ENTRIES // width) == 1
+    assert ordinary(MAX_PLAN_ENTRIES // width + 1) == 0
 
 
 def test_requests_are_kept_for_the_oracle_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def compare(run: GpuRun, place: Path, trace: Path, summary: dict, result: dict) 
         looked_at = [n + end - begin for n, end, begin in zip(looked_at, steps[-1]["counters"], start, strict=True)]
     offline = {
         forward: sum((Counter({seen(run, row): n}) for row, n in rows.items()), Counter())
-        for forward, rows in offline_rows(place / "report" / "violations.parquet").items()
+        for forward, rows in offline_rows(place / "report" / "violations.parquet", trace).items()
     }
     if run.eagle:
         online, offline = ({0: sum(rows.values(), Counter())} for rows in (online, offline))
