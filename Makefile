@@ -39,11 +39,11 @@ unit: $(VENV)/.tests
 
 # The long runs: every kernel against the published canary, 20,000 cases each; a flipped bit in every byte of a trace;
 # whole traces against the published canary, 2,000 of broken engines, 500 of broken pairs, 40 of each fault of the lab;
-# 240 random simulated engines, which must all replay clean; every fault of the lab against its clean run.
+# 160 random simulated engines and 60 pairs, which must all replay clean; every fault of the lab against its clean run.
 fuzz: $(VENV)/.tests
 	$(BIN)/pytest tests/kernels tests/recorder/test_damage.py tests/recorder/test_torn.py --conformance-cases $(FUZZ_CASES) --timeout 7200
 	$(BIN)/pytest tests/replayer/test_published_sim.py tests/replayer/test_published_pair.py tests/replayer/test_published_lab.py tests/replayer/test_against_published.py --conformance-cases $(FUZZ_CASES) --timeout 7200
-	$(BIN)/pytest tests/recorder/simulated/test_clean_runs.py --conformance-cases 3000 --timeout 7200
+	$(BIN)/pytest tests/recorder/simulated/test_clean_runs.py --conformance-cases 5000 --timeout 7200
 	$(BIN)/pytest tests/analysis/diff --conformance-cases 1000 --timeout 7200
 
 # Every executor against stepwise replay, row for row: each fault of the lab with 40 seeds in turns over its configurations,

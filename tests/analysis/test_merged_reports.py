@@ -28,13 +28,13 @@ TRACES = (
 def both(request, tmp_path_factory):
     """A trace's two reports: every row, and lasting ones merged."""
     reports = []
-    for name, merge in (("stepwise", False), ("merged", True)):
+    for name, executor in (("stepwise", "stepwise"), ("merged", "interval")):
         folder = tmp_path_factory.mktemp(name)
         trace = folder / "t.arrow"
         shutil.copy(DATA / f"{request.param}.arrow", trace)
         report = folder / "t.report"
         report.mkdir()
-        summary = replay(trace, settings=ReplaySettings(merge_rows=merge), report=report)
+        summary = replay(trace, settings=ReplaySettings(executor=executor), report=report)
         assert not add_incidents(summary)
         build_store(find_sources([report])[0])
         reports.append(report)
@@ -123,6 +123,7 @@ def test_without_the_trace(both, tmp_path):
     assert found[1] == found[0]
 
 
+@pytest.mark.parametrize("both", TRACES[:1], indirect=True)
 def test_a_page_says_where_forwards_are_a_guess(both, tmp_path):
     _, merged = both
     alone = tmp_path / "alone.report"

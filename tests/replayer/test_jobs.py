@@ -142,7 +142,7 @@ def test_ctrl_c_judges_what_was_under_way_and_leaves_out_the_rest(tmp_path: Path
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    begun = [tmp_path / f"{number}.report" / "violations.parquet" for number in (0, 1)]
+    begun = [tmp_path / f"{number}.report" / "violations.parquet.partial" for number in (0, 1)]
     wait_until_under_way(process, begun, cpu_seconds=2.0)  # the whole replay takes far longer
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=120)

@@ -12,8 +12,10 @@ LANDS_UNTOLD = {"failed_load_counted_loaded"}
 
 
 def test_replay_finds_the_published_rows(tmp_path: Path, conformance_cases: int) -> None:
-    happened, with_rows = set(), set()
-    for case in range(max(1, conformance_cases // 500) * len(FAULTS)):
+    tried, happened, with_rows = set(), set(), set()
+    # A smoke run takes every other fault; make fuzz each forty times.
+    times = conformance_cases // 500
+    for case in range(times * len(FAULTS)) if times > 1 else range(0, len(FAULTS), 2):
         number, seed = case % len(FAULTS), case // len(FAULTS)
         name = list(FAULTS)[number]
         config = FAULTS[name].configs[(seed + number) % len(FAULTS[name].configs)]
@@ -30,5 +32,6 @@ def test_replay_finds_the_published_rows(tmp_path: Path, conformance_cases: int)
             happened.add(name)
         if any(found.seen.rows for found in runs):
             with_rows.add(name)
-    assert len(happened) > 0.7 * len(FAULTS)
-    assert len(with_rows) > 0.5 * len(FAULTS)
+        tried.add(name)
+    assert len(happened) > 0.7 * len(tried)
+    assert len(with_rows) > 0.5 * len(tried)

@@ -239,7 +239,7 @@ def test_ctrl_c_leaves_a_partial_report_that_says_so(tmp_path: Path) -> None:
 
 def test_a_hundred_thousand_violations_all_reach_the_disk(tmp_path: Path) -> None:
     """Freed too early and reused for a long time: every row is kept, and the counts agree."""
-    engine = ToyEngine(SHAPES["full"], seed=9, forwards=1500, fault="early_free", fault_rate=1.0)
+    engine = ToyEngine(SHAPES["full"], seed=9, forwards=1100, fault="early_free", fault_rate=1.0)
     trace = record(engine, tmp_path / "t.arrow")
     result = run(trace, "--json")
     summary = json.loads(result.stdout)

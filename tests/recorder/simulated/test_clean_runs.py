@@ -13,9 +13,9 @@ from .engines import (
     random_workload,
 )
 
-# A smoke run, which is the most that `make test` can wait for; `make fuzz` asks for 3,000 cases: 144 runs and 48 pairs.
-NORMAL_RUNS = 12
-NORMAL_PAIRS = 4
+# A smoke run, which is the most that `make test` can wait for; `make fuzz` asks for 5,000 cases: 160 runs and 60 pairs.
+NORMAL_RUNS = 8
+NORMAL_PAIRS = 3
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -48,7 +48,17 @@ BENIGN = [name for name, fault in FAULTS.items() if fault.benign]
 
 def tried(name):
     configs = FAULTS[name].configs
-    return [try_one((name, configs[seed % len(configs)], seed)) for seed in SEEDS.get(name, (0, 1))]
+    for seed in SEEDS.get(name, (0, 1)):
+        yield try_one((name, configs[seed % len(configs)], seed))
+
+
+def tried_until_it_does_harm(name):
+    rows = []
+    for row in tried(name):
+        rows.append(row)
+        if row.effect:
+            break
+    return rows
 
 
 def test_none_is_missing():
@@ -60,7 +70,7 @@ def test_none_is_missing():
 
 @pytest.mark.parametrize("name", HARMFUL)
 def test_harm_is_seen_in_time(name):
-    rows = tried(name)
+    rows = tried_until_it_does_harm(name)  # make lab tries each twenty times
     assert not [row.error for row in rows if row.error]
     assert any(row.effect for row in rows), rows
     assert not make_claims(rows)[0].failures
@@ -74,7 +84,7 @@ def test_harm_is_seen_in_time(name):
 
 @pytest.mark.parametrize("name", BENIGN)
 def test_no_fault_is_taken_for_one(name):
-    rows = tried(name)
+    rows = list(tried(name))
     assert any(row.injected for row in rows)
     assert not make_claims(rows)[0].failures
     assert not [row for row in rows if row.effect or row.detected or row.false_positive]
