@@ -188,7 +188,7 @@ def _told(loops: Callable[..., Any]) -> Iterator[None]:
                 tell()
 
         def on_end(self, event: Any) -> None:
-            pass
+            pass  # numba asks every listener for one
 
     with event.install_listener("numba:compile", Listener()):
         yield

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import struct
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -104,12 +105,16 @@ def keep(path: Path, name: str, function: Any, parameters: Sequence[Parameter]) 
 
 
 def machine_name() -> str:
-    """Return what machine code depends on: LLVM's version, the CPU and all it can."""
+    """Return what machine code with its entry depends on: LLVM's version, the CPU and all it can, and Python's layout.
+
+    Several Pythons may share a folder, and where one keeps a tuple's items another has its hash.
+    """
     import llvmlite
     import llvmlite.binding as llvm
 
     features = llvm.get_host_cpu_features().flatten()
-    return " ".join((llvmlite.__version__, llvm.get_process_triple(), llvm.get_host_cpu_name(), features))
+    python = f"{sys.implementation.cache_tag}{sys.abiflags} {_HEADER} {_TUPLE_ITEMS}"
+    return " ".join((python, llvmlite.__version__, llvm.get_process_triple(), llvm.get_host_cpu_name(), features))
 
 
 def _caller(

@@ -38,6 +38,13 @@ def test_this_process_may_use_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert not native.usable()
 
 
+@pytest.mark.parametrize("name", ["_HEADER", "_TUPLE_ITEMS"])
+def test_pythons_that_lay_things_out_otherwise_share_no_code(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    here = native.machine_name()
+    monkeypatch.setattr(native, name, getattr(native, name) + 8)
+    assert native.machine_name() != here
+
+
 @pytest.mark.parametrize("step", [1, 2, -3])
 def test_arrays_of_any_stride(tmp_path: Path, step: int) -> None:
     run = loaded(tmp_path / "a.o", oracle_tokens_loops)

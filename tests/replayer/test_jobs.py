@@ -202,7 +202,7 @@ def test_workers_only_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_devices_are_taken_in_turn_and_names_of_none_refused() -> None:
     traces = [DATA / "clean_llama.arrow", DATA / "clean_hybrid.arrow"]
-    code, out, _ = replay("--json", "--no-report", "--devices", "cpu,cpu", *traces)
+    code, out, _ = replay("--json", "--no-report", "--devices", "cpu, cpu", *traces)
     assert (code, [one["settings"]["device"] for one in json.loads(out)]) == (0, ["cpu", "cpu"])
     result = CliRunner().invoke(replay_command, ["--devices", "cpu,gpu", *map(str, traces)])
     assert result.exit_code == 2
