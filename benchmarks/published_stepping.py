@@ -55,13 +55,13 @@ class PublishedRun:
 
 
 def step_published(trace: Path, *, device: str = "cuda", kv_hash: str = "partial") -> PublishedRun:
-    """Step the published kernels over a trace, after one pass that compiles them.
+    """Step the published kernels over a trace, after one whole pass that is not timed: plans of another size compile anew.
 
     Raises:
         ValueError: the trace holds what they cannot be stepped over by this program: copies, transfers, losses, sweeps,
             KV changes, several runners.
     """
-    _Stepping(trace, device, kv_hash, launches=True).run(most=64)
+    _Stepping(trace, device, kv_hash, launches=True).run()
     state = _Stepping(trace, device, kv_hash, launches=False).run()
     full = _Stepping(trace, device, kv_hash, launches=True).run()
     return PublishedRun(
@@ -90,7 +90,7 @@ class _Stepping:
         self.mode = {"none": 0, "partial": 1, "all": 2}[kv_hash]
         self.entries = self.forwards = 0
 
-    def run(self, most: int = 1 << 60) -> PublishedRun:
+    def run(self) -> PublishedRun:
         torch = self.torch
         with TraceReader(self.trace) as reader:
             self._allocate(reader.header)
@@ -101,9 +101,7 @@ class _Stepping:
             for item in reader.stream():
                 if isinstance(item, TraceGap):
                     raise ValueError(item.reason)  # noqa: TRY004 - the file is wrong, not a type
-                self._batch(item, most)
-                if self.forwards >= most:
-                    break
+                self._batch(item)
             if on_gpu:
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started
@@ -166,7 +164,7 @@ class _Stepping:
         self.checked = False
         self.write_capacity = 0
 
-    def _batch(self, batch: TraceBatch, most: int) -> None:
+    def _batch(self, batch: TraceBatch) -> None:
         """Bring a batch's columns to the GPU at once, then step its forwards."""
         kinds = batch.kinds
         strange = set(kinds) - _PASSED_OVER
@@ -191,8 +189,6 @@ class _Stepping:
             bs = at["req_pool_indices"][number + 1] - at["req_pool_indices"][number]
             if kind == "forward" and bs:
                 self._forward(batch, number, on, at, own, sampled)
-                if self.forwards >= most:
-                    return
 
     def _up(self, values: Any) -> Any:
         return self.torch.from_numpy(values.copy()).to(self.device)

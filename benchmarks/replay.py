@@ -76,7 +76,7 @@ def main() -> int:
         raise SystemExit(f"{', '.join(missing)} missing: --device steps the published kernels of sglang 0.5.23 there")
     args.work.mkdir(parents=True, exist_ok=True)
     traces = {fraction: make_trace(args.workload, args.work, fraction) for fraction in sorted(set(fractions))}
-    compile_all(min(traces.items())[1], args)
+    compile_all(make_trace(args.workload, args.work, min(FRACTIONS)), args)
     begin = load()
     try:
         found = on_device(traces, args) if args.device else on_cpu(traces, args)
