@@ -218,6 +218,28 @@ class DeviceRecorder:
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
             self.switch_off(f"kv_copy: {type(error).__name__}: {error}", error)
 
+    def kv_copy_later(
+        self, copies: Callable[[], tuple[Int64Array, Int64Array, Int64Array]], *, filled: Any | None, **kwargs: Any
+    ) -> None:
+        """As `kv_copy` of slots that lie on the device yet: `copies` gives src, dst, count, on the recorder's thread.
+
+        `filled` are the pool's slots that get bytes from another tier, any integer tensor; None for none.
+        """
+        if self._off:
+            return
+        try:
+            self.later(functools.partial(self._tell_copies, copies, kwargs))
+            if filled is not None:
+                self._capture.shadows.forget_slots(kwargs["group"], filled)
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"kv_copy_later: {type(error).__name__}: {error}", error)
+
+    def _tell_copies(
+        self, copies: Callable[[], tuple[Int64Array, Int64Array, Int64Array]], kwargs: Mapping[str, Any]
+    ) -> None:
+        src, dst, count = copies()
+        self._recorder.kv_copy(src=src, dst=dst, count=count, **kwargs)
+
     def sweep(self, **kwargs: Any) -> None:
         """As `Recorder.sweep`; waits until everything told so far is taken down, since it compares bytes with it."""
         if self._caught_up():

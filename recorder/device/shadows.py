@@ -153,6 +153,12 @@ class DeviceShadows:
                 stream.shadow[there] = stream.shadow[here]
         shadow.known[there] = shadow.known[here]
 
+    def forget_slots(self, group: int, slots: Any) -> None:
+        """Take slots' bytes for unknown; `slots` `[n]`, any integer tensor, in the group's own numbering, none outside."""
+        runner, place = self._find(group)
+        known = runner.on_device.groups[place].known
+        known[slots.to(known.device).long()] = 0
+
     def _find(self, group: int) -> tuple[RunnerCapture, int]:
         runner = next(runner for runner in self.runners if group in runner.groups)
         return runner, runner.groups.index(group)

@@ -9,6 +9,7 @@ from .hooking import StepCost
 from .sglang_drafts import DraftGraph
 from .sglang_history import ALLOCS, FREES, GroupHistory
 from .sglang_hooks import Finish, Hook, not_applied, register_drafts, wrap_method
+from .sglang_host_cache import HostCache, controller_of
 from .sglang_requests import row_of
 from .sglang_session import Session, on_host
 from .stop_signal import stop_on_sigterm
@@ -112,10 +113,29 @@ class Attachment:
             for name in EVICTIONS:
                 if hasattr(scheduler.tree_cache, name):
                     self._wrap(scheduler.tree_cache, name, self.on_evict)
-        if getattr(scheduler, "enable_hierarchical_cache", False):
-            for name in LOADS:
-                wrap_method(scheduler.tree_cache, name, self.on_load_back, self.fault)
+        self._follow_host_cache(scheduler, session)
         self._follow_transfers(scheduler, session)
+
+    def _follow_host_cache(self, scheduler: Any, session: Session) -> None:
+        """Hook what goes to a host's pool and comes back, each copy or, where they cannot be told, each load-back."""
+        if not getattr(scheduler, "enable_hierarchical_cache", False):
+            return
+        if session.recorder.header.groups[0].host_num_slots:
+            cache = HostCache(controller_of(scheduler), session.recorder, session.histories)
+            hooks = (("write", cache.on_write, None), ("load", cache.on_load, self.on_load_back))
+            if all(wrap_method(cache.controller, name, self._copies(*both), self.fault) for name, *both in hooks):
+                return
+        for name in LOADS:
+            wrap_method(scheduler.tree_cache, name, self.on_load_back, self.fault)
+
+    def _copies(self, hook: Hook, otherwise: Hook | None) -> Hook:
+        """Return a hook around copies; once one could not be told, `otherwise` stands in its place."""
+
+        def on_host_cache(*args: Any, **kwargs: Any) -> Finish | None:
+            chosen = hook if self._live("on_host_cache") else otherwise
+            return chosen(*args, **kwargs) if chosen else None
+
+        return on_host_cache
 
     def _follow_transfers(self, scheduler: Any, session: Session) -> None:
         """Hook what a prefill engine sends and a decode engine receives."""

@@ -132,6 +132,15 @@ class GroupHistory:
                 status = "" if request_ids[r] >= 0 else "shared"
                 self._tell("alloc", fresh, int(request_ids[r]), int(rows[r]), "", status)
 
+    def filled(self, slots: Int64Array) -> None:
+        """Tell of slots that got their content otherwise than by a forward; the cache holds them, no request."""
+        slots = self._whole_pages(slots)
+        slots = slots[(slots > 0) & (slots < self._pending.size)]
+        fresh = slots[self._pending[slots]]
+        if fresh.size:
+            self._pending[fresh] = False
+            self._tell("alloc", fresh, -1, -1, "load-back")
+
     def _tell(self, kind: str, slots: Int64Array, request_id: int, row: int, note: str, status: str = "") -> None:
         for group in self.groups:
             self._recorder.slots(

@@ -5,6 +5,7 @@ padding. The groups are those of SGLang's own canary: FULL for MHA and MLA pools
 first layer of each sub-pool, K and V.
 """
 
+import dataclasses
 import importlib.metadata
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,6 +14,7 @@ from ...kernels.kv_source import KvSource
 from ..environment import RecordingSettings
 from ..header import EngineInfo, KvStream, ModelInfo, Oracle, PoolGroup, Ranks, Runner, StateTable, TraceHeader
 from ..run_identity import run_id
+from .sglang_host_cache import host_slots
 
 ALIGN_BYTES: Final = 16
 
@@ -128,6 +130,7 @@ def describe_engine(
     tables = [StateTable(rows=int(t.shape[0]), width=int(t.shape[1])) for t in layout.tables]
     role = str(getattr(server_args, "disaggregation_mode", "") or "")
     vocab_size = int(getattr(config, "vocab_size", 0) or 0)
+    in_host_cache = host_slots(scheduler, layout.groups)
     oracle = getattr(server_args, "sampling_backend", "") == "token_oracle" and vocab_size > 0
     return TraceHeader(
         engine=EngineInfo(name="sglang", version=_version()),
@@ -135,7 +138,7 @@ def describe_engine(
             name=str(getattr(server_args, "served_model_name", "") or getattr(server_args, "model_path", "unknown")),
             dtype=str(getattr(target, "dtype", "")).removeprefix("torch."),
         ),
-        groups=tuple(layout.groups),
+        groups=tuple(dataclasses.replace(group, host_num_slots=in_host_cache) for group in layout.groups),
         tables=tuple(tables),
         lut_lens=tuple(int(lut.shape[0]) for lut in layout.luts),
         truth_table=StateTable(name="truth", rows=tables[0].rows, width=tables[0].width),

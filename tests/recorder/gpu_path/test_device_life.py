@@ -10,6 +10,7 @@ from kvcanary.recorder.device.forward import BatchRequests, DeviceForward
 from kvcanary.recorder.device.landing import Landing
 from kvcanary.recorder.device.taking_down import LOST
 from kvcanary.recorder.reader import read_events
+from kvcanary.recorder.schema import TIER_HOST, TIER_POOL
 
 from .test_device_losses import follow
 from .two_recorders import Engine
@@ -211,6 +212,43 @@ def test_a_copy_is_no_change_that_nobody_wrote(engine):
     changes = [[change[:2] for change in event["kv_changes"]] for event in device if event["kind"] == "forward"]
     assert changes == [[], [], [(0, 21)]]
     assert host[-1]["kv_changes"] == device[-1]["kv_changes"]
+
+
+def test_copies_that_lie_on_the_device_yet_are_told_in_their_place(engine):
+    write(engine, 0, 3)
+    away = {"group": 0, "src_tier": TIER_POOL, "dst_tier": TIER_HOST, "note": "offload"}
+    back = {"group": 0, "src_tier": TIER_HOST, "dst_tier": TIER_POOL, "note": "load-back"}
+    for pool in engine.pools.values():
+        pool[20:22] = pool[2:4]
+    engine.host.kv_copy(src=[2], dst=[0], count=[2], **away)
+    engine.host.kv_copy(src=[0], dst=[20], count=[2], **back)
+    runs = [(np.array([first]), np.array([other]), np.array([2])) for first, other in ((2, 0), (0, 20))]
+    engine.device.kv_copy_later(lambda: runs[0], filled=None, **away)
+    engine.device.kv_copy_later(lambda: runs[1], filled=engine.ints([20, 21]).int(), **back)
+    engine.table[1, :3] = engine.ints([1, 20, 21]).int()
+    write(engine, 3, 1)
+    engine.pools[0, 0][21, 0] ^= 1  # of what came back nothing is known until it is written
+    write(engine, 4, 1)
+    host, device = engine.close()
+    assert [event["kind"] for event in device] == ["forward", "kv_copy", "kv_copy", "forward", "forward"]
+    assert [event["kv_changes"] for event in device if event["kind"] == "forward"] == [[], [], []]
+    assert device == host
+
+
+def test_copies_that_cannot_be_had_switch_it_off(engine):
+    def gone():
+        raise RuntimeError("the device is gone")
+
+    write(engine, 0, 1)
+    engine.device.kv_copy_later(gone, filled=None, group=0)
+    assert engine.device.drain() is False
+    write(engine, 1, 1)
+    engine.host.close()
+    engine.device.close()
+    assert "the device is gone" in engine.device.stats().off
+    events = list(read_events(engine.device.path))
+    assert [event.kind for event in events] == ["forward", "loss"]
+    assert "the device is gone" in events[-1].scalar("note")
 
 
 def test_a_recorder_that_cannot_begin_leaves_no_trace_that_looks_clean(tmp_path, monkeypatch):

@@ -69,6 +69,7 @@ class Request:
         self.req_pool_idx: int | None = None
         self.bootstrap_room: int | None = None
         self.new_tokens = new_tokens
+        self.cached = 0  # tokens of the prompt that are in its row before it runs
         self.finished_reason: Any = None
 
     def finished(self) -> bool:
@@ -124,13 +125,17 @@ class Scheduler:
     """Prefills each request whole, then decodes all together; every step is hooked as SGLang's is."""
 
     tp_rank = 1
+    enable_hierarchical_cache = False
 
     def __init__(self, runner: ModelRunner, allocator: Allocator) -> None:
         self.runner, self.token_to_kv_pool_allocator = runner, allocator
-        self.tree_cache = SimpleNamespace()
+        self.tree_cache = self.open_tree_cache()
         # of a decode engine
         self.disagg_decode_transfer_queue = SimpleNamespace(_commit_transfer_to_req=lambda decode_req: None)
         self.rows = runner.req_to_token_pool
+
+    def open_tree_cache(self) -> Any:
+        return SimpleNamespace()
 
     def run_batch(self, batch: Batch) -> Any:
         forward_batch = ForwardBatch.init_new(batch, self.runner)
@@ -151,7 +156,7 @@ class Scheduler:
 
     def step(self, reqs: list[Request]) -> None:
         self.rows.alloc(reqs)
-        starts = [0 if not r.output_ids else len(r.origin_input_ids) + len(r.output_ids) - 1 for r in reqs]
+        starts = [r.cached if not r.output_ids else len(r.origin_input_ids) + len(r.output_ids) - 1 for r in reqs]
         tokens = [(r.origin_input_ids + r.output_ids)[start:] for r, start in zip(reqs, starts, strict=True)]
         positions = [torch.arange(start, start + len(part)) for part, start in zip(tokens, starts, strict=True)]
         slots = self.token_to_kv_pool_allocator.alloc(sum(map(len, tokens)))
@@ -159,7 +164,7 @@ class Scheduler:
         lens = torch.tensor([len(part) for part in tokens])
         self.rows.req_to_token[rows.repeat_interleave(lens), torch.cat(positions)] = slots.int()
         fields = {
-            "forward_mode": SimpleNamespace(name="EXTEND" if starts[0] == 0 else "DECODE"),
+            "forward_mode": SimpleNamespace(name="DECODE" if reqs[0].output_ids else "EXTEND"),
             "req_pool_indices": rows,
             "seq_lens": torch.tensor(starts) + lens,
             "extend_prefix_lens": torch.tensor(starts),

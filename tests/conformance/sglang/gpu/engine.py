@@ -12,7 +12,7 @@ def main() -> None:
     folder, run = Path(sys.argv[1]), json.loads(sys.argv[2])
     from sglang.srt.entrypoints.engine import Engine
 
-    options = {}
+    options = dict(run.get("options", {}))
     if run["canary"]:
         options |= {
             "kv_canary": "log",
@@ -56,9 +56,12 @@ def main() -> None:
     shared = tokens(20)
     prompts = [(shared if i % 2 == 0 else []) + tokens(rng.randrange(5, 40)) for i in range(5)]
     prompts.append(prompts[0][:28] + tokens(9))
+    batches = [prompts[:4], prompts[4:]]  # the later ones hit the prefix cache
+    for _ in range(run.get("again", 0)):  # others push the first ones out of the pool before they come again
+        batches += [[tokens(60) for _ in range(6)], prompts[:4]]
     sampling = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
     outputs = []
-    for batch in (prompts[:4], prompts[4:]):  # the later ones hit the prefix cache
+    for batch in batches:
         for output in engine.generate(input_ids=batch, sampling_params=sampling):
             print("\ngenerated", output["output_ids"], "cached", output["meta_info"].get("cached_tokens"), flush=True)
             outputs.append(output["output_ids"])

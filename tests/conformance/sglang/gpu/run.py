@@ -72,12 +72,7 @@ def main() -> int:
 
 def run_engines(runs: list[GpuRun], folder: Path, timeout_s: float) -> None:
     """Run all engines side by side, each in a process group of its own."""
-    plugins = folder / "plugins"
-    info = plugins / "conformance_ring-1.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: conformance-ring\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nconformance_ring = conformance_ring:plugin\n")
-    shutil.copy(HERE / "plugin.py", plugins / "conformance_ring.py")
+    plugins = write_plugin(folder)
     started = {}
     for number, run in enumerate(runs):
         place = folder / run.name
@@ -105,6 +100,17 @@ def run_engines(runs: list[GpuRun], folder: Path, timeout_s: float) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         (folder / name / "status").write_text(str(status))
+
+
+def write_plugin(folder: Path) -> Path:
+    """Make the plugin that notes what the online canary finds; return the folder that belongs on PYTHONPATH."""
+    plugins = folder / "plugins"
+    info = plugins / "conformance_ring-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: conformance-ring\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nconformance_ring = conformance_ring:plugin\n")
+    shutil.copy(HERE / "plugin.py", plugins / "conformance_ring.py")
+    return plugins
 
 
 def result_of(run: GpuRun, place: Path) -> dict:

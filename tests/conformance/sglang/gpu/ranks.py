@@ -1,0 +1,201 @@
+"""Runs SGLang on two GPUs, several ranks an engine, and replays what the ranks recorded as one run.
+
+    python tests/conformance/sglang/gpu/ranks.py           # all runs side by side, and docs/ranks-sglang-gpu.md
+    python tests/conformance/sglang/gpu/ranks.py --only tensor --no-write
+
+It needs two NVIDIA GPUs and an SGLang that runs on them, in whose environment kvcanary is installed. Each engine runs
+twice, with the recorder and without: the tokens must be the same. The folder of traces is then replayed as one run: as
+many files as ranks, every rank clean, tensor-parallel ranks with the same schedule; in runs with SGLang's own faults
+injected, corrupt. An engine of one rank beside them uses HiCache. Exit status 1 where a run is not as expected.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+DOCUMENT = HERE.parents[3] / "docs" / "ranks-sglang-gpu.md"
+
+from kvcanary.recorder.reader import read_events  # noqa: E402
+from run import REPLAY, write_plugin  # noqa: E402
+from runs import REQ, GpuRun  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksRun(GpuRun):
+    """A run of an engine of several ranks; `files` that it must leave, `verdict` of the replay that is expected.
+
+    `options` are the engine's, `again` how often the first prompts come again after others took their place.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    files: int = 2
+    verdict: str = "clean"
+    again: int = 0
+    canary: bool = False
+
+
+# All-reduce by NCCL: SGLang's own kernel for it may be missing where only a part of its kernel package travels.
+PLAIN = {"disable_custom_all_reduce": True}
+TENSOR = {"tp_size": 2, **PLAIN}
+HOST_CACHE = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_io_backend": "direct"}
+
+RUNS = (
+    RanksRun(name="tensor-2", options=TENSOR),
+    RanksRun(name="tensor-2-eager-page16", graph=False, page=16, options=TENSOR),
+    RanksRun(name="tensor-2-eagle", eagle=True, options=TENSOR),
+    RanksRun(name="tensor-2-hybrid", model="mellum_hybrid", options=TENSOR),
+    RanksRun(name="tensor-2-REQ", canary=True, fault=REQ, verdict="corrupt", options=TENSOR),
+    RanksRun(name="data-2", options={"dp_size": 2, **PLAIN}),
+    RanksRun(name="pipeline-2", options={"pp_size": 2, **PLAIN}),
+    RanksRun(name="host-cache", page=16, files=1, again=3, options=HOST_CACHE),
+)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--keep", type=Path, help="keep logs, traces and reports in this folder")
+    parser.add_argument("--timeout", type=float, default=280.0, help="seconds for all engines")
+    parser.add_argument("--no-write", action="store_true", help=f"leave {DOCUMENT.name} as it is")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    if not any(point.name == "kvcanary" for point in importlib.metadata.entry_points(group="sglang.srt.plugins")):
+        print("kvcanary is not installed beside SGLang: pip install . in its environment", file=sys.stderr)
+        return 2
+    runs = [run for run in RUNS if args.only in run.name]
+    with contextlib.ExitStack() as kept:
+        folder = args.keep or Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="ranks-sglang-gpu-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        run_engines(runs, folder, args.timeout)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            results = list(pool.map(lambda run: result_of(run, folder), runs))
+    for run, result in zip(runs, results, strict=True):
+        print(f"{run.name}: {result['verdict']}, {result['files']} files, {result['forwards']} forwards")
+        for wrong in result["wrong"]:
+            print(f"    {wrong}")
+    if not args.no_write:
+        DOCUMENT.write_text(document(runs, results))
+    return int(any(result["wrong"] for result in results))
+
+
+def run_engines(runs: list[RanksRun], folder: Path, timeout_s: float) -> None:
+    """Run every engine with the recorder and without it, all side by side, each in a process group of its own."""
+    plugins = write_plugin(folder)
+    started = {}
+    for number, (run, recorded) in enumerate((run, recorded) for run in runs for recorded in (True, False)):
+        place = folder / (run.name if recorded else f"{run.name}-off")
+        place.mkdir()
+        env = {k: v for k, v in os.environ.items() if not k.startswith("KVCANARY_")} | run.environment()
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(plugins), os.environ.get("PYTHONPATH")]))
+        env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
+        if recorded:
+            env["KVCANARY_TRACE"] = str(place / "traces")
+        # One GPU is enough for an engine of one rank; they take turns.
+        if run.files == 1:
+            env["CUDA_VISIBLE_DEVICES"] = str(number % 2)
+        told = json.dumps({**dataclasses.asdict(run), "port": 42_000 + 100 * number})
+        command = [sys.executable, str(HERE / "engine.py"), str(place), told]
+        with (place / "log").open("w") as log:
+            started[place] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        time.sleep(0.3)
+    deadline = time.monotonic() + timeout_s
+    for place, process in started.items():
+        try:
+            status: object = process.wait(max(deadline - time.monotonic(), 1))
+        except subprocess.TimeoutExpired:
+            status = "out of time"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        (place / "status").write_text(str(status))
+
+
+def result_of(run: RanksRun, folder: Path) -> dict[str, Any]:
+    """Replay a run's traces together, and say what is not as it should be."""
+    place, off = folder / run.name, folder / f"{run.name}-off"
+    wrong: list[str] = []
+    result: dict[str, Any] = {"verdict": "", "files": 0, "forwards": "", "loaded": "", "wrong": wrong}
+    for engine in (place, off):
+        if (status := (engine / "status").read_text()) != "0":
+            log = (engine / "log").read_text(errors="replace")
+            wrong.append(f"{engine.name} ended with {status}: {log[-600:]}")
+    if wrong:
+        return result
+    if not run.fault and (place / "outputs.json").read_bytes() != (off / "outputs.json").read_bytes():
+        wrong.append("the recorded engine generated other tokens")
+    result["files"] = len(list((place / "traces").glob("*.arrow")))
+    if result["files"] != run.files:
+        wrong.append(f"{result['files']} traces, expected {run.files}")
+    done = subprocess.run(
+        [sys.executable, "-c", REPLAY, "--json", "--report", str(place / "report"), str(place / "traces")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode not in (0, 1, 125):
+        wrong.append(f"the replay ended with {done.returncode}: {done.stderr.strip()}")
+        return result
+    told = json.loads(done.stdout)
+    recordings = told.get("recordings", [told])
+    result["verdict"] = told["verdict"]
+    result["forwards"] = ", ".join(f"{one['forwards']:,}" for one in recordings)
+    if told["verdict"] != run.verdict:
+        doubts = [doubt for one in recordings for doubt in one.get("doubts", [])]
+        wrong.append(f"the replay says {told['verdict']}, expected {run.verdict}: {doubts[:3]}")
+    if run.options.get("enable_hierarchical_cache"):
+        events = [event for trace in (place / "traces").glob("*.arrow") for event in read_events(trace)]
+        result["loaded"] = sum(event.kind == "kv_copy" and event.scalar("note") == "load-back" for event in events)
+        if not result["loaded"]:
+            wrong.append("nothing was loaded back from the host")
+    return result
+
+
+def document(runs: list[RanksRun], results: list[dict[str, Any]]) -> str:
+    import torch
+
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("sglang", "torch", "triton"))
+    good = sum(not result["wrong"] for result in results)
+    lines = [
+        "# SGLang on two GPUs: ranks recorded together",
+        "",
+        "Made by `python tests/conformance/sglang/gpu/ranks.py` on a machine with two GPUs; do not edit. Each engine ran",
+        "with the recorder and without: the tokens must be the same, but where SGLang's own faults are injected. All that",
+        "its ranks recorded is replayed as one run. With HiCache, prefixes go to the host and are loaded back.",
+        "",
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, 2 x {torch.cuda.get_device_name(0)}, {versions}.",
+        "",
+        f"**{good} of {len(runs)} runs as expected.**",
+        "",
+        "| run | traces | forwards of each | loaded back | verdict together | expected | |",
+        "|---|--:|---|--:|---|---|---|",
+    ]
+    for run, result in zip(runs, results, strict=True):
+        said = "**not as expected**" if result["wrong"] else "as expected"
+        cells = (run.name, *(result[name] for name in ("files", "forwards", "loaded", "verdict")), run.verdict, said)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    for run, result in zip(runs, results, strict=True):
+        if result["wrong"]:
+            lines += ["", f"**{run.name}**", "", *(f"- {' '.join(text.split())[:400]}" for text in result["wrong"])]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
