@@ -12,7 +12,7 @@ def main() -> None:
     folder, run = Path(sys.argv[1]), json.loads(sys.argv[2])
     from sglang.srt.entrypoints.engine import Engine
 
-    options = dict(run.get("options", {}))
+    options = {"nccl_port": run["port"], **run.get("options", {})}
     if run["canary"]:
         options |= {
             "kv_canary": "log",
@@ -43,7 +43,6 @@ def main() -> None:
         max_running_requests=8,
         chunked_prefill_size=32,
         random_seed=1,
-        nccl_port=run["port"],
         port=run["port"] + 1,
         log_level="info",
         **options,

@@ -60,7 +60,8 @@ RUNS = (
     RanksRun(name="tensor-2-eagle", eagle=True, options=TENSOR),
     RanksRun(name="tensor-2-hybrid", model="mellum_hybrid", options=TENSOR),
     RanksRun(name="tensor-2-REQ", canary=True, fault=REQ, verdict="corrupt", options=TENSOR),
-    RanksRun(name="data-2", options={"dp_size": 2, **PLAIN}),
+    # each data-parallel rank has a port of its own, which SGLang chooses
+    RanksRun(name="data-2", options={"dp_size": 2, "nccl_port": None, **PLAIN}),
     RanksRun(name="pipeline-2", options={"pp_size": 2, **PLAIN}),
     RanksRun(name="host-cache", page=16, files=1, again=3, options=HOST_CACHE),
 )
