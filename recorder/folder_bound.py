@@ -9,9 +9,13 @@ import contextlib
 import fcntl
 import logging
 import os
+import time
 from pathlib import Path
+from typing import Final
 
 from .segment_names import split_segment_name
+
+_BEGINNING_NS: Final = 10_000_000_000
 
 _log = logging.getLogger("kvcanary")
 
@@ -39,7 +43,7 @@ def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
         path
         for paths in recordings.values()
         # Two, since the newest has no lock yet at the moment in which it is begun.
-        if total > most_bytes and not any(map(_is_written, sorted(paths, key=_number)[-2:]))
+        if total > most_bytes and not any(map(_is_written, sorted(paths, key=_number)[-2:])) and not _begins(paths)
         for path in paths
     ]
     deleted = []
@@ -56,6 +60,11 @@ def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
     if deleted:
         _log.info("kvcanary: %s: %d segments of earlier recordings deleted", folder, len(deleted))
     return deleted
+
+
+def _begins(paths: list[Path]) -> bool:
+    """Say whether a recording has its first segment only, so lately that it may not be locked yet."""
+    return len(paths) == 1 and time.time_ns() - _size_and_time(paths[0])[1] < _BEGINNING_NS
 
 
 def _number(path: Path) -> int:

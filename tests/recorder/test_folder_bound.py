@@ -62,7 +62,17 @@ def test_a_recording_under_way_stays_and_counts(tmp_path):
         assert segments(tmp_path)[: len(mine)] == mine
         assert not [name for name in segments(tmp_path) if name.startswith("old")]
         live.send_signal(signal.SIGKILL)
+    for name in mine:  # a lone first segment may be somebody's who has not locked it yet
+        os.utime(tmp_path / name, (time.time() - 60, time.time() - 60))
     assert {path.name for path in drop_the_past(tmp_path, 1)} >= set(mine)  # it lost its lock with its life
+
+
+def test_a_recording_that_just_begins_stays(tmp_path):
+    leave(tmp_path, "begun", 1, 1)
+    leave(tmp_path, "killed", 2, 1)
+    assert [path.name for path in drop_the_past(tmp_path, 1)] == ["killed.000000.arrow", "killed.000001.arrow"]
+    leave(tmp_path, "begun", 1, 60)
+    assert [path.name for path in drop_the_past(tmp_path, 1)] == ["begun.000000.arrow"]
 
 
 def test_a_recording_that_is_just_being_cut_stays(tmp_path):
