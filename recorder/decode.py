@@ -18,6 +18,7 @@ from .schema import ADDED, CRC_KEY, FIRST_EVENT_KEY, HEADER_CRC_KEY, HEADER_KEY,
 ARROW_ERRORS: Final = (pa.ArrowException, OSError, MemoryError, ValueError, TypeError, KeyError, OverflowError)
 _MAX_DIGITS: Final = 19
 _OWN_SCHEMA: Final = trace_schema()
+_THIS_THREAD: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
 
 class DamagedBatchError(Exception):
@@ -70,20 +71,32 @@ def _check_columns(schema: pa.Schema, format_minor: int) -> None:
 
 
 def decode_batch(
-    data: pa.Buffer, view: memoryview, frame: Frame, schema: pa.Schema, forms: Sequence[ColumnForm]
+    data: pa.Buffer,
+    view: memoryview,
+    frame: Frame,
+    schema: pa.Schema,
+    forms: Sequence[ColumnForm],
+    stream: pa.Buffer | None = None,
 ) -> TraceBatch:
-    """Return a batch whose bytes, numbers and CRC hold; raise `DamagedBatchError` saying which does not."""
+    """Return a batch whose bytes, numbers and CRC hold; raise `DamagedBatchError` saying which does not.
+
+    `stream`, from a caller that is itself one of several threads, holds the schema's message and this one behind it:
+    Arrow uses threads of its own for a message alone.
+    """
     first_event, num_events, crc = (_decimal(frame, key) for key in (FIRST_EVENT_KEY, NUM_EVENTS_KEY, CRC_KEY))
     if frame.num_rows != num_events:
         raise DamagedBatchError(f"says {num_events} events and holds {frame.num_rows} rows")
     try:
         check_buffers(view, frame, sum(form.num_buffers for form in forms))
-        message = pa.ipc.read_message(data.slice(frame.start, frame.end - frame.start))
-        batch = pa.ipc.read_record_batch(message, schema)
+        if stream is None:
+            message = pa.ipc.read_message(data.slice(frame.start, frame.end - frame.start))
+            batch = pa.ipc.read_record_batch(message, schema)
+        else:
+            batch = pa.ipc.open_stream(stream, options=_THIS_THREAD).read_next_batch()
         batch.validate(full=True)
     except FramingError as error:
         raise DamagedBatchError(f"cannot be decoded ({error})") from None
-    except ARROW_ERRORS as error:
+    except (StopIteration, *ARROW_ERRORS) as error:
         raise DamagedBatchError(f"cannot be decoded ({_first_line(error)})") from None
     if frame.null_counts.any():
         names = [name for name, form in zip(schema.names, forms, strict=True) for _ in range(2 if form.nested else 1)]

@@ -39,6 +39,7 @@ class DecodeAhead:
         threads = len(view) >= LARGE_BYTES and workers > 1 and descriptor >= 0 and hasattr(os, "preadv")
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode ahead") if threads else None
         self._descriptor = os.dup(descriptor) if threads else -1  # of its own: the reader may be closed first
+        self._head = schema.serialize().to_pybytes() if threads else b""  # the message before a batch in a stream
 
     def frame(self, position: int, limit: int) -> Frame | None:
         """Return what `read_frame` does."""
@@ -48,7 +49,7 @@ class DecodeAhead:
     def batch(self, frame: Frame, limit: int) -> TraceBatch:
         """Return what `decode_batch` does for a frame; `limit` is where messages end."""
         known = self._pending.pop(frame.start, None)
-        if self._threads is not None:
+        if self._threads is not None and frame.compression is not None:
             self._look_ahead(frame, limit, self._threads)
         if known and known[0] is frame:
             return known[1].result()
@@ -80,16 +81,19 @@ class DecodeAhead:
             position = other.end
 
     def _decode(self, frame: Frame) -> TraceBatch:
-        size = frame.end - frame.start
-        data = pa.allocate_buffer(size)
+        head, size = len(self._head), frame.end - frame.start
+        data = pa.allocate_buffer(head + size)
         view = memoryview(data).cast("B")
+        view[:head] = self._head
         done = 0
         while done < size:
-            came = os.preadv(self._descriptor, [view[done:]], frame.start + done)
+            came = os.preadv(self._descriptor, [view[head + done :]], frame.start + done)
             if not came:
                 raise DamagedBatchError("was cut off while it was read")
             done += came
-        moved = dataclasses.replace(frame, start=0, body_start=frame.body_start - frame.start, end=size)
-        batch = decode_batch(data, view, moved, self._schema, self._forms)
+        moved = dataclasses.replace(
+            frame, start=head, body_start=head + frame.body_start - frame.start, end=head + size
+        )
+        batch = decode_batch(data, view, moved, self._schema, self._forms, data)
         batch.end_byte = frame.end
         return batch

@@ -22,6 +22,7 @@ from ..recorder.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END,
 from .exchange import Exchange
 from .executors import make_executor, make_lane
 from .health import Health
+from .interval.lane import Lane
 from .report import ReportSinks
 from .schedule import Schedule
 from .settings import ReplaySettings, StopReplayError
@@ -114,6 +115,11 @@ class EventReplay:
     def foresee(self, item: TraceBatch | TraceGap | None) -> None:
         """Tell what `take` is given behind the next item; an executor that runs ahead makes use of it."""
         self._executor.foresee(item if isinstance(item, TraceBatch) else None)
+
+    def prepare(self, batch: TraceBatch) -> None:
+        """Work out what `take` needs of a batch alone; for the thread that reads ahead of it."""
+        if isinstance(self._lane, Lane):
+            self._lane.prepare(batch)
 
     def take(self, item: TraceBatch | TraceGap) -> None:
         """Replay one batch of events, or note a gap."""

@@ -5,7 +5,7 @@ Traces of a prefill and a decode engine are replayed together: what one sent is 
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from ..recorder.batch import TraceBatch, TraceGap
@@ -85,11 +85,21 @@ class ReplayRun:
             early = settings.fail_fast or settings.max_violations is not None
             stream = self._reader.stream()
             self._stream: Generator[TraceBatch | TraceGap, None, None] | ReadAhead[TraceBatch | TraceGap]
-            self._stream = stream if early else ReadAhead(stream)
+            self._stream = stream if early else ReadAhead(self._prepared(stream))
             stack.callback(self._stream.close)
             self._reads_ahead = settings.device != "cpu" and len(paths) == 1 and not early
             self._ahead: list[TraceBatch | TraceGap | None] = []
             self._resources = stack.pop_all()
+
+    def _prepared(
+        self, stream: Generator[TraceBatch | TraceGap, None, None]
+    ) -> Generator[TraceBatch | TraceGap, None, None]:
+        with closing(stream):
+            for item in stream:
+                if isinstance(item, TraceBatch):
+                    self._events.prepare(item)
+                yield item
+                del item  # what is replayed must not be held here
 
     def step(self) -> bool:
         """Replay the next batch of events; False when nothing is left, or while a step is under way already."""

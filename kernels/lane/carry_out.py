@@ -20,6 +20,7 @@ from .layout import (
     SINCE_SWEEP,
     STREAM_BEFORE,
     STREAM_BUFFER,
+    STREAM_WORDS,
     Buffers,
     GroupHeads,
     GroupLinks,
@@ -29,7 +30,14 @@ from .layout import (
     Tables,
 )
 from .reads import clear_hashes, fold_words, settle_reads
-from .writes import note_writers, run_chain, store_words, watch_written, write_records
+from .writes import (
+    seed_chains,
+    store_words,
+    watch_written,
+    write_chains,
+    write_records,
+    write_words,
+)
 
 
 @primitive()
@@ -108,16 +116,30 @@ def carry_out(
             counts[g],
             books[g],
         )
-        for s in range(groups[g, FIRST_STREAM], groups[g, FIRST_STREAM] + groups[g, NUM_STREAMS]):
-            store_words(slots, kv, stream_of[s, STREAM_BEFORE] * tokens, streams[s])
-        run_chain(buffers[first], table, rows, prefixes, lens, inputs, chain)
-        for buffer in range(first, first + groups[g, NUM_BUFFERS]):
+        first_stream = groups[g, FIRST_STREAM]
+        end_stream = first_stream + groups[g, NUM_STREAMS]
+        seed_chains(buffers[first], table, rows, prefixes, lens, chain)
+        write_chains(  # the first is a HEAD, without KV hashes
+            buffers[first], writers[g], ledgers[g], requests, lens, slots, inputs, positions, event, forward, chain
+        )
+        for buffer in range(first + 1, first + groups[g, NUM_BUFFERS]):
+            mine = 0
+            its_own = -1
+            for s in range(first_stream, end_stream):
+                if stream_of[s, STREAM_BUFFER] == buffer:
+                    mine += 1
+                    its_own = s
+            if mine == 1 and settings[KV_WORDS] >= 2 and stream_of[its_own, STREAM_WORDS] == 2:
+                at = stream_of[its_own, STREAM_BEFORE] * tokens
+                write_words(buffers[buffer], streams[its_own], slots, end, kv, at, inputs, positions, chain)
+                continue
             clear_hashes(hashes, end)
-            for s in range(groups[g, FIRST_STREAM], groups[g, FIRST_STREAM] + groups[g, NUM_STREAMS]):
-                if settings[KV_WORDS] > 0 and stream_of[s, STREAM_BUFFER] == buffer:
-                    fold_words(streams[s], slots, end, settings[KV_WORDS], hashes)
+            for s in range(first_stream, end_stream):
+                if stream_of[s, STREAM_BUFFER] == buffer:
+                    store_words(slots, kv, stream_of[s, STREAM_BEFORE] * tokens, streams[s])
+                    if settings[KV_WORDS] > 0:
+                        fold_words(streams[s], slots, end, settings[KV_WORDS], hashes)
             write_records(buffers[buffer], slots, end, inputs, positions, chain, hashes)
-        note_writers(requests, lens, slots, event, forward, writers[g], ledgers[g])
         tally[g, COUNT_VERIFIED] += reads
         tally[g, COUNT_WRITTEN] += end
         tally[g, COUNT_FORWARDS] += 1

@@ -81,8 +81,7 @@ def run_ordinary(
             return 0
         ledger[slot, STAMP] = serial
         if kind == ALLOC_EVENT:
-            taken = ledger[slot, STATE] >= HELD or moving[slot] != 0
-            if status == FRESH_ALLOC and complete != 0 and taken:
+            if status == FRESH_ALLOC and complete != 0 and (ledger[slot, STATE] >= HELD or moving[slot] != 0):
                 return 0
         elif moving[slot] != 0 or leaves(ledger, slot, request, kind, complete, from_start) == 0:
             return 0

@@ -165,21 +165,53 @@ def store_words(slots: In64, kv: InU64, at: int, words: OutU64x2) -> None:
 
 
 @primitive()
-def run_chain(
-    records: In64x2, table: In32x2, rows: In64, prefixes: In64, lens: In64, inputs: In64, chain: Out64
-) -> None:
-    """Work out the previous-hash of every token's record: each request goes on from the record before its first."""
+def seed_chains(records: In64x2, table: In32x2, rows: In64, prefixes: In64, lens: In64, chain: Out64) -> None:
+    """Put each request's seed, the hash of the record before its first, in its first token's place of `chain`."""
     at = 0
     for r in range(rows.shape[0]):
-        if lens[r] == 0:
-            continue
-        running = chain_seed()
-        if prefixes[r] > 0:
-            running = slot_hash(records, int(table[rows[r], prefixes[r] - 1]))
-        for i in range(lens[r]):
-            chain[at + i] = as_i64(running)
-            word = splitmix64(splitmix64(running) ^ as_u64(inputs[at + i]))
-            running = splitmix64(word ^ as_u64(prefixes[r] + i))
+        if lens[r] > 0:
+            seed = chain_seed()
+            if prefixes[r] > 0:
+                seed = slot_hash(records, int(table[rows[r], prefixes[r] - 1]))
+            chain[at] = as_i64(seed)
+        at += lens[r]
+
+
+@primitive()
+def write_chains(
+    records: Out64x2,
+    writers: Out64x2,
+    ledger: Out64x2,
+    requests: In64,
+    lens: In64,
+    slots: In64,
+    inputs: In64,
+    positions: In64,
+    event: int,
+    forward: int,
+    chain: Out64,
+) -> None:
+    """Write the records of the first buffer, note who wrote each slot, and work out every token's previous-hash on the way.
+
+    `chain` has each request's seed in its first token's place, see `seed_chains`, and takes the others. Each link waits
+    for the one before it, and the processor does all the rest meanwhile. `event` is the forward's number + 1.
+    """
+    at = 0
+    for r in range(requests.shape[0]):
+        running = as_u64(chain[at]) if lens[r] > 0 else as_u64(0)
+        for i in range(at, at + lens[r]):
+            slot = slots[i]
+            chain[i] = as_i64(running)
+            records[slot, RECORD_TOKEN] = inputs[i]
+            records[slot, RECORD_POSITION] = positions[i]
+            records[slot, RECORD_PREV_HASH] = as_i64(running)
+            records[slot, RECORD_KV_HASH] = 0
+            writers[slot, 0] = event
+            writers[slot, 1] = forward
+            writers[slot, 2] = requests[r]
+            ledger[slot, CONTENT] = event
+            word = splitmix64(splitmix64(running) ^ as_u64(inputs[i]))
+            running = splitmix64(word ^ as_u64(positions[i]))
         at += lens[r]
 
 
@@ -197,19 +229,32 @@ def write_records(
 
 
 @primitive()
-def note_writers(
-    requests: In64, lens: In64, slots: In64, event: int, forward: int, writers: Out64x2, ledger: Out64x2
+def write_words(
+    records: Out64x2,
+    words: OutU64x2,
+    slots: In64,
+    end: int,
+    kv: InU64,
+    at: int,
+    inputs: In64,
+    positions: In64,
+    chain: In64,
 ) -> None:
-    """Note who wrote each slot; `event` is the forward's number + 1."""
-    at = 0
-    for r in range(requests.shape[0]):
-        for i in range(at, at + lens[r]):
-            slot = slots[i]
-            writers[slot, 0] = event
-            writers[slot, 1] = forward
-            writers[slot, 2] = requests[r]
-            ledger[slot, CONTENT] = event
-        at += lens[r]
+    """Write the records of a buffer with one stream of 16 bytes, which is usual, and store the stream: in one pass."""
+    for i in range(end):
+        slot = slots[i]
+        first = kv[at + 2 * i]
+        second = kv[at + 2 * i + 1]
+        words[slot, 0] = first
+        words[slot, 1] = second
+        records[slot, RECORD_TOKEN] = inputs[i]
+        records[slot, RECORD_POSITION] = positions[i]
+        records[slot, RECORD_PREV_HASH] = chain[i]
+        acc = splitmix64(splitmix64(as_u64(first)) ^ as_u64(second))
+        records[slot, RECORD_KV_HASH] = as_i64(splitmix64(acc))
+    for i in range(end, slots.shape[0]):  # padding
+        words[slots[i], 0] = kv[at + 2 * i]
+        words[slots[i], 1] = kv[at + 2 * i + 1]
 
 
 @primitive()

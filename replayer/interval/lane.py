@@ -5,6 +5,7 @@ then the lane goes on. What it cannot work with in compiled code, names above al
 """
 
 import logging
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -66,6 +67,8 @@ _MOST_LOOKS: Final = 1 << 20
 # that ends so far behind the file's beginning.
 WARM_UP_EVENTS: Final = 1000
 LARGE_BYTES: Final = 1 << 20
+# Batches that are prepared and not taken yet: one that waits, one that is being read, and what nobody asked for.
+_MOST_AHEAD: Final = 4
 # A lane that is left at once is not tried again for so many events, at most.
 _MOST_PATIENCE: Final = 64
 
@@ -103,6 +106,7 @@ class Lane:
         self._loops: Callable[..., None] | None = None
         self._passed_by = 0
         self._columns: LaneColumns | None = None
+        self._ahead: deque[LaneColumns] = deque(maxlen=_MOST_AHEAD)
         self._facts = number_book({}, 2, 64, backend=backend)
         self._facts_known = 0
         self._facts_stale = True
@@ -112,6 +116,11 @@ class Lane:
         self._row_stamps = np.zeros(0, np.int64)
         self._scratch: tuple[Int64Array, ...] = ()
         self._room = (-1, -1, -1)
+
+    def prepare(self, batch: TraceBatch) -> None:
+        """Work out what `run` needs of a batch alone; for the thread that reads ahead, which has time for it."""
+        if self._loops is not None or batch.end_byte >= LARGE_BYTES:
+            self._ahead.append(lane_columns(batch))
 
     def run(self, batch: TraceBatch, at: int) -> int:
         """Take events from row `at` of a batch on, and return the row of the first that was not taken."""
@@ -128,7 +137,7 @@ class Lane:
         if any(pool.any_unknown for pool in self._executor.pools):
             return at
         if self._columns is None or self._columns.batch is not batch:
-            self._columns = lane_columns(batch)
+            self._columns = self._prepared(batch) or lane_columns(batch)
         columns = self._columns
         if columns.kind[at] < 0:
             return at
@@ -143,6 +152,13 @@ class Lane:
             self._columns = None
         self._next_event = batch.first_event + stop
         return stop
+
+    def _prepared(self, batch: TraceBatch) -> LaneColumns | None:
+        while self._ahead and self._ahead[0].batch.first_event <= batch.first_event:
+            columns = self._ahead.popleft()
+            if columns.batch is batch:
+                return columns
+        return None
 
     def _call(self, loops: Callable[..., None], columns: LaneColumns, at: int) -> int:
         history, executor = self._history, self._executor
@@ -292,19 +308,17 @@ class Lane:
 
     def _summarize(self, columns: LaneColumns, at: int, stop: int) -> None:
         summary, batch = self._summary, columns.batch
-        kinds, modes = batch.kinds, batch.strings("mode")
-        for kind in kinds[at:stop]:
-            summary.events[kind] = summary.events.get(kind, 0) + 1
+        for kind, count in Counter(batch.kinds[at:stop]).items():
+            summary.events[kind] = summary.events.get(kind, 0) + count
         times = batch.scalar_ints("time_ns")[at:stop]
         summary.first_time_ns = summary.first_time_ns or next((int(t) for t in times if t), 0)
         summary.last_time_ns = max(summary.last_time_ns, int(times.max()))
-        offsets, watched = batch.offsets("input_ids"), batch.scalar_ints("kv_watched")
-        for index in (at + np.flatnonzero(columns.kind[at:stop] == FORWARD_EVENT)).tolist():
-            mode = modes[index]
-            summary.forwards += 1
-            summary.forwards_by_mode[mode] = summary.forwards_by_mode.get(mode, 0) + 1
-            summary.forwards_watched += bool(watched[index])
-            summary.tokens += int(offsets[index + 1] - offsets[index])
+        modes, forwards = batch.strings("mode"), at + np.flatnonzero(columns.kind[at:stop] == FORWARD_EVENT)
+        for mode, count in Counter(modes[index] for index in forwards.tolist()).items():
+            summary.forwards_by_mode[mode] = summary.forwards_by_mode.get(mode, 0) + count
+        summary.forwards += len(forwards)
+        summary.forwards_watched += int(np.count_nonzero(batch.scalar_ints("kv_watched")[forwards]))
+        summary.tokens += int(np.diff(batch.offsets("input_ids"))[forwards].sum())
 
 
 def _tell_of_compiling() -> None:

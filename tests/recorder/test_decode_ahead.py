@@ -68,6 +68,25 @@ def test_damage_anywhere(traces: Any, monkeypatch: pytest.MonkeyPatch, every: in
             assert told(bad) == alone, at
 
 
+def test_a_file_that_changes_meanwhile(traces: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that end the messages where a batch was: that one is left out, and nothing else."""
+    path = traces.write(batches=(2,) * 4, compression="lz4")
+    whole = told(path)
+    ahead(monkeypatch)
+    read = decode_ahead.os.preadv
+
+    def other(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = read(descriptor, buffers, offset)
+        if offset == whole[1][1]:  # where the third begins
+            buffers[0][4:8] = bytes(4)
+        return count
+
+    monkeypatch.setattr(decode_ahead.os, "preadv", other)
+    found = told(path)
+    assert [item for item in found if item in whole] == [whole[0], whole[1], whole[3]]
+    assert [item[0] for item in found if item not in whole] == ["damaged"]
+
+
 def test_no_more_than_a_few_are_in_flight(traces: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = traces.write(batches=(2,) * 9, compression="lz4")
     starts = ahead(monkeypatch)

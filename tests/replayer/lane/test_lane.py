@@ -1,5 +1,6 @@
 """The lane gives what the executor and the checks give, wherever it begins and ends, and takes what is ordinary."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from kvcanary.recorder.batch import TraceBatch
 from kvcanary.replayer import executors
 from kvcanary.replayer.interval import lane
 from kvcanary.replayer.interval.lane import Lane
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.replayer.replay import ReplayRun, ReplaySettings, replay
 from kvcanary.replayer.segment_stream import SegmentStream
 
 from ..interval.test_unruly_engines import write
@@ -91,6 +92,40 @@ def test_the_answer_is_that_without_the_lane(
     assert not taken
     assert answer(trace, tmp_path / "with") == expected
     assert sum(taken) >= CLEAN.get(name, 0.05) * sum(expected["events"].values())
+
+
+def test_columns_are_worked_out_by_who_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = DATA / "simulated" / "clean_overlap.arrow"
+    threads: list[str] = []
+    columns = lane.lane_columns
+
+    def noted(batch: TraceBatch) -> lane.LaneColumns:
+        threads.append(threading.current_thread().name)
+        return columns(batch)
+
+    monkeypatch.setattr(lane, "lane_columns", noted)
+    monkeypatch.setattr(lane, "LARGE_BYTES", 0)
+    ahead = answer(trace, tmp_path / "ahead")
+    assert set(threads) == {"read ahead"}
+    threads.clear()
+    monkeypatch.setattr(Lane, "prepare", lambda *_: None)
+    assert answer(trace, tmp_path / "late") == ahead
+    assert set(threads) == {threading.main_thread().name}
+
+
+def test_what_nobody_takes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that the lane is never given, as where a keyframe is loaded, do not heap up; nor are they mistaken."""
+    monkeypatch.setattr(lane, "LARGE_BYTES", 0)
+    with ReplayRun(DATA / "clean_llama.arrow", settings=ReplaySettings(executor="interval"), report=None) as run:
+        taker = run._events._lane
+        assert isinstance(taker, Lane)
+        batch = next(item for item in SegmentStream([DATA / "clean_llama.arrow"]).stream())
+        assert isinstance(batch, TraceBatch)
+        for _ in range(9):
+            taker.prepare(batch)
+        assert len(taker._ahead) == lane._MOST_AHEAD
+        later = TraceBatch(batch.record_batch, first_event=batch.first_event + 1)
+        assert taker._prepared(later) is None and not taker._ahead
 
 
 @pytest.mark.parametrize("name", ["clean_llama", "table_swap", "simulated/overlap_future_map_overrun"])
