@@ -15,7 +15,7 @@ from .write import write
 MAX_BUFFERS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class CanaryBuffer:
     """One canary buffer as a launch sees it: what it is hashed over, where its findings and counts go.
 

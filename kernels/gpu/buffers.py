@@ -1,5 +1,6 @@
 """Canary buffers as kernels take them: pointers side by side, layouts as constants, checked on the way."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -35,38 +36,66 @@ class BufferPointers:
     slot_counters: tuple[Any, ...]
     kernel_counters: tuple[Any, ...]
 
+    @property
+    def folds_rows(self) -> bool:
+        """Whether as much of a slot is hashed as makes that the larger part of the work."""
+        return any(geometry[3] >= 16 for geometry in self.sources)
+
+    @property
+    def ends(self) -> tuple[tuple[Any, ...], ...]:
+        """Where findings and counts go, in the order in which kernels that write take them."""
+        return (
+            self.rows, self.entries, self.capacities, self.tags, self.write_indexes, self.failed, self.slot_counters,
+            self.kernel_counters,
+        )  # fmt: skip
+
     @classmethod
     def of(cls, buffers: Sequence[CanaryBuffer]) -> Self:
-        """Check the buffers' tensors; raise `TypeError` or `ValueError` for shapes and dtypes."""
-        kv: list[Any] = []
-        sources: list[Geometry] = []
-        kv_slots, strides, ends = [], [], [0]
-        for buffer in buffers:
-            strides.append(record_stride(buffer.canary))
-            pointers, geometry, slots = source_words(buffer.sources, buffer.kv_hash_mode)
-            kv += pointers
-            kv_slots.append(slots)
-            sources += geometry
-            ends.append(len(sources))
-            require_tensor("slot_counter", buffer.slot_counter, "int64", 1, length=1)
-            require_tensor("kernel_counter", buffer.kernel_counter, "int64", 1, length=1)
-            require_tensor("violations.rows", buffer.violations.rows, "int64", 2)
-        canaries = tuple(triton.reinterpret(buffer.canary, tl.int64) for buffer in buffers)
-        logs = [buffer.violations for buffer in buffers]
-        return cls(
-            canaries=canaries,
-            strides=tuple(strides),
-            num_slots=int(buffers[0].canary.shape[0]),
-            kv=tuple(kv) or canaries[:1],
-            kv_slots=tuple(kv_slots),
-            sources=tuple(sources),
-            source_ends=tuple(ends),
-            rows=tuple(log.rows for log in logs),
-            entries=tuple(log.entries for log in logs),
-            capacities=tuple(len(log.entries) for log in logs),
-            tags=tuple(int(buffer.tag) for buffer in buffers),
-            write_indexes=tuple(log.write_index for log in logs),
-            failed=tuple(log.out_of_range for log in logs),
-            slot_counters=tuple(buffer.slot_counter for buffer in buffers),
-            kernel_counters=tuple(buffer.kernel_counter for buffer in buffers),
-        )
+        """Check the buffers' tensors; raise `TypeError` or `ValueError` for shapes and dtypes.
+
+        A buffer is looked at once: it cannot be changed.
+        """
+        one = [_known.get(buffer) or _look_at(buffer) for buffer in buffers]
+        if len(one) == 1:
+            return one[0]  # type: ignore[return-value]
+        kv = sum((pointers.kv for pointers in one if pointers.sources), ())
+        ends = [0]
+        for pointers in one:
+            ends.append(ends[-1] + len(pointers.sources))
+        joined = {
+            name: sum((getattr(pointers, name) for pointers in one), ())
+            for name in cls.__slots__
+            if name not in ("kv", "num_slots", "source_ends")
+        }
+        return cls(kv=kv or one[0].canaries, num_slots=one[0].num_slots, source_ends=tuple(ends), **joined)
+
+
+_known: weakref.WeakKeyDictionary[CanaryBuffer, BufferPointers] = weakref.WeakKeyDictionary()
+
+
+def _look_at(buffer: CanaryBuffer) -> BufferPointers:
+    stride = record_stride(buffer.canary)
+    kv, sources, slots = source_words(buffer.sources, buffer.kv_hash_mode)
+    log = buffer.violations
+    require_tensor("slot_counter", buffer.slot_counter, "int64", 1, length=1)
+    require_tensor("kernel_counter", buffer.kernel_counter, "int64", 1, length=1)
+    require_tensor("violations.rows", log.rows, "int64", 2)
+    canary = triton.reinterpret(buffer.canary, tl.int64)
+    _known[buffer] = pointers = BufferPointers(
+        canaries=(canary,),
+        strides=(stride,),
+        num_slots=int(buffer.canary.shape[0]),
+        kv=kv or (canary,),
+        kv_slots=(slots,),
+        sources=sources,
+        source_ends=(0, len(sources)),
+        rows=(log.rows,),
+        entries=(log.entries,),
+        capacities=(len(log.entries),),
+        tags=(int(buffer.tag),),
+        write_indexes=(log.write_index,),
+        failed=(log.out_of_range,),
+        slot_counters=(buffer.slot_counter,),
+        kernel_counters=(buffer.kernel_counter,),
+    )
+    return pointers

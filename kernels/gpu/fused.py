@@ -1,7 +1,7 @@
 """Plan and verify in one launch on the device: an entry lives in registers from the block table to its verdict.
 
-A unit of work is a run of one request's positions, tile by tile; what an entry's successor must carry is hashed once and
-handed on to the next lane. The second launch puts rows down where the first counted any (see `violations`).
+Units of work are runs of one request's positions (`check_unit`). The second launch puts rows down where the first counted
+any (see `violations`).
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ..constants import PADDING_ROW, SLOT_OUT_OF_RANGE
+from ..constants import PADDING_ROW
 from ..fused import CanaryBuffer
 from ..plan import MAX_LEN
 from .buffers import BufferPointers
-from .hashing import CHAIN_SEED, hash_chain, load_pair, signed, unsigned
-from .kv_source import fold_slots
+from .check_unit import check_unit
+from .launch import launch
 from .plan import plan_inputs
-from .violations import add_where_any, store_rows, sum_before
+from .violations import add_where_any, sum_before
 
 _MAX_LEN = tl.constexpr(MAX_LEN)
-_OUT_OF_RANGE = tl.constexpr(SLOT_OUT_OF_RANGE)
 _PADDING_ROW = tl.constexpr(PADDING_ROW)
 _SHARE = tl.constexpr(32)  # units that a program of the second launch looks after
 
@@ -29,169 +28,6 @@ _SHARE = tl.constexpr(32)  # units that a program of the second launch looks aft
 # lengths, few enough to sum their counts at once.
 WORD_SHAPE = (128, 4, 8192)
 ROW_SHAPE = (32, 1, 16384)
-
-
-@triton.jit
-def _through_lut(slot, lut, lut_len, mask, HAS_LUT: tl.constexpr):
-    """Slots in the group's own numbering, and which of them the table does not have."""
-    beyond = mask & (slot >= lut_len) & HAS_LUT
-    if HAS_LUT:
-        inside = mask & (slot >= 0) & (slot < lut_len)
-        own = tl.load(lut + tl.where(inside, slot, 0), mask=inside, other=0)
-        slot = tl.where(inside, own, tl.where(beyond, _OUT_OF_RANGE, slot))
-    return slot, beyond
-
-
-@triton.jit
-def _closed_form(
-    row, prefix, start, table, table_rows, table_width, table_stride, lut, lut_len, truth_rows, truth_width, truth_len,
-    token_offset, HAS_LUT: tl.constexpr,
-):  # fmt: skip
-    """What needs no walk: entries past the table, truth tokens past theirs, the look-up before a window.
-
-    Returns (failed look-ups of the plan, entries that have no slot).
-    """
-    row_is_there = (row >= 0) & (row < table_rows)
-    width = tl.where(row_is_there, table_width, 0)
-    beyond = tl.maximum(prefix - tl.maximum(start, width), 0)
-    failed = beyond
-    if (start > 0) & (start < prefix):
-        if start - 1 >= width:
-            failed += 1
-        else:
-            slot = tl.load(table + row * table_stride + start - 1).to(tl.int64)
-            if HAS_LUT & (slot >= lut_len):
-                failed += 1
-    truth_is_there = (row >= 0) & (row < truth_rows)
-    first_missing = tl.where(truth_is_there, truth_width, 0)
-    failed += tl.maximum(
-        tl.minimum(prefix, truth_len - token_offset) - tl.maximum(start, first_missing - token_offset), 0
-    )
-    return failed, beyond
-
-
-@triton.jit
-def _sum_bytes(packed, quarter):
-    """The sums of the four bytes of int32 lanes, [4] int32."""
-    sums = tl.zeros([4], tl.int32)
-    for b in tl.static_range(4):
-        sums += tl.where(quarter == b, tl.sum((packed >> (8 * b)) & 255), 0)
-    return sums
-
-
-@triton.jit
-def _check_unit(
-    unit, rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows, table_width,
-    table_stride, truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits,
-    plan_failed, verify_failed, slot_counters, logs, log_entries, capacities, tags, first_entry, places,
-    HAS_LUT: tl.constexpr, HAS_TRUTH: tl.constexpr, CHECK_TOKENS: tl.constexpr, STRIDES: tl.constexpr,
-    SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr, BUFFERS: tl.constexpr, EMIT: tl.constexpr,
-):  # fmt: skip
-    """Check one unit; returns the rows of each buffer, [4] int32. With EMIT it puts them down, else it counts failures."""
-    request = unit // splits
-    split = unit % splits
-    row = tl.load(rows_in + request)
-    prefix = tl.minimum(tl.maximum(tl.load(prefix_lens + request), 0), _MAX_LEN)
-    start = row * 0
-    if window > 0:
-        start = tl.maximum(prefix - window, 0)
-    truth_len = row * 0
-    if HAS_TRUTH:
-        truth_len = tl.minimum(tl.load(truth_lens + request), _MAX_LEN * 2)
-    quarter = tl.arange(0, 4)
-    counts = tl.zeros([4], tl.int32)
-    if row != _PADDING_ROW:
-        failed_plan = row * 0
-        failed_verify = row * 0
-        if (split == 0) & (not EMIT):
-            failed_plan, failed_verify = _closed_form(
-                row, prefix, start, table, table_rows, table_width, table_stride, lut, lut_len, truth_rows, truth_width,
-                truth_len, token_offset, HAS_LUT,
-            )  # fmt: skip
-        end = row * 0
-        if (row >= 0) & (row < table_rows):
-            end = tl.minimum(prefix, table_width)
-        if start < end:
-            # The first lane of a tile only hands on: its entry is the last of the tile before, or nobody's.
-            length = (end - start).to(tl.int32)
-            tiles = (length + T - 2) // (T - 1)
-            share = (tiles + splits - 1) // splits
-            cells = table + row * table_stride + start
-            truths = truth + row * truth_stride + start + token_offset
-            # Truth tokens there are for offsets from the start: none where the truth table does not have the row.
-            truth_end = row * 0
-            if HAS_TRUTH & (row < truth_rows):
-                truth_end = tl.minimum(truth_len, truth_width) - start - token_offset
-            first = tl.where(start > 0, -1, 0)
-            lane = tl.arange(0, T)
-            left = tl.maximum(lane - 1, 0)
-            missed_plan = tl.zeros([T], tl.int32)
-            missed_verify = tl.zeros([T], tl.int32)
-            rows_found = tl.zeros([T], tl.int32)
-            for tile in range(split * share, tl.minimum(split * share + share, tiles)):
-                i = tile * (T - 1) - 1 + lane
-                there = (i < length) & (i >= first)
-                slot = tl.load(cells + i, mask=there, other=-1).to(tl.int64)
-                slot, beyond = _through_lut(slot, lut, lut_len, there, HAS_LUT)
-                active = there & (lane > 0)
-                want = tl.zeros([T], tl.int64) - 1
-                if CHECK_TOKENS & HAS_TRUTH:
-                    has_truth = active & (i >= 0 - start - token_offset) & (i < truth_end)
-                    want = tl.load(truths + i, mask=has_truth, other=-1).to(tl.int64)
-                inside = there & (slot >= 0) & (slot < num_slots)
-                checked = inside & (slot > 0) & (lane > 0)
-                cell = tl.where(inside, slot, 0)
-                token, position = load_pair(canaries[0], cell * STRIDES[0], inside, T)
-                prev_hash, kv_hash = load_pair(canaries[0], cell * STRIDES[0] + 2, inside, T)
-                bad_kv = tl.zeros([T], tl.int32)
-                for b in tl.static_range(BUFFERS):
-                    if b > 0:
-                        kv_hash = unsigned(tl.load(canaries[b] + cell * STRIDES[b] + 3, mask=checked, other=0))
-                    now = fold_slots(kv, slot, checked, kv_slots[b], SOURCES, ENDS[b], ENDS[b + 1], T)
-                    bad_kv |= tl.where(kv_hash != now, 1 << b, 0)
-                successor = tl.where(slot < 0, CHAIN_SEED, hash_chain(prev_hash, token, position))
-                prev_slot = tl.gather(slot, left, 0)
-                handed_on = tl.gather(successor, left, 0)
-                want_hash = tl.where((prev_slot != 0) & (prev_slot < num_slots), handed_on, prev_hash)
-                token, position = signed(token), signed(position)
-                reason = tl.where(prev_hash != want_hash, 1, 0)
-                reason |= tl.where((want != -1) & (token != want), 32, 0)
-                reason |= tl.where(position != start + i, 2, 0)
-                if EMIT:
-                    for b in tl.static_range(BUFFERS):
-                        here = tl.where(checked, reason | ((bad_kv >> b) & 1) * 4, 0)
-                        found = (here != 0).to(tl.int32)
-                        done = tl.sum(tl.where(quarter == b, counts, 0))
-                        place = tl.sum(tl.where(quarter == b, places, 0)) + done
-                        store_rows(
-                            logs[b], log_entries[b], capacities[b], place + (tl.cumsum(found, 0) - found), here != 0,
-                            first_entry + i, tags[b], slot, position, token, want, signed(prev_hash), signed(want_hash), here,
-                        )  # fmt: skip
-                        counts += tl.where(quarter == b, tl.sum(found), 0)
-                else:
-                    missed_plan += (beyond & active).to(tl.int32)
-                    missed_verify += (active & ((slot < 0) | (slot >= num_slots))).to(tl.int32)
-                    missed_verify += (checked & (prev_slot >= num_slots)).to(tl.int32)
-                    # A byte for each buffer: a lane has at most 255 tiles before they are summed.
-                    for b in tl.static_range(BUFFERS):
-                        here = reason | ((bad_kv >> b) & 1)
-                        rows_found += tl.where(checked & (here != 0), 1 << (8 * b), 0)
-                    if tile - split * share == 254:
-                        counts += _sum_bytes(rows_found, quarter)
-                        rows_found = tl.zeros([T], tl.int32)
-            if not EMIT:
-                # One reduction where nothing is wrong.
-                if tl.max((missed_plan | missed_verify | rows_found).to(tl.uint32)) != 0:
-                    failed_plan += tl.sum(missed_plan)
-                    failed_verify += tl.sum(missed_verify)
-                    counts += _sum_bytes(rows_found, quarter)
-        if not EMIT:
-            add_where_any(plan_failed, failed_plan)
-            for b in tl.static_range(BUFFERS):
-                add_where_any(verify_failed[b], failed_verify)
-                if split == 0:
-                    add_where_any(slot_counters[b], prefix - start)
-    return counts
 
 
 @triton.jit(
@@ -206,6 +42,8 @@ def _check_unit(
         "window",
         "token_offset",
         "splits",
+        "table_stride",
+        "truth_stride",
     ]
 )
 def _count_kernel(
@@ -216,7 +54,7 @@ def _count_kernel(
     SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr, BUFFERS: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(0)
-    found = _check_unit(
+    found = check_unit(
         unit, rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows, table_width,
         table_stride, truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits, plan_failed,
         verify_failed, slot_counters, None, None, None, None, None, None, HAS_LUT, HAS_TRUTH, CHECK_TOKENS, STRIDES, SOURCES, ENDS, T,
@@ -256,6 +94,8 @@ def _entries_before(rows_in, prefix_lens, window, end):
         "window",
         "token_offset",
         "splits",
+        "table_stride",
+        "truth_stride",
         "capacities",
         "tags",
         "units",
@@ -276,7 +116,7 @@ def _emit_kernel(
         found += tl.sum(tl.load(counts + b * units + mine, mask=mine < units, other=0))
     if program == 0:
         for b in tl.static_range(BUFFERS):
-            tl.atomic_add(kernel_counters[b], tl.load(starts) * 0 + 1)
+            add_where_any(kernel_counters[b], tl.load(starts) * 0 + 1)
     if found > 0:
         lane = tl.arange(0, 4)
         places = tl.zeros([4], tl.int64)
@@ -287,7 +127,7 @@ def _emit_kernel(
         for unit in range(first, tl.minimum(first + _SHARE, units)):
             here = tl.load(counts + lane * units + unit, mask=lane < BUFFERS, other=0)
             if tl.sum(here) > 0:
-                _check_unit(
+                check_unit(
                     unit, rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows,
                     table_width, table_stride, truth_rows, truth_width, truth_stride, lut_len, num_slots, window,
                     token_offset, splits, None, None, None, logs, log_entries, capacities, tags,
@@ -324,10 +164,12 @@ def plan_verify(
         out_of_range=out_of_range,
     )
     many = BufferPointers.of(buffers)
-    folds_rows = any(geometry[3] >= 16 for geometry in many.sources)
-    tile, warps, most = ROW_SHAPE if folds_rows else WORD_SHAPE
+    tile, warps, most = ROW_SHAPE if many.folds_rows else WORD_SHAPE
     bs = len(req_pool_indices)
-    splits = max(1, min(most // max(bs, 1), triton.cdiv(req_to_token.shape[1], tile - 1)))
+    tiles = triton.cdiv(req_to_token.shape[1], tile - 1)
+    # All units of a long request have as many tiles.
+    share = triton.cdiv(tiles, max(1, most // max(bs, 1)))
+    splits = max(1, triton.cdiv(tiles, max(share, 1)))
     units = bs * splits
     if not units:
         for buffer in buffers:
@@ -344,13 +186,22 @@ def plan_verify(
         "ENDS": many.source_ends,
         "T": tile,
         "BUFFERS": len(buffers),
-        "num_warps": warps,
     }
     read = (*inputs[:6], many.canaries, many.kv, many.kv_slots, *inputs[6:13], many.num_slots, *inputs[13:], splits)
-    _count_kernel[(units,)](
-        *read, out_of_range, many.failed, many.slot_counters, many.write_indexes, counts, starts, **constants
+    launch(
+        _count_kernel,
+        units,
+        (*read, out_of_range, many.failed, many.slot_counters, many.write_indexes, counts, starts),
+        constants,
+        num_warps=warps,
     )
-    _emit_kernel[(triton.cdiv(units, 32),)](
-        *read, many.write_indexes, counts, starts, many.rows, many.entries, many.capacities, many.tags,
-        many.kernel_counters, units, **constants,
+    launch(
+        _emit_kernel,
+        triton.cdiv(units, 32),
+        (
+            *read, many.write_indexes, counts, starts, many.rows, many.entries, many.capacities, many.tags,
+            many.kernel_counters, units,
+        ),
+        constants,
+        num_warps=warps,
     )  # fmt: skip

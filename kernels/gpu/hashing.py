@@ -9,8 +9,9 @@ import triton.language as tl
 from ..constants import ANCHOR
 from ..hashing import MASK64, splitmix64
 
-_MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
+MULTIPLIER_1, MULTIPLIER_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MULTIPLIER_1 = tl.constexpr(MULTIPLIER_1)
+_MULTIPLIER_2 = tl.constexpr(MULTIPLIER_2)
 CHAIN_SEED = tl.constexpr(splitmix64(ANCHOR & MASK64))
 
 
@@ -31,9 +32,10 @@ def hash_chain(prev_hash, token, position):
 
 
 @triton.jit
-def load_pair(words, at, mask, S: tl.constexpr):
-    """The two words of `words` at `at` [S] and after it, uint64, 0 where `mask` is off."""
-    both = tl.load(words + at[:, None] + tl.arange(0, 2)[None, :], mask=mask[:, None], other=0)
+def load_pair(words, at, mask, S: tl.constexpr, ONCE: tl.constexpr = False):
+    """The two words of `words` at `at` [S] and after it, uint64, 0 where `mask` is off; `ONCE`: nobody reads them again."""
+    policy: tl.constexpr = "evict_first" if ONCE else ""
+    both = tl.load(words + at[:, None] + tl.arange(0, 2)[None, :], mask=mask[:, None], other=0, eviction_policy=policy)
     first, second = tl.split(both.to(tl.uint64, bitcast=True))
     return first, second
 

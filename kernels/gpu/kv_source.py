@@ -53,30 +53,40 @@ def first_word(slot, PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, TOKEN_WORDS: t
 @triton.jit
 def _fold_source(
     words, slots, mask, PAGE: tl.constexpr, ROW_WORDS: tl.constexpr, TOKEN_WORDS: tl.constexpr, READ_WORDS: tl.constexpr,
-    S: tl.constexpr,
+    S: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Fold the first words of each slot [S] of one source."""
+    """Fold the first words of each slot [S] of one source; with `AHEAD` each turn's words are asked for a turn before."""
     first = first_word(tl.where(mask, slots, 0), PAGE, ROW_WORDS, TOKEN_WORDS)
     acc = tl.zeros([S], tl.uint64)
     if READ_WORDS >= 16:
-        at = words + first[:, None] + tl.arange(0, 16)[None, :]
+        column = tl.arange(0, 16)[None, :]
+        at = words + first[:, None] + column
+        if AHEAD:
+            ahead = tl.load(at, mask=mask[:, None], other=0, eviction_policy="evict_first")
         for turn in range(READ_WORDS // 16):
-            tile = tl.load(at + turn * 16, mask=mask[:, None], other=0).to(tl.uint64, bitcast=True)
+            if AHEAD:
+                tile = ahead
+                there = mask[:, None] & (column + (turn * 16 + 16) < READ_WORDS // 16 * 16)
+                ahead = tl.load(at + (turn * 16 + 16), mask=there, other=0, eviction_policy="evict_first")
+            else:
+                tile = tl.load(at + turn * 16, mask=mask[:, None], other=0, eviction_policy="evict_first")
+            tile = tile.to(tl.uint64, bitcast=True)
             c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15 = _columns(tile, S)
             acc = hash_word(hash_word(hash_word(hash_word(acc ^ c0) ^ c1) ^ c2) ^ c3)
             acc = hash_word(hash_word(hash_word(hash_word(acc ^ c4) ^ c5) ^ c6) ^ c7)
             acc = hash_word(hash_word(hash_word(hash_word(acc ^ c8) ^ c9) ^ c10) ^ c11)
             acc = hash_word(hash_word(hash_word(hash_word(acc ^ c12) ^ c13) ^ c14) ^ c15)
     for pair in tl.static_range((READ_WORDS % 16) // 2):
-        word_0, word_1 = load_pair(words, first + (READ_WORDS // 16 * 16 + pair * 2), mask, S)
+        word_0, word_1 = load_pair(words, first + (READ_WORDS // 16 * 16 + pair * 2), mask, S, True)
         acc = hash_word(hash_word(acc ^ word_0) ^ word_1)
     return acc
 
 
 @triton.jit
 def fold_slots(
-    kv, slots, mask, num_slots, SOURCES: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, S: tl.constexpr
-):
+    kv, slots, mask, num_slots, SOURCES: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, S: tl.constexpr,
+    AHEAD: tl.constexpr = False,
+):  # fmt: skip
     """The KV hash of slots [S] over sources FIRST to END, uint64.
 
     It is 0 without a source, where `mask` is off, and for a slot that not all of them hold.
@@ -85,7 +95,7 @@ def fold_slots(
     if END > FIRST:
         held = mask & (slots >= 0) & (slots < num_slots)
         for n in tl.static_range(FIRST, END):
-            acc = _fold_source(kv[n], slots, held, SOURCES[n][0], SOURCES[n][1], SOURCES[n][2], SOURCES[n][3], S)
+            acc = _fold_source(kv[n], slots, held, SOURCES[n][0], SOURCES[n][1], SOURCES[n][2], SOURCES[n][3], S, AHEAD)
             total = hash_word(total ^ acc)
         total = tl.where(held, total, 0)
     return total

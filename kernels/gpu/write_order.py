@@ -7,33 +7,15 @@ from .hashing import CHAIN_SEED, hash_chain, signed, unsigned
 from .kv_source import fold_slots
 from .violations import store_rows
 
-_REQUESTS = tl.constexpr(256)
-
-
-@triton.jit
-def _restore_seeds(
-    seed_slots, active, capacity, canaries, num_slots, scratch, STRIDES: tl.constexpr, BUFFERS: tl.constexpr
-):
-    for first in range(0, active, _REQUESTS):
-        r = first + tl.arange(0, _REQUESTS)
-        seed = tl.load(seed_slots + r, mask=r < active, other=-1)
-        inside = (seed >= 0) & (seed < num_slots)
-        cell = tl.where(inside, seed, 0)
-        for field in tl.static_range(3):
-            was = tl.load(scratch + field * capacity + r, mask=inside, other=0)
-            for b in tl.static_range(BUFFERS):
-                tl.store(canaries[b] + cell * STRIDES[b] + field, was, mask=inside)
-
 
 @triton.jit
 def write_in_order(
-    offsets, seed_slots, active, capacity, scratch, slots_in, ids, positions, expected_ids, expected_positions, canaries, kv,
-    kv_slots, num_tokens, num_slots, logs, log_entries, capacities, tags, write_indexes,
+    offsets, seed_slots, active, slots_in, ids, positions, expected_ids, expected_positions, canaries, kv, kv_slots,
+    num_tokens, num_slots, logs, log_entries, capacities, tags, write_indexes,
     STRIDES: tl.constexpr, SOURCES: tl.constexpr, ENDS: tl.constexpr, BUFFERS: tl.constexpr,
     ASSERT_INPUTS: tl.constexpr, ASSERT_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Do `write.write_loops` from the seeds as they were saved; returns (records written, look-ups that failed)."""
-    _restore_seeds(seed_slots, active, capacity, canaries, num_slots, scratch, STRIDES, BUFFERS)
+    """Do `write.write_loops`, the seeds' records being what they were; returns (records written, look-ups that failed)."""
     written = tl.load(offsets) * 0
     failed = written
     rows = written

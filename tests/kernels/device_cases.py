@@ -257,6 +257,8 @@ def check_write(seed: int, device: str, *, scale: int, kinds: tuple[str, ...]) -
     longest = int(rng.choice([1, 2, 9, 40 * scale]))
     num_slots = int(rng.choice([9, bs * longest + 60]))
     lens = rng.integers(0, longest + 1, bs)
+    if rng.random() < 0.3:
+        lens[:] = 1  # a decode step
     offsets = np.concatenate([[0], np.cumsum(lens)]).astype(np.int64)
     tokens = int(offsets[-1]) + int(rng.choice([0, 3]))
     slots = rng.integers(0, num_slots, tokens)

@@ -97,8 +97,8 @@ def clean_batch(device: str | None, tokens: int, slots: Any) -> tuple[Any, Any]:
     return side, run
 
 
-# The walk's tiles are of 128 tokens, in parts of 32: below, at and past each.
-@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
+# The walk's tiles are of 32 tokens: below, at and past one and several.
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 300])
 def test_a_chain_of_whole_tiles(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_triton, "FEW_TOKENS", -1)
     ran = []
@@ -176,9 +176,9 @@ import warnings
 warnings.simplefilter("ignore")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from kvcanary.kernels.gpu import fused, write
+from kvcanary.kernels.gpu import fused, write_many
 
-SMALL = {"num_valid_reqs", "counts", "table", "truth", "flags", "taken"}
+SMALL = {"num_valid_reqs", "counts", "table", "truth", "taken"}
 TUPLES = {"canaries", "kv", "verify_failed", "write_indexes", "slot_counters"}
 
 
@@ -207,7 +207,7 @@ def build(kernel, warps, **constants):
 
 sources = {"SOURCES": ((1, 128, 128, 128),), "ENDS": (0, 1), "BUFFERS": 1}
 build(fused._count_kernel, 1, HAS_LUT=True, HAS_TRUTH=True, CHECK_TOKENS=True, STRIDES=(4,), **sources, T=32)
-build(write._chain_kernel, 1, **sources, ASSERT_INPUTS=True, ASSERT_STEPS=True, T=32)
+build(write_many._chain_kernel, 1, **sources, STRIDES=(4,), ASSERT_INPUTS=True, ASSERT_STEPS=True, T=32)
 """
 
 

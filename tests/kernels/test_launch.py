@@ -1,0 +1,68 @@
+"""What a repeated launch of a Triton kernel leaves out, on a stand-in for the kernel: there is no GPU here."""
+
+from typing import Any
+
+import pytest
+import torch
+from kvcanary.kernels.gpu import launch as launch_module
+from kvcanary.kernels.gpu.launch import launch
+
+
+class Kernel:
+    """Notes how it is launched, as Triton's kernels and their compiled forms are."""
+
+    arg_names = ("words", "count", "several", "SIZE")
+
+    def __init__(self) -> None:
+        self.fn = object()
+        self.looked_at: list[Any] = []
+        self.launched: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def first(*arguments: Any, **named: Any) -> "Form":
+            self.looked_at.append((grid, arguments, named))
+            return Form(self)
+
+        return first
+
+
+class Form:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.kernel.launched.append((grid, arguments))
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "_INTERPRETED", False)
+    monkeypatch.setattr(launch_module, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def test_the_second_launch_takes_the_form_that_is_there() -> None:
+    kernel, words = Kernel(), torch.zeros(8, dtype=torch.int64)
+    assert words.data_ptr() % 16 == 0
+    for count in (5, 7):
+        launch(kernel, 3, (words, count, (words, 2)), {"SIZE": 4}, num_warps=1)
+    assert kernel.looked_at == [((3,), (words, 5, (words, 2)), {"SIZE": 4, "num_warps": 1})]
+    address = words.data_ptr()
+    assert kernel.launched == [((3, 1, 1), (address, 7, (address, 2), 4))]
+    # Other constants are another form.
+    launch(kernel, 3, (words, 5, (words, 2)), {"SIZE": 8}, num_warps=1)
+    assert len(kernel.looked_at) == 2
+
+
+@pytest.mark.parametrize("odd", ["pointer", "pointer within", "number", "negative"])
+def test_what_another_form_may_be_for_goes_the_long_way(odd: str) -> None:
+    kernel, words = Kernel(), torch.zeros(8, dtype=torch.int64)
+    arguments = {
+        "pointer": (words[1:], 5, (words, 2)),
+        "pointer within": (words, 5, (words[1:], 2)),
+        "number": (words, 1 << 31, (words, 2)),
+        "negative": (words, -1, (words, 2)),
+    }[odd]
+    launch(kernel, 1, (words, 5, (words, 2)), {"SIZE": 4}, num_warps=1)
+    launch(kernel, 1, arguments, {"SIZE": 4}, num_warps=1)
+    assert len(kernel.looked_at) == 2 and not kernel.launched
