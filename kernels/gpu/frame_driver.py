@@ -1,39 +1,77 @@
 """The CUDA driver's launch, called directly: what Triton does around it takes longer than the launch itself.
 
-The driver is opened so that Python's lock is kept during a call. A launch takes two microseconds; whoever gives the
-lock away for it may find it taken, and waits for another thread.
+Python's lock is kept during a launch. It takes two microseconds; whoever gives the lock away for it may find it taken,
+and waits for another thread. What stays from launch to launch is laid out once, and `frame_calls` adds the rest.
 """
 
 import ctypes
+import functools
+import logging
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
+
+from .frame_calls import Place, filler, launcher
 
 # What Triton appends to a kernel's parameters, by version: addresses of scratch memory, of which these kernels use none.
 MAX_SCRATCH_ADDRESSES: Final = 2
 _BUFFER, _SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 
-Launch = Callable[..., None]
+logger = logging.getLogger("kvcanary")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Launch:
+    """A kernel that is ready: `fill` takes the parameters that change, `fire` launches it with those filled in last.
+
+    `fire` gets the address of a stream, and returns the driver's error, 0 for none. `kept` is what both of them use.
+    """
+
+    fill: Callable[..., None]
+    fire: Callable[[int], int]
+    kept: object = None
+
+
+class _LaunchConfig(ctypes.Structure):
+    """`CUlaunchConfig` of the driver: programs, threads and the stream of a launch."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class _Block(ctypes.Structure):
+    """All that a launch takes, in one place; the kernel's parameters follow."""
+
+    _fields_ = (
+        ("config", _LaunchConfig),
+        ("call", ctypes.c_void_p * 4),  # configuration, kernel, parameters one by one, parameters in one buffer
+        ("extra", ctypes.c_void_p * 5),
+        ("length", ctypes.c_size_t),
+    )
 
 
 class CudaDriver:
-    """Launches compiled Triton kernels on the engine's current stream; for the engine's thread.
-
-    Args:
-        current_stream: gives the address of the stream that is current on the engine's thread, of a device.
-        device: its index.
+    """Launches compiled Triton kernels; for the engine's thread.
 
     Raises:
         OSError: there is no driver.
         AttributeError: it is older than CUDA 12.4, and does not tell a kernel's parameters.
     """
 
-    def __init__(self, current_stream: Callable[[int], int], device: int) -> None:
+    def __init__(self) -> None:
         driver = ctypes.PyDLL("libcuda.so.1")
-        self._launch = driver.cuLaunchKernel
+        self._launch = driver.cuLaunchKernelEx
         self._parameter = driver.cuFuncGetParamInfo
-        self._current_stream = current_stream
-        self._device = device
+        self._address = ctypes.cast(self._launch, ctypes.c_void_p).value or 0
+        self._native = True  # as long as LLVM makes the code
+        self._known: dict[int, list[Place]] = {}  # parameters of kernels, by their handles
 
     def launch_of(self, compiled: Any, programs: int, *, step: str, fixed: str, values: Sequence[int]) -> Launch | None:
         """Return what launches a kernel with the numbers of `step`; None where it takes other parameters than these.
@@ -49,8 +87,7 @@ class CudaDriver:
         metadata = getattr(compiled, "metadata", None)
         if not isinstance(function, int) or metadata is None or _needs_more(metadata):
             return None
-        handle = ctypes.c_void_p(function)
-        found = self._parameters(handle)
+        found = self._parameters(function)
         expected = _places(step + fixed)
         scratch = found[len(expected) :]
         if found[: len(expected)] != expected or [n for _, n in scratch] != [8] * len(scratch):
@@ -58,37 +95,51 @@ class CudaDriver:
         if len(scratch) > MAX_SCRATCH_ADDRESSES:
             return None
         size = found[-1][0] + found[-1][1]
-        buffer = ctypes.create_string_buffer(size)  # zeros, so no scratch memory
-        struct.pack_into(fixed, buffer, expected[len(_sorts(step))][0], *values)
-        length = ctypes.c_size_t(size)
-        extra = (ctypes.c_void_p * 5)(_BUFFER, ctypes.addressof(buffer), _SIZE, ctypes.addressof(length), _END)
-        threads, shared = 32 * int(metadata.num_warps), int(metadata.shared)
-        pack, cu_launch, current, device = (
-            struct.Struct(step).pack_into,
-            self._launch,
-            self._current_stream,
-            self._device,
-        )
-        stream, address, kept = ctypes.c_void_p(), 0, length
+        memory = ctypes.create_string_buffer(ctypes.sizeof(_Block) + size)  # zeros, so no scratch memory
+        parameters = ctypes.addressof(memory) + ctypes.sizeof(_Block)
+        changing = len(_sorts(step))
+        struct.pack_into(fixed, memory, ctypes.sizeof(_Block) + expected[changing][0], *values)
+        block = _Block.from_buffer(memory)
+        block.config.grid[:] = programs, 1, 1
+        block.config.block[:] = 32 * int(metadata.num_warps), 1, 1
+        block.config.shared_bytes = int(metadata.shared)
+        block.length = size
+        length = ctypes.addressof(block) + _Block.length.offset
+        block.extra[:] = _BUFFER, parameters, _SIZE, length, _END
+        block.call[:] = ctypes.addressof(block), function, None, ctypes.addressof(block) + _Block.extra.offset
+        if self._native:
+            try:
+                fill = filler(tuple(expected[:changing]))(parameters)
+                fire = launcher(self._address)(ctypes.addressof(block) + _Block.call.offset)
+                return Launch(fill=fill, fire=fire, kept=memory)
+            except (ImportError, RuntimeError, AttributeError, OSError) as error:
+                self._native = False
+                logger.warning("kvcanary: launches go through ctypes, which takes longer: %s", error)
+        fill = functools.partial(struct.Struct(step).pack_into, memory, ctypes.sizeof(_Block))
+        return Launch(fill=fill, fire=self._firing(block), kept=memory)
 
-        def launch(*numbers: int) -> None:
-            nonlocal stream, address
-            pack(buffer, 0, *numbers)
-            now = current(device)
-            if now != address:
-                stream, address = ctypes.c_void_p(now), now
-            error = cu_launch(handle, programs, 1, 1, threads, 1, 1, shared, stream, None, extra)
-            if error:
-                raise RuntimeError(f"cuLaunchKernel: CUDA error {error}, with {kept.value} bytes of parameters")
+    def _firing(self, block: _Block) -> Callable[[int], int]:
+        """Return what launches by ctypes."""
+        launch, config = self._launch, block.config
+        where, function, params, extra = map(ctypes.c_void_p, block.call)
 
-        return launch
+        def fire(stream: int) -> int:
+            config.stream = stream
+            error: int = launch(where, function, params, extra)
+            return error
 
-    def _parameters(self, function: Any) -> list[tuple[int, int]]:
-        """Return a kernel's parameters as the driver has them: offset and size of each, in bytes."""
-        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        found: list[tuple[int, int]] = []
-        while not self._parameter(function, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)):
-            found.append((offset.value, size.value))
+        return fire
+
+    def _parameters(self, function: int) -> list[Place]:
+        """Return a kernel's parameters as the driver has them."""
+        found = self._known.get(function)
+        if found is None:
+            offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+            found = self._known[function] = []
+            while not self._parameter(
+                ctypes.c_void_p(function), ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)
+            ):
+                found.append((offset.value, size.value))
         return found
 
 
@@ -98,8 +149,9 @@ def _needs_more(metadata: Any) -> bool:
     return int(metadata.num_ctas) != 1 or any(getattr(metadata, name, 0) for name in more)
 
 
-def _places(layout: str) -> list[tuple[int, int]]:
-    """Return offset and size of each parameter, in bytes, as C lays them out."""
+@functools.cache
+def _places(layout: str) -> list[Place]:
+    """Return where each parameter lies, as C lays them out."""
     places, at = [], 0
     for sort in _sorts(layout):
         size = struct.calcsize(sort)

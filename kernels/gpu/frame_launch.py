@@ -1,7 +1,7 @@
 """Launching the frame kernels for one runner: two launches a forward, a few microseconds of the engine's thread each."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from ..frames import FrameLayout
 from .frame_driver import CudaDriver, Launch
@@ -9,7 +9,6 @@ from .frames import take_back_kernel, take_down_kernel
 
 TILE = 512
 PREFIX_PROGRAMS = 1024  # enough to fill a device, however few requests share them
-MAX_READY: Final = 4_096  # launches made ready, of all sizes of forwards and dtypes
 
 # The kernels' parameters, as of `struct`; the same order as `frames` has them in.
 _DOWN_STEP, _DOWN_FIXED = "7Q6i", "3Q8i"
@@ -32,8 +31,8 @@ def programs_of(layout: FrameLayout, *, streams: int, watch: bool) -> tuple[int,
 class FrameKernels:
     """Launches the two kernels for one runner.
 
-    The first launch with tensors of other dtypes compiles, the first for a layout makes it ready; those that follow
-    hand addresses to what is ready.
+    The first launch with tensors of other dtypes compiles. Each launch here returns what launches the same kernel for
+    the same layout and dtypes again, with other addresses and numbers, in a fraction of the time.
 
     Args:
         frames: `[any] int64`, in which all frames lie.
@@ -42,17 +41,27 @@ class FrameKernels:
         streams: how many streams the runner has.
         lut_int64: whether its full-to-SWA tables are int64, else int32.
         driver: None where there is none, or the kernels run in Triton's interpreter.
+        stream: gives the address of the stream that is current on the engine's thread.
     """
 
     def __init__(
-        self, frames: Any, counters: Any, descriptor: Any, *, streams: int, lut_int64: bool, driver: CudaDriver | None
+        self,
+        frames: Any,
+        counters: Any,
+        descriptor: Any,
+        *,
+        streams: int,
+        lut_int64: bool,
+        driver: CudaDriver | None,
+        stream: Callable[[], int],
     ) -> None:
         self._fixed = (frames, counters, descriptor)
         self._addresses = tuple(tensor.data_ptr() for tensor in self._fixed)
         self._streams = streams
         self._lut_int64 = lut_int64
         self._driver = driver
-        self._ready: dict[Any, Launch] = {}
+        self._stream = stream
+        self._compiled: dict[Any, Any] = {}  # by kernel and dtypes, of which there are few
 
     def take_down(
         self,
@@ -68,8 +77,12 @@ class FrameKernels:
         at: int,
         flight: int,
         forward: int,
-    ) -> None:
+    ) -> Launch | None:
         """Take down what a forward reads and writes, before it runs, and which table entries the trace does not know.
+
+        Returns what launches it again: `fill` gets the addresses of rows, prefix, minus, extend (of rows, where they
+        are None), input_ids, positions and out_cache_loc, then at, flight, forward, the lengths of out_cache_loc and of
+        prefix, and extend_each. None where there is nothing to launch, or nothing quicker than this.
 
         Args:
             layout: the frame's sections.
@@ -85,54 +98,28 @@ class FrameKernels:
             flight: its row of `counters`, zeros.
             forward: stamped on every slot that the forward writes, within int32.
         """
-        key = (
-            layout,
-            rows.dtype,
-            prefix.dtype,
-            minus if minus is None else minus.dtype,
-            extend if extend is None else extend.dtype,
-            input_ids.dtype,
-            positions.dtype,
-            out_cache_loc.dtype,
-        )
-        num_loc, num_prefix = out_cache_loc.numel(), prefix.numel()
-        launch = self._ready.get(key)
-        if launch is not None:
-            address = rows.data_ptr()
-            launch(
-                address,
-                prefix.data_ptr(),
-                address if minus is None else minus.data_ptr(),
-                address if extend is None else extend.data_ptr(),
-                input_ids.data_ptr(),
-                positions.data_ptr(),
-                out_cache_loc.data_ptr(),
-                at,
-                flight,
-                forward,
-                num_loc,
-                num_prefix,
-                extend_each,
-            )
-            return
         bs, tokens = layout.bs, layout.tokens
         splits, token_programs = splits_of(bs), -(-max(tokens, bs) // layout.tile)
         programs, _ = programs_of(layout, streams=self._streams, watch=False)
         if not programs:
-            return
+            return None
         told = (rows, prefix, rows if minus is None else minus, rows if extend is None else extend)
-        self._launch_first(
-            key,
+        return self._launch(
             take_down_kernel,
             programs,
-            (*told, input_ids, positions, out_cache_loc, at, flight, forward, num_loc, num_prefix, extend_each),
+            (*told, input_ids, positions, out_cache_loc),
+            (at, flight, forward, out_cache_loc.numel(), prefix.numel(), extend_each),
             (bs, tokens, layout.table_at, layout.table_capacity, layout.lut_at, layout.lut_capacity, token_programs, splits),
             (minus is not None, extend is not None, self._lut_int64, layout.tile),
             (_DOWN_STEP, _DOWN_FIXED),
         )  # fmt: skip
 
-    def take_back(self, layout: FrameLayout, at: int, flight: int, next_flight: int, forward: int, watch: bool) -> None:
+    def take_back(
+        self, layout: FrameLayout, at: int, flight: int, next_flight: int, forward: int, watch: bool
+    ) -> Launch | None:
         """Take down the bytes that a forward wrote and, with `watch`, those of its prefix that changed without a write.
+
+        Returns what launches it again: `fill` gets at, flight, next_flight and forward.
 
         Args:
             layout: the frame's sections.
@@ -142,52 +129,63 @@ class FrameKernels:
             forward: as in `take_down`.
             watch: whether the prefix is compared with the shadow.
         """
-        key = (layout, watch)
-        launch = self._ready.get(key)
-        if launch is not None:
-            launch(at, flight, next_flight, forward)
-            return
         bs, tokens = layout.bs, layout.tokens
         splits, token_programs = splits_of(bs), -(-tokens // layout.tile)
         watch_programs = self._streams * bs * splits if watch else 0
-        self._launch_first(
-            key,
+        return self._launch(
             take_back_kernel,
             programs_of(layout, streams=self._streams, watch=watch)[1],
+            (),
             (at, flight, next_flight, forward),
             (bs, tokens, layout.kv_at, layout.kv_capacity, layout.kv_entry, token_programs, watch_programs, splits),
             (layout.tile,),
             (_BACK_STEP, _BACK_FIXED),
         )
 
-    def _launch_first(
+    def _launch(
         self,
-        key: Any,
         kernel: Any,
         programs: int,
-        step: tuple[Any, ...],
+        tensors: tuple[Any, ...],
+        numbers: tuple[int, ...],
         sizes: tuple[int, ...],
         constants: tuple[Any, ...],
         parameters: tuple[str, str],
-    ) -> None:
-        """Launch by Triton, which compiles what it has not yet, and make the launches that follow ready."""
-        compiled = kernel[(programs,)](*step, *self._fixed, *sizes, *constants)
-        if compiled is None:  # the interpreter has nothing compiled to give
-            return
-        if len(self._ready) >= MAX_READY:
-            self._ready.clear()
+    ) -> Launch | None:
+        """Launch a kernel, by Triton where it is not compiled yet, and return what launches it again."""
+        key = (parameters, constants, *[tensor.dtype for tensor in tensors])
+        compiled = self._compiled.get(key)
+        first = compiled is None
+        if first:
+            compiled = kernel[(programs,)](*tensors, *numbers, *self._fixed, *sizes, *constants)
+            if compiled is None:  # the interpreter has nothing compiled to give
+                return None
+            self._compiled[key] = compiled
         fixed = (*self._addresses, *sizes)
         launch = None
         if self._driver is not None:
             launch = self._driver.launch_of(compiled, programs, step=parameters[0], fixed=parameters[1], values=fixed)
-        self._ready[key] = launch or _by_triton(compiled, programs, (*fixed, *constants))
+        if launch is None:
+            launch = _by_triton(compiled, programs, (*fixed, *constants))
+        if not first:
+            launch.fill(*[tensor.data_ptr() for tensor in tensors], *numbers)
+            error = launch.fire(self._stream())
+            if error:
+                raise RuntimeError(f"cuLaunchKernelEx: CUDA error {error}")
+        return launch
 
 
 def _by_triton(compiled: Any, programs: int, rest: tuple[Any, ...]) -> Launch:
     """Return what launches a kernel in Triton's own way, where the driver cannot be asked directly."""
     grid: Callable[..., Any] = compiled[(programs, 1, 1)]
+    filled: tuple[int, ...] = ()
 
-    def launch(*numbers: int) -> None:
-        grid(*numbers, *rest)
+    def fill(*numbers: int) -> None:
+        nonlocal filled
+        filled = numbers
 
-    return launch
+    def fire(_: int) -> int:  # Triton takes the current stream by itself
+        grid(*filled, *rest)
+        return 0
+
+    return Launch(fill=fill, fire=fire)

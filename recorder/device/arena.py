@@ -8,22 +8,33 @@ class Arena:
     what is left there is skipped.
     """
 
-    __slots__ = ("_free_from", "_taken_to", "size")
+    __slots__ = ("_free_from", "_room_to", "_taken_to", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._taken_to = 0  # the taker's: the place behind the last stretch
+        self._room_to = 0  # the taker's: up to here there was room the last time it looked, without a wrap
         self._free_from = 0  # the giver's: the place behind the last stretch that was given back
 
     def take(self, words: int) -> int | None:
         """Return the place at which a stretch of `words` begins, None where there is no room."""
-        size, place = self.size, self._taken_to
+        place = self._taken_to
+        if place + words > self._room_to:
+            return self._look_for(words)
+        self._taken_to = place + words
+        return place
+
+    def _look_for(self, words: int) -> int | None:
+        size, place, free_from = self.size, self._taken_to, self._free_from
         offset = place % size
         if offset + words > size:
             place += size - offset
+            offset = 0
         # All is free where the last stretch is back, whatever has been skipped since.
-        if words > size or (place + words - self._free_from > size and self._free_from != self._taken_to):
+        room_to = place + size if free_from == self._taken_to else free_from + size
+        if words > size or place + words > room_to:
             return None
+        self._room_to = min(room_to, place - offset + size)
         self._taken_to = place + words
         return place
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from .forward import Flight
 
-Told = tuple[int, Callable[[], Any]]  # when, and what tells it
+Told = tuple[int, Callable[..., Any], tuple[Any, ...]]  # when, what tells it, and what that is called with
 
 FLIGHTS_LEFT_WAITING: Final = 2
 BEHIND: Final = 16  # things told that have piled up: no waiting for a better moment then
@@ -76,7 +76,7 @@ class Background:
         if threading.current_thread() is self._thread:
             return False
         reached = threading.Event()
-        self.put_at_once((AT_ONCE, reached.set))
+        self.put_at_once((AT_ONCE, reached.set, ()))
         end = time.monotonic() + timeout
         while not reached.wait(min(STILL_THERE_S, max(end - time.monotonic(), 0.0))):
             if not self._thread.is_alive() or time.monotonic() >= end:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...kernels.frames import FrameLayout
 from ..host_arrays import Int64Array
@@ -84,13 +84,35 @@ class DeviceForward:
     truth_lens: Sequence[int] = ()
 
 
-class Flight:
-    """A forward on its way from the device: what was told of it on the host, and where its frame lies; used again.
+class Lens(NamedTuple):
+    """How much of each request is in the cache, and how much its forward adds, as `DeviceForward` has it."""
+
+    prefix: Any
+    minus: Any | None
+    extend: Any | None
+    extend_each: int
+
+    def check(self, bs: int) -> None:
+        """Raise a `ValueError` for fewer lengths than requests."""
+        for lens in (self.minus, self.extend):
+            if lens is not None and lens.numel() < bs:
+                raise ValueError(f"{lens.numel()} lengths for {bs} requests, expected one for each")
+
+    def dtypes(self) -> tuple[Any, ...]:
+        """Return the types of its tensors."""
+        return tuple(lens if lens is None else lens.dtype for lens in self[:3])
+
+
+class Flight(NamedTuple):
+    """A forward on its way from the device: what was told of it on the host, and where its frame lies.
 
     Attributes:
-        mode: as told, like `runner`, `requests` and `truth_lens`.
-        number: the forward's.
         launched_ns: when it was told, on the monotonic clock.
+        mode: as told, like `runner`, `requests` and `truth_lens`.
+        runner: see `mode`.
+        requests: see `mode`.
+        truth_lens: see `mode`; bytes are int64 numbers.
+        number: the forward's.
         layout: its frame's sections.
         place: of its frame, as the arena counts.
         at: where its frame begins.
@@ -100,27 +122,12 @@ class Flight:
         note: how it failed.
     """
 
-    __slots__ = (
-        "at",
-        "counters",
-        "fresh",
-        "launched_ns",
-        "layout",
-        "mode",
-        "note",
-        "number",
-        "place",
-        "requests",
-        "runner",
-        "truth_lens",
-        "watched",
-    )
+    launched_ns: int
     mode: str
     runner: int
     requests: ForwardRequests | None
-    truth_lens: Sequence[int]
+    truth_lens: Sequence[int] | bytes
     number: int
-    launched_ns: int
     layout: FrameLayout
     place: int
     at: int

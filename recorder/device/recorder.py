@@ -27,21 +27,20 @@ from ..schema import RECEIVE, TIER_POOL
 from ..slot_runs import runs_to_slots
 from .background import AT_ONCE, Background, Told
 from .capture import DeviceCapture
-from .forward import DeviceForward, Flight
+from .forward import DeviceForward, Flight, Lens
 from .shadows import DeviceShadows
 from .taking_down import TakingDown
 
 logger = logging.getLogger("kvcanary")
 
 MAX_WAITING: Final = 16_384  # things told and not yet taken down; beyond it they are lost
-_TOLD_LATER: Final = ("request", "request_status", "sampled")
 _in_this_process: "weakref.WeakSet[DeviceRecorder]" = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
     """A forked child has neither our thread nor our file; asking for its process id in every step would take longer."""
     for recorder in list(_in_this_process):
-        recorder._off = recorder._foreign = True
+        recorder._capture.off = recorder._foreign = True
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
@@ -91,9 +90,7 @@ class DeviceRecorder:
         self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=every)
         self._capture.prepare()
         self._taking_down = TakingDown(self._recorder, self._capture)
-        self._pending: Flight | None = None
-        self._off = self._foreign = False
-        self._engine_thread = 0
+        self._foreign = False
         self._engine_thread_ns = 0
         self._clock_ahead_ns = self._recorder.clock() - perf_counter_ns()
         self._latest_ns = 0  # our thread's
@@ -101,92 +98,73 @@ class DeviceRecorder:
         self._background = Background(
             begin=self._taking_down.landing.begin, take=self._take, on_look=self._look, on_death=self._died
         )
+        self._queue, self._put = self._background.queue, self._background.put
+        self._capture.deliver = self._put
+        self._capture.on_no_room = functools.partial(self._lose, "the device had no room for another forward in flight")
 
     # The engine's thread.
 
     def before_forward(self, told: DeviceForward) -> None:
         """Take down what a forward is about to read and write; runs on the current stream, waits for nothing."""
         begin = perf_counter_ns()
-        self.before(
-            told.mode,
-            told.runner,
-            told.rows,
-            told.prefix,
-            told.minus,
-            told.extend,
-            told.extend_each,
-            told.input_ids,
-            told.positions,
-            told.out_cache_loc,
-            told.num_tokens,
-            told.requests,
-            told.truth_lens,
-        )
+        try:
+            self._capture.before(
+                told.mode,
+                told.runner,
+                told.rows.numel(),
+                told.rows,
+                told.input_ids,
+                told.positions,
+                told.out_cache_loc,
+                told.num_tokens,
+                Lens(told.prefix, told.minus, told.extend, told.extend_each),
+                told.requests,
+                told.truth_lens,
+            )
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"before_forward: {type(error).__name__}: {error}", error)
         self._engine_thread_ns += perf_counter_ns() - begin
 
     def after_forward(self, *, note: str = "") -> None:
         """Complete the forward that `before_forward` began."""
         begin = perf_counter_ns()
-        self.after(note)
-        self._engine_thread_ns += perf_counter_ns() - begin
-
-    def before(self, *told: Any) -> int:
-        """As `before_forward`, for who takes the time himself: with what a `DeviceForward` holds, in this order.
-
-        That is mode, runner, rows, prefix, minus, extend, extend_each, input_ids, positions, out_cache_loc, num_tokens,
-        requests, truth_lens. Returns the forward's number, -1 where nothing is recorded any more.
-        """
-        if self._off:
-            return -1
-        number = -1
         try:
-            if self._pending is not None:
-                self.after("the engine told of no end of this forward")
-            self._engine_thread = get_ident()
-            number = self._capture.next_forward
-            self._pending = self._capture.before(perf_counter_ns(), *told)
-            if self._pending is None:
-                self._lose("the device had no room for another forward in flight")
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"before_forward: {type(error).__name__}: {error}", error)
-        return number
-
-    def after(self, note: str) -> None:
-        """As `after_forward`, for who takes the time himself."""
-        flight = self._pending
-        if flight is None or self._off:
-            return
-        self._pending = None
-        try:
-            flight.note = note
-            self._capture.after(flight)
-            self._background.put(flight)
+            self._capture.after(note)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
             self.switch_off(f"after_forward: {type(error).__name__}: {error}", error)
+        self._engine_thread_ns += perf_counter_ns() - begin
 
-    def later(self, tell: Callable[[], None]) -> None:
-        """Have `tell` called on the recorder's thread once everything told so far is taken down."""
-        if self._off:
+    @property
+    def capture(self) -> DeviceCapture:
+        """For who catches faults and takes the time himself: its `before` and `after` do the same, and may raise."""
+        return self._capture
+
+    def later(self, tell: Callable[..., Any], *args: Any) -> None:
+        """Have `tell` called with `args` on the recorder's thread once everything told so far is taken down."""
+        if self._capture.off:
             return
-        if len(self._background.queue) >= MAX_WAITING:
-            self._lose("more was told than could be taken down")
+        if len(self._queue) < MAX_WAITING:
+            self._put((perf_counter_ns(), tell, args))
         else:
-            self._background.put((perf_counter_ns(), tell))
+            self._lose("more was told than could be taken down")
 
-    def sampled_later(self, forward: int, sampled: Callable[[], tuple[Int64Array, Int64Array]]) -> None:
-        """As `Recorder.sampled`; `sampled` gives tokens and lens, and is called on the recorder's thread."""
-        self.later(functools.partial(self._tell_sampled, forward, sampled))
-
-    def _tell_sampled(self, forward: int, sampled: Callable[[], tuple[Int64Array, Int64Array]]) -> None:
-        tokens, lens = sampled()
+    def tell_sampled(self, forward: int, sampled: Callable[..., tuple[Int64Array, Int64Array]], *args: Any) -> None:
+        """As `Recorder.sampled`, to be told `later`: `sampled(*args)` gives tokens and lens."""
+        tokens, lens = sampled(*args)
         if tokens.size:
             self._recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name not in _TOLD_LATER:
-            raise AttributeError(name)
-        method = getattr(self._recorder, name)
-        return lambda **kwargs: self.later(functools.partial(method, **kwargs))
+    def request(self, **kwargs: Any) -> None:
+        """As `Recorder.request`."""
+        self.later(functools.partial(self._recorder.request, **kwargs))
+
+    def request_status(self, **kwargs: Any) -> None:
+        """As `Recorder.request_status`."""
+        self.later(functools.partial(self._recorder.request_status, **kwargs))
+
+    def sampled(self, **kwargs: Any) -> None:
+        """As `Recorder.sampled`."""
+        self.later(functools.partial(self._recorder.sampled, **kwargs))
 
     def slots(self, kind: str, **kwargs: Any) -> None:
         """As `Recorder.slots`."""
@@ -194,20 +172,20 @@ class DeviceRecorder:
 
     def mark(self, note: str, labels: Mapping[str, Any] | None = None) -> None:
         """As `Recorder.mark`."""
-        self.later(functools.partial(self._recorder.mark, note, labels))
+        self.later(self._recorder.mark, note, labels)
 
     def lost(self, note: str) -> None:
         """As `Recorder.lost`."""
-        if not self._off:
+        if not self._capture.off:
             self._lose(note)
 
     def freeze(self, note: str = "") -> None:
         """As `Recorder.freeze`; everything told so far is in it."""
-        self.later(functools.partial(self._recorder.freeze, note))
+        self.later(self._recorder.freeze, note)
 
     def kv_copy(self, *, group: int, src: Any, dst: Any, count: Any, **kwargs: Any) -> None:
         """As `Recorder.kv_copy`; of what comes from another tier the bytes are not watched until they are written."""
-        if self._off:
+        if self._capture.off:
             return
         try:
             src, dst, count = own_int64(src), own_int64(dst), own_int64(count)
@@ -225,10 +203,10 @@ class DeviceRecorder:
 
         `filled` are the pool's slots that get bytes from another tier, any integer tensor; None for none.
         """
-        if self._off:
+        if self._capture.off:
             return
         try:
-            self.later(functools.partial(self._tell_copies, copies, kwargs))
+            self.later(self._tell_copies, copies, kwargs)
             if filled is not None:
                 self._capture.shadows.forget_slots(kwargs["group"], filled)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
@@ -263,14 +241,14 @@ class DeviceRecorder:
         Where it cannot, a loss after which nothing is known is due, and stands for what is not told now. Whoever
         waited in vain is not kept waiting again: the recorder switches itself off.
         """
-        if self._off:
+        if self._capture.off:
             return False
         if not self.drain():
             self.switch_off("what the device took down did not arrive in time")
         return self._live() and self._taking_down.goes_on
 
     def _live(self) -> bool:
-        return not self._off
+        return not self._capture.off
 
     def drain(self, timeout: float = 30.0) -> bool:
         """Wait until everything told so far is taken down; False where that takes longer, or our thread has ended."""
@@ -281,12 +259,12 @@ class DeviceRecorder:
         if self._foreign:
             return
         atexit.unregister(self.close)
-        pending = self._pending
-        if pending is not None and get_ident() == self._engine_thread:
+        pending = self._capture.pending
+        if pending is not None and get_ident() == self._capture.engine_thread:
             self.after_forward(note="recording ended during this forward")
         elif pending is not None:  # only the engine's own thread knows its stream
             self.mark(f"the recording ended during forward {pending.number}")
-        self._off = True
+        self._capture.off = True
         self._background.put_at_once(None)
         end = time.monotonic() + timeout
         if not self._background.join(timeout):
@@ -296,8 +274,8 @@ class DeviceRecorder:
 
     def switch_off(self, reason: str, error: BaseException | None = None) -> None:
         """Stop recording for good and say so in the log and the trace."""
-        self._off = True
-        self._background.put_at_once((AT_ONCE, functools.partial(self._recorder.switch_off, reason, error)))
+        self._capture.off = True
+        self._background.put_at_once((AT_ONCE, self._recorder.switch_off, (reason, error)))
         self._background.put_at_once(None)
 
     @property
@@ -333,7 +311,7 @@ class DeviceRecorder:
 
     def _lose(self, note: str) -> None:
         if len(self._background.queue) < 2 * MAX_WAITING:  # else the forward that tells everything anew says it
-            self._background.put((perf_counter_ns(), functools.partial(self._taking_down.say_lost, note)))
+            self._background.put((perf_counter_ns(), self._taking_down.say_lost, (note,)))
         self._capture.reset()  # after it, so that such a forward finds it said
 
     # Our own thread.
@@ -346,14 +324,15 @@ class DeviceRecorder:
         with self._recorder.as_of(self._latest_ns if told_ns != AT_ONCE else 0):
             if isinstance(item, Flight):
                 self._taking_down.take(item, self._latest_ns)
-                self._capture.use_again(item)
                 return
             self._taking_down.say_what_is_due()
-            item[1]()
+            _, tell, args = item
+            tell(*args)
 
     def _look(self) -> None:
-        self._off = self._off or bool(self._recorder.off)
+        if self._recorder.off:
+            self._capture.off = True
 
     def _died(self, error: BaseException) -> None:
-        self._off = True
+        self._capture.off = True
         self._recorder.switch_off(f"what the device took down: {type(error).__name__}: {error}", error)

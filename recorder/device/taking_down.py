@@ -144,6 +144,9 @@ class TakingDown:
 
 
 def _truth_lens(flight: Flight, known_lens: Int64Array | None) -> list[int]:
-    if known_lens is None:
-        return list(flight.truth_lens)
-    return [int(n) for n in known_lens + np.array(flight.truth_lens, np.int64)]
+    told = flight.truth_lens
+    lens = np.frombuffer(told, np.int64) if isinstance(told, bytes) else np.array(told, np.int64)
+    if known_lens is not None:
+        lens = known_lens + lens
+    found: list[int] = lens.tolist()
+    return found

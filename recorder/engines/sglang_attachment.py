@@ -5,13 +5,14 @@ from typing import Any
 
 from ..environment import RecordingSettings
 from ..recording import beginning
-from .hooking import StepCost
 from .sglang_drafts import DraftGraph
 from .sglang_history import ALLOCS, FREES, GroupHistory
 from .sglang_hooks import Finish, Hook, not_applied, register_drafts, wrap_method
 from .sglang_host_cache import HostCache, controller_of
+from .sglang_layout import RunnerLayout
 from .sglang_requests import row_of
 from .sglang_session import Session, on_host
+from .step_cost import StepCost
 from .stop_signal import stop_on_sigterm
 from .stop_socket import serve_stop, stop_children
 
@@ -33,9 +34,11 @@ class Attachment:
         self._settings = settings
         self._runners: list[Any] = []
         self._session: Session | None = None
+        # The runner that ran last, and what is known of it.
+        self._runner: Any = None
+        self._layout: RunnerLayout | None = None
         self._off: set[str] = set()
-        self._cost = StepCost()
-        self.spent = self._cost.spent
+        self.cost = StepCost(("on_model", "on_run", "on_result"))
 
     def fault(self, hook: str, error: Exception) -> None:
         """Take note of a hook that failed."""
@@ -58,7 +61,7 @@ class Attachment:
         if session is None:
             return
         try:
-            session.recorder.mark("cost", {**self._cost.summary(), **session.cost()})
+            session.recorder.mark("cost", {**self.cost.summary(), **session.cost()})
         except Exception:
             logger.exception("kvcanary: what the recording cost is not told")
         session.recorder.close()
@@ -147,7 +150,7 @@ class Attachment:
             raise ValueError("this SGLang does not say what a decode engine receives, so nothing can be judged")
 
     def _wrap(self, owner: Any, name: str, hook: Hook) -> None:
-        if not wrap_method(owner, name, hook, self.fault, self.spent):
+        if not wrap_method(owner, name, hook, self.fault, self.cost):
             logger.warning("kvcanary: %s has no %s: not told", type(owner).__name__, name)
 
     def _wrap_allocator(self, history: GroupHistory) -> None:
@@ -159,7 +162,7 @@ class Attachment:
         }
         for name, hook in hooks.items():
             if hasattr(history.allocator, name):
-                wrap_method(history.allocator, name, self._while_on(hook), self._history_fault, self.spent)
+                wrap_method(history.allocator, name, self._while_on(hook), self._history_fault, self.cost)
 
     def _while_on(self, hook: Hook) -> Hook:
         def guarded(*args: Any, **kwargs: Any) -> Finish | None:
@@ -174,12 +177,19 @@ class Attachment:
 
     def on_model(self, runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Record a forward: what goes in before it, what it wrote after it."""
-        session = self._session
-        if session is None or id(runner) not in session.layout.runners or "on_model" in self._off:
+        session = self._session  # None once this hook has failed
+        if session is None:
             return None
-        if runner is session.target:
-            self._cost.next_step(*session.last_forward)
-        session.before_model(runner, batch)
+        layout = self._layout
+        if runner is not self._runner:
+            self._runner, layout = runner, session.layout.runners.get(id(runner))
+            self._layout = layout
+        if layout is None:
+            return None
+        bs = batch.req_pool_indices.numel()
+        if layout.sampled:
+            self.cost.next_step(batch.forward_mode, bs)
+        session.before_model(layout, batch, bs)
         return session.after_model
 
     def on_draft_extend_graph(self, graph_runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
@@ -189,14 +199,14 @@ class Attachment:
     def on_draft_graph(self, graph_runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Record a draft's steps that run as one CUDA graph."""
         session = self._live("on_draft_graph")
-        runner = graph_runner.model_runner
-        if session is None or id(runner) not in session.layout.runners:
+        layout = None if session is None else session.layout.runners.get(id(graph_runner.model_runner))
+        if session is None or layout is None:
             return None
         graph = DraftGraph(graph_runner, batch, own=session.own)
 
         def finish(result: Any, error: BaseException | None) -> None:
             for step in [] if error else graph.steps(result):
-                session.before_model(runner, step)
+                session.before_model(layout, step, step.req_pool_indices.numel())
                 session.after_model(None, None)
 
         return finish
@@ -213,7 +223,8 @@ class Attachment:
         session = self._session
         if session is None or "on_run" in self._off:
             return None
-        session.runs(batch.reqs or [])
+        if batch.reqs != session.reqs:
+            session.runs(batch.reqs or [])
         return session.ran
 
     def on_result(self, _scheduler: Any, _batch: Any, result: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
@@ -221,10 +232,7 @@ class Attachment:
         session = self._session
         if session is None or "on_result" in self._off:
             return None
-        known = session.takes_result(result)
-        if known is None:
-            return None
-        return lambda _, error: None if error else session.took_result(*known)
+        return session.took_result if session.takes_result(result) else None
 
     def on_retract(self, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Call a row that is given back meanwhile a retracted request's."""

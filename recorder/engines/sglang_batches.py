@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ...kernels.builtin_calls import lengths
 from ..host_arrays import Int64Array
 from .sglang_requests import KnownRequest, RequestBook, TokenLists
 
@@ -19,17 +20,19 @@ _OUTPUT: Final = attrgetter("req.output_ids")
 class KnownBatch:
     """The requests of a batch of `rows` rows, padding included; a `ForwardRequests`.
 
-    `outputs` are the lists to which the scheduler appends what it samples, None where a request is not known.
+    `outputs` are the lists to which the scheduler appends what it samples, None where a request is not known; `lens` is
+    how many tokens each of them had at `moment`.
     """
 
     __slots__ = (
         "_ids",
-        "_lens",
-        "_moment",
+        "_lengths",
         "_prompt_lens",
         "_prompts",
         "_requests",
         "_truth",
+        "lens",
+        "moment",
         "outputs",
         "rids",
         "rows",
@@ -45,22 +48,23 @@ class KnownBatch:
         self._requests: list[KnownRequest] = requests if known else []  # type: ignore[assignment]  # no None in it
         self._prompts = list(map(_PROMPT, self._requests))
         self.outputs: list[Any] | None = list(map(_OUTPUT, self._requests)) if known else None
+        self._lengths = lengths()
         self._ids: Int64Array | None = None if known else book.ids(self.rids, rows)
         self._truth: list[TokenLists] | None = None
         self._prompt_lens: Int64Array | None = None
-        self._moment = -1
-        self._lens: list[int] = []
+        self.moment = -1
+        self.lens = b""
 
-    def output_lens(self, moment: int) -> list[int]:
-        """Return how many tokens each request has sampled by a moment, in which none is added.
+    def output_lens(self, moment: int) -> bytes:
+        """Return how many tokens each request has sampled by a moment, in which none is added, as int64.
 
         It is asked for thrice in a step, of which two are one moment. No loop of Python's own: this is the engine's
         thread.
         """
-        if moment != self._moment:
-            self._moment = moment
-            self._lens = [] if self.outputs is None else list(map(len, self.outputs))
-        return self._lens
+        if moment != self.moment:
+            self.moment = moment
+            self.lens = b"" if self.outputs is None else self._lengths(self.outputs)
+        return self.lens
 
     @property
     def ids(self) -> Int64Array:
@@ -93,9 +97,10 @@ class KnownBatch:
         kept = zip(prompts, self._prompts, outputs, self.outputs, strict=True)
         return any(prompt is not had or output is not grew for prompt, had, output, grew in kept)
 
-    def sampled(self, before: Sequence[int], after: Sequence[int]) -> tuple[Int64Array, Int64Array]:
+    def sampled(self, before: bytes, after: bytes) -> tuple[Int64Array, Int64Array]:
         """Return what each request has got from length `before` to `after`, one after another, and how many each."""
-        parts = zip(self.outputs or (), before, after, strict=True)
+        spans = [np.frombuffer(lens, np.int64).tolist() for lens in (before, after)]
+        parts = zip(self.outputs or (), *spans, strict=True)
         tokens = [output[first:last] for output, first, last in parts]
         lens = np.array(list(map(len, tokens)), np.int64)
         return np.array([token for part in tokens for token in part], np.int64), lens
@@ -106,17 +111,17 @@ class KnownBatches:
 
     def __init__(self, book: RequestBook) -> None:
         self._book = book
-        self._last = KnownBatch((), 0, book)
+        self.last = KnownBatch((), 0, book)
 
     def of(self, rids: Sequence[str] | None, rows: int) -> KnownBatch:
         """Return the requests of a batch of `rows` rows, padding included."""
-        last = self._last
+        last = self.last
         if last.rids == rids and last.rows == rows and last.version == self._book.version:
             return last
-        found = self._last = KnownBatch(rids or (), rows, self._book)
+        found = self.last = KnownBatch(rids or (), rows, self._book)
         return found
 
     def refresh(self) -> None:
         """Look again where the scheduler keeps tokens in other lists than before; any thread may ask."""
-        if self._last.stale():
+        if self.last.stale():
             self._book.version += 1

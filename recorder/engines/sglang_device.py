@@ -2,68 +2,72 @@
 
 from typing import Any
 
-from ..device.recorder import DeviceRecorder
+from ..device.capture import DeviceCapture
+from ..device.forward import Lens
 from .sglang_batches import KnownBatch
 from .sglang_forward import MODES
-from .sglang_layout import RunnerLayout
 
 
 class Telling:
-    """Says what a forward is about to read and write, in the engine's own tensors."""
+    """Says what a forward is about to read and write, in the engine's own tensors; for the engine's thread."""
 
-    def __init__(self, recorder: DeviceRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, capture: DeviceCapture) -> None:
+        self._before = capture.before
         self._modes: dict[int, tuple[Any, str]] = {}  # by the id of an engine's mode, of which there are few
+        self._engine_mode: Any = None  # the last one
+        self._mode = ""
+        self._by_position = False
 
-    def tell(self, batch: Any, *, runner: RunnerLayout, known: KnownBatch, truth_lens: list[int]) -> int:
-        """Have a forward taken down and return its number.
+    def tell(self, runner: int, batch: Any, bs: int, known: KnownBatch, truth_lens: bytes) -> int:
+        """Have a forward of `bs` requests taken down and return its number.
 
         Raises:
             ValueError: a mode that the adapter does not know, or a batch without token ids.
         """
-        told = self._modes.get(id(batch.forward_mode))
-        mode = told[1] if told is not None and told[0] is batch.forward_mode else self._mode(batch.forward_mode)
-        rows, ids, positions, loc = batch.req_pool_indices, batch.input_ids, batch.positions, batch.out_cache_loc
-        if positions is None:
-            positions = rows[:0]
-        if ids is None:
-            if positions.numel():
-                raise ValueError("the batch has embeddings instead of token ids, which a trace cannot hold")
-            ids = rows[:0]
-        if loc is None:
-            loc = rows[:0]
-        positions = positions if positions.is_contiguous() else positions.contiguous()
-        prefix, minus, extend, each = positions, None, None, 1
-        # A decode goes by positions: EAGLE's draft leaves seq_lens as they were before the first of its steps.
-        if mode == "target_verify":
-            prefix, each = batch.seq_lens.contiguous(), int(batch.spec_info.draft_token_num)
-        elif mode not in ("decode", "idle"):
-            extend = batch.extend_seq_lens.contiguous()
-            if mode == "draft_extend":
-                prefix, minus = batch.seq_lens.contiguous(), extend
-            else:
-                prefix = batch.extend_prefix_lens.contiguous()
-        return self._recorder.before(
-            mode,
-            runner.index,
-            rows if rows.is_contiguous() else rows.contiguous(),
-            prefix,
-            minus,
-            extend,
-            each,
-            ids if ids.is_contiguous() else ids.contiguous(),
-            positions,
-            loc if loc.is_contiguous() else loc.contiguous(),
-            min(ids.numel(), positions.numel()),
-            known,
-            truth_lens,
-        )
+        if batch.forward_mode is not self._engine_mode:
+            self._look_up(batch.forward_mode)
+        mode, rows, ids, positions = self._mode, batch.req_pool_indices, batch.input_ids, batch.positions
+        loc = batch.out_cache_loc
+        if ids is None or positions is None or loc is None:
+            ids, positions, loc = _present(rows, ids, positions, loc)
+        if not (rows.is_contiguous() and ids.is_contiguous() and positions.is_contiguous() and loc.is_contiguous()):
+            rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
+        tokens = ids.numel()
+        if positions.numel() < tokens:
+            tokens = positions.numel()
+        lens = None if self._by_position else _lens(batch, mode)
+        return self._before(mode, runner, bs, rows, ids, positions, loc, tokens, lens, known, truth_lens)
 
-    def _mode(self, mode: Any) -> str:
-        found = MODES.get(mode.name)
-        if found is None:
-            raise ValueError(f"forward mode {mode.name}, expected one of {', '.join(MODES)}")
-        if len(self._modes) > len(MODES):
-            self._modes.clear()
-        self._modes[id(mode)] = (mode, found)
-        return found
+    def _look_up(self, mode: Any) -> None:
+        known = self._modes.get(id(mode))
+        if known is None or known[0] is not mode:
+            found = MODES.get(mode.name)
+            if found is None:
+                raise ValueError(f"forward mode {mode.name}, expected one of {', '.join(MODES)}")
+            if len(self._modes) > len(MODES):
+                self._modes.clear()
+            known = self._modes[id(mode)] = (mode, found)
+        self._engine_mode, self._mode = known
+        # EAGLE's draft leaves seq_lens as they were before the first of its steps.
+        self._by_position = self._mode in ("decode", "idle")
+
+
+def _present(rows: Any, ids: Any, positions: Any, loc: Any) -> tuple[Any, Any, Any]:
+    """Return token ids, positions and slots, empty where the batch has none."""
+    if ids is None and positions is not None and positions.numel():
+        raise ValueError("the batch has embeddings instead of token ids, which a trace cannot hold")
+    nothing = rows[:0]
+    return (
+        nothing if ids is None else ids,
+        nothing if positions is None else positions,
+        nothing if loc is None else loc,
+    )
+
+
+def _lens(batch: Any, mode: str) -> Lens:
+    if mode == "target_verify":
+        return Lens(batch.seq_lens.contiguous(), None, None, int(batch.spec_info.draft_token_num))
+    extend = batch.extend_seq_lens.contiguous()
+    if mode == "draft_extend":
+        return Lens(batch.seq_lens.contiguous(), extend, extend, 1)
+    return Lens(batch.extend_prefix_lens.contiguous(), None, extend, 1)

@@ -146,7 +146,7 @@ def register(targets: Sequence[Target], attachment: Any) -> list[str]:
     for target, path in found.items():
         if path is not None:
             hook = getattr(attachment, f"on_{target.name}")
-            HookRegistry.register(path, harmless(hook, attachment.fault, attachment.spent), HookType.AROUND)
+            HookRegistry.register(path, harmless(hook, attachment.fault, attachment.cost), HookType.AROUND)
     return [f"not hooked: {target.paths[0]}: {target.without}" for target, path in found.items() if path is None]
 
 

@@ -1,12 +1,11 @@
 """One scheduler's recording: what its forwards, requests and slots mean in the recorder's words."""
 
 import dataclasses
-import functools
 import logging
 import os
 import time
-import weakref
 from typing import Any, Final
+from weakref import ref
 
 from ..device.recorder import DeviceRecorder
 from ..environment import RecordingSettings
@@ -29,9 +28,9 @@ logger = logging.getLogger("kvcanary")
 # Forwards whose samples may still be outstanding: overlap scheduling is one behind, pipelines a few.
 MAX_OUTSTANDING: Final = 64
 
-# A step's result, by weak reference, its forward's number and requests. The reference tells a result from a later one
-# at the same address, and keeps no tensor alive.
-Ran = tuple[weakref.ref[Any], int, KnownBatch]
+# A step's result, by weak reference, and its forward's number and requests. The reference tells a result from a later
+# one at the same address, and keeps no tensor alive.
+Ran = tuple[ref[Any], tuple[int, KnownBatch]]
 
 
 class Session:
@@ -59,10 +58,13 @@ class Session:
         self.histories: list[GroupHistory] = []
         self.retracting = False
         self._batches = KnownBatches(self._requests)
-        self._telling = Telling(self.recorder) if isinstance(self.recorder, DeviceRecorder) else None
-        self._reqs: list[Any] = []
+        self._device = self.recorder if isinstance(self.recorder, DeviceRecorder) else None
+        self._capture = None if self._device is None else self._device.capture
+        self._tell = None if self._capture is None else Telling(self._capture).tell
+        self.reqs: list[Any] = []
         self._last_target: tuple[int, KnownBatch] | None = None
-        self.last_forward = ("", 0)  # the target's, its mode and requests
+        # The result that is being taken over: its forward's number and requests, and how many tokens each had.
+        self._taken: tuple[int, KnownBatch, bytes] | None = None
         self._results: dict[int, Ran] = {}  # by id, oldest first
         self._moment = 0  # between two, the scheduler appends no token to any request's
         logger.info("%s", settings.start_up_line(path, self.recorder.header))
@@ -121,22 +123,19 @@ class Session:
             )
         return known
 
-    def before_model(self, runner: Any, batch: Any) -> None:
-        """Tell of the forward that a model runner is about to run.
+    def before_model(self, layout: RunnerLayout, batch: Any, bs: int) -> None:
+        """Tell of the forward of `bs` requests that a model runner is about to run.
 
         Raises:
             ValueError: a batch that cannot be recorded.
         """
-        layout = self.layout.runners[id(runner)]
-        rows = batch.req_pool_indices.numel()
-        known = self._batches.of(batch.rids, rows)
-        if layout.sampled:
-            self.last_forward = (batch.forward_mode, rows)
+        known = self._batches.of(batch.rids, bs)
         if getattr(batch, "spec_info", batch) is not None:  # a speculative worker may append what it has verified
             self._moment += 1
-        if self._telling is not None:
-            lens = known.output_lens(self._moment)
-            number = self._telling.tell(batch, runner=layout, known=known, truth_lens=lens)
+        if self._tell is not None:
+            moment = self._moment
+            lens = known.lens if known.moment == moment else known.output_lens(moment)
+            number = self._tell(layout.index, batch, bs, known, lens)
         else:
             number = self.recorder.next_forward
             self._tell_on_host(self.recorder, batch, layout, known)
@@ -165,30 +164,32 @@ class Session:
     def after_model(self, _: Any, error: BaseException | None) -> None:
         """Complete the forward; its tokens are sampled later."""
         note = "" if error is None else f"the model raised {type(error).__name__}: {error}"
-        if isinstance(self.recorder, DeviceRecorder):
-            self.recorder.after(note)
+        if self._capture is not None:
+            self._capture.after(note)
         else:
             self.recorder.after_forward(note=note)
 
     def runs(self, reqs: list[Any]) -> None:
-        """Get to know the requests of a step that begins."""
-        if reqs != self._reqs:
-            for req in reqs:
-                self.see(req)
-            self._reqs = list(reqs)
-        self._last_target = None
+        """Get to know the requests of a step that begins, where they are others than the last one's, `reqs`."""
+        for req in reqs:
+            self.see(req)
+        self.reqs = list(reqs)
 
     def ran(self, result: Any, _: BaseException | None) -> None:
         """Note which forward a scheduler step's result belongs to."""
         last = self._last_target
-        if result is None or last is None:
+        if last is None:
             return
-        self._results[id(result)] = (weakref.ref(result), *last)
-        if len(self._results) > MAX_OUTSTANDING:
-            del self._results[next(iter(self._results))]
+        self._last_target = None
+        if result is None:
+            return
+        results = self._results
+        results[id(result)] = (ref(result), last)
+        if len(results) > MAX_OUTSTANDING:
+            del results[next(iter(results))]
 
-    def takes_result(self, result: Any) -> tuple[Ran, list[int]] | None:
-        """Return what is known of a result that the scheduler is about to take over, and how many tokens each request has.
+    def takes_result(self, result: Any) -> bool:
+        """Note how many tokens each request has before the scheduler takes over a result; return whether it is known.
 
         A pipeline stage takes over results that are not those of its own forwards: nothing is known of them.
         """
@@ -196,23 +197,28 @@ class Session:
         moment = self._moment
         self._moment = moment + 1
         if ran is None or ran[0]() is not result:
-            return None
-        return ran, ran[2].output_lens(moment)
+            self._taken = None
+            return False
+        forward, known = ran[1]
+        self._taken = (forward, known, known.lens if known.moment == moment else known.output_lens(moment))
+        return True
 
-    def took_result(self, ran: Ran, before: list[int]) -> None:
-        """Tell which tokens the scheduler took over from a result; `before[i]` is how many request i had."""
-        _, forward, known = ran
+    def took_result(self, _: Any, error: BaseException | None) -> None:
+        """Tell which tokens the scheduler took over from a result."""
+        if self._taken is None or error is not None:
+            return
+        forward, known, before = self._taken
         after = known.output_lens(self._moment)
         if after == before:
             return
-        sampled = functools.partial(self._sampled, known, before, after)
-        if isinstance(self.recorder, DeviceRecorder):
-            self.recorder.sampled_later(forward, sampled)
+        device = self._device
+        if device is not None:
+            device.later(device.tell_sampled, forward, self._sampled, known, before, after)
             return
-        tokens, lens = sampled()
+        tokens, lens = self._sampled(known, before, after)
         self.recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
 
-    def _sampled(self, known: KnownBatch, before: list[int], after: list[int]) -> tuple[Int64Array, Int64Array]:
+    def _sampled(self, known: KnownBatch, before: bytes, after: bytes) -> tuple[Int64Array, Int64Array]:
         self._batches.refresh()
         return known.sampled(before, after)
 

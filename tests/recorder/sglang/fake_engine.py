@@ -196,7 +196,7 @@ def hooked(monkeypatch: Any, settings: RecordingSettings) -> Attachment:
         raw = owner.__dict__[attribute]
         original = raw.__func__ if isinstance(raw, classmethod) else raw
         wrapper = functools.partial(
-            harmless(getattr(attachment, f"on_{name}"), attachment.fault, attachment.spent), original
+            harmless(getattr(attachment, f"on_{name}"), attachment.fault, attachment.cost), original
         )
 
         def method(*args: Any, _wrapper: Any = wrapper, **kwargs: Any) -> Any:

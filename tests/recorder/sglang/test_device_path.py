@@ -114,7 +114,7 @@ def test_a_landing_that_fails_leaves_the_engine_alone(tmp_path: Any, monkeypatch
 def test_a_list_that_the_scheduler_replaces_is_looked_up_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     attachment, _ = record(monkeypatch, tmp_path, history="off")
     batches = attachment._session._batches
-    req = batches._last._requests[0].req
+    req = batches.last._requests[0].req
     attachment._session.see(req)  # it was over
     args = ([req.rid], 1)
     last = batches.of(*args)

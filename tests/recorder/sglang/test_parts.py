@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.recorder.engines import sglang_hooks
-from kvcanary.recorder.engines.hooking import StepCost
+from kvcanary.recorder.engines import hooking, sglang_hooks, step_cost
 from kvcanary.recorder.engines.sglang_batches import KnownBatches
 from kvcanary.recorder.engines.sglang_drafts import DraftGraph
 from kvcanary.recorder.engines.sglang_forward import MODES, forward_input, prefix_and_extend
@@ -16,6 +15,7 @@ from kvcanary.recorder.engines.sglang_hooks import TARGETS, Target, find, harmle
 from kvcanary.recorder.engines.sglang_layout import Layout, ranks_of
 from kvcanary.recorder.engines.sglang_requests import KnownRequest, RequestBook, request_id_of, row_of
 from kvcanary.recorder.engines.sglang_sweep import PrefixCacheWalk
+from kvcanary.recorder.engines.step_cost import PLACES, StepCost
 from kvcanary.recorder.environment import RecordingSettings
 from kvcanary.recorder.host_arrays import own_int64
 
@@ -77,20 +77,56 @@ def test_a_hook_that_raises_is_reported_and_the_engine_goes_on(late: bool) -> No
     assert faults == [("on_thing", "injected")]
 
 
-def test_what_steps_cost_by_their_kind() -> None:
-    cost = StepCost()
+def test_what_steps_cost_by_their_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_cost, "ENTRIES_KEPT", 14)
+    cost = StepCost(("on_a", "on_b"))
     assert cost.summary() == {"steps": 0}
     decode, extend = SimpleNamespace(name="DECODE"), SimpleNamespace(name="EXTEND")
-    for spent in (9_000, 5, 1, 3):
-        cost.spent(spent)
-        cost.spent(1)
-        cost.next_step(extend if spent == 5 else decode, 8)
+    on_b, on_c = cost.places("on_b")[1], cost.places("on_c")
+    assert on_c[0] == on_c[1] != on_b
+
+    def spend(nanoseconds: int) -> None:
+        cost.spent(nanoseconds * PLACES + on_b)
+        for place in on_c:
+            cost.spent(PLACES + place)
+
+    def steps(*told: tuple[int, Any]) -> None:
+        for nanoseconds, mode in told:
+            spend(nanoseconds)
+            cost.next_step(mode, 8)
+
+    steps((9_000, decode), (5, extend), (1, decode), (3, decode))
+    spend(7)  # in a step that has not ended
     assert cost.summary() == {
         "steps": 3,
-        "engine_thread_ns_p50": 4,
-        "engine_thread_ns_p99": 6,
-        "by_forward": {"DECODE 8": [2, 4, 4], "EXTEND 8": [1, 6, 6]},
+        "engine_thread_ns_p50": 5,
+        "engine_thread_ns_p99": 7,
+        "by_forward": {"DECODE 8": [2, 7, 7], "EXTEND 8": [1, 3, 3]},
+        "by_hook": {
+            "DECODE 8": {"on_a before": 0, "on_a after": 0, "on_b before": 0, "on_b after": 5, "others": 2},
+            "EXTEND 8": {"on_a before": 0, "on_a after": 0, "on_b before": 0, "on_b after": 1, "others": 2},
+        },
     }
+    steps(*[(100 + n, extend if n % 2 else decode) for n in range(20)])
+    assert cost.summary()["steps"] < 10, "only the latest are kept"
+
+
+def test_each_hook_adds_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((10, 15, 100, 107, 1000, 1004))
+    monkeypatch.setattr(hooking, "perf_counter_ns", lambda: next(clock))
+    cost = StepCost(("on_a",))
+    mode = SimpleNamespace(name="DECODE")
+
+    def on_a() -> Any:
+        return lambda *_: None
+
+    def on_b() -> None: ...
+
+    cost.next_step(mode, 1)
+    harmless(on_a, lambda *_: None, cost)(lambda: None)
+    harmless(on_b, lambda *_: None, cost)(lambda: None)
+    cost.next_step(mode, 1)
+    assert cost.summary()["by_hook"] == {"DECODE 1": {"on_a before": 5, "on_a after": 7, "others": 4}}
 
 
 def test_wrap_method_says_whether_there_is_one() -> None:
@@ -112,7 +148,7 @@ def test_what_cannot_be_hooked_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     registry = SimpleNamespace(register=lambda path, hook, kind: registered.append(path))
     module = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AROUND="around"))
     monkeypatch.setitem(__import__("sys").modules, "sglang.srt.plugins.hook_registry", module)
-    attachment = SimpleNamespace(on_a=None, on_b=None, fault=None, spent=None)
+    attachment = SimpleNamespace(on_a=None, on_b=None, fault=None, cost=None)
     a = Target(name="a", paths=("json.dumps",), without="x")
     b = Target(name="b", paths=("json.no_such", "json.neither"), without="sampled tokens are not told")
     assert sglang_hooks.register([a, b], attachment) == ["not hooked: json.no_such: sampled tokens are not told"]
@@ -185,12 +221,13 @@ def test_lengths_are_looked_up_once_a_moment() -> None:
     before = known.output_lens(1)
     reqs[1].output_ids += [7, 8]
     assert known.output_lens(1) is before
-    assert (before, known.output_lens(2)) == ([0, 0], [0, 2])
-    tokens, lens = known.sampled(before, [0, 2])
+    after = known.output_lens(2)
+    assert [np.frombuffer(lens, np.int64).tolist() for lens in (before, after)] == [[0, 0], [0, 2]]
+    tokens, lens = known.sampled(before, after)
     assert (tokens.tolist(), lens.tolist()) == ([7, 8], [0, 2])
     assert known.ids.tolist() == [request_id_of(r, exact=False) for r in ("r0", "r1")] + [-1]
     stranger = batches.of(["r0", "r9"], 2)
-    assert (stranger.outputs, stranger.truth, stranger.output_lens(3)) == (None, None, [])
+    assert (stranger.outputs, stranger.truth, stranger.output_lens(3)) == (None, None, b"")
     assert batches.of(None, 2).ids.tolist() == [-1, -1]
 
 

@@ -204,15 +204,18 @@ def test_a_result_of_another_stage_tells_no_sample(tmp_path: Path, monkeypatch: 
     session = attachment._session
     own, other, req = Result(None), Result(None), Request("r9", [1, 2], 3)
     session.see(req)
-    session._last_target = (11, session._batches.of(["r9"], 1))
+    target = session._last_target = (11, session._batches.of(["r9"], 1))
     session.ran(own, None)
     session._results[id(other)] = session._results.pop(id(own))  # the address is used again
-    assert session.takes_result(other) is None
+    assert not session.takes_result(other)
+    session.took_result(other, None)
+    session.ran(own, None)  # no forward since
+    assert not session.takes_result(own)
+    session._last_target = target
     session.ran(own, None)
-    found = session.takes_result(own)
-    assert found is not None
+    assert session.takes_result(own)
     req.output_ids.append(5)
-    session.took_result(*found)
+    session.took_result(own, None)
     session.recorder.close()
     _, told = events(tmp_path)
     assert [event.ints("sampled_tokens").tolist() for event in told if event.kind == "sample"][12:] == [[5]]

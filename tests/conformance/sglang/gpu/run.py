@@ -40,7 +40,7 @@ REPLAY = "import sys; from kvcanary.cli import replay_main; sys.argv[0] = 'kvcan
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--only", default="", help="runs whose name contains this, or one of these, joined by commas")
     parser.add_argument("--keep", type=Path, help="keep logs, traces and reports in this folder")
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds for all engines")
     parser.add_argument("--no-write", action="store_true", help=f"leave {DOCUMENT.name} as it is")
@@ -52,7 +52,7 @@ def main() -> int:
     if not any(point.name == "kvcanary" for point in importlib.metadata.entry_points(group="sglang.srt.plugins")):
         print("kvcanary is not installed beside SGLang: pip install . in its environment", file=sys.stderr)
         return 2
-    runs = [run for run in RUNS if args.only in run.name]
+    runs = [run for run in RUNS if any(part in run.name for part in args.only.split(","))]
     folder = args.keep or Path(tempfile.mkdtemp(prefix="conformance-sglang-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
     run_engines(runs, folder, args.timeout)
