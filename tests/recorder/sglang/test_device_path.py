@@ -73,11 +73,11 @@ def test_a_fault_switches_it_off_and_the_engine_goes_on(
 ) -> None:
     expected, _ = serve()
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path, history="off"))
-    calls = []
+    calls: list[Any] = []
     launch = frame_launch.FrameKernels.take_back
 
     def fails(self: Any, *told: Any) -> None:
-        calls.append(1)
+        calls.append(attachment._session)  # of which the attachment lets go when this fails
         if len(calls) == 6:
             raise RuntimeError("no more device memory")
         launch(self, *told)
@@ -86,7 +86,7 @@ def test_a_fault_switches_it_off_and_the_engine_goes_on(
     output, _ = serve()
     assert output == expected
     assert len(calls) == 6
-    attachment._close()
+    calls[-1].recorder.close()
     assert [record.message for record in caplog.records if "switched itself off" in record.message]
     (path,) = tmp_path.glob("*.arrow")
     summary = replay(path, settings=ReplaySettings(), report=None)
