@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -50,14 +50,14 @@ class BufferPointers:
         )  # fmt: skip
 
     @classmethod
-    def of(cls, buffers: Sequence[CanaryBuffer]) -> Self:
+    def of(cls, buffers: Sequence[CanaryBuffer]) -> "BufferPointers":
         """Check the buffers' tensors; raise `TypeError` or `ValueError` for shapes and dtypes.
 
         A buffer is looked at once: it cannot be changed.
         """
         one = [_known.get(buffer) or _look_at(buffer) for buffer in buffers]
         if len(one) == 1:
-            return one[0]  # type: ignore[return-value]
+            return one[0]
         kv = sum((pointers.kv for pointers in one if pointers.sources), ())
         ends = [0]
         for pointers in one:

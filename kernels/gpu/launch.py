@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import triton
 
-_SIGN32 = 1 << 31
-
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _compiled: dict[tuple[Any, ...], Any] = {}
 

@@ -179,6 +179,7 @@ class Attachment:
         """Record a forward: what goes in before it, what it wrote after it."""
         session = self._session  # None once this hook has failed
         if session is None:
+            self.cost.forget()  # the hooks are called all the same, and each adds to it
             return None
         layout = self._layout
         if runner is not self._runner:

@@ -51,9 +51,13 @@ class StepCost:
             self._mode, self._rows = mode, rows
             kind = self._kinds.setdefault((getattr(mode, "name", str(mode)), rows), len(self._kinds))
             self._begins = kind * PLACES + BEGINS
-            if len(self._log) > 2 * ENTRIES_KEPT:
-                del self._log[:-ENTRIES_KEPT]
+        if len(self._log) > 2 * ENTRIES_KEPT:
+            del self._log[:-ENTRIES_KEPT]
         self.spent(self._begins)
+
+    def forget(self) -> None:
+        """Keep nothing of what was spent so far: no step is counted, since nothing is recorded."""
+        del self._log[:]
 
     def summary(self) -> dict[str, Any]:
         """Return steps, and the nanoseconds of engine thread that the median and the slowest hundredth of them took.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.engines import hooking, sglang_hooks, step_cost
+from kvcanary.recorder.engines.sglang_attachment import Attachment
 from kvcanary.recorder.engines.sglang_batches import KnownBatches
 from kvcanary.recorder.engines.sglang_drafts import DraftGraph
 from kvcanary.recorder.engines.sglang_forward import MODES, forward_input, prefix_and_extend
@@ -109,6 +110,18 @@ def test_what_steps_cost_by_their_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     steps(*[(100 + n, extend if n % 2 else decode) for n in range(20)])
     assert cost.summary()["steps"] < 10, "only the latest are kept"
+    steps(*[(1, decode)] * 100)
+    assert cost.summary()["steps"] < 20, "of steps of one kind, too"
+
+
+def test_hooks_that_are_called_without_a_recording_keep_nothing() -> None:
+    attachment = Attachment(settings())
+    model = harmless(attachment.on_model, attachment.fault, attachment.cost)
+    other = harmless(lambda: None, attachment.fault, attachment.cost)
+    for _ in range(100):
+        model(lambda *_: None, None, None)
+        other(lambda: None)
+    assert len(attachment.cost._log) < 5
 
 
 def test_each_hook_adds_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
