@@ -16,11 +16,9 @@ import datetime
 import importlib.metadata
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +29,9 @@ sys.path.insert(0, str(HERE))
 DOCUMENT = HERE.parents[3] / "docs" / "ranks-sglang-gpu.md"
 
 from kvcanary.recorder.reader import read_events  # noqa: E402
-from run import REPLAY, write_plugin  # noqa: E402
+from run import REPLAY  # noqa: E402
 from runs import REQ, GpuRun  # noqa: E402
+from side_by_side import Engine, run_side_by_side  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,35 +97,18 @@ def main() -> int:
 
 
 def run_engines(runs: list[RanksRun], folder: Path, timeout_s: float) -> None:
-    """Run every engine with the recorder and without it, all side by side, each in a process group of its own."""
-    plugins = write_plugin(folder)
-    started = {}
+    """Run every engine with the recorder and without it, all side by side."""
+    engines = []
     for number, (run, recorded) in enumerate((run, recorded) for run in runs for recorded in (True, False)):
-        place = folder / (run.name if recorded else f"{run.name}-off")
-        place.mkdir()
-        env = {k: v for k, v in os.environ.items() if not k.startswith("KVCANARY_")} | run.environment()
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(plugins), os.environ.get("PYTHONPATH")]))
-        env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
+        place, env = folder / (run.name if recorded else f"{run.name}-off"), run.environment()
         if recorded:
             env["KVCANARY_TRACE"] = str(place / "traces")
         # One GPU is enough for an engine of one rank; they take turns.
         if run.files == 1:
             env["CUDA_VISIBLE_DEVICES"] = str(number % 2)
-        told = json.dumps({**dataclasses.asdict(run), "port": 42_000 + 100 * number})
-        command = [sys.executable, str(HERE / "engine.py"), str(place), told]
-        with (place / "log").open("w") as log:
-            started[place] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-        time.sleep(0.3)
-    deadline = time.monotonic() + timeout_s
-    for place, process in started.items():
-        try:
-            status: object = process.wait(max(deadline - time.monotonic(), 1))
-        except subprocess.TimeoutExpired:
-            status = "out of time"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        (place / "status").write_text(str(status))
+        told = {**dataclasses.asdict(run), "port": 42_000 + 100 * number}
+        engines.append(Engine(place=place, told=told, environment=env))
+    run_side_by_side(engines, folder, timeout_s)
 
 
 def result_of(run: RanksRun, folder: Path) -> dict[str, Any]:

@@ -10,18 +10,15 @@ left out on both sides, and the table says so.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +30,7 @@ DOCUMENT = HERE.parents[3] / "docs" / "conformance-sglang-gpu.md"
 from compare import FIELDS, canonical, first_step, offline_rows  # noqa: E402
 from online import TAGS, Row  # noqa: E402
 from runs import RUNS, GpuRun  # noqa: E402
+from side_by_side import Engine, run_side_by_side  # noqa: E402
 
 VERIFY_TOKEN = 32
 REPLAY = "import sys; from kvcanary.cli import replay_main; sys.argv[0] = 'kvcanary-replay'; replay_main()"
@@ -71,46 +69,17 @@ def main() -> int:
 
 
 def run_engines(runs: list[GpuRun], folder: Path, timeout_s: float) -> None:
-    """Run all engines side by side, each in a process group of its own."""
-    plugins = write_plugin(folder)
-    started = {}
+    """Run all engines side by side."""
+    engines = []
     for number, run in enumerate(runs):
-        place = folder / run.name
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        env = {k: v for k, v in os.environ.items() if not k.startswith("KVCANARY_")} | run.environment()
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(plugins), os.environ.get("PYTHONPATH")]))
-        env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
+        place, env = folder / run.name, run.environment()
         if run.recorded:
             env["KVCANARY_TRACE"] = str(place / "traces")
         if run.canary:
             env["CONFORMANCE_RING"] = str(place / "ring")
-        told = json.dumps({**dataclasses.asdict(run), "port": 41_000 + 20 * number})
-        command = [sys.executable, str(HERE / "engine.py"), str(place), told]
-        with (place / "log").open("w") as log:
-            started[run.name] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-        time.sleep(0.3)
-    deadline = time.monotonic() + timeout_s
-    for name, process in started.items():
-        try:
-            status: object = process.wait(max(deadline - time.monotonic(), 1))
-        except subprocess.TimeoutExpired:
-            status = "out of time"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        (folder / name / "status").write_text(str(status))
-
-
-def write_plugin(folder: Path) -> Path:
-    """Make the plugin that notes what the online canary finds; return the folder that belongs on PYTHONPATH."""
-    plugins = folder / "plugins"
-    info = plugins / "conformance_ring-1.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: conformance-ring\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nconformance_ring = conformance_ring:plugin\n")
-    shutil.copy(HERE / "plugin.py", plugins / "conformance_ring.py")
-    return plugins
+        told = {**dataclasses.asdict(run), "port": 41_000 + 20 * number}
+        engines.append(Engine(place=place, told=told, environment=env))
+    run_side_by_side(engines, folder, timeout_s)
 
 
 def result_of(run: GpuRun, place: Path) -> dict:
