@@ -149,6 +149,17 @@ class EventReplay:
             self._takings.divergence(self._executor.divergence)
         return reached
 
+    @property
+    def request_ids(self) -> frozenset[int]:
+        """The requests that forwards and events named."""
+        return frozenset(self._request_ids)
+
+    def leaves_nothing(self) -> bool:
+        """Whether the last event says that a segment follows, and nothing was left unjudged or unlaunched before it."""
+        executor = self._executor
+        missing = self._health.missing(executor.launcher.kernel_counters)
+        return self._goes_on and not executor.unknown_entries and not missing
+
     def finish(self) -> None:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""
         summary, executor = self._summary, self._executor

@@ -91,15 +91,21 @@ class Health:
         """Return what was never or too seldom launched in a whole trace."""
         if self._last is None:
             return []
-        findings = [
-            _finding(self._last, f"{tag.name} was launched {kernel_counters[tag]} times, expected {expected}")
-            for tag, expected in zip(LaunchTag, self._expected.tolist(), strict=True)
-            if expected and kernel_counters[tag] != expected
-        ]
+        findings = self.missing(kernel_counters)
         for runner, ran in zip(self._header.runners, self._pulse.ran, strict=True):
             if not ran and self._pulse.decoded:
                 findings.append(_finding(self._last, f"runner {runner.name} has groups and never ran a forward"))
         return findings
+
+    def missing(self, kernel_counters: npt.NDArray[np.int64]) -> list[Finding]:
+        """Return which launches there were too few of so far."""
+        if self._last is None:
+            return []
+        return [
+            _finding(self._last, f"{tag.name} was launched {kernel_counters[tag]} times, expected {expected}")
+            for tag, expected in zip(LaunchTag, self._expected.tolist(), strict=True)
+            if expected and kernel_counters[tag] != expected
+        ]
 
     def forget(self) -> None:
         """After a gap nobody knows how long ago the last walk was."""

@@ -81,15 +81,17 @@ class ReplayRun:
                     "machine does not have; replay on a larger one"
                 ) from None
             self._sinks = sinks
-            # How far an early end has read is told, so nothing is read ahead where one may come.
-            early = settings.fail_fast or settings.max_violations is not None
-            stream = self._reader.stream()
-            self._stream: Generator[TraceBatch | TraceGap, None, None] | ReadAhead[TraceBatch | TraceGap]
-            self._stream = stream if early else ReadAhead(self._prepared(stream))
-            stack.callback(self._stream.close)
-            self._reads_ahead = settings.device != "cpu" and len(paths) == 1 and not early
+            self._early = settings.fail_fast or settings.max_violations is not None
+            self._stream = self._opened()
+            stack.callback(lambda: self._stream.close())
+            self._foresees = settings.device != "cpu" and len(paths) == 1 and not self._early
             self._ahead: list[TraceBatch | TraceGap | None] = []
             self._resources = stack.pop_all()
+
+    def _opened(self) -> Generator[TraceBatch | TraceGap, None, None] | ReadAhead[TraceBatch | TraceGap]:
+        """Return what is left to read. How far an early end has read is told, so nothing is read ahead of one."""
+        stream = self._reader.stream()
+        return stream if self._early else ReadAhead(self._prepared(stream))
 
     def _prepared(
         self, stream: Generator[TraceBatch | TraceGap, None, None]
@@ -109,7 +111,7 @@ class ReplayRun:
         try:
             item = self._ahead.pop() if self._ahead else next(self._stream, None)
             if item is not None:
-                if self._reads_ahead:
+                if self._foresees:
                     self._ahead.append(next(self._stream, None))
                     self._events.foresee(self._ahead[0])
                 self._events.take(item)
@@ -121,6 +123,34 @@ class ReplayRun:
             self._busy = False
         self.ended = True
         return False
+
+    def go_on(self, paths: Sequence[Path]) -> None:
+        """Replay the segments that follow too, after those given have ended."""
+        if self.summary.stopped:
+            return
+        self._stream.close()
+        self._reader.extend(paths)
+        self._stream = self._opened()
+        self._foresees = False
+        self.ended = False
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether all was clean and whole so far, so that whoever replays what follows need not know of this."""
+        summary = self.summary
+        odd = (summary.violations, summary.findings, summary.num_gaps, summary.num_losses, summary.unjudged)
+        return not any(odd) and not summary.stopped
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether the segments replayed were ordinary to their very end, and say that others follow."""
+        summary, events = self.summary, self._events
+        return self.is_ordinary and summary.complete and not summary.unknown_before and events.leaves_nothing()
+
+    @property
+    def request_ids(self) -> frozenset[int]:
+        """The requests that were met."""
+        return self._events.request_ids
 
     def interrupt(self) -> None:
         """End the replay here, at the user's wish."""

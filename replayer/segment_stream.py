@@ -23,6 +23,10 @@ class SegmentStream:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = tuple(paths)
         self.complete = True
+        self._left = list(paths)
+        self._last: int | None = None  # the number of the segment read last, and how it ended
+        self._expected = 0
+        self._goes_on = True
         self.bytes_done = 0
         self.size_bytes = sum(file_size(path) for path in paths)
         self.numbers: list[int] = []
@@ -31,39 +35,43 @@ class SegmentStream:
             try:
                 with TraceReader(path) as reader:
                     self.header: TraceHeader = reader.header
+                    self._expected = reader.header.first_event
                     return
             except TraceError as found:
                 error = error or found
         raise error or TraceError("no trace given")
 
+    def extend(self, paths: Sequence[Path]) -> None:
+        """Add the segments that follow; once all before them are read, `stream` gives what they hold."""
+        self.paths += tuple(paths)
+        self._left += paths
+        self.size_bytes += sum(file_size(path) for path in paths)
+
     def stream(self) -> Generator[TraceBatch | TraceGap, None, None]:
         """Yield every whole batch, and a gap wherever something is missing, in a file or between two."""
-        expected = self.header.first_event
-        last: int | None = None
-        goes_on = True
-        for path in self.paths:
+        while self._left:
+            path = self._left.pop(0)
             try:
                 reader = TraceReader(path)
             except UnreadableTraceError as error:
                 if len(self.paths) == 1:
                     raise
-                self.complete = False
-                yield TraceGap(after_event=expected - 1, missing_events=None, kind="damaged", cause=str(error))
-                goes_on = False
+                self.complete = self._goes_on = False
+                yield TraceGap(after_event=self._expected - 1, missing_events=None, kind="damaged", cause=str(error))
                 continue
             with reader:
                 header = reader.header
-                if _described(header) != _described(self.header):
+                if described(header) != described(self.header):
                     raise TraceError(f"{path}: is of another recording than {self.paths[0]}; replay them apart")
                 number = header.segment.number if header.segment is not None else 0
-                if last is not None:
-                    yield from _between(path, last, number, expected, header.first_event, goes_on)
+                if self._last is not None:
+                    yield from _between(path, self._last, number, self._expected, header.first_event, self._goes_on)
                 self.numbers.append(number)
-                last, goes_on, expected = number, False, header.first_event
+                self._last, self._goes_on, self._expected = number, False, header.first_event
                 for item in reader.stream():
                     if isinstance(item, TraceBatch):
-                        expected = item.first_event + item.num_events
-                        goes_on = item.kinds[-1] == "segment"
+                        self._expected = item.first_event + item.num_events
+                        self._goes_on = item.kinds[-1] == "segment"
                     yield item
                 self.complete &= reader.complete
                 self.bytes_done += reader.size_bytes
@@ -95,6 +103,6 @@ def file_size(path: Path) -> int:
         return 0
 
 
-def _described(header: TraceHeader) -> TraceHeader:
+def described(header: TraceHeader) -> TraceHeader:
     """Return what the segments of a recording have in common."""
     return dataclasses.replace(header, segment=None)

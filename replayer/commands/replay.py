@@ -222,11 +222,12 @@ def _results(
     from contextlib import nullcontext
     from dataclasses import replace
 
-    from ..parallel.pool import default_jobs, replay_in_workers
+    from ..parallel.joining import joined_results
+    from ..parallel.pool import replay_in_workers
+    from ..parallel.sharing import shared_out
     from .notices import notices_shown
 
-    paying = default_jobs(plan) if task.settings.device == "cpu" else 1
-    workers = min(jobs or len(devices) or paying, len(plan.groups))
+    plan, workers = shared_out(plan, task.settings, jobs=jobs or len(devices) or None)
     shown = err.is_terminal and not quiet
     if workers < 2:
         if devices:
@@ -234,18 +235,19 @@ def _results(
         with nullcontext() if quiet else notices_shown(err):
             yield from _results_here(plan, task, err, shown=shown)
     elif not shown:
-        yield from replay_in_workers(plan, task, lambda _: None, jobs=workers, devices=devices)
+        yield from joined_results(replay_in_workers(plan, task, lambda _: None, jobs=workers, devices=devices), task)
     else:
         from ..progress_bar import ProgressBar
 
-        results = replay_in_workers(plan, task, lambda progress: bar.update(progress), jobs=workers, devices=devices)
+        found = replay_in_workers(plan, task, lambda progress: bar.update(progress), jobs=workers, devices=devices)
+        results = joined_results(found, task)
         while True:
             # Between two results the bar makes way for what is printed.
             with ProgressBar(err, f"replay, {workers} at once") as bar:
-                found = next(results, None)
-            if found is None:
+                result = next(results, None)
+            if result is None:
                 return
-            yield found
+            yield result
 
 
 def _results_here(plan: Plan, task: GroupTask, err: Console, *, shown: bool) -> Iterator[tuple[list[Job], GroupResult]]:

@@ -12,6 +12,7 @@ from ..segment_stream import SegmentStream
 from ..settings import Progress, ReplaySettings, resolve_kv_hash
 from ..summary import Summary
 from .jobs import Job
+from .stretch_replay import Part, replay_stretch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +32,15 @@ class GroupTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """What came of a group: a summary each, or the error that kept it from being judged; `notes` are for the user."""
+    """What came of a group: a summary each, or the error that kept it from being judged; `notes` are for the user.
+
+    Of a stretch of a recording the `part`, until all of them are joined.
+    """
 
     summaries: list[Summary] = field(default_factory=list)
     error: str = ""
     notes: list[str] = field(default_factory=list)
+    part: Part | None = None
 
     @property
     def interrupted(self) -> bool:
@@ -44,10 +49,18 @@ class GroupResult:
 
 
 def replay_group(
-    jobs: Sequence[Job], task: GroupTask, on_progress: Callable[[Progress], None] = lambda _: None
+    jobs: Sequence[Job],
+    task: GroupTask,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_trouble: Callable[[], None] = lambda: None,
 ) -> GroupResult:
-    """Replay the recordings of a group together, and write their reports."""
+    """Replay the recordings of a group together, and write their reports.
+
+    `on_trouble` is called where a stretch of a recording turns out to be replayed to the recording's end.
+    """
     notes: list[str] = []
+    part: Part | None = None
+    done: list[Summary] = []
     try:
         folders = []
         for job in jobs:
@@ -55,24 +68,43 @@ def replay_group(
             resolve_kv_hash(task.settings.kv_hash, SegmentStream(job.recording.paths).header)
             folders.append(_make_folder(Path(job.recording.name), job.report, explicit=task.explicit, notes=notes))
         try:
-            done = replay_joined(
-                [job.recording.paths for job in jobs],
-                settings=task.settings,
-                reports=folders,
-                on_progress=on_progress,
-                schedules=[job.schedule for job in jobs],
-                all_there=task.all_there,
-            )
+            if jobs[0].stretch is not None:
+                part = replay_stretch(
+                    jobs[0].stretch,
+                    task.settings,
+                    folders[0],
+                    all_there=task.all_there,
+                    on_progress=on_progress,
+                    on_trouble=on_trouble,
+                )
+            else:
+                done = replay_joined(
+                    [job.recording.paths for job in jobs],
+                    settings=task.settings,
+                    reports=folders,
+                    on_progress=on_progress,
+                    schedules=[job.schedule for job in jobs],
+                    all_there=task.all_there,
+                )
         except OSError as error:
-            raise TraceError(
-                f"{', '.join(job.recording.name for job in jobs)}: the report in {', '.join(map(str, folders))} cannot "
-                f"be written ({error.strerror or error}); make room, name another folder with --report DIR, or use "
-                "--no-report"
-            ) from None
+            raise TraceError(not_written(jobs, folders, error)) from None
     except TraceError as error:
         return GroupResult(error=str(error), notes=notes)
-    notes += [note for summary in done for judge in task.judged if (note := judge(summary))]
-    return GroupResult(summaries=done, notes=notes)
+    notes += judged_notes(done, task)
+    return GroupResult(summaries=done, notes=notes, part=part)
+
+
+def judged_notes(summaries: Sequence[Summary], task: GroupTask) -> list[str]:
+    """Let the task's functions judge each summary; return what they have to tell the user."""
+    return [note for summary in summaries for judge in task.judged if (note := judge(summary))]
+
+
+def not_written(jobs: Sequence[Job], folders: Sequence[Path | None], error: OSError) -> str:
+    """Say that the reports of jobs cannot be written, and what to do."""
+    return (
+        f"{', '.join(job.recording.name for job in jobs)}: the report in {', '.join(map(str, folders))} cannot be "
+        f"written ({error.strerror or error}); make room, name another folder with --report DIR, or use --no-report"
+    )
 
 
 def _make_folder(trace: Path, target: Path | None, *, explicit: bool, notes: list[str]) -> Path | None:

@@ -14,16 +14,33 @@ from ...recorder.machine.forward import UnusableEventError, read_forward
 from ...recorder.recordings import Recording
 from ..ranks import ranks_together, replayed_together
 from ..schedule import Schedule, ScheduleLog, field_values
-from ..segment_stream import SegmentStream
+from ..segment_stream import SegmentStream, file_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Segments of a recording in a row, one of `of` such stretches that are replayed side by side.
+
+    `paths` are its own, `behind` those of all stretches after it.
+    """
+
+    number: int
+    of: int
+    paths: tuple[Path, ...]
+    behind: tuple[Path, ...]
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """The replay of one recording; `report` is its directory, None for none, `schedule` what its forwards go through."""
+    """The replay of one recording; `report` is its directory, None for none, `schedule` what its forwards go through.
+
+    With a `stretch`, of that part of it alone.
+    """
 
     recording: Recording
     report: Path | None = None
     schedule: Schedule | None = None
+    stretch: Stretch | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +49,11 @@ class Plan:
 
     groups: list[list[Job]]
     ranks: list[list[Job]] = field(default_factory=list)
+
+
+def group_bytes(group: Sequence[Job]) -> int:
+    """Return how large the files are that a group replays."""
+    return sum(file_size(path) for job in group for path in (job.stretch or job.recording).paths)
 
 
 def plan_jobs(jobs: Sequence[Job]) -> Plan:

@@ -5,7 +5,6 @@ end. A worker that dies takes the group that it was at with it, and no other.
 """
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,33 +14,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
 
-from ...recorder.machine.pools import pool_bytes
-from ..segment_stream import file_size
 from ..settings import Progress
 from .group_replay import GroupResult, GroupTask
-from .jobs import Job, Plan
-from .worker import STOP, Begun, Done, work
+from .jobs import Job, Plan, group_bytes
+from .sharing import usable_cores
+from .worker import STOP, Begun, Done, Troubled, work
 
-# A worker loads its libraries for about a second: what a hundred megabytes of a trace take to be replayed.
-WORTH_A_WORKER_BYTES: Final = 64 << 20
-_SHARE_OF_MEMORY: Final = 0.5
 _NOTHING: Final = Progress(bytes_read=0, bytes_total=0, forwards=0, tokens=0, violations=0)
-
-
-def usable_cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def default_jobs(plan: Plan) -> int:
-    """Return how many workers pay for a plan's recordings, and fit into memory; 1 for none at all."""
-    sizes = sorted((_bytes(group) for group in plan.groups), reverse=True)
-    jobs = min(usable_cores(), len(sizes), sum(sizes) // WORTH_A_WORKER_BYTES)
-    needed = sorted((_memory(group) for group in plan.groups), reverse=True)
-    free = _free_memory()
-    while jobs > 1 and free is not None and sum(needed[:jobs]) > _SHARE_OF_MEMORY * free:
-        jobs -= 1
-    return max(1, jobs)
 
 
 def replay_in_workers(
@@ -112,8 +91,8 @@ class _Pool:
         self._threads = max(1, usable_cores() // self._jobs)
         self._workers: list[_Worker] = []
         self._after = [_compared_with(plan, number) for number in range(len(plan.groups))]
-        self._waiting = sorted(range(len(plan.groups)), key=lambda number: -_bytes(plan.groups[number]))
-        self._progress = [replace(_NOTHING, bytes_total=_bytes(group)) for group in plan.groups]
+        self._waiting = sorted(range(len(plan.groups)), key=lambda number: -group_bytes(plan.groups[number]))
+        self._progress = [replace(_NOTHING, bytes_total=group_bytes(group)) for group in plan.groups]
         self._finished: set[int] = set()
         self._begun = False
         self._stopping = False
@@ -187,9 +166,25 @@ class _Pool:
             self._begun = True
         elif isinstance(message, Progress):
             self._progress[number] = message
+        elif isinstance(message, Troubled):
+            self._pass_over_behind(number)
         elif isinstance(message, Done):
             self._compared(number, message)
             self._end(worker, number, message.result)
+
+    def _pass_over_behind(self, number: int) -> None:
+        """Let nobody go on with the stretches behind one that is replayed to the recording's end."""
+        stretch = self._plan.groups[number][0].stretch
+        behind = range(number + 1, number + stretch.of - stretch.number) if stretch is not None else ()
+        for worker in self._workers:
+            if worker.group in behind:
+                _send(worker.connection, STOP)
+        for later in behind:
+            if later in self._waiting:
+                self._waiting.remove(later)
+                self._finished.add(later)
+                self._progress[later] = _NOTHING
+                self.results[later] = GroupResult()
 
     def _end(self, worker: _Worker, number: int, result: GroupResult) -> None:
         worker.group = None
@@ -248,20 +243,3 @@ def _send(connection: Connection, message: object) -> None:
         connection.send(message)
     except OSError:
         return  # it has died; whoever listens to it next will see
-
-
-def _bytes(group: Sequence[Job]) -> int:
-    return sum(file_size(path) for job in group for path in job.recording.paths)
-
-
-def _memory(group: Sequence[Job]) -> int:
-    """Return about what a group's pools, tables and bookkeeping take at most."""
-    return sum(2 * pool_bytes(job.recording.header) for job in group if job.recording.header is not None)
-
-
-def _free_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None

@@ -22,6 +22,11 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Troubled:
+    """What came up in a stretch is followed to the recording's end, so the stretches behind it are not needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """What a job's schedule has come to; `log` are the digests that other ranks are compared with."""
 
@@ -80,7 +85,7 @@ def _replay(jobs: list[Job], task: GroupTask, connection: Connection) -> Done:
                 raise KeyboardInterrupt
 
     try:
-        result = replay_group(jobs, task, on_progress)
+        result = replay_group(jobs, task, on_progress, lambda: connection.send(Troubled()))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:  # noqa: BLE001  # one recording's trouble must not be the others'

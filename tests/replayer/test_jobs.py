@@ -19,7 +19,7 @@ from kvcanary.recorder.event import TraceEvent
 from kvcanary.recorder.header import Ranks
 from kvcanary.recorder.recordings import group_recordings
 from kvcanary.replayer.commands.replay import replay_command
-from kvcanary.replayer.parallel import pool
+from kvcanary.replayer.parallel import sharing
 from kvcanary.replayer.parallel.group_replay import GroupTask
 from kvcanary.replayer.parallel.jobs import Job, plan_jobs
 from kvcanary.replayer.parallel.pool import replay_in_workers
@@ -185,19 +185,19 @@ def test_ctrl_c_while_workers_load_ends_without_tracebacks(tmp_path: Path) -> No
 def test_workers_only_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     recordings, _ = group_recordings([DATA / "kv_flip.arrow", DATA / "clean_llama.arrow", DATA / "table_swap.arrow"])
     plan = plan_jobs([Job(recording=recording) for recording in recordings])
-    monkeypatch.setattr(pool, "usable_cores", lambda: 8)
-    assert pool.default_jobs(plan) == 1
-    monkeypatch.setattr(pool, "WORTH_A_WORKER_BYTES", 50_000)
-    assert pool.default_jobs(plan) == 3
-    free = 5 * sum(pool._memory(group) for group in plan.groups) // 3
-    monkeypatch.setattr(pool, "_free_memory", lambda: free)
-    assert pool.default_jobs(plan) == 2
+    monkeypatch.setattr(sharing, "usable_cores", lambda: 8)
+    assert sharing.default_jobs(plan) == 1
+    monkeypatch.setattr(sharing, "WORTH_A_WORKER_BYTES", 50_000)
+    assert sharing.default_jobs(plan) == 3
+    free = 5 * sum(sharing._memory(group) for group in plan.groups) // 3
+    monkeypatch.setattr(sharing, "_free_memory", lambda: free)
+    assert sharing.default_jobs(plan) == 2
     header = recordings[0].header
     assert header is not None
     large = replace(header, groups=tuple(replace(group, num_slots=1 << 31) for group in header.groups))
     for group in plan.groups:
         group[0].recording = replace(group[0].recording, header=large)
-    assert pool.default_jobs(plan) == 1
+    assert sharing.default_jobs(plan) == 1
 
 
 def test_devices_are_taken_in_turn_and_names_of_none_refused() -> None:

@@ -1,0 +1,192 @@
+"""A recording's segments replayed side by side give what one after another gives: verdict, summary, rows."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from kvcanary.recorder.recordings import Recording, group_recordings
+from kvcanary.replayer.commands.replay import replay_command
+from kvcanary.replayer.lab.faults import FAULTS
+from kvcanary.replayer.lab.trial import Trial, run_trial
+from kvcanary.replayer.parallel import sharing
+from kvcanary.replayer.parallel.group_replay import GroupResult, GroupTask, replay_group
+from kvcanary.replayer.parallel.joining import joined_results
+from kvcanary.replayer.parallel.jobs import Job, Plan, plan_jobs
+from kvcanary.replayer.parallel.splitting import split_plan
+from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.replayer.summary import Summary
+
+from ..recorder.segmented import cut
+
+# One of each kind: nothing wrong, at the beginning, late, damage that lasts, tables, transfers of the host, drafts.
+CASES = [
+    ("swa", None),
+    ("host", None),
+    ("eagle_swa", None),
+    ("overlap", None),
+    ("mha", "kv_used"),
+    ("swa", "req_to_token"),
+    ("tight", "page_given_twice"),
+    ("eagle_swa", "draft_position_plus_one"),
+    ("overlap", "future_map_overrun"),
+    ("mha_page1", "req_to_token"),
+]
+
+
+def record(config: str, fault: str | None, folder: Path, *, seed: int = 0, most: int = 150) -> list[Path]:
+    trial = Trial(fault=FAULTS[fault] if fault else None, config=config, seed=seed)
+    (trace,) = run_trial(trial, folder / "whole.arrow").traces
+    segments = cut(trace, folder / "t.arrow", seed=seed, least=40, most=most)
+    trace.unlink()
+    return segments
+
+
+def plan_of(paths: list[Path], report: Path | None) -> Plan:
+    (recording,), _ = group_recordings(paths)
+    return plan_jobs([Job(recording=recording, report=report)])
+
+
+def replayed(plan: Plan, settings: ReplaySettings) -> GroupResult:
+    task = GroupTask(settings=settings, explicit=True, all_there=True)
+    results = ((group, replay_group(group, task)) for group in plan.groups)
+    ((_, result),) = joined_results(results, task)
+    return result
+
+
+def compared(paths: list[Path], folder: Path, *, workers: int, **settings: Any) -> Summary:
+    """Replay segments as one and in stretches, compare all that both leave, and return the summary."""
+    chosen = ReplaySettings(**settings)
+    whole = replayed(plan_of(paths, folder / "one"), chosen)
+    plan = split_plan(plan_of(paths, folder / "split"), chosen, workers=workers)
+    assert 1 < len(plan.groups) <= workers
+    split = replayed(plan, chosen)
+    assert (split.error, split.notes) == (whole.error, whole.notes)
+    one, other = (_plain(result.summaries[0].to_json()) for result in (whole, split))
+    assert one == other
+    files = [sorted(path.name for path in (folder / name).iterdir()) for name in ("one", "split")]
+    assert files[0] == files[1]
+    for name in files[0]:
+        if name.endswith(".parquet"):
+            assert pq.read_table(folder / "one" / name).equals(pq.read_table(folder / "split" / name)), name
+    written = json.loads((folder / "split" / "summary.json").read_text())
+    assert _plain(written) == json.loads(json.dumps(other))
+    return split.summaries[0]
+
+
+def _plain(summary: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in summary.items() if name not in ("seconds", "report")}
+
+
+@pytest.mark.parametrize(("config", "fault"), CASES)
+def test_side_by_side_gives_what_one_after_another_gives(config: str, fault: str | None, tmp_path: Path) -> None:
+    segments = record(config, fault, tmp_path, seed=1)
+    workers = random.Random(f"{config} {fault}").randint(2, 5)
+    summary = compared(segments, tmp_path, workers=workers)
+    assert summary.verdict.value == ("corrupt" if fault else "clean")
+    assert summary.segments == list(range(len(segments)))
+
+
+@pytest.mark.parametrize("fault", [None, "req_to_token"])
+def test_stepwise_rows_too(fault: str | None, tmp_path: Path) -> None:
+    segments = record("swa", fault, tmp_path, seed=2)
+    compared(segments, tmp_path, workers=3, executor="stepwise")
+
+
+def test_a_damaged_segment_in_the_middle(tmp_path: Path) -> None:
+    segments = record("mha", None, tmp_path)
+    middle = segments[len(segments) // 2]
+    data = bytearray(middle.read_bytes())
+    data[-len(data) // 3] ^= 0x40
+    middle.write_bytes(data)
+    summary = compared(segments, tmp_path, workers=4)
+    assert summary.num_gaps
+    assert summary.verdict.value == "inconclusive"
+
+
+def test_the_last_segments_are_missing(tmp_path: Path) -> None:
+    segments = record("swa", None, tmp_path)
+    summary = compared(segments[:-2], tmp_path, workers=2)
+    assert summary.cut_short
+
+
+def test_the_first_segments_are_missing(tmp_path: Path) -> None:
+    segments = record("swa", None, tmp_path)
+    assert compared(segments[2:], tmp_path, workers=3).verdict.value == "clean"
+
+
+def test_a_torn_last_segment(tmp_path: Path) -> None:
+    segments = record("mha", "kv_used", tmp_path)
+    data = segments[-1].read_bytes()
+    segments[-1].write_bytes(data[: len(data) * 2 // 3])
+    compared(segments, tmp_path, workers=3)
+
+
+def test_what_is_not_split(tmp_path: Path) -> None:
+    segments = record("mha", None, tmp_path)
+    plan = plan_of(segments, None)
+    settings = ReplaySettings()
+    assert len(split_plan(plan, settings, workers=1).groups) == 1
+    assert len(split_plan(plan, ReplaySettings(fail_fast=True), workers=3).groups) == 1
+    assert len(split_plan(plan, ReplaySettings(max_violations=1), workers=3).groups) == 1
+    assert len(split_plan(plan_of(segments[:1], None), settings, workers=3).groups) == 1
+    holes = plan_of([segments[0], *segments[2:]], None)
+    assert len(split_plan(holes, settings, workers=3).groups) == 1
+    groups = split_plan(plan, settings, workers=3).groups
+    assert [path for group in groups for path in group[0].stretch.paths] == segments
+    assert [group[0].stretch.behind for group in groups[-2:]] == [groups[-1][0].stretch.paths, ()]
+    many = split_plan(plan, settings, workers=1000).groups
+    assert [len(group[0].stretch.paths) for group in many] == [1] * len(segments)
+
+
+def test_split_by_default_only_where_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(record("mha", None, tmp_path), None)
+    monkeypatch.setattr(sharing, "usable_cores", lambda: 8)
+    assert sharing.shared_out(plan, ReplaySettings(), jobs=None) == (plan, 1)  # a small one
+    monkeypatch.setattr(sharing, "WORTH_A_WORKER_BYTES", 1000)
+    split, workers = sharing.shared_out(plan, ReplaySettings(), jobs=None)
+    assert workers == len(split.groups) > 1
+    assert sharing.shared_out(plan, ReplaySettings(device="cuda"), jobs=None) == (plan, 1)
+    monkeypatch.setattr(sharing, "usable_cores", lambda: 2)
+    assert sharing.shared_out(plan, ReplaySettings(), jobs=None) == (plan, 1)
+    assert sharing.shared_out(plan, ReplaySettings(), jobs=2)[1] == 2
+
+
+def replay(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(replay_command, [str(a) for a in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("fault", [None, "kv_used"])
+def test_the_command(fault: str | None, tmp_path: Path) -> None:
+    """In worker processes, those behind the first that finds something told to stop."""
+    segments = record("mha", fault, tmp_path)
+    told = [replay("--json", "--jobs", jobs, "--report", tmp_path / f"{jobs}.report", *segments) for jobs in (1, 3)]
+    assert [code for code, _, _ in told] == [1 if fault else 0] * 2
+    one, other = (_plain(json.loads(out)[0]) for _, out, _ in told)
+    assert one == other
+    assert not list((tmp_path / "3.report").glob(".stretch*"))
+    rows = [pq.read_table(tmp_path / f"{jobs}.report" / "violations.parquet") for jobs in (1, 3)]
+    assert rows[0].equals(rows[1])
+    code, out, _ = replay("--quiet", "--no-report", "--jobs", 3, *segments)
+    assert (code, out.count("\n")) == (1 if fault else 0, 1)
+
+
+def test_a_recording_beside_others(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    first = record("mha", None, tmp_path / "a", seed=3)
+    second = record("swa", "req_to_token", tmp_path / "b", seed=3)
+    recordings, _ = group_recordings([*first, *second])
+    plan = plan_jobs([Job(recording=recording) for recording in recordings])
+    split = split_plan(plan, ReplaySettings(), workers=6)
+    assert 2 < len(split.groups) <= 7
+    task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=True)
+    found = list(joined_results(((group, replay_group(group, task)) for group in split.groups), task))
+    names: list[Recording] = [group[0].recording for group, _ in found]
+    assert names == recordings
+    assert [result.summaries[0].verdict.value for _, result in found] == ["clean", "corrupt"]
