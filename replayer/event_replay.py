@@ -108,7 +108,6 @@ class EventReplay:
             compared=schedule is not None,
         )
         if header.segment is not None and header.segment.number:
-            self._forget()
             self._wants_keyframe = True
             summary.unknown_before = True  # until its keyframe says otherwise
 
@@ -308,7 +307,9 @@ class EventReplay:
             self._executor.takes_state()  # the history checks forget what they knew
             return
         if status == KEYFRAME_BEGIN and self._wants_keyframe:
-            self._executor.forget()
+            self._keyframes.untouched &= self._at_first
+            if not self._at_first:
+                self._executor.forget()
             self._wants_keyframe = self._at_first = False
             self._keyframes.take(view)
             self._executor.loads_state()

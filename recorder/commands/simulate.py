@@ -111,6 +111,14 @@ The same options and seed give the same events, apart from their times.
     show_default=True,
     help="Of the trace: none reads fastest and takes most of the disk.",
 )
+@click.option(
+    "--segment-bytes",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Begin a new file, with the whole state in it, after so many bytes of events: such a recording is replayed by "
+    "several workers at once. 0: one file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON.")
 def simulate_command(  # one parameter an option
     output: Path,
@@ -121,6 +129,7 @@ def simulate_command(  # one parameter an option
     kv_watch_every: int,
     tokens: str,
     compression: str,
+    segment_bytes: int,
     **options: Any,
 ) -> None:
     """Record a trace from an engine that has no model, only everything around one.
@@ -137,7 +146,7 @@ def simulate_command(  # one parameter an option
 
     privacy = Privacy(new_salt()) if tokens == "hashed" else None
     recording: dict[str, Any] = {"kv_watch_every": kv_watch_every, "overwrite": force, "privacy": privacy}
-    recording["compression"] = compression
+    recording |= {"compression": compression, "segment_bytes": segment_bytes}
     runs: SimulatedEngine | PdPair
     try:
         workload = _workload(options)
@@ -162,13 +171,15 @@ def simulate_command(  # one parameter an option
         return
     for engine in engines:
         _show(engine, seconds)
-    command = shlex.join(["kvcanary-replay", *(str(engine.recorder.path) for engine in engines)])
-    click.echo(f"next    {printable(command)}")
+    traces = [str(path) for engine in engines for path in _files(engine)]
+    click.echo(f"next    {printable(shlex.join(['kvcanary-replay', *traces]))}")
 
 
 def _as_json(engine: SimulatedEngine, seconds: float) -> dict[str, Any]:
     stats, counters, path = engine.recorder.stats(), engine.counters, engine.recorder.path
-    found = {"trace": str(path), "seconds": seconds, "bytes": path.stat().st_size, "simulated_seconds": engine.clock_s}
+    files = _files(engine)
+    found = {"trace": str(path), "seconds": seconds, "bytes": _size(files), "simulated_seconds": engine.clock_s}
+    found |= {"segments": [str(file) for file in files]} if files != [path] else {}
     found |= {"tokens_per_second": counters.tokens / seconds, "dropped_events": stats.dropped_events}
     return found | {"recorder_seconds": stats.engine_thread_ns / 1e9, "counters": counters.to_json()}
 
@@ -177,8 +188,9 @@ def _show(engine: SimulatedEngine, seconds: float) -> None:
     from .text import printable
 
     stats, counters, path = engine.recorder.stats(), engine.counters, engine.recorder.path
-    size = path.stat().st_size / 1e6
-    click.echo(f"wrote   {printable(str(path))}   {size:,.1f} MB   {counters.forwards:,} forwards")
+    files = _files(engine)
+    cut = f"   {len(files):,} segments" if files != [path] else ""
+    click.echo(f"wrote   {printable(str(path))}   {_size(files) / 1e6:,.1f} MB{cut}   {counters.forwards:,} forwards")
     click.echo(
         f"ran     {counters.finished:,} requests finished, {counters.aborted:,} aborted   {counters.tokens:,} tokens in "
         f"{seconds:,.1f} s, {counters.tokens / seconds:,.0f} tokens/s, {stats.engine_thread_ns / 1e9:,.1f} s of it "
@@ -190,6 +202,18 @@ def _show(engine: SimulatedEngine, seconds: float) -> None:
         click.echo(f"left    {counters.refused:,} requests out that no row or pool could hold; see --pool-tokens")
     if stats.dropped_events:
         click.echo(f"lost    {stats.dropped_events:,} events: the disk was too slow")
+
+
+def _files(engine: SimulatedEngine) -> list[Path]:
+    """Return what was written: the trace, or its segments."""
+    from ..segment_names import base_name, glob_escape
+
+    path = engine.recorder.path
+    return sorted(path.parent.glob(f"{glob_escape(base_name(path))}.[0-9]*.arrow")) or [path]
+
+
+def _size(files: list[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
 
 
 def _workload(options: dict[str, Any]) -> RandomWorkload | FileWorkload:

@@ -7,13 +7,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import record_words
-from ...kernels.constants import RECORD_KV_HASH, KvHashMode
+from ...kernels.constants import KvHashMode
 from ...kernels.ledger import HELD, OWNER, STATE
 from ..reader import EventView
 from ..schema import KEYFRAME_BEGIN, KEYFRAME_END, KEYFRAME_FORWARD, KEYFRAME_PART, KEYFRAME_REQUEST
-from ..slot_runs import runs_to_slots
 from .batch_tokens import batch_tokens
 from .forward import MAX_PREFIX, Forward, UnusableEventError
+from .keyframe_rows import KeyframeRows
 from .machine import MachineState
 from .pools import Tier
 from .sample_book import FED_COLUMNS
@@ -26,13 +26,14 @@ ByteArray = npt.NDArray[np.uint8]
 class KeyframeLoader:
     """Takes a keyframe's events, one after another, into a state.
 
-    `loading` says that a keyframe has begun and is not whole yet. Arrays that this build does not know are passed over,
-    and so is what a replay without history checks has no use for. What is hashed is for the replay to choose: the
-    records get the KV hash of `kv_hash_mode`.
+    `loading` says that a keyframe has begun and is not whole yet; `untouched` that the state is as it was made, with
+    nothing to clear. Arrays that this build does not know are passed over, and so is what a replay without history
+    checks has no use for. What is hashed is for the replay to choose: the records get the KV hash of `kv_hash_mode`.
     """
 
     def __init__(self, state: MachineState, *, kv_hash_mode: KvHashMode) -> None:
         self.loading = False
+        self.untouched = True
         self._state = state
         self._mode = kv_hash_mode
         self._places: dict[str, npt.NDArray[Any]] = {}
@@ -90,6 +91,11 @@ class KeyframeLoader:
         """Bring the state to that of a replay which has not begun."""
         state, history = self._state, self._state.history
         tables = state.tables
+        if self.untouched:
+            self.untouched = False
+            if tables.truth is not None and truth_fill:
+                tables.truth.fill(truth_fill)
+            return
         tables.req_to_token = [np.zeros(table.shape, np.int32) for table in tables.req_to_token]
         tables.luts = [np.zeros(len(lut), np.int64) for lut in tables.luts]
         if tables.truth is not None:
@@ -119,32 +125,25 @@ class KeyframeLoader:
             self._records(*self._records_of[name], name, starts, counts, data)
         elif name in self._places:
             place = self._places[name]
-            rows, values = _rows(name, starts, counts, data, len(place), place.dtype, place.shape[1:])
-            if self._mode is KvHashMode.NONE:
-                values = self._without_hashes(name, values)
-            place[rows] = values
-
-    def _without_hashes(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        kind = name.split(".")[2] if name.count(".") > 1 else ""
-        if kind in ("hashes", "whole_hashes"):
-            return np.zeros_like(values)
-        if kind == "tail":
-            values = values.copy()
-            values[:, RECORD_KV_HASH] = 0
-        return values
+            row_bytes = place.dtype.itemsize * int(np.prod(place.shape[1:], dtype=np.int64))
+            rows = KeyframeRows(name, starts, counts, data, limit=len(place), row_bytes=row_bytes)
+            kind = name.split(".")[2] if name.count(".") > 1 else ""
+            if self._mode is KvHashMode.NONE and kind == "tail":
+                rows.put_records([], [place])
+            elif self._mode is not KvHashMode.NONE or kind not in ("hashes", "whole_hashes"):
+                rows.put(place)
 
     def _records(
         self, tier: Tier, first: str, name: str, starts: Int64Array, counts: Int64Array, data: ByteArray
     ) -> None:
         """Put a tier's records back: those of its first half's TAIL, and the others that are like it."""
-        rows, values = _rows(name, starts, counts, data, len(tier.writers), np.dtype(np.int64), (WORDS,))
-        alike = values.copy()
-        alike[:, RECORD_KV_HASH] = 0
-        for half, records in tier.tail.items():
-            mine = values if half == first and self._mode is not KvHashMode.NONE else alike
-            record_words(records, written=True)[rows] = mine
-        for records in tier.head.values():
-            record_words(records, written=True)[rows] = alike
+        rows = KeyframeRows(name, starts, counts, data, limit=len(tier.writers), row_bytes=8 * WORDS)
+        hashed = [first] if self._mode is not KvHashMode.NONE else []
+        others = [records for half, records in tier.tail.items() if half not in hashed]
+        rows.put_records(
+            [record_words(tier.tail[half], written=True) for half in hashed],
+            [record_words(records, written=True) for records in (*others, *tier.head.values())],
+        )
 
     def _list(self, name: str, data: ByteArray) -> None:
         width = 2 if name == "ended" else 5
@@ -209,24 +208,3 @@ def _zero(array: npt.NDArray[Any]) -> None:
         piece = flat[begin : begin + (1 << 20)]
         if piece.any():
             piece[:] = 0
-
-
-def _rows(
-    name: str,
-    starts: Int64Array,
-    counts: Int64Array,
-    data: ByteArray,
-    limit: int,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-) -> tuple[Int64Array, npt.NDArray[Any]]:
-    """Return the rows that a part names and their values; raise `UnusableEventError` where there are no such rows."""
-    # Differences, not sums: hostile numbers wrap around.
-    if bool(((starts < 0) | (counts < 0) | (starts > limit) | (counts > limit - starts)).any()):
-        raise UnusableEventError(f"rows of {name} that there are not, it has {limit}")
-    row_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    total = counts.sum(dtype=np.float64)  # of hostile counts, which int64 might not hold
-    if total * row_bytes != len(data):
-        raise UnusableEventError(f"{len(data)} bytes for {total:.0f} rows of {name} of {row_bytes} bytes each")
-    values = (data != 0) if dtype == np.bool_ else data.copy().view(dtype)
-    return runs_to_slots(starts, counts), values.reshape(int(total), *shape)
