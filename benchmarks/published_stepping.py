@@ -5,12 +5,15 @@ entries, the forward's own slots, sampled tokens, KV bytes. That costs little, a
 launches and without them, so that a ratio can be given either way. What the launches find lands in one ring.
 
     python benchmarks/published_stepping.py trace.arrow
+
+Keyframes of a recording in segments say nothing new here; the time in which they are read is not counted.
 """
 
 import argparse
 import json
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,15 @@ import numpy as np
 import numpy.typing as npt
 from kvcanary.recorder.header import TraceHeader
 from kvcanary.recorder.host_arrays import ragged_index
-from kvcanary.recorder.reader import TraceBatch, TraceGap, TraceReader
+from kvcanary.recorder.reader import TraceBatch, TraceGap
+from kvcanary.replayer.segment_stream import SegmentStream
 
 Int64Array = npt.NDArray[np.int64]
 
 # Kinds that change neither tables nor slots, where they carry no table changes.
-_PASSED_OVER = frozenset({"forward", "request", "status", "alloc", "free", "evict", "mark", "sample", "segment"})
+_PASSED_OVER = frozenset(
+    {"forward", "request", "status", "alloc", "free", "evict", "mark", "sample", "segment", "keyframe"}
+)
 _COLUMNS = (
     "req_pool_indices",
     "prefix_lens",
@@ -54,8 +60,8 @@ class PublishedRun:
         return self.seconds - self.state_seconds
 
 
-def step_published(trace: Path, *, device: str = "cuda", kv_hash: str = "partial") -> PublishedRun:
-    """Step the published kernels over a trace, after one whole pass that is not timed: plans of another size compile anew.
+def step_published(trace: Sequence[Path], *, device: str = "cuda", kv_hash: str = "partial") -> PublishedRun:
+    """Step the published kernels over a trace's files, after one whole pass that is not timed: plans of another size compile anew.
 
     Raises:
         ValueError: the trace holds what they cannot be stepped over by this program: copies, transfers, losses, sweeps,
@@ -79,7 +85,7 @@ def _sorted(rows: Int64Array) -> Int64Array:
 
 
 class _Stepping:
-    def __init__(self, trace: Path, device: str, kv_hash: str, *, launches: bool) -> None:
+    def __init__(self, trace: Sequence[Path], device: str, kv_hash: str, *, launches: bool) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import torch
@@ -92,19 +98,25 @@ class _Stepping:
 
     def run(self) -> PublishedRun:
         torch = self.torch
-        with TraceReader(self.trace) as reader:
-            self._allocate(reader.header)
-            on_gpu = self.device.type == "cuda"
-            if on_gpu:
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            for item in reader.stream():
-                if isinstance(item, TraceGap):
-                    raise ValueError(item.reason)  # noqa: TRY004 - the file is wrong, not a type
+        stream = SegmentStream(self.trace)
+        self._allocate(stream.header)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        not_counted = 0.0
+        asked = started
+        for item in stream.stream():
+            if isinstance(item, TraceGap):
+                raise ValueError(item.reason)  # noqa: TRY004 - the file is wrong, not a type
+            if set(item.kinds) == {"keyframe"}:
+                not_counted += time.perf_counter() - asked
+            else:
                 self._batch(item)
-            if on_gpu:
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
+            asked = time.perf_counter()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started - not_counted
         found = int(self.index.item())
         if found > _RING_ROWS:
             raise ValueError(f"{found:,} violations, the ring holds {_RING_ROWS:,}: rows are lost")
@@ -336,7 +348,7 @@ class _Stepping:
 def main() -> None:
     """Step a trace and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=Path, nargs="+", help="its file, or its segments in order")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kv-hash", default="partial", choices=("none", "partial", "all"))
     options = parser.parse_args()

@@ -12,8 +12,9 @@ loads the compiled code; seconds are those of the replay, the median of --runs, 
 Tokens are those that forwards were fed. Interval and stepwise replay of a trace must agree in verdict, counters, rows
 and findings, or no ratio is printed and the exit status is 2; it is 1 where a target is missed.
 
-With --device cuda the same traces are replayed on a GPU, beside the published canary's kernels stepped over the same
-forwards there (see published_stepping.py); rows are compared first, on a damaged trace too. Every figure is told on
+With --device cuda the same workload, recorded in segments, is replayed on a GPU, beside the published canary's kernels
+stepped over the same forwards there (see published_stepping.py), and its segments by as many workers as the machine has
+cores; rows are compared first, on a damaged trace too. Every figure is told on
 stderr as it comes; where a command's time is limited, --fractions 0.001 and --runs 1 come first, then one larger fraction
 a command: traces and compiled code stay.
 """
@@ -21,7 +22,6 @@ a command: traces and compiled code stay.
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,24 +31,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from making_traces import DifferError, make_trace, replayed, tell
 from performance_page import load, machine, today, write_section
 from programs import program
-from trace_reading import TARGET_SHARE, reading_child, reading_table
+from replay_beside import make_segments, on_device
+from replay_children import WARM_UP, child, pin
+from trace_reading import TARGET_SHARE, reading_table
 
-ROOT = Path(__file__).parents[1]
-WARM_UP = ROOT / "data" / "clean_llama.arrow"
-DAMAGED = ROOT / "data" / "table_swap.arrow"
-ENGINE = ("--max-running", "256", "--chunk-tokens", "8192", "--pool-tokens", "1048576")
 FRACTIONS = (0.001, 0.01, 0.1)
 
 TARGET_EXPONENT = 1.05
 TARGET_TOKENS_PER_SECOND = 3_000_000  # on two cores, at 10 %
 TARGET_MEMORY_BYTES = 4 << 30
-TARGET_PUBLISHED = {"stepwise": 5.0, "interval": 50.0}
-
-
-class DifferError(Exception):
-    """Two replays that must give the same did not; no ratio may be printed."""
 
 
 def main() -> int:
@@ -64,21 +58,21 @@ def main() -> int:
     parser.add_argument("--device", help="cuda or cuda:N: compare with the published kernels there instead")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true", help="write the section of docs/performance.md")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        print(json.dumps(CHILDREN[args.child](json.loads(str(args.workload)))))
-        return 0
     fractions = [float(text) for text in args.fractions.split(",")] + ([1.0] if args.full else [])
     missing = [name for name in ("torch", "triton", "sglang") if args.device and find_spec(name) is None]
     if missing:
         raise SystemExit(f"{', '.join(missing)} missing: --device steps the published kernels of sglang 0.5.23 there")
     args.work.mkdir(parents=True, exist_ok=True)
-    traces = {fraction: make_trace(args.workload, args.work, fraction) for fraction in sorted(set(fractions))}
-    compile_all(make_trace(args.workload, args.work, min(FRACTIONS)), args)
+    made = make_segments if args.device else make_trace
+    recordings = {fraction: made(args.workload, args.work, fraction) for fraction in sorted(set(fractions))}
+    compile_all(made(args.workload, args.work, min(FRACTIONS)), args)
     begin = load()
     try:
-        found = on_device(traces, args) if args.device else on_cpu(traces, args)
+        if args.device:
+            found = on_device(recordings, args)
+        else:
+            found = on_cpu({fraction: recording[0] for fraction, recording in recordings.items()}, args)
     except DifferError as error:
         print(f"{error}: no ratio", file=sys.stderr)
         return 2
@@ -113,38 +107,15 @@ def command_line(args: argparse.Namespace, found: dict[str, Any]) -> str:
     )
 
 
-def make_trace(workload: Path, work: Path, fraction: float, *options: str) -> Path:
-    """Return the trace of a fraction of the workload, recorded now where it is not there yet."""
-    name = "_".join(["mooncake", f"{fraction:g}", *(option.strip("-") for option in options)])
-    trace = work / f"{name}.arrow"
-    if not trace.exists():
-        made = work / f"{name}.making"
-        tell(f"recording {trace.name}")
-        command = [*program("kvcanary"), "simulate", "-o", str(made), "--workload", str(workload)]
-        command += ["--fraction", str(fraction), *ENGINE, *options, "--json", "--force"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} failed with {done.returncode}")
-        told = json.loads(done.stdout)
-        if told["dropped_events"] or told["counters"]["refused"]:
-            raise SystemExit(f"{trace}: {told['dropped_events']} events dropped, {told['counters']['refused']} refused")
-        made.rename(trace)
-    return trace
-
-
-def compile_all(trace: Path, args: argparse.Namespace) -> None:
+def compile_all(recording: list[Path], args: argparse.Namespace) -> None:
     """Replay a trace without counting it: compiled code is on the disk then, and no single run pays for it."""
     tell("compiling; minutes where nothing is kept yet")
-    todo = [(trace, "interval", "cpu"), (WARM_UP, "stepwise", "cpu")]
+    todo = [(recording, "interval", "cpu"), ([WARM_UP], "stepwise", "cpu")]
     if args.device:
-        todo.append((trace, "stepwise", args.device))
-    for path, executor, device in todo:
-        child("replay", {"trace": str(path), "executor": executor, "device": device, "checks": True}, 0)
-
-
-def tell(text: str) -> None:
-    """Say at once how far it has come, so that a run that is cut short has told what it found."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+        todo.append((recording, "stepwise", args.device))
+    for paths, executor, device in todo:
+        trace = [str(path) for path in paths]
+        child("replay", {"trace": trace, "executor": executor, "device": device, "checks": True}, 0)
 
 
 def on_cpu(traces: dict[float, Path], args: argparse.Namespace) -> dict[str, Any]:
@@ -152,16 +123,16 @@ def on_cpu(traces: dict[float, Path], args: argparse.Namespace) -> dict[str, Any
     rows: list[dict[str, Any]] = []
     for fraction, trace in traces.items():
         row: dict[str, Any] = {"fraction": fraction, "bytes": trace.stat().st_size}
-        row["interval"] = replayed(trace, "interval", args)
+        row["interval"] = replayed([trace], "interval", args)
         if fraction <= args.stepwise_up_to:
-            row["stepwise"] = replayed(trace, "stepwise", args)
+            row["stepwise"] = replayed([trace], "stepwise", args)
             if row["stepwise"]["digest"] != row["interval"]["digest"]:
                 raise DifferError(f"{trace}: interval and stepwise replay differ")
         row["reading"] = child("reading", {"trace": str(trace), "runs": args.runs}, args.cores)
         rows.append(row)
         tell(f"measured {trace.name}")
     middle = min(traces, key=lambda fraction: abs(fraction - 0.01))
-    plain = make_trace(args.workload, args.work, middle, "--compression", "none")
+    (plain,) = make_trace(args.workload, args.work, middle, "--compression", "none")
     uncompressed = child("reading", {"trace": str(plain), "runs": args.runs}, args.cores)
     uncompressed["bytes"] = plain.stat().st_size
     jobs = jobs_scaling([trace for fraction, trace in traces.items() if fraction <= 0.1][-1], args)
@@ -193,21 +164,6 @@ def on_cpu(traces: dict[float, Path], args: argparse.Namespace) -> dict[str, Any
     }
 
 
-def replayed(
-    trace: Path, executor: str, args: argparse.Namespace, device: str = "cpu", *, checks: bool = True
-) -> dict[str, Any]:
-    """Replay a trace in processes of its own; medians, and the largest peak."""
-    todo = {"trace": str(trace), "executor": executor, "device": device, "checks": checks}
-    found = [child("replay", todo, args.cores if device == "cpu" else 0) for _ in range(args.runs)]
-    if len({one["digest"] for one in found}) > 1:
-        raise DifferError(f"{trace}: two {executor} replays differ")
-    seconds, cpu = (statistics.median(one[name] for one in found) for name in ("seconds", "cpu_seconds"))
-    peak = max(one["peak_bytes"] for one in found)
-    tell(f"{trace.name}: {executor} on {device} {seconds:.2f} s, {cpu:.2f} s of CPU, {peak / 2**20:,.0f} MiB")
-    figures = {"seconds": seconds, "cpu_seconds": cpu, "peak_bytes": peak}
-    return {**found[0], **figures, "tokens_per_second": found[0]["tokens"] / seconds}
-
-
 def jobs_scaling(trace: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Time `kvcanary-replay` over as many links to a trace as there are cores, with one job and with all."""
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
@@ -230,42 +186,6 @@ def jobs_scaling(trace: Path, args: argparse.Namespace) -> dict[str, Any]:
     if told != other:
         raise DifferError(f"{trace}: --jobs 1 and --jobs {args.cores} differ")
     return {"trace": trace.name, "recordings": args.cores, "seconds": one, "jobs_seconds": many, "times": one / many}
-
-
-def on_device(traces: dict[float, Path], args: argparse.Namespace) -> dict[str, Any]:
-    """Replay the traces on a GPU beside the published kernels; all figures, and what missed its target."""
-    damaged = child("published", {"trace": str(DAMAGED), "device": args.device}, 0)
-    tell(f"published kernels on {DAMAGED.name}: {damaged['rows']:,} rows, same: {damaged['same_rows']}")
-    if not damaged["same_rows"] or not damaged["rows"]:
-        raise DifferError(f"{DAMAGED}: ours and the published kernels' rows differ")
-    rows = []
-    for fraction, trace in traces.items():
-        row: dict[str, Any] = {"fraction": fraction}
-        row |= child("published", {"trace": str(trace), "device": args.device}, 0)
-        tell(f"{trace.name}: published kernels {row['seconds']:.2f} s, {row['state_seconds']:.2f} s without launches")
-        if not row["same_rows"]:
-            raise DifferError(f"{trace}: ours and the published kernels' rows differ")
-        row["interval"] = replayed(trace, "interval", args)  # on the CPU: it has too little to do for a GPU
-        # Stepwise without the history checks, which the CPU does and the published kernels have no like of.
-        row["stepwise"] = replayed(trace, "stepwise", args, args.device, checks=False)
-        if row["interval"]["digest"] != row["stepwise"]["digest"]:
-            raise DifferError(f"{trace}: interval and stepwise replay differ")
-        rows.append(row)
-        tell(f"measured {trace.name}")
-    last = rows[-1]
-    times = {name: last["seconds"] / last[name]["seconds"] for name in TARGET_PUBLISHED}
-    missed = [f"{name} {times[name]:.1f} times the published kernels' speed, target {target:.0f}"
-              for name, target in TARGET_PUBLISHED.items() if times[name] < target]  # fmt: skip
-    head = "workload | forwards | entries | published kernels, s | of it without launches, s | stepwise on the GPU, s | times"
-    lines = [f"| {head} | interval on the CPU, s | times |", "|---|---|---|---|---|---|---|---|---|"]
-    for row in rows:
-        ours = [f"{row[n]['seconds']:.2f} | {row['seconds'] / row[n]['seconds']:.1f}" for n in ("stepwise", "interval")]
-        lines.append(
-            f"| {row['fraction']:.1%} | {row['forwards']:,} | {row['entries']:,} | {row['seconds']:.2f} | "
-            f"{row['state_seconds']:.2f} | {' | '.join(ours)} |"
-        )
-    notes = [f"Rows compared first, on a damaged trace too ({damaged['rows']:,} rows of table_swap.arrow)."]
-    return {"rows": rows, "gpu": last["gpu"], "damaged": damaged, "missed": missed, "lines": lines, "notes": notes}
 
 
 def cpu_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -302,88 +222,6 @@ def cpu_notes(rows: list[dict[str, Any]]) -> list[str]:
     last, read = rows[-1]["interval"], rows[-1]["reading"]
     alone = f"At {rows[-1]['fraction']:.0%}, reading alone takes {read['seconds']['page cache']:.2f} s, on a thread of its own in a replay"
     return [f"{alone}; the interval replay used {last['cpu_seconds'] / last['seconds']:.2f} cores."]
-
-
-def child(name: str, todo: dict[str, Any], cores: int) -> dict[str, Any]:
-    """Run one of `CHILDREN` in a process of its own, on so many cores (0: all), and add its peak memory."""
-    command = [sys.executable, __file__, json.dumps(todo), "--work", ".", "--child", name]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: pin(cores))
-    output = process.stdout.read() if process.stdout else ""
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{name} of {todo} failed with {process.returncode}")
-    return {**json.loads(output), "peak_bytes": usage.ru_maxrss * 1024}
-
-
-def pin(cores: int) -> None:
-    """Leave this process so many of its cores."""
-    if cores:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
-
-
-def replay_child(todo: dict[str, Any]) -> dict[str, Any]:
-    """Replay a trace with its report; what it found as a digest, and how long it took."""
-    import hashlib
-
-    import pyarrow.parquet as pq
-    from kvcanary.replayer.checks import CHECK_NAMES
-    from kvcanary.replayer.replay import replay
-    from kvcanary.replayer.settings import ReplaySettings
-
-    # Rows as stepwise replay has them, one a forward, whatever the executor.
-    checks = CHECK_NAMES if todo["checks"] else ()
-    settings = ReplaySettings(executor=todo["executor"], device=todo["device"], checks=checks, merge_rows=False)
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder)
-        replay(WARM_UP, settings=settings, report=report)
-        begin, cpu = time.perf_counter(), time.process_time()
-        summary = replay(Path(todo["trace"]), settings=settings, report=report)
-        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
-        told = {
-            name: value for name, value in summary.to_json().items() if name not in ("seconds", "report", "settings")
-        }
-        tables = [pq.read_table(report / f"{name}.parquet").to_pylist() for name in ("violations", "findings")]
-        digest = hashlib.sha256(json.dumps([told, tables], sort_keys=True, default=str).encode()).hexdigest()
-    counts = {name: getattr(summary, name) for name in ("tokens", "forwards", "verified", "violations", "findings")}
-    return {
-        "verdict": summary.verdict.value,
-        "digest": digest,
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        **counts,
-    }
-
-
-def published_child(todo: dict[str, Any]) -> dict[str, Any]:
-    """Step the published kernels over a trace on the GPU, and compare their rows with those of a replay on the CPU."""
-    import pyarrow.parquet as pq
-    import torch
-    from kvcanary.replayer.replay import replay
-    from kvcanary.replayer.settings import ReplaySettings
-    from published_stepping import same_rows, step_published
-
-    fields = ("launch_tag", "slot", "position", "stored_token", "expected_token", "stored_chain_hash", "expected_aux",
-              "fail_reason_bits")  # fmt: skip
-    path = Path(todo["trace"])
-    theirs = step_published(path, device=todo["device"])
-    with tempfile.TemporaryDirectory() as folder:
-        settings = ReplaySettings(executor="interval", merge_rows=False, checks=())
-        replay(path, settings=settings, report=Path(folder))
-        table = pq.read_table(Path(folder) / "violations.parquet", columns=list(fields))
-    ours = np.stack([table[name].to_numpy().astype(np.int64) for name in fields], axis=1)
-    return {
-        "same_rows": same_rows(ours, theirs.rows),
-        "rows": len(theirs.rows),
-        "forwards": theirs.forwards,
-        "entries": theirs.entries,
-        "seconds": theirs.seconds,
-        "state_seconds": theirs.state_seconds,
-        "gpu": torch.cuda.get_device_name(todo["device"]),
-    }
-
-
-CHILDREN = {"replay": replay_child, "reading": reading_child, "published": published_child}
 
 
 if __name__ == "__main__":
