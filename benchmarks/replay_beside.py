@@ -29,7 +29,8 @@ def on_device(recordings: dict[float, list[Path]], args: argparse.Namespace) -> 
         raise DifferError(f"{DAMAGED}: ours and the published kernels' rows differ")
     rows = [_measured(fraction, recording, args) for fraction, recording in recordings.items()]
     last = rows[-1]
-    times = {"stepwise": _times(last, "stepwise"), "interval": max(_times(last, "interval"), _times(last, "stretches"))}
+    times = {"stepwise": _times(last, "stepwise")}
+    times["interval"] = max(_times(last, name) for name in ("interval", *shared_by()))
     missed = [f"{name} {times[name]:.1f} times the published kernels' speed, target {target:.0f}"
               for name, target in TARGETS.items() if times[name] < target]  # fmt: skip
     note = (
@@ -57,17 +58,23 @@ def _measured(fraction: float, recording: list[Path], args: argparse.Namespace) 
     if not row["same_rows"]:
         raise DifferError(f"{name}: ours and the published kernels' rows differ")
     row["interval"] = replayed(recording, "interval", args)
-    cores = len(os.sched_getaffinity(0))
     if len(recording) > 1:
-        row["stretches"] = replayed(recording, "interval", args, kind="stretches", jobs=cores)
-        tell(f"{name}: {row['stretches']['workers']} workers, with their start {row['stretches']['whole']:.2f} s")
+        for shared, jobs in shared_by().items():
+            row[shared] = replayed(recording, "interval", args, kind="stretches", jobs=jobs)
+            tell(f"{name}: {row[shared]['workers']} workers, with their start {row[shared]['whole']:.2f} s")
     # Stepwise without the history checks, which the CPU does and the published kernels have no like of.
     row["stepwise"] = replayed(recording, "stepwise", args, device=args.device, checks=False)
-    for other in ("stretches", "stepwise"):
+    for other in (*shared_by(), "stepwise"):
         if other in row and row[other]["digest"] != row["interval"]["digest"]:
             raise DifferError(f"{name}: interval replay and {other} differ")
     tell(f"measured {name}")
     return row
+
+
+def shared_by() -> dict[str, int]:
+    """Return with how many workers a recording in segments is replayed, by the names of what is found."""
+    cores = len(os.sched_getaffinity(0))
+    return {f"{jobs} workers": jobs for jobs in sorted({min(4, cores), cores})}
 
 
 def _times(row: dict[str, Any], name: str) -> float:
@@ -78,19 +85,19 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     columns = [
         *("workload", "forwards", "entries", "published kernels, s", "of it without launches, s"),
         *("stepwise on the GPU, s", "times", "interval, one process, s", "times"),
-        *("interval, workers", "s (with their start)", "times"),
     ]
+    for jobs in shared_by().values():
+        columns += [f"interval, at most {jobs} workers, s (with their start)", "times"]
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for row in rows:
         cells = [f"{row['fraction']:.1%}", f"{row['forwards']:,}", f"{row['entries']:,}"]
         cells += [f"{row['seconds']:.2f}", f"{row['state_seconds']:.2f}"]
         for name in ("stepwise", "interval"):
             cells += [f"{row[name]['seconds']:.2f}", f"{_times(row, name):.1f}"]
-        shared = row.get("stretches")
-        if shared is None:
-            cells += ["", "", ""]
-        else:
-            cells += [str(shared["workers"]), f"{shared['seconds']:.2f} ({shared['whole']:.2f})"]
-            cells += [f"{_times(row, 'stretches'):.1f}"]
+        for shared in shared_by():
+            found = row.get(shared)
+            cells += (
+                [f"{found['seconds']:.2f} ({found['whole']:.2f})", f"{_times(row, shared):.1f}"] if found else ["", ""]
+            )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
