@@ -38,7 +38,7 @@ Examples:
   kvcanary-replay prefill.arrow decode.arrow
       two engines of one deployment: what the one sent is compared with what the other received
   kvcanary-replay --jobs 4 traces/*.arrow
-      four at once, each in a process of its own
+      four at once, each in a process of its own; one recording in segments is shared out among all four
   kvcanary-replay --devices cuda:0,cuda:1 traces/*.arrow
       on two GPUs of this machine
   kvcanary-replay /traces/
@@ -106,8 +106,8 @@ Examples:
     "--jobs",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Replay N recordings at once, in processes of their own. [default: on the CPU the cores there are, where the "
-    "traces are large enough to pay for it]",
+    help="Replay with N processes: several recordings at once, and the segments of one side by side where there are fewer "
+    "recordings than N. [default: on the CPU as many as pay, up to the cores there are]",
 )
 @click.option(
     "--devices",

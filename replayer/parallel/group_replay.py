@@ -12,7 +12,7 @@ from ..segment_stream import SegmentStream
 from ..settings import Progress, ReplaySettings, resolve_kv_hash
 from ..summary import Summary
 from .jobs import Job
-from .stretch_replay import Part, replay_stretch
+from .stretch_replay import Part, drop_parts, replay_stretch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +68,9 @@ def replay_group(
             resolve_kv_hash(task.settings.kv_hash, SegmentStream(job.recording.paths).header)
             folders.append(_make_folder(Path(job.recording.name), job.report, explicit=task.explicit, notes=notes))
         try:
-            if jobs[0].stretch is not None:
-                part = replay_stretch(
-                    jobs[0].stretch,
-                    task.settings,
-                    folders[0],
-                    all_there=task.all_there,
-                    on_progress=on_progress,
-                    on_trouble=on_trouble,
-                )
-            else:
+            if jobs[0].stretch is None:
+                for folder in folders:
+                    drop_parts(folder)  # of a replay that was killed
                 done = replay_joined(
                     [job.recording.paths for job in jobs],
                     settings=task.settings,
@@ -85,6 +78,15 @@ def replay_group(
                     on_progress=on_progress,
                     schedules=[job.schedule for job in jobs],
                     all_there=task.all_there,
+                )
+            else:
+                part = replay_stretch(
+                    jobs[0].stretch,
+                    task.settings,
+                    folders[0],
+                    all_there=task.all_there,
+                    on_progress=on_progress,
+                    on_trouble=on_trouble,
                 )
         except OSError as error:
             raise TraceError(not_written(jobs, folders, error)) from None

@@ -5,7 +5,6 @@ the running totals of the divergence figures go on from part to part.
 """
 
 import copy
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from ..summary import MAX_LISTED, Summary
 from ..violations import TableSink
 from .group_replay import GroupResult, GroupTask, judged_notes, not_written
 from .jobs import Job
-from .stretch_replay import PARTS, Part
+from .stretch_replay import Part, drop_parts
 
 _SUMS: Final = (
     *("forwards", "forwards_watched", "tokens", "verified", "written", "unknown_entries", "num_marks"),
@@ -55,6 +54,7 @@ def _recording(
     parts: list[Part] = []
     for number, (job, result) in enumerate(stretches):
         if result.error:
+            drop_parts(job.report)
             yield [replace(job, stretch=None)], replace(result, part=None)
             return
         if result.part is None or job.stretch is None or job.stretch.number != number:
@@ -148,8 +148,7 @@ def _join_reports(summaries: Sequence[Summary], report: Path) -> None:
         (folders[-1] / _DIVERGENCE).unlink()
     for path in folders[-1].iterdir():
         path.replace(report / path.name)
-    for folder in report.glob(PARTS):
-        shutil.rmtree(folder, ignore_errors=True)
+    drop_parts(report)
 
 
 def _join_divergence(summaries: Sequence[Summary], files: Sequence[Path], target: Path) -> None:

@@ -13,8 +13,8 @@ from ..summary import Summary
 from .jobs import Stretch
 
 # Folders of a report while its recording's stretches are replayed.
-PART: Final = ".stretch-{:04d}"
-PARTS: Final = ".stretch-*"
+_PART: Final = ".stretch-{:04d}"
+_PARTS: Final = ".stretch-*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def replay_stretch(
     began = time.perf_counter()
     folder = None
     if report is not None:
-        folder = report / PART.format(stretch.number)
+        folder = report / _PART.format(stretch.number)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
     last = not stretch.behind
@@ -88,3 +88,9 @@ def replay_stretch(
         began=began,
         ended=time.perf_counter(),
     )
+
+
+def drop_parts(report: Path | None) -> None:
+    """Remove what stretches have left in a report directory, if there is one."""
+    for folder in report.glob(_PARTS) if report is not None else ():
+        shutil.rmtree(folder, ignore_errors=True)

@@ -14,8 +14,8 @@ from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
 from kvcanary.replayer.parallel import sharing
 from kvcanary.replayer.parallel.group_replay import GroupResult, GroupTask, replay_group
-from kvcanary.replayer.parallel.joining import joined_results
 from kvcanary.replayer.parallel.jobs import Job, Plan, plan_jobs
+from kvcanary.replayer.parallel.joining import joined_results
 from kvcanary.replayer.parallel.splitting import split_plan
 from kvcanary.replayer.settings import ReplaySettings
 from kvcanary.replayer.summary import Summary
@@ -190,3 +190,11 @@ def test_a_recording_beside_others(tmp_path: Path) -> None:
     names: list[Recording] = [group[0].recording for group, _ in found]
     assert names == recordings
     assert [result.summaries[0].verdict.value for _, result in found] == ["clean", "corrupt"]
+
+
+def test_nothing_is_left_of_stretches_that_were_killed(tmp_path: Path) -> None:
+    segments = record("mha", None, tmp_path)
+    report = tmp_path / "t.report"
+    (report / ".stretch-0007").mkdir(parents=True)
+    assert replay("--quiet", "--jobs", 1, "--report", report, *segments)[0] == 0
+    assert not list(report.glob(".stretch*"))
