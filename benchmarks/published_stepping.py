@@ -5,15 +5,12 @@ entries, the forward's own slots, sampled tokens, KV bytes. That costs little, a
 launches and without them, so that a ratio can be given either way. What the launches find lands in one ring.
 
     python benchmarks/published_stepping.py trace.arrow
-
-Keyframes of a recording in segments say nothing new here; the time in which they are read is not counted.
 """
 
 import argparse
 import json
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +19,12 @@ import numpy as np
 import numpy.typing as npt
 from kvcanary.recorder.header import TraceHeader
 from kvcanary.recorder.host_arrays import ragged_index
-from kvcanary.recorder.reader import TraceBatch, TraceGap
-from kvcanary.replayer.segment_stream import SegmentStream
+from kvcanary.recorder.reader import TraceBatch, TraceGap, TraceReader
 
 Int64Array = npt.NDArray[np.int64]
 
 # Kinds that change neither tables nor slots, where they carry no table changes.
-_PASSED_OVER = frozenset(
-    {"forward", "request", "status", "alloc", "free", "evict", "mark", "sample", "segment", "keyframe"}
-)
+_PASSED_OVER = frozenset({"forward", "request", "status", "alloc", "free", "evict", "mark", "sample", "segment"})
 _COLUMNS = (
     "req_pool_indices",
     "prefix_lens",
@@ -60,8 +54,8 @@ class PublishedRun:
         return self.seconds - self.state_seconds
 
 
-def step_published(trace: Sequence[Path], *, device: str = "cuda", kv_hash: str = "partial") -> PublishedRun:
-    """Step the published kernels over a trace's files, after one whole pass that is not timed: plans of another size compile anew.
+def step_published(trace: Path, *, device: str = "cuda", kv_hash: str = "partial") -> PublishedRun:
+    """Step the published kernels over a trace, after one whole pass that is not timed: plans of another size compile anew.
 
     Raises:
         ValueError: the trace holds what they cannot be stepped over by this program: copies, transfers, losses, sweeps,
@@ -85,7 +79,7 @@ def _sorted(rows: Int64Array) -> Int64Array:
 
 
 class _Stepping:
-    def __init__(self, trace: Sequence[Path], device: str, kv_hash: str, *, launches: bool) -> None:
+    def __init__(self, trace: Path, device: str, kv_hash: str, *, launches: bool) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import torch
@@ -98,25 +92,19 @@ class _Stepping:
 
     def run(self) -> PublishedRun:
         torch = self.torch
-        stream = SegmentStream(self.trace)
-        self._allocate(stream.header)
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        not_counted = 0.0
-        asked = started
-        for item in stream.stream():
-            if isinstance(item, TraceGap):
-                raise ValueError(item.reason)  # noqa: TRY004 - the file is wrong, not a type
-            if set(item.kinds) == {"keyframe"}:
-                not_counted += time.perf_counter() - asked
-            else:
+        with TraceReader(self.trace) as reader:
+            self._allocate(reader.header)
+            on_gpu = self.device.type == "cuda"
+            if on_gpu:
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            for item in reader.stream():
+                if isinstance(item, TraceGap):
+                    raise ValueError(item.reason)  # noqa: TRY004 - the file is wrong, not a type
                 self._batch(item)
-            asked = time.perf_counter()
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started - not_counted
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
         found = int(self.index.item())
         if found > _RING_ROWS:
             raise ValueError(f"{found:,} violations, the ring holds {_RING_ROWS:,}: rows are lost")
@@ -304,9 +292,11 @@ class _Stepping:
         self.entries += entries
         capacity = 1 << max(10, entries.bit_length())
         if len(lens) > self.write_capacity:
-            self.write_capacity = len(lens)
+            # A power of two, as for the entries: each capacity compiles their plan kernel anew.
+            self.write_capacity = 1 << (len(lens) - 1).bit_length()
             self.write_plans = [
-                self.write.WritePlan.allocate(write_req_capacity=len(lens), device=self.device) for _ in self.groups
+                self.write.WritePlan.allocate(write_req_capacity=self.write_capacity, device=self.device)
+                for _ in self.groups
             ]
         # A plan is used until its group's TAIL, so groups of one size need one each.
         key = (capacity, index)
@@ -348,7 +338,7 @@ class _Stepping:
 def main() -> None:
     """Step a trace and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path, nargs="+", help="its file, or its segments in order")
+    parser.add_argument("trace", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kv-hash", default="partial", choices=("none", "partial", "all"))
     options = parser.parse_args()

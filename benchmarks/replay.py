@@ -12,9 +12,9 @@ loads the compiled code; seconds are those of the replay, the median of --runs, 
 Tokens are those that forwards were fed. Interval and stepwise replay of a trace must agree in verdict, counters, rows
 and findings, or no ratio is printed and the exit status is 2; it is 1 where a target is missed.
 
-With --device cuda the same workload, recorded in segments, is replayed on a GPU, beside the published canary's kernels
-stepped over the same forwards there (see published_stepping.py), and its segments by as many workers as the machine has
-cores; rows are compared first, on a damaged trace too. Every figure is told on
+With --device cuda the same traces are replayed on a GPU, beside the published canary's kernels stepped over the same
+forwards there (see published_stepping.py), and the same workload, recorded in segments, by as many workers as the machine
+has cores; rows are compared first, on a damaged trace too. Every figure is told on
 stderr as it comes; where a command's time is limited, --fractions 0.001 and --runs 1 come first, then one larger fraction
 a command: traces and compiled code stay.
 """
@@ -34,7 +34,7 @@ import numpy as np
 from making_traces import DifferError, make_trace, replayed, tell
 from performance_page import load, machine, today, write_section
 from programs import program
-from replay_beside import make_segments, on_device
+from replay_beside import on_device
 from replay_children import WARM_UP, child, pin
 from trace_reading import TARGET_SHARE, reading_table
 
@@ -64,9 +64,8 @@ def main() -> int:
     if missing:
         raise SystemExit(f"{', '.join(missing)} missing: --device steps the published kernels of sglang 0.5.23 there")
     args.work.mkdir(parents=True, exist_ok=True)
-    made = make_segments if args.device else make_trace
-    recordings = {fraction: made(args.workload, args.work, fraction) for fraction in sorted(set(fractions))}
-    compile_all(made(args.workload, args.work, min(FRACTIONS)), args)
+    recordings = {fraction: make_trace(args.workload, args.work, fraction) for fraction in sorted(set(fractions))}
+    compile_all(make_trace(args.workload, args.work, min(FRACTIONS)), args)
     begin = load()
     try:
         if args.device:

@@ -35,9 +35,9 @@ def on_device(recordings: dict[float, list[Path]], args: argparse.Namespace) -> 
               for name, target in TARGETS.items() if times[name] < target]  # fmt: skip
     note = (
         f"Rows compared first, on a damaged trace too ({damaged['rows']:,} rows of table_swap.arrow). The interval executor "
-        "runs on this machine's CPU. Where workers share a recording's segments, seconds are from the first one's first "
-        "event to the last one's last, keyframes included; what it takes to start them, which importing libraries and "
-        "compiling kernels is for the other columns, comes on top, in brackets."
+        "runs on this machine's CPU. Where workers share a recording in segments, seconds are from the first one's first "
+        "event to the last one's last, keyframes included; what it takes to start them comes on top, in brackets: importing "
+        "libraries, which, like CUDA's start and the compilation of kernels, counts in no other column."
     )
     return {
         "rows": rows,
@@ -51,23 +51,27 @@ def on_device(recordings: dict[float, list[Path]], args: argparse.Namespace) -> 
 
 def _measured(fraction: float, recording: list[Path], args: argparse.Namespace) -> dict[str, Any]:
     """Measure one recording each way."""
-    name = f"{fraction:.1%} in {len(recording)} segments"
-    row: dict[str, Any] = {"fraction": fraction, "segments": len(recording)}
+    row: dict[str, Any] = {"fraction": fraction}
     row |= child("published", {"trace": [str(path) for path in recording], "device": args.device}, 0)
-    tell(f"{name}: published kernels {row['seconds']:.2f} s, {row['state_seconds']:.2f} s without launches")
+    tell(f"{fraction:.1%}: published kernels {row['seconds']:.2f} s, {row['state_seconds']:.2f} s without launches")
     if not row["same_rows"]:
-        raise DifferError(f"{name}: ours and the published kernels' rows differ")
+        raise DifferError(f"{fraction:.1%}: ours and the published kernels' rows differ")
     row["interval"] = replayed(recording, "interval", args)
-    if len(recording) > 1:
-        for shared, jobs in shared_by().items():
-            row[shared] = replayed(recording, "interval", args, kind="stretches", jobs=jobs)
-            tell(f"{name}: {row[shared]['workers']} workers, with their start {row[shared]['whole']:.2f} s")
     # Stepwise without the history checks, which the CPU does and the published kernels have no like of.
     row["stepwise"] = replayed(recording, "stepwise", args, device=args.device, checks=False)
-    for other in (*shared_by(), "stepwise"):
-        if other in row and row[other]["digest"] != row["interval"]["digest"]:
-            raise DifferError(f"{name}: interval replay and {other} differ")
-    tell(f"measured {name}")
+    if row["stepwise"]["digest"] != row["interval"]["digest"]:
+        raise DifferError(f"{fraction:.1%}: interval and stepwise replay differ")
+    segments = make_segments(args.workload, args.work, fraction)
+    if len(segments) > 1:
+        one = replayed(segments, "interval", args)
+        if any(one[name] != row["interval"][name] for name in ("verdict", "tokens", "forwards", "verified")):
+            raise DifferError(f"{fraction:.1%}: a recording of one file and one in segments differ")
+        for name, jobs in shared_by().items():
+            row[name] = replayed(segments, "interval", args, kind="stretches", jobs=jobs)
+            tell(f"{fraction:.1%}: {row[name]['workers']} workers, with their start {row[name]['whole']:.2f} s")
+            if row[name]["digest"] != one["digest"]:
+                raise DifferError(f"{fraction:.1%}: one process and {jobs} differ")
+    tell(f"measured {fraction:.1%}")
     return row
 
 

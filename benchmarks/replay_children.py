@@ -104,15 +104,15 @@ def published_child(todo: dict[str, Any]) -> dict[str, Any]:
     """Step the published kernels over a trace on the GPU, and compare their rows with those of a replay on the CPU."""
     import pyarrow.parquet as pq
     import torch
-    from kvcanary.replayer.replay import replay_joined
+    from kvcanary.replayer.replay import replay
     from kvcanary.replayer.settings import ReplaySettings
     from published_stepping import same_rows, step_published
 
-    paths = [Path(path) for path in todo["trace"]]
-    theirs = step_published(paths, device=todo["device"])
+    (path,) = map(Path, todo["trace"])
+    theirs = step_published(path, device=todo["device"])
     with tempfile.TemporaryDirectory() as folder:
         settings = ReplaySettings(executor="interval", merge_rows=False, checks=())
-        replay_joined([paths], settings=settings, reports=[Path(folder)])
+        replay(path, settings=settings, report=Path(folder))
         table = pq.read_table(Path(folder) / "violations.parquet", columns=list(FIELDS))
     ours = np.stack([table[name].to_numpy().astype(np.int64) for name in FIELDS], axis=1)
     return {
