@@ -1,4 +1,6 @@
-"""Every configuration of the fault lab, clean and with some of its faults: segments alone give what all give together."""
+"""Every configuration of the fault lab, clean and with some of its faults: segments alone give what all give together,
+and so do segments shared out among workers.
+"""
 
 import random
 from pathlib import Path
@@ -10,6 +12,7 @@ from kvcanary.replayer.lab.trial import Trial, run_trial
 
 from ..recorder.segmented import cut
 from ..replayer.segment_runs import check
+from ..replayer.test_stretches import compared
 
 SEED = 3
 FAULTS_EACH = 6
@@ -28,5 +31,8 @@ def test_alone_and_together(config: str, tmp_path: Path) -> None:
         for trace in outcome.traces:
             parts = cut(trace, folder / f"{trace.stem}-cut.arrow", seed=SEED, least=20, most=120)
             check(trace, parts, folder / f"{trace.stem}-out")
+            if not pair:
+                (folder / "shared").mkdir()
+                compared(parts, folder / "shared", workers=4)
             segments, traces = segments + len(parts), traces + 1
     print(f"{config}: {traces} traces in {segments} segments")
