@@ -78,7 +78,7 @@ def _measured(fraction: float, recording: list[Path], args: argparse.Namespace) 
 def shared_by() -> dict[str, int]:
     """Return with how many workers a recording in segments is replayed, by the names of what is found."""
     cores = len(os.sched_getaffinity(0))
-    return {f"{jobs} workers": jobs for jobs in sorted({min(4, cores), cores})}
+    return {f"{jobs} workers": jobs for jobs in sorted({min(4, cores), min(SEGMENTS, cores)})}
 
 
 def _times(row: dict[str, Any], name: str) -> float:
