@@ -159,10 +159,13 @@ class _Stepping:
                     )
             self.groups.append((group, kv, contexts))
         self.verify_plans: dict[tuple[int, int], Any] = {}
-        self.write_plans: list[Any] = []
+        # As an engine has them: for as many requests as it runs at once, since each capacity compiles the plan kernel anew.
+        capacity = max((table.rows - 1 for table in header.tables), default=1)
+        self.write_plans = [
+            self.write.WritePlan.allocate(write_req_capacity=capacity, device=self.device) for _ in self.groups
+        ]
         self.current: dict[int, Any] = {}
         self.checked = False
-        self.write_capacity = 0
 
     def _batch(self, batch: TraceBatch) -> None:
         """Bring a batch's columns to the GPU at once, then step its forwards."""
@@ -291,13 +294,6 @@ class _Stepping:
         entries = int(np.minimum(lens, group.window or 1 << 40).sum())
         self.entries += entries
         capacity = 1 << max(10, entries.bit_length())
-        if len(lens) > self.write_capacity:
-            # A power of two, as for the entries: each capacity compiles their plan kernel anew.
-            self.write_capacity = 1 << (len(lens) - 1).bit_length()
-            self.write_plans = [
-                self.write.WritePlan.allocate(write_req_capacity=self.write_capacity, device=self.device)
-                for _ in self.groups
-            ]
         # A plan is used until its group's TAIL, so groups of one size need one each.
         key = (capacity, index)
         if key not in self.verify_plans:
