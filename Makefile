@@ -73,9 +73,12 @@ bench: $(VENV)/.tests
 	$(BIN)/python benchmarks/triage.py
 
 # SGLang on the CPU with its own online canary and the recorder attached: what both find must be the same, row for row.
-# Writes docs/conformance-sglang.md. A part of it: make conformance-sglang CONFORMANCE="--only llama --seeds 1 --no-write"
+# Then pairs of a prefill and a decode engine, and engines of two ranks. Writes docs/conformance-sglang.md, -pairs.md and
+# -ranks.md. A part of it: make conformance-sglang CONFORMANCE="--only llama --seeds 1 --no-write"
 conformance-sglang: $(SGLANG_VENV)/.ready
 	$(SGLANG_VENV)/bin/python tests/conformance/sglang/run.py $(CONFORMANCE)
+	$(SGLANG_VENV)/bin/python tests/conformance/sglang/pairs.py $(CONFORMANCE)
+	$(SGLANG_VENV)/bin/python tests/conformance/sglang/ranks.py $(CONFORMANCE)
 
 $(SGLANG_VENV)/.ready: tests/conformance/sglang/install.sh tests/conformance/sglang/standin/sitecustomize.py pyproject.toml
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)

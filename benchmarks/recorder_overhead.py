@@ -2,12 +2,14 @@
 
     python benchmarks/recorder_overhead.py                     # all shapes, three rounds, a table
     python benchmarks/recorder_overhead.py --rounds 2 --write  # and docs/overhead.md
+    python benchmarks/recorder_overhead.py --json FILE         # keeps figures engine by engine
+    python benchmarks/recorder_overhead.py --from FILE --write # docs/overhead.md from figures that were kept, no GPU
 
 It needs a CUDA GPU with 100 GB and an SGLang in whose environment kvcanary is installed. The model has the shape of
 Llama 3 8B and made-up weights. Decode is timed as the difference of two generations that start from the same cached
-prompts, so that prefill and start-up cancel; the smallest of the repetitions counts, since disturbances only add.
-Prefill is timed over prompts that nobody has seen before. A ratio is printed only where both engines gave the same
-tokens.
+prompts, so that prefill and start-up cancel; the median of the repetitions counts: disturbances add, and a GPU that
+has rested runs its first steps faster, by up to two hundredths. Prefill is timed over prompts that nobody has seen
+before. A ratio is printed only where both engines gave the same tokens.
 """
 
 import argparse
@@ -16,11 +18,15 @@ import importlib.metadata
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+from recorder_overhead_page import summarize, table
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "overhead.md"
@@ -49,18 +55,8 @@ MODEL = {
 DECODES = {"decode 64 x 8,192": (64, 8192), "decode 256 x 1,024": (256, 1024), "decode 8 x 2,048": (8, 2048)}
 SHORT, LONG = 8, 104  # tokens generated; their difference is timed
 REPEATS = 3
-PREFILL, PREFILL_PROMPTS = "prefill 8,192", 8
-
-# The adapter's hooks, as the trace names them.
-HOOKS = {
-    "on_run before": "step begins",
-    "on_model before": "before the model",
-    "on_model after": "after the model",
-    "on_run after": "step ends",
-    "on_result before": "before a result",
-    "on_result after": "after a result",
-    "others": "others",
-}
+WARM_UP = 4  # requests before anything is timed
+PREFILL, PREFILL_PROMPTS = "prefill 8,192", 4
 
 # The default compares the bytes of every forward's prefix with those that were written.
 MODES = {
@@ -81,6 +77,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--attention-backend", default="triton")
     parser.add_argument("--json", type=Path, help="keep all figures in this file")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.relative_to(ROOT)}")
+    parser.add_argument("--from", dest="kept", type=Path, help="take figures from this file instead of measuring")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -91,27 +88,50 @@ def main() -> int:
     if args.child:
         run_engine(json.loads(args.child))
         return 0
-    modes = [mode for mode in MODES if mode == "off" or mode in args.modes.split(",")]
-    runs: dict[str, list[dict]] = {mode: [] for mode in modes}
-    with tempfile.TemporaryDirectory(prefix="kvcanary-overhead-") as folder:
-        for number in range(args.rounds):
-            for mode in modes:
-                result = start(mode, Path(folder) / f"{number}-{mode.replace(' ', '-')}", args)
-                runs[mode].append(result)
-                shown = {name: figure["ms"] for name, figure in result["shapes"].items()}
-                print(f"round {number + 1}, {mode}: ms a step or prompt {shown}", flush=True)
+    kept = measure(args) if args.kept is None else json.loads(args.kept.read_text())
+    runs, host = kept["runs"], kept["host"]
+    # A measurement that was broken off may have taken the first modes of its last round alone.
+    rounds = min(len(results) for results in runs.values() if results)
+    runs = {mode: results[:rounds] for mode, results in runs.items() if results}
     tokens = {json.dumps(result["tokens"]) for results in runs.values() for result in results}
-    figures = summarize(runs)
-    if args.json:
-        args.json.write_text(json.dumps({"runs": runs, "figures": figures}, indent=1))
     if len(tokens) > 1:
         print("the engines did not give the same tokens, so their times are not compared", file=sys.stderr)
         return 1
-    text = table(runs, figures)
+    text = table(runs, summarize(runs), host, list(DECODES))
     print(text)
     if args.write:
         DOCUMENT.write_text(text)
     return 0
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """Run the engines in turns and return their figures; they are kept after each one, where a file is named."""
+    modes = [mode for mode in MODES if mode == "off" or mode in args.modes.split(",")]
+    runs: dict[str, list[dict]] = {mode: [] for mode in modes}
+    kept = {"host": about_host(), "runs": runs}
+    with tempfile.TemporaryDirectory(prefix="kvcanary-overhead-") as folder:
+        for number in range(args.rounds):
+            for mode in modes:
+                begin = time.monotonic()
+                result = start(mode, Path(folder) / f"{number}-{mode.replace(' ', '-')}", args)
+                runs[mode].append(result)
+                if args.json:
+                    args.json.write_text(json.dumps(kept, indent=1))
+                shown = {name: figure["all"] for name, figure in result["shapes"].items()}
+                hooks = result.get("recording", {}).get("engine_thread_us_by_decode", "")
+                took = time.monotonic() - begin
+                print(f"round {number + 1}, {mode}, {took:.0f} s: ms a step or prompt {shown} {hooks}", flush=True)
+    return kept
+
+
+def about_host() -> dict[str, Any]:
+    """Return which machine this is, and what launches and empty hooks take on it."""
+    script = Path(__file__).with_name("recorder_floors.py")
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise SystemExit(f"{script.name} ended with {ran.returncode}:\n{ran.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
+    return {**found, "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"}
 
 
 def start(mode: str, folder: Path, args: argparse.Namespace) -> dict:
@@ -150,8 +170,9 @@ def run_engine(child: dict) -> None:
     from sglang.srt.server_args import ServerArgs
 
     folder = Path(child["folder"])
-    named_by_version = ("cuda_graph_max_bs_decode", "cuda_graph_max_bs")
-    graphs = {next(name for name in named_by_version if name in ServerArgs.__dataclass_fields__): 256}
+    named_by_version = ("cuda_graph_bs_decode", "cuda_graph_bs")
+    sizes = sorted({count for count, _ in DECODES.values()} | {WARM_UP})
+    graphs = {next(name for name in named_by_version if name in ServerArgs.__dataclass_fields__): sizes}
     engine = Engine(
         model_path=str(folder / "model"),
         load_format="dummy",
@@ -178,7 +199,7 @@ def run_engine(child: dict) -> None:
         return time.perf_counter() - begin, [one["output_ids"] for one in out]
 
     shapes, tokens = {}, {}
-    generate(prompts(4, 300), 8)
+    generate(prompts(WARM_UP, 300), 8)
     for name, (count, length) in DECODES.items():
         if child["only"] not in name:
             continue
@@ -187,11 +208,10 @@ def run_engine(child: dict) -> None:
         generate(batch, LONG)
         begin = time.time_ns()
         pairs = [(generate(batch, SHORT)[0], generate(batch, LONG)) for _ in range(REPEATS)]
-        short = min(seconds for seconds, _ in pairs)
-        long = min(seconds for _, (seconds, _) in pairs)
+        steps = [round(1000 * (b - a) / (LONG - SHORT), 4) for a, (b, _) in pairs]
         shapes[name] = {
-            "ms": round(1000 * (long - short) / (LONG - SHORT), 4),
-            "all": [round(1000 * (b - a) / (LONG - SHORT), 4) for a, (b, _) in pairs],
+            "ms": statistics.median(steps),
+            "all": steps,
             "from_ns": begin,
             "to_ns": time.time_ns(),
         }
@@ -200,9 +220,10 @@ def run_engine(child: dict) -> None:
     if child["only"] in PREFILL:
         begin = time.time_ns()
         times = [generate(prompts(PREFILL_PROMPTS, 8192), 1)[0] for _ in range(REPEATS)]
+        each = [round(1000 * seconds / PREFILL_PROMPTS, 4) for seconds in times]
         shapes[PREFILL] = {
-            "ms": round(1000 * min(times) / PREFILL_PROMPTS, 4),
-            "all": [round(1000 * seconds / PREFILL_PROMPTS, 4) for seconds in times],
+            "ms": statistics.median(each),
+            "all": each,
             "from_ns": begin,
             "to_ns": time.time_ns(),
         }
@@ -256,96 +277,6 @@ def recording(folder: Path, result: dict) -> dict:
         "pinned_mib": cost.get("pinned_bytes", 0) / 2**20,
         "shapes": shapes,
     }
-
-
-def summarize(runs: dict[str, list[dict]]) -> dict:
-    """Return for each shape each mode's times, and their ratios to the runs of the same round without recorder."""
-    figures: dict = {}
-    for name in runs["off"][0]["shapes"]:
-        base = [result["shapes"][name]["ms"] for result in runs["off"]]
-        figures[name] = {"off": base}
-        for mode, results in runs.items():
-            if mode != "off":
-                mine = [result["shapes"][name]["ms"] for result in results]
-                figures[name][mode] = {"ms": mine, "ratios": [a / b for a, b in zip(mine, base, strict=True)]}
-    return figures
-
-
-def table(runs: dict[str, list[dict]], figures: dict) -> str:
-    """Return the document: the ratios, then what the recording took."""
-    import torch
-
-    rounds = len(runs["off"])
-    device = torch.cuda.get_device_name(0)
-    versions = f"SGLang {runs['off'][0]['sglang']}, torch {torch.__version__}"
-    lines = [
-        "# What recording costs on a GPU",
-        "",
-        "Made by `python benchmarks/recorder_overhead.py --write` on a machine with a GPU; do not edit. One real SGLang",
-        "engine a run, with CUDA graphs and overlapped scheduling, a model of the shape of Llama 3 8B (bfloat16, made-up",
-        "weights), attention in Triton; the same prompts with and without the recorder, in alternation, and the same tokens",
-        "came out. Decode is a step's time, from the difference of two generations off the same cached prompts; prefill is",
-        "the time of one prompt of 8,192 tokens. The smallest of the repetitions of a run counts.",
-        "",
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {device}, {versions}, {rounds} rounds. The default settings compare",
-        "the bytes of every forward's prefix with those that were written (KV watch), so there is no dearer setting but",
-        "a larger `KVCANARY_CAPTURE_BYTES`, segments, and `KVCANARY_HISTORY=on` and sweeps, which wait for the device.",
-        "",
-        "| work | without | "
-        + " | ".join(f"{mode}: times as long, each round" for mode in runs if mode != "off")
-        + " |",
-        "|---|--:|" + "---|" * (len(runs) - 1),
-    ]
-    for name, figure in figures.items():
-        ratios = [", ".join(f"{ratio:.4f}" for ratio in figure[mode]["ratios"]) for mode in runs if mode != "off"]
-        lines.append(f"| {name} | {min(figure['off']):.2f} ms | " + " | ".join(ratios) + " |")
-    lines += [
-        "",
-        "Time on the engine's thread, a step: all hooks together, launches and waiting for Python's lock included. The budget",
-        "is 60 us at the median of a decode.",
-        "",
-        "| settings | "
-        + " | ".join(f"{name}, median" for name in DECODES)
-        + " | all steps, median | all steps, 99 % |",
-        "|---|" + "--:|" * (len(DECODES) + 2),
-    ]
-    recorded = [(mode, result["recording"]) for mode in runs if mode != "off" for result in runs[mode]]
-    for mode, one in recorded:
-        shown = [one["engine_thread_us_by_decode"].get(name) for name in DECODES]
-        shown += [one["engine_thread_us_p50"], one["engine_thread_us_p99"]]
-        lines.append(f"| {mode} | " + " | ".join("" if us is None else f"{us:.0f} us" for us in shown) + " |")
-    lines += [
-        "",
-        "What the medians consist of, hook by hook, the median of each:",
-        "",
-        "| settings | work | " + " | ".join(HOOKS.values()) + " |",
-        "|---|---|" + "--:|" * len(HOOKS),
-    ]
-    for mode, one in recorded:
-        for name, hooks in one["hooks_us_by_decode"].items():
-            lines.append(f"| {mode} | {name} | " + " | ".join(f"{hooks[hook]:.0f} us" for hook in HOOKS) + " |")
-    lines += [
-        "",
-        "Before the model and after it there is one launch each. The same code takes longer in a longer step, whose caches",
-        "have seen more of other things since the last one; hosts of one kind differ by a third. The slowest hundredth are",
-        "steps in which many requests begin or end; each of those is told by itself.",
-        "",
-        "What one run recorded, over all its work:",
-        "",
-        "| settings | bytes a forward | bytes a token | device memory | pinned | lost |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
-    for mode, one in recorded:
-        lines.append(
-            f"| {mode} | {one['bytes_a_forward']:,.0f} | {one['bytes_a_token']:,.0f} | {one['device_mib']:.0f} MiB | "
-            f"{one['pinned_mib']:.0f} MiB | {one['losses']} |"
-        )
-    lines += [
-        "",
-        "A forward's bytes are mostly block-table entries: each of these generations hits prefixes of up to 524,288 cached",
-        "tokens, and each slot that a request takes over from the cache is told once.",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ _KV_HASH_WORD = RECORD_BYTES // 8 - 1
 class Transfers:
     """Judges one trace's transfers and hands them to, or takes them from, the traces replayed with it.
 
-    `unmatched` counts transfers whose other side is in no trace of this replay: their slots are left unjudged.
+    `unmatched` counts transfers whose other side is in no trace of this replay: their slots are left unjudged. So are
+    those of a receive without a room, a health check's: nobody has sent it.
     """
 
     def __init__(
@@ -84,11 +85,11 @@ class Transfers:
         self.received += 1
         pool, slots = transfer.pool, transfer.slots
         key = (transfer.room, pool.group.name, transfer.start_position)
-        parcel = self._exchange.receive(key) if self._exchange is not None else None
+        parcel = self._exchange.receive(key) if self._exchange is not None and transfer.room >= 0 else None
         tier = pool.pool
         transfer.land()
         if parcel is None or not _fits(parcel, pool):
-            self.unmatched += 1
+            self.unmatched += transfer.room >= 0  # without a room nobody has sent it
             pool.forget(slots)
             return []
         count = min(len(slots), len(parcel.slots))

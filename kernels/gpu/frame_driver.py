@@ -26,11 +26,15 @@ class Launch:
     """A kernel that is ready: `fill` takes the parameters that change, `fire` launches it with those filled in last.
 
     `fire` gets the address of a stream, and returns the driver's error, 0 for none. `kept` is what both of them use.
+    `parameters` is the address of the kernel's, and `call` of the four words that the driver is called with, of which
+    the first is the address of a configuration; 0 where machine code is not to launch it.
     """
 
     fill: Callable[..., None]
     fire: Callable[[int], int]
     kept: object = None
+    parameters: int = 0
+    call: int = 0
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -44,6 +48,9 @@ class _LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
     )
+
+
+STREAM_OFFSET: Final = _LaunchConfig.stream.offset
 
 
 class _Block(ctypes.Structure):
@@ -69,7 +76,7 @@ class CudaDriver:
         driver = ctypes.PyDLL("libcuda.so.1")
         self._launch = driver.cuLaunchKernelEx
         self._parameter = driver.cuFuncGetParamInfo
-        self._address = ctypes.cast(self._launch, ctypes.c_void_p).value or 0
+        self.address = ctypes.cast(self._launch, ctypes.c_void_p).value or 0  # of cuLaunchKernelEx
         self._native = True  # as long as LLVM makes the code
         self._known: dict[int, list[Place]] = {}  # parameters of kernels, by their handles
 
@@ -110,8 +117,9 @@ class CudaDriver:
         if self._native:
             try:
                 fill = filler(tuple(expected[:changing]))(parameters)
-                fire = launcher(self._address)(ctypes.addressof(block) + _Block.call.offset)
-                return Launch(fill=fill, fire=fire, kept=memory)
+                call = ctypes.addressof(block) + _Block.call.offset
+                fire = launcher(self.address)(call)
+                return Launch(fill=fill, fire=fire, kept=memory, parameters=parameters, call=call)
             except (ImportError, RuntimeError, AttributeError, OSError) as error:
                 self._native = False
                 logger.warning("kvcanary: launches go through ctypes, which takes longer: %s", error)

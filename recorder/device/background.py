@@ -34,6 +34,10 @@ class Background:
         take: takes one thing down.
         on_look: called on the thread each time it has looked.
         on_death: called with what `begin` or `take` raised; nothing is taken down after it.
+
+    Attributes:
+        queue: who appends to it himself wakes the thread where it is `asleep`, as `put` does.
+        asleep: the thread waits for somebody to wake it.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class Background:
     ) -> None:
         self._begin, self._take, self._on_look, self._on_death = begin, take, on_look, on_death
         self.queue: deque[Flight | Told | None] = deque()
-        self._asleep = False
+        self.asleep = False
         self._gate = threading.Lock()  # held, but for the moment in which somebody wakes the thread
         self._gate.acquire()
         # The thread's own.
@@ -63,13 +67,13 @@ class Background:
     def put(self, item: Flight | Told | None) -> None:
         """Queue something; None ends the thread once all before it is taken down."""
         self.queue.append(item)
-        if self._asleep:
-            self._wake()
+        if self.asleep:
+            self.wake()
 
     def put_at_once(self, item: Told | None) -> None:
         """Queue something and have everything up to it taken down now; a time of `AT_ONCE` says so too."""
         self.queue.append(item)
-        self._wake()
+        self.wake()
 
     def drain(self, timeout: float) -> bool:
         """Wait until everything told so far is taken down; False where that takes longer, or the thread has ended."""
@@ -88,7 +92,8 @@ class Background:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have the thread look into the queue now."""
         with contextlib.suppress(RuntimeError):  # somebody else was quicker
             self._gate.release()
 
@@ -136,10 +141,10 @@ class Background:
         """Wait for a good moment; where nothing waits and nothing comes, until something is told."""
         now = time.perf_counter_ns()
         if not self._waiting and now - self._heard_ns >= IDLE_NS:
-            self._asleep = True
+            self.asleep = True
             if not self.queue:  # else it came before anybody could know that this thread has to be woken
                 self._gate.acquire()
-            self._asleep = False
+            self.asleep = False
             return
         moment = self._newest_ns + max(self._step_ns, SHORTEST_REST_NS) + AFTER_LAUNCH_NS
         rest = min(max(moment - now, SHORTEST_REST_NS), LONGEST_REST_NS)

@@ -12,47 +12,25 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
 
 from ...kernels.frames import NUM_COUNTERS, FrameLayout
+from ...kernels.gpu.frame_ledger import Ledger
 from .arena import Arena
 from .forward import Flight, ForwardRequests, Lens
+from .repeating import INT32_MAX, Repeating
+from .same_size import SameSize, Sizes
 from .shadows import DeviceShadows
 
 if TYPE_CHECKING:
-    from ...kernels.gpu.frame_driver import Launch
+    from ...kernels.gpu.frame_driver import CudaDriver, Launch
 
 logger = logging.getLogger("kvcanary")
 
 MAX_FLIGHTS: Final = 1024
 COUNTERS: Final = MAX_FLIGHTS + 1  # rows of them: each flight zeroes the next one's
-# Entries of changes that fit a frame. A forward that admits requests may hit long prefixes, whose every cell is a
-# change; so is every cell after a reset.
-TABLE_TILES_FEW: Final = 256
-TABLE_TILES: Final = 4_096
-LUT_CHANGES: Final = 65_536
-KV_CHANGES: Final = 4_096
-MAX_SIZES: Final = 4_096  # of forwards, with the types of their tensors
-INT32_MAX: Final = 2**31 - 1
 REFUSED: Final = "cuLaunchKernelEx: CUDA error"
 
 
 # A tuple's own making: what a class of ours adds to it takes longer.
 _flight: Final[Callable[[tuple[Any, ...]], Flight]] = functools.partial(tuple.__new__, Flight)
-
-
-class SameSize:
-    """What forwards of one size and of the same types have in common: their frames' sections, and launches made ready.
-
-    A launch is None as long as none has been made. `watchable`: a frame that has bytes of prefixes to compare.
-    """
-
-    __slots__ = ("back", "back_watching", "down", "layout", "watchable", "words")
-
-    def __init__(self, layout: FrameLayout, *, watchable: bool) -> None:
-        self.layout = layout
-        self.words = layout.words
-        self.watchable = watchable
-        self.down: Launch | None = None
-        self.back: Launch | None = None
-        self.back_watching: Launch | None = None
 
 
 class DeviceCapture:
@@ -66,9 +44,8 @@ class DeviceCapture:
     Attributes:
         deliver: gets each flight once all of it is launched.
         on_no_room: called after a forward that is lost, since too many are in flight.
-        off: nothing is taken down any more; any thread may say so.
         pending: a forward whose end is not yet told.
-        engine_thread: which thread told of the last forward.
+        ledger: what counts on from forward to forward, and whether all is off.
     """
 
     def __init__(self, shadows: DeviceShadows, *, frame_bytes: int, watch_every: int) -> None:
@@ -81,25 +58,22 @@ class DeviceCapture:
         self.frames = torch.zeros(max(frame_bytes // 8, 1), dtype=torch.int64, device=device)
         self.counters = torch.zeros((COUNTERS, NUM_COUNTERS), dtype=torch.int64, device=device)
         self.shadows = shadows
-        self.next_forward = 0
-        self._arena = Arena(int(self.frames.shape[0]))
+        self.ledger = ledger = Ledger()
+        self._arena = Arena(int(self.frames.shape[0]), ledger)
         self._watch_every = watch_every
-        self._taken = 0  # flights; a forward for which there is no room is none
-        self._given_back = 0
-        self._reset = False
-        self._catching_up = False
-        self._tile = TILE
         self._programs_of = programs_of
-        self._sizes: dict[tuple[Any, ...], SameSize] = {}
+        self._sizes = Sizes(shadows, tile=TILE, watch_every=watch_every)
         self.deliver: Callable[[Flight], None] = lambda _: None
         self.on_no_room: Callable[[], None] = lambda: None
-        self.off = False
-        self.engine_thread = 0
         self.pending: Flight | None = None
         # What its end will be launched with.
         self._same: SameSize | None = None
         self._back: Launch | None = None
+        # The kind of the last forward, where one like it is taken down by `again`.
+        self._again: Callable[..., Any] | None = None
+        self._again_of: tuple[str, int, FrameLayout] | None = None
         driver, self._stream = _driver(device) if self.on_gpu else (None, lambda: 0)
+        self.repeat(driver, device)
         self._kernels = [
             FrameKernels(
                 self.frames,
@@ -113,6 +87,32 @@ class DeviceCapture:
             for runner in shadows.runners
         ]
 
+    def repeat(self, driver: "CudaDriver | None", device: Any) -> None:
+        """Take forwards like the last one down by machine code that calls this driver, where that can be had."""
+        self._repeating = Repeating(
+            self.ledger, driver, device, flights=MAX_FLIGHTS, counters=COUNTERS, watch_every=self._watch_every
+        )
+        self._end = self._repeating.end
+
+    @property
+    def off(self) -> bool:
+        """Nothing is taken down any more; any thread may say so."""
+        return bool(self.ledger.off)
+
+    @off.setter
+    def off(self, off: bool) -> None:
+        self.ledger.off = int(off)
+
+    @property
+    def next_forward(self) -> int:
+        """The next forward's number."""
+        return int(self.ledger.number)
+
+    @property
+    def engine_thread(self) -> int:
+        """Which thread told of the last forward."""
+        return int(self.ledger.thread)
+
     def prepare(self) -> None:
         """Compile the kernels before the engine runs, for the dtypes that engines use; others at their first use."""
         import torch
@@ -121,7 +121,7 @@ class DeviceCapture:
         row = torch.zeros(1, dtype=torch.int64, device=device)  # row 0 is padding: no table, no slot is touched
         lens = row.to(torch.int32)
         for number, kernels in enumerate(self._kernels):
-            layout = self._layout(number, bs=1, tokens=0, many=False)
+            layout = self._sizes.layout(number, 1, 0, False)
             for _ in range(2):  # the second is launched as all that follow
                 for minus, extend in ((None, None), (None, lens), (lens, lens)):
                     prefix = row if extend is None or minus is not None else lens
@@ -129,35 +129,13 @@ class DeviceCapture:
                 kernels.take_back(layout, 0, 0, 1, 0, True)
         self.counters.zero_()
 
-    def _same_size(self, key: tuple[Any, ...], runner: int, *, bs: int, tokens: int, many: bool) -> SameSize:
-        if len(self._sizes) >= MAX_SIZES:
-            self._sizes.clear()
-        layout = self._layout(runner, bs=bs, tokens=tokens, many=many)
-        watchable = self._watch_every > 0 and bool(layout.stream_words)
-        found = self._sizes[key] = SameSize(layout, watchable=watchable)
-        return found
-
-    def _layout(self, runner: int, *, bs: int, tokens: int, many: bool) -> FrameLayout:
-        on_device = self.shadows.runners[runner].on_device
-        words, luts = self.shadows.runners[runner].stream_words, len(on_device.luts)
-        width = int(on_device.table.shape[1])
-        return FrameLayout(
-            bs=bs,
-            tokens=tokens,
-            stream_words=words,
-            table_capacity=min(bs * -(-width // self._tile), TABLE_TILES if many else TABLE_TILES_FEW),
-            lut_capacity=min(luts * (bs * width + tokens), LUT_CHANGES),
-            kv_capacity=min(len(words) * bs * width, KV_CHANGES),
-            tile=self._tile,
-        )
-
     def reset(self) -> None:
         """Have the next forward tell everything anew; any thread may ask."""
-        self._reset = True
+        self.ledger.reset = 1
 
     def catch_up(self, *, still: bool) -> None:
         """Make room for many changes in the frames to come, as long as not all has been told; any thread may ask."""
-        self._catching_up = still
+        self.ledger.catching_up = int(still)
 
     def before(
         self,
@@ -181,36 +159,37 @@ class DeviceCapture:
         Raises:
             ValueError: fewer lengths than requests, which the kernels would read beyond.
         """
-        if self.off:
+        ledger = self.ledger
+        if ledger.off:
             return -1
         if self.pending is not None:
             self.after("the engine told of no end of this forward")
-        self.engine_thread = get_ident()
-        number = self.next_forward
-        self.next_forward = number + 1
-        fresh = self._reset
+        ledger.thread = get_ident()
+        ledger.back = 0
+        self._again = None
+        number: int = ledger.number
+        ledger.number = number + 1
+        fresh = bool(ledger.reset)
         key: tuple[Any, ...]
         if lens is None:
-            many = fresh or self._catching_up
+            many = fresh or bool(ledger.catching_up)
             key = (runner, bs, tokens, many, rows.dtype, input_ids.dtype, positions.dtype, out_cache_loc.dtype)
         else:
             lens.check(bs)
-            many = fresh or self._catching_up or lens.extend is not None
+            many = fresh or bool(ledger.catching_up) or lens.extend is not None
             types = (rows.dtype, input_ids.dtype, positions.dtype, out_cache_loc.dtype, *lens.dtypes())
             key = (runner, bs, tokens, many, *types)
-        same = self._sizes.get(key)
-        if same is None:
-            same = self._same_size(key, runner, bs=bs, tokens=tokens, many=many)
-        taken = self._taken
-        place = self._arena.take(same.words) if taken - self._given_back < MAX_FLIGHTS else None
+        same = self._sizes.find(key)
+        taken: int = ledger.taken
+        place = self._arena.take(same.words) if taken - ledger.given_back < MAX_FLIGHTS else None
         if place is None:
-            self._reset = True
+            ledger.reset = 1
             self.on_no_room()
             return number
         if fresh:  # only then put down again: another thread may ask at this very moment
-            self._reset = False
+            ledger.reset = 0
             self.shadows.reset()
-        self._taken = taken + 1
+        ledger.taken = taken + 1
         at = place % self._arena.size
         # Each flight zeroes the counters of the one after it, so they go round by flights, not by forwards.
         counters = taken % COUNTERS
@@ -248,6 +227,40 @@ class DeviceCapture:
         self.pending = _flight(
             (told_ns, mode, runner, requests, truth_lens, number, same.layout, place, at, counters, watched, fresh, "")
         )
+        if lens is None and not many:
+            self._again = self._repeating.of(same, (rows, input_ids, positions, out_cache_loc))
+            self._again_of = mode, runner, same.layout
+        return number
+
+    def again(
+        self,
+        rows: Any,
+        input_ids: Any,
+        positions: Any,
+        out_cache_loc: Any,
+        requests: ForwardRequests,
+        truth_lens: Sequence[int] | bytes,
+    ) -> int:
+        """Take down a forward of the last one's mode, runner and number of requests; return its number.
+
+        It is -1 where that cannot be done this way, and nothing has been done then. The arguments are as for `before`,
+        without lens.
+        """
+        take = self._again
+        if take is None or self.pending is not None:
+            return -1
+        ticket = take(rows, input_ids, positions, out_cache_loc)
+        if ticket is None:
+            return -1
+        if type(ticket) is int:
+            raise RuntimeError(f"{REFUSED} {ticket}")
+        number: int
+        number, place, at, counters, watched = ticket
+        mode, runner, layout = self._again_of  # type: ignore[misc]  # set with `_again`
+        told_ns = perf_counter_ns()
+        self.pending = _flight(
+            (told_ns, mode, runner, requests, truth_lens, number, layout, place, at, counters, watched, False, "")
+        )
         return number
 
     def _launch_down(
@@ -276,7 +289,13 @@ class DeviceCapture:
             return
         self.pending = None
         back = self._back
-        if back is None:
+        if self.ledger.back:
+            ended = self._end()
+            if ended is None:  # switched off this very moment: what has no end never lands
+                return
+            if ended:
+                raise RuntimeError(f"{REFUSED} {ended}")
+        elif back is None:
             self._first_back(flight)
         else:
             error = back.fire(self._stream())
@@ -286,12 +305,25 @@ class DeviceCapture:
             flight = flight._replace(note=note)
         self.deliver(flight)
 
+    def ended(self, _: Any, error: BaseException | None) -> None:
+        """As `after`, of a model that has given something, or raised an error."""
+        if error is None:
+            refused = self._end()
+            if refused == 0:
+                flight, self.pending = self.pending, None
+                self.deliver(flight)  # type: ignore[arg-type]  # what is to be ended has begun
+                return
+            if refused is not None:
+                raise RuntimeError(f"{REFUSED} {refused}")
+        self.after("" if error is None else f"the model raised {type(error).__name__}: {error}")
+
     def _first_back(self, flight: Flight) -> None:
         following, stamp = (flight.counters + 1) % COUNTERS, flight.number % INT32_MAX + 1
         kernels = self._kernels[flight.runner]
         launch = kernels.take_back(flight.layout, flight.at, flight.counters, following, stamp, flight.watched)
         if self._same is not None:
             setattr(self._same, "back_watching" if flight.watched else "back", launch)
+            self._same.again = None  # what has been made does not know this one
 
     def programs(self, flight: Flight) -> int:
         """Return how many programs take a flight down."""
@@ -301,7 +333,7 @@ class DeviceCapture:
     def release(self, flight: Flight) -> None:
         """Give a flight's frame back, in the order in which they were taken."""
         self._arena.give_back(flight.place, flight.layout.words)
-        self._given_back += 1
+        self.ledger.given_back += 1
 
 
 def _driver(device: Any) -> tuple[Any, Callable[[], int]]:

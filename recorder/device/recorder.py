@@ -89,6 +89,7 @@ class DeviceRecorder:
         every = self.header.capture.kv_watch_every
         self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=every)
         self._capture.prepare()
+        self._ledger = self._capture.ledger
         self._taking_down = TakingDown(self._recorder, self._capture)
         self._foreign = False
         self._engine_thread_ns = 0
@@ -98,8 +99,8 @@ class DeviceRecorder:
         self._background = Background(
             begin=self._taking_down.landing.begin, take=self._take, on_look=self._look, on_death=self._died
         )
-        self._queue, self._put = self._background.queue, self._background.put
-        self._capture.deliver = self._put
+        self._queue = self._background.queue
+        self._capture.deliver = self._background.put
         self._capture.on_no_room = functools.partial(self._lose, "the device had no room for another forward in flight")
 
     # The engine's thread.
@@ -141,10 +142,12 @@ class DeviceRecorder:
 
     def later(self, tell: Callable[..., Any], *args: Any) -> None:
         """Have `tell` called with `args` on the recorder's thread once everything told so far is taken down."""
-        if self._capture.off:
+        if self._ledger.off:
             return
         if len(self._queue) < MAX_WAITING:
-            self._put((perf_counter_ns(), tell, args))
+            self._queue.append((perf_counter_ns(), tell, args))
+            if self._background.asleep:
+                self._background.wake()
         else:
             self._lose("more was told than could be taken down")
 

@@ -12,6 +12,8 @@ from .sglang_host_cache import HostCache, controller_of
 from .sglang_layout import RunnerLayout
 from .sglang_requests import row_of
 from .sglang_session import Session, on_host
+from .sglang_stages import StageResults, follow_stages
+from .sglang_transfers import to_nobody
 from .step_cost import StepCost
 from .stop_signal import stop_on_sigterm
 from .stop_socket import serve_stop, stop_children
@@ -118,6 +120,8 @@ class Attachment:
                     self._wrap(scheduler.tree_cache, name, self.on_evict)
         self._follow_host_cache(scheduler, session)
         self._follow_transfers(scheduler, session)
+        if session.recorder.header.ranks.pp_size > 1:
+            follow_stages(scheduler, StageResults(session), self._wrap)
 
     def _follow_host_cache(self, scheduler: Any, session: Session) -> None:
         """Hook what goes to a host's pool and comes back, each copy or, where they cannot be told, each load-back."""
@@ -142,12 +146,15 @@ class Attachment:
 
     def _follow_transfers(self, scheduler: Any, session: Session) -> None:
         """Hook what a prefill engine sends and a decode engine receives."""
+        session.transfers.on_fault = self.fault
         role = session.recorder.header.role
         if role == "prefill":
             self._wrap(scheduler, "send_kv_chunk", self.on_send)
         queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
         if role == "decode" and not wrap_method(queue, "_commit_transfer_to_req", self.on_receive, self.fault):
             raise ValueError("this SGLang does not say what a decode engine receives, so nothing can be judged")
+        if role == "decode":  # not counted as cost: it is called in every round of an idle engine, too
+            wrap_method(queue, "extend", self.on_expect, self.fault)
 
     def _wrap(self, owner: Any, name: str, hook: Hook) -> None:
         if not wrap_method(owner, name, hook, self.fault, self.cost):
@@ -172,7 +179,7 @@ class Attachment:
 
     def _history_fault(self, _: str, error: Exception) -> None:
         if self._session is not None:
-            self._session.histories = []
+            self._session.histories.clear()
         self.fault("history", error)
 
     def on_model(self, runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
@@ -182,7 +189,12 @@ class Attachment:
             self.cost.forget()  # the hooks are called all the same, and each adds to it
             return None
         layout = self._layout
-        if runner is not self._runner:
+        if runner is self._runner:
+            finish = None if layout is None else session.again(batch)  # of a runner that is not told, nothing is
+            if finish is not None:
+                self.cost.same_step()
+                return finish
+        else:
             self._runner, layout = runner, session.layout.runners.get(id(runner))
             self._layout = layout
         if layout is None:
@@ -272,29 +284,40 @@ class Attachment:
     def on_send(self, req: Any, *args: Any, **kwargs: Any) -> Finish | None:
         """Tell of a prompt whose last chunk is sent to a decode engine, and of the transfer's end."""
         session = self._live("on_send")
-        if session is None:
+        if session is None or to_nobody(req.disagg_kv_sender):
             return None
         session.transfers.sending(req)
         last = bool(args[0]) if args else bool(kwargs.get("last_chunk", False))
 
         def finish(_: Any, error: BaseException | None) -> None:
             if error is None and last:
-                known = session.see(req)
-                session.transfers.sent_last(req, known)
-                self._wrap(req.disagg_kv_sender, "poll", session.transfers.on_poll(req, known))
+                session.transfers.sent_last(req, session.see(req))
 
         return finish
+
+    def on_expect(self, decode_reqs: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Tell of prompts whose senders know where to write them."""
+        session = self._live("on_expect") if decode_reqs else None
+        if session is None:
+            return None
+        for decode_req in decode_reqs:
+            if row_of(decode_req.req) >= 0:
+                session.transfers.expected(decode_req.req, session.see(decode_req.req), decode_req.kv_receiver)
+        return None
 
     def on_receive(self, decode_req: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Tell of a prompt that has landed."""
         session = self._live("on_receive")
         if session is None:
             return None
-        req = decode_req.req
+        req, receiver = decode_req.req, decode_req.kv_receiver
+        if getattr(decode_req, "host_staged", False):
+            session.recorder.lost("a prompt was received in the host's memory, which is not told")
+            return None
 
         def finish(_: Any, error: BaseException | None) -> None:
             if error is None:
-                session.transfers.received(req, session.see(req))
+                session.transfers.received(req, session.see(req), receiver)
 
         return finish
 

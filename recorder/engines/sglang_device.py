@@ -13,6 +13,8 @@ class Telling:
 
     def __init__(self, capture: DeviceCapture) -> None:
         self._before = capture.before
+        self._where = capture.frames.device
+        self._device: int = capture.frames.get_device()  # -1 for the CPU
         self._modes: dict[int, tuple[Any, str]] = {}  # by the id of an engine's mode, of which there are few
         self._engine_mode: Any = None  # the last one
         self._mode = ""
@@ -22,7 +24,8 @@ class Telling:
         """Have a forward of `bs` requests taken down and return its number.
 
         Raises:
-            ValueError: a mode that the adapter does not know, or a batch without token ids.
+            ValueError: a mode that the adapter does not know, a batch without token ids, or one on another device, whose
+                addresses a kernel must not be given.
         """
         if batch.forward_mode is not self._engine_mode:
             self._look_up(batch.forward_mode)
@@ -32,10 +35,13 @@ class Telling:
             ids, positions, loc = _present(rows, ids, positions, loc)
         if not (rows.is_contiguous() and ids.is_contiguous() and positions.is_contiguous() and loc.is_contiguous()):
             rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
+        lens = None if self._by_position else _lens(batch, mode)
+        for part in (rows, ids, positions, loc, *(() if lens is None else lens[:3])):
+            if part is not None and part.get_device() != self._device:
+                raise ValueError(f"a tensor of the batch is on {part.device}, the tables on {self._where}")
         tokens = ids.numel()
         if positions.numel() < tokens:
             tokens = positions.numel()
-        lens = None if self._by_position else _lens(batch, mode)
         return self._before(mode, runner, bs, rows, ids, positions, loc, tokens, lens, known, truth_lens)
 
     def _look_up(self, mode: Any) -> None:

@@ -14,6 +14,7 @@ from ..header import TraceHeader
 from ..host_arrays import Int64Array, own_int64
 from ..recorder import Recorder
 from ..recording import beginning
+from .hooking import Finish
 from .sglang_batches import KnownBatch, KnownBatches
 from .sglang_device import Telling
 from .sglang_forward import forward_input
@@ -54,13 +55,18 @@ class Session:
         self.recorder = self._open(path, header, settings)
         with beginning(self.recorder):
             self.sweep = PrefixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
-        self.transfers = Transfers(self.layout, self.recorder)
         self.histories: list[GroupHistory] = []
+        self.transfers = Transfers(self.layout, self.recorder, self.histories)
         self.retracting = False
         self._batches = KnownBatches(self._requests)
         self._device = self.recorder if isinstance(self.recorder, DeviceRecorder) else None
         self._capture = None if self._device is None else self._device.capture
         self._tell = None if self._capture is None else Telling(self._capture).tell
+        self._tell_again: Any = None if self._capture is None else self._capture.again
+        self._ended: Finish | None = None if self._capture is None else self._capture.ended
+        # What a forward must have in common with the last one to be told in one go: its mode and requests.
+        self._mode: Any = None
+        self._known: KnownBatch | None = None
         self.reqs: list[Any] = []
         self._last_target: tuple[int, KnownBatch] | None = None
         # The result that is being taken over: its forward's number and requests, and how many tokens each had.
@@ -129,6 +135,7 @@ class Session:
         Raises:
             ValueError: a batch that cannot be recorded.
         """
+        self._known = None
         known = self._batches.of(batch.rids, bs)
         if getattr(batch, "spec_info", batch) is not None:  # a speculative worker may append what it has verified
             self._moment += 1
@@ -141,6 +148,32 @@ class Session:
             self._tell_on_host(self.recorder, batch, layout, known)
         if layout.sampled:
             self._last_target = (number, known)
+            if self._tell is not None:
+                self._mode, self._known = batch.forward_mode, known
+
+    def again(self, batch: Any) -> Finish | None:
+        """Tell of a forward by the runner of the last one; return what completes it, None where it is not like that one.
+
+        Nothing has been told then.
+        """
+        known = self._known
+        if (
+            known is None
+            or batch.forward_mode is not self._mode
+            or batch.rids != known.rids
+            or known.version != self._requests.version
+            or getattr(batch, "spec_info", batch) is not None
+        ):
+            return None
+        moment = self._moment
+        lens = known.lens if known.moment == moment else known.output_lens(moment)
+        number = self._tell_again(
+            batch.req_pool_indices, batch.input_ids, batch.positions, batch.out_cache_loc, known, lens
+        )
+        if number < 0:
+            return None
+        self._last_target = (number, known)
+        return self._ended
 
     def _tell_on_host(self, recorder: Any, batch: Any, layout: RunnerLayout, known: KnownBatch) -> None:
         told = forward_input(
@@ -163,11 +196,11 @@ class Session:
 
     def after_model(self, _: Any, error: BaseException | None) -> None:
         """Complete the forward; its tokens are sampled later."""
+        if self._ended is not None:
+            self._ended(None, error)
+            return
         note = "" if error is None else f"the model raised {type(error).__name__}: {error}"
-        if self._capture is not None:
-            self._capture.after(note)
-        else:
-            self.recorder.after_forward(note=note)
+        self.recorder.after_forward(note=note)
 
     def runs(self, reqs: list[Any]) -> None:
         """Get to know the requests of a step that begins, where they are others than the last one's, `reqs`."""
@@ -191,7 +224,7 @@ class Session:
     def takes_result(self, result: Any) -> bool:
         """Note how many tokens each request has before the scheduler takes over a result; return whether it is known.
 
-        A pipeline stage takes over results that are not those of its own forwards: nothing is known of them.
+        Nothing is known of a result that no forward of this process's is known to have.
         """
         ran = self._results.pop(id(result), None)
         moment = self._moment
@@ -202,6 +235,15 @@ class Session:
         forward, known = ran[1]
         self._taken = (forward, known, known.lens if known.moment == moment else known.output_lens(moment))
         return True
+
+    def take_ran(self, result: Any) -> Any:
+        """Return which forward a result belongs to, None for none, and no longer know it."""
+        ran = self._results.pop(id(result), None)
+        return None if ran is None or ran[0]() is not result else ran[1]
+
+    def put_ran(self, result: Any, ran: Any) -> None:
+        """Know from now on that a result belongs to what `take_ran` returned for another."""
+        self._results[id(result)] = (ref(result), ran)
 
     def took_result(self, _: Any, error: BaseException | None) -> None:
         """Tell which tokens the scheduler took over from a result."""

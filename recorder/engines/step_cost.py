@@ -51,6 +51,10 @@ class StepCost:
             self._mode, self._rows = mode, rows
             kind = self._kinds.setdefault((getattr(mode, "name", str(mode)), rows), len(self._kinds))
             self._begins = kind * PLACES + BEGINS
+        self.same_step()
+
+    def same_step(self) -> None:
+        """Begin another step of the last one's kind."""
         if len(self._log) > 2 * ENTRIES_KEPT:
             del self._log[:-ENTRIES_KEPT]
         self.spent(self._begins)
@@ -68,7 +72,8 @@ class StepCost:
         """
         import numpy as np
 
-        values, places = np.divmod(np.array(self._log, np.int64), PLACES)
+        log = self._log[:]  # the engine's thread may go on, and cannot append to what numpy is reading
+        values, places = np.divmod(np.array(log, np.int64), PLACES)
         begins = np.flatnonzero(places == BEGINS)
         if len(begins) < 2:
             return {"steps": 0}

@@ -3,7 +3,8 @@
 Invariant: between a transfer's start and its end or failure its slots stay where they are. An abort that frees the
 pages of a request whose transfer has not stopped shows here, before the late write lands on the next owner. Evidence:
 the transfer's start and the event that gave the slots away. Legitimate exceptions: handing the slots to the prefix
-cache keeps them; after "failed" they may go. Judged only where the trace promises to tell of every slot.
+cache keeps them; after "failed" they may go. Where the trace does not promise to tell of every slot, only what is said
+to go back to the pool is judged.
 """
 
 import numpy as np
@@ -28,7 +29,9 @@ class FreedDuringTransfer(HistoryCheck):
         """Return a finding for each transfer whose slots this event gives away."""
         del view
         event, history = self._history.known, self._history
-        if not history.complete or not isinstance(event, SlotEvent) or (event.kind == "alloc" and event.status):
+        if not isinstance(event, SlotEvent):
+            return []
+        if event.kind == "alloc" and (event.status or not history.complete):
             return []
         findings = []
         for part in history.touched:

@@ -51,8 +51,8 @@ class Touched:
 class History(SlotHistory):
     """Everything that was told so far, as the checks need it.
 
-    `touched` holds the slots that the event being judged names, where the trace is complete; `serial` is the last number
-    that slots of the ledger were stamped with.
+    `touched` holds the slots that the event being judged names, where the trace is complete or has transfers; `serial` is
+    the last number that slots of the ledger were stamped with.
     """
 
     def __init__(self, header: TraceHeader, book: RequestBook, *, backend: str) -> None:
@@ -61,6 +61,7 @@ class History(SlotHistory):
         self.book = book
         self.touched: list[Touched] = []
         self.serial = 0
+        self._transfers = False
         self._view: ForwardView | None = None
         self._judged: list[Judged] = []
         self._tokens: BatchTokens | None = None
@@ -69,7 +70,8 @@ class History(SlotHistory):
         """Read an event; raise `UnusableEventError` where it contradicts itself or the pools."""
         super().open(view)
         self.touched = []
-        if self.complete and isinstance(self.known, SlotEvent | TransferEvent):
+        self._transfers = self._transfers or isinstance(self.known, TransferEvent)
+        if (self.complete or self._transfers) and isinstance(self.known, SlotEvent | TransferEvent):
             self.touched = [
                 Touched(
                     group=p.group,

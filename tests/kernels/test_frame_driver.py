@@ -32,7 +32,7 @@ def driver(places, launches, *, error=0, native=True):
 
     made = CudaDriver.__new__(CudaDriver)
     made._parameter, made._launch, made._native, made._known = parameter, launch, native, {}
-    made._address = ctypes.cast(launch, ctypes.c_void_p).value
+    made.address = ctypes.cast(launch, ctypes.c_void_p).value
     return made
 
 

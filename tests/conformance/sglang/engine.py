@@ -4,6 +4,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from configurations import Configuration
@@ -39,6 +40,19 @@ def import_engine() -> None:
 
 def run_forked(configuration: Configuration, folder: Path, timeout_s: float) -> int:
     """Run one configuration; its log, the canary's ring and the traces go into `folder`. Return the exit status."""
+
+    def run() -> None:
+        note_violations(folder / "ring")
+        if configuration.retracts:
+            retract_now_and_then()
+        generate(configuration)
+
+    environment = {**configuration.environment(), "KVCANARY_TRACE": str(folder / "traces")}
+    return forked(folder, environment, run, timeout_s)
+
+
+def forked(folder: Path, environment: dict[str, str], run: Callable[[], None], timeout_s: float) -> int:
+    """Call `run` in a process of its own, in a group of its own, with its log in `folder`; return the exit status."""
     import signal
     import time
 
@@ -51,11 +65,8 @@ def run_forked(configuration: Configuration, folder: Path, timeout_s: float) -> 
             log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            os.environ.update(configuration.environment(), KVCANARY_TRACE=str(folder / "traces"))
-            note_violations(folder / "ring")
-            if configuration.retracts:
-                retract_now_and_then()
-            generate(configuration)
+            os.environ.update(environment)
+            run()
             status = 0
         except BaseException:  # noqa: BLE001
             import traceback

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kvcanary.recorder.device import capture
+from kvcanary.recorder.device import same_size
 
 from .test_device_recorder import random_forward
 from .two_recorders import ROWS, SLOTS, WIDTH, Engine
@@ -64,10 +64,10 @@ def test_everything_is_told(swa, tmp_path):
 
 @pytest.mark.parametrize("swa", [False, True])
 def test_changes_that_do_not_fit_are_told_later(swa, tmp_path, monkeypatch):
-    monkeypatch.setattr(capture, "TABLE_TILES_FEW", 1)
-    monkeypatch.setattr(capture, "TABLE_TILES", 3)
-    monkeypatch.setattr(capture, "LUT_CHANGES", 24)
-    monkeypatch.setattr(capture, "KV_CHANGES", 1)
+    monkeypatch.setattr(same_size, "TABLE_TILES_FEW", 1)
+    monkeypatch.setattr(same_size, "TABLE_TILES", 3)
+    monkeypatch.setattr(same_size, "LUT_CHANGES", 24)
+    monkeypatch.setattr(same_size, "KV_CHANGES", 1)
     rng = np.random.default_rng(4)
     engine = Engine(tmp_path, rng, swa=swa)
     for _ in range(14):

@@ -59,7 +59,7 @@ def test_the_second_launch_is_handed_what_the_first_was(tmp_path, monkeypatch, l
     capture = engine.device.capture
     capture.deliver = lambda flight: delivered.append(flight)
     capture._stream = lambda: 77
-    capture._reset = capture._catching_up = False
+    capture.ledger.reset = capture.ledger.catching_up = 0
     delivered = []
     for _ in range(6):
         capture.before("decode", 0, 2, *TENSORS, 2, lens, REQUESTS, [1, 1])

@@ -116,6 +116,9 @@ class Result:
         self.next_token_ids = next_token_ids
 
 
+EXTEND, DECODE = SimpleNamespace(name="EXTEND"), SimpleNamespace(name="DECODE")  # an enum's
+
+
 class Batch:
     def __init__(self, reqs: list[Request], fields: dict[str, Any]) -> None:
         self.reqs, self.fields = reqs, fields
@@ -131,7 +134,9 @@ class Scheduler:
         self.runner, self.token_to_kv_pool_allocator = runner, allocator
         self.tree_cache = self.open_tree_cache()
         # of a decode engine
-        self.disagg_decode_transfer_queue = SimpleNamespace(_commit_transfer_to_req=lambda decode_req: None)
+        self.disagg_decode_transfer_queue = SimpleNamespace(
+            extend=lambda decode_reqs: None, _commit_transfer_to_req=lambda decode_req: None
+        )
         self.rows = runner.req_to_token_pool
 
     def open_tree_cache(self) -> Any:
@@ -164,7 +169,7 @@ class Scheduler:
         lens = torch.tensor([len(part) for part in tokens])
         self.rows.req_to_token[rows.repeat_interleave(lens), torch.cat(positions)] = slots.int()
         fields = {
-            "forward_mode": SimpleNamespace(name="DECODE" if reqs[0].output_ids else "EXTEND"),
+            "forward_mode": DECODE if reqs[0].output_ids else EXTEND,
             "req_pool_indices": rows,
             "seq_lens": torch.tensor(starts) + lens,
             "extend_prefix_lens": torch.tensor(starts),

@@ -1,12 +1,17 @@
 """The adapter where the engine's tensors lie on a GPU: here they do not, and the kernels run in Triton's interpreter."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kvcanary.kernels.gpu import frame_launch
+from kvcanary.recorder.device.capture import DeviceCapture
 from kvcanary.recorder.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines import sglang_attachment, sglang_session
+from kvcanary.recorder.engines.sglang_batches import KnownBatch
+from kvcanary.recorder.engines.sglang_device import Telling
 from kvcanary.recorder.environment import RecordingSettings
 from kvcanary.recorder.reader import read_events
 from kvcanary.replayer.replay import replay
@@ -49,8 +54,22 @@ def test_it_replays_clean_and_generates_the_same(tmp_path: Any, monkeypatch: pyt
     assert '"device_bytes"' in cost
 
 
-def test_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    attachment, _ = record(monkeypatch, tmp_path / "device", history="off")
+@pytest.mark.parametrize("repeats", [False, True])
+def test_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, repeats: bool) -> None:
+    repeated = []
+
+    def again(self: DeviceCapture, rows: Any, ids: Any, positions: Any, loc: Any, known: Any, lens: Any) -> int:
+        """Stand for the machine code, which only a GPU has."""
+        if attachment._session._mode.name != "DECODE" or known.rows != rows.numel():
+            return -1
+        repeated.append(known)
+        return self.before("decode", 0, rows.numel(), rows, ids, positions, loc, ids.numel(), None, known, lens)
+
+    if repeats:
+        monkeypatch.setattr(DeviceCapture, "again", again)
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path / "device", history="off"))
+    serve()
+    assert bool(repeated) == repeats
     attachment._close()
     monkeypatch.setattr(sglang_session, "on_gpu", lambda tensor: False)
     attachment, _ = record(monkeypatch, tmp_path / "host", history="off")
@@ -92,6 +111,22 @@ def test_a_fault_switches_it_off_and_the_engine_goes_on(
     summary = replay(path, settings=ReplaySettings(), report=None)
     assert summary.verdict.value == "inconclusive"
     assert 0 < summary.forwards < 12
+
+
+def test_no_kernel_gets_the_address_of_a_tensor_that_is_elsewhere() -> None:
+    launched: list[Any] = []
+    frames = SimpleNamespace(get_device=lambda: 0, device="cuda:0")
+    telling = Telling(SimpleNamespace(before=lambda *told: launched.append(told) or 7, frames=frames))
+    here = torch.zeros(2, dtype=torch.int64)
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(name="DECODE"),
+        **dict.fromkeys(("req_pool_indices", "input_ids", "positions", "out_cache_loc"), here),
+    )
+    with pytest.raises(ValueError, match="a tensor of the batch is on cpu, the tables on cuda:0"):
+        telling.tell(0, batch, 2, KnownBatch, b"")
+    assert not launched
+    frames.get_device = lambda: -1
+    assert Telling(SimpleNamespace(before=telling._before, frames=frames)).tell(0, batch, 2, KnownBatch, b"") == 7
 
 
 def test_a_landing_that_fails_leaves_the_engine_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

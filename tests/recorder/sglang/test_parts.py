@@ -1,5 +1,6 @@
 """The adapter's parts on their own: hooks, ids, truth tokens, forward modes, layouts, allocators, walks, drafts."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -515,3 +516,26 @@ def test_an_idle_draft_has_no_steps() -> None:
 def test_a_draft_tree_is_refused() -> None:
     with pytest.raises(ValueError, match="top-k 4 cannot be recorded, expected 1"):
         DraftGraph(SimpleNamespace(topk=4), batch("DECODE"), own=own_int64)
+
+
+def test_the_engines_thread_goes_on_while_what_it_cost_is_summed_up() -> None:
+    """The trace ends in a thread of its own, which must not hold what the hooks append to."""
+    cost = StepCost()
+    mode = SimpleNamespace(name="DECODE")
+    for _ in range(100_000):
+        cost.spent(PLACES)
+    cost.next_step(mode, 1)
+    begun, over = threading.Event(), threading.Event()
+
+    def sum_up() -> None:
+        for _ in range(20):
+            cost.summary()
+            begun.set()
+        over.set()
+
+    summing = threading.Thread(target=sum_up)
+    summing.start()
+    begun.wait()
+    while not over.is_set():
+        cost.spent(PLACES)  # raised BufferError
+    summing.join()

@@ -74,7 +74,7 @@ def decode(patch: pytest.MonkeyPatch, folder: Path, sent: dict[str, torch.Tensor
     scheduler.rows.req_to_token[req.req_pool_idx, : len(PROMPT)] = slots.int()
     pool = scheduler.runner.token_to_kv_pool
     pool.k_buffer[0][slots], pool.v_buffer[0][slots] = sent["k"], sent["v"]
-    scheduler.disagg_decode_transfer_queue._commit_transfer_to_req(SimpleNamespace(req=req))
+    scheduler.disagg_decode_transfer_queue._commit_transfer_to_req(SimpleNamespace(req=req, kv_receiver=None))
     while not req.finished():
         scheduler.step([r for r in (other, req) if not r.finished()])
     return end(attachment)

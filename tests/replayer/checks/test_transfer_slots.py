@@ -80,10 +80,12 @@ def test_a_gap_silences_them(scene: Scene) -> None:
     assert scene.judge(*CHECKS) == []
 
 
-def test_they_need_the_promise(make_scene) -> None:
+def test_without_the_promise_what_goes_back_to_the_pool_is_found_and_no_more(make_scene) -> None:
     scene = make_scene(complete=False)
     scene.alloc(7, [3, 4])
-    scene.transfer("start", "receive", [3, 4], request=7)
-    scene.free(7, [3, 4])
+    start = scene.transfer("start", "receive", [3, 4], request=7)
+    scene.alloc(8, [3])
+    freed = scene.free(7, [4])
     scene.transfer("end", "receive", [3, 4], request=7)
-    assert scene.judge(*CHECKS) == []
+    scene.free(7, [3])
+    assert told(scene.judge(*CHECKS)) == [(-1, 7, 4, 1, json.dumps([start, freed]))]

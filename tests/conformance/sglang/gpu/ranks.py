@@ -5,8 +5,9 @@
 
 It needs two NVIDIA GPUs and an SGLang that runs on them, in whose environment kvcanary is installed. Each engine runs
 twice, with the recorder and without: the tokens must be the same. The folder of traces is then replayed as one run: as
-many files as ranks, every rank clean, tensor-parallel ranks with the same schedule; in runs with SGLang's own faults
-injected, corrupt. An engine of one rank beside them uses HiCache. Exit status 1 where a run is not as expected.
+many files as ranks, every rank clean, tensor-parallel ranks with the same schedule, every sampled token told by each
+pipeline stage; in runs with SGLang's own faults injected, corrupt. An engine of one rank beside them uses HiCache. Exit
+status 1 where a run is not as expected.
 """
 
 import argparse
@@ -26,11 +27,13 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+sys.path.append(str(HERE.parent))
 DOCUMENT = HERE.parents[3] / "docs" / "ranks-sglang-gpu.md"
 
 from kvcanary.recorder.reader import read_events  # noqa: E402
 from run import REPLAY  # noqa: E402
 from runs import REQ, GpuRun  # noqa: E402
+from sampled import wrong_samples  # noqa: E402
 from side_by_side import Engine, run_side_by_side  # noqa: E402
 
 
@@ -106,7 +109,10 @@ def run_engines(runs: list[RanksRun], folder: Path, timeout_s: float) -> None:
         # One GPU is enough for an engine of one rank; they take turns.
         if run.files == 1:
             env["CUDA_VISIBLE_DEVICES"] = str(number % 2)
-        told = {**dataclasses.asdict(run), "port": 42_000 + 100 * number}
+        port = 42_000 + 100 * number
+        if run.options.get("dp_size"):  # SGLang looks for free ones among the next thousand, which others may want
+            port = 52_000 + 2_000 * (number % 2)
+        told = {**dataclasses.asdict(run), "port": port}
         engines.append(Engine(place=place, told=told, environment=env))
     run_side_by_side(engines, folder, timeout_s)
 
@@ -143,6 +149,9 @@ def result_of(run: RanksRun, folder: Path) -> dict[str, Any]:
     if told["verdict"] != run.verdict:
         doubts = [doubt for one in recordings for doubt in one.get("doubts", [])]
         wrong.append(f"the replay says {told['verdict']}, expected {run.verdict}: {doubts[:3]}")
+    if run.options.get("pp_size"):
+        traces = sorted((place / "traces").glob("*.arrow"))
+        wrong += wrong_samples(traces, json.loads((place / "outputs.json").read_text()))
     if run.options.get("enable_hierarchical_cache"):
         events = [event for trace in (place / "traces").glob("*.arrow") for event in read_events(trace)]
         result["loaded"] = sum(event.kind == "kv_copy" and event.scalar("note") == "load-back" for event in events)
@@ -161,7 +170,8 @@ def document(runs: list[RanksRun], results: list[dict[str, Any]]) -> str:
         "",
         "Made by `python tests/conformance/sglang/gpu/ranks.py` on a machine with two GPUs; do not edit. Each engine ran",
         "with the recorder and without: the tokens must be the same, but where SGLang's own faults are injected. All that",
-        "its ranks recorded is replayed as one run. With HiCache, prefixes go to the host and are loaded back.",
+        "its ranks recorded is replayed as one run. Each pipeline stage must tell of every token that was sampled. With",
+        "HiCache, prefixes go to the host and are loaded back.",
         "",
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, 2 x {torch.cuda.get_device_name(0)}, {versions}.",
         "",

@@ -1,0 +1,120 @@
+"""docs/overhead.md, from the figures that `recorder_overhead.py` takes."""
+
+import statistics
+from typing import Any
+
+# The adapter's hooks, as the trace names them.
+HOOKS = {
+    "on_run before": "step begins",
+    "on_model before": "before the model",
+    "on_model after": "after the model",
+    "on_run after": "step ends",
+    "on_result before": "before a result",
+    "on_result after": "after a result",
+    "others": "others",
+}
+
+
+def summarize(runs: dict[str, list[dict]]) -> dict:
+    """Return for each shape each mode's times, and their ratios to the runs of the same round without recorder."""
+    figures: dict = {}
+    for name in runs["off"][0]["shapes"]:
+        base = [result["shapes"][name]["ms"] for result in runs["off"]]
+        figures[name] = {"off": base}
+        for mode, results in runs.items():
+            if mode != "off":
+                mine = [result["shapes"][name]["ms"] for result in results]
+                figures[name][mode] = {"ms": mine, "ratios": [a / b for a, b in zip(mine, base, strict=True)]}
+    return figures
+
+
+def least(host: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Return what a step has at least, with warm and with cold caches."""
+    launch, hook = ([host[f"{thing}_{heat}_us"] for heat in ("warm", "cold")] for thing in ("launch", "hook"))
+    both = [2 * one + 3 * other for one, other in zip(launch, hook, strict=True)]
+    return [
+        ("launch of an empty kernel", *launch),
+        ("a hook that does nothing, before and after", *hook),
+        ("a step: two launches and three hooks", *both),
+    ]
+
+
+def table(runs: dict[str, list[dict]], figures: dict, host: dict[str, Any], decodes: list[str]) -> str:
+    """Return the document: the ratios, then what the recording took of each of the decode shapes."""
+    rounds = len(runs["off"])
+    versions = f"SGLang {runs['off'][0]['sglang']}, torch {host['torch']}"
+    lines = [
+        "# What recording costs on a GPU",
+        "",
+        "Made by `python benchmarks/recorder_overhead.py --write` on a machine with a GPU; do not edit. One real SGLang",
+        "engine a run, with CUDA graphs and overlapped scheduling, a model of the shape of Llama 3 8B (bfloat16, made-up",
+        "weights), attention in Triton; the same prompts with and without the recorder, in alternation, and the same tokens",
+        "came out. Decode is a step's time, from the difference of two generations off the same cached prompts; prefill is",
+        "the time of one prompt of 8,192 tokens. The median of the repetitions of a run counts; a GPU that",
+        "has rested runs the first of them faster, by up to two hundredths.",
+        "",
+        f"{host['date']}, {host['device']}, {versions}, {rounds} round{'s' * (rounds > 1)}. The default settings compare",
+        "the bytes of every forward's prefix with those that were written (KV watch), so there is no dearer setting but",
+        "a larger `KVCANARY_CAPTURE_BYTES`, segments, and `KVCANARY_HISTORY=on` and sweeps, which wait for the device.",
+        "",
+        "| work | without | "
+        + " | ".join(f"{mode}: times as long, each round" for mode in runs if mode != "off")
+        + " |",
+        "|---|--:|" + "---|" * (len(runs) - 1),
+    ]
+    for name, figure in figures.items():
+        ratios = [", ".join(f"{ratio:.4f}" for ratio in figure[mode]["ratios"]) for mode in runs if mode != "off"]
+        lines.append(f"| {name} | {statistics.median(figure['off']):.2f} ms | " + " | ".join(ratios) + " |")
+    lines += [
+        "",
+        "Time on the engine's thread, a step: all hooks together, launches and waiting for Python's lock included. The budget",
+        "is 60 us at the median of a decode.",
+        "",
+        "| settings | "
+        + " | ".join(f"{name}, median" for name in decodes)
+        + " | all steps, median | all steps, 99 % |",
+        "|---|" + "--:|" * (len(decodes) + 2),
+    ]
+    recorded = [(mode, result["recording"]) for mode in runs if mode != "off" for result in runs[mode]]
+    for mode, one in recorded:
+        shown = [one["engine_thread_us_by_decode"].get(name) for name in decodes]
+        shown += [one["engine_thread_us_p50"], one["engine_thread_us_p99"]]
+        lines.append(f"| {mode} | " + " | ".join("" if us is None else f"{us:.0f} us" for us in shown) + " |")
+    lines += [
+        "",
+        "What the medians consist of, hook by hook, the median of each:",
+        "",
+        "| settings | work | " + " | ".join(HOOKS.values()) + " |",
+        "|---|---|" + "--:|" * len(HOOKS),
+    ]
+    for mode, one in recorded:
+        for name, hooks in one["hooks_us_by_decode"].items():
+            lines.append(f"| {mode} | {name} | " + " | ".join(f"{hooks[hook]:.0f} us" for hook in HOOKS) + " |")
+    lines += [
+        "",
+        "Before the model and after it there is one launch each. The same code takes longer in a longer step, whose caches",
+        "have seen more of other things since the last one; hosts of one kind differ by a third. The slowest hundredth are",
+        "steps in which many requests begin or end; each of those is told by itself.",
+        "",
+        "The least that there is to it, on the same host and in the same run, by itself:",
+        "",
+        "| | warm caches | 64 MiB of other things touched before |",
+        "|---|--:|--:|",
+        *[f"| {thing} | {warm:.1f} us | {cold:.1f} us |" for thing, warm, cold in least(host)],
+        "",
+        "What one run recorded, over all its work:",
+        "",
+        "| settings | bytes a forward | bytes a token | device memory | pinned | lost |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for mode, one in recorded:
+        lines.append(
+            f"| {mode} | {one['bytes_a_forward']:,.0f} | {one['bytes_a_token']:,.0f} | {one['device_mib']:.0f} MiB | "
+            f"{one['pinned_mib']:.0f} MiB | {one['losses']} |"
+        )
+    lines += [
+        "",
+        "A forward's bytes are mostly block-table entries: each of these generations hits prefixes of up to 524,288 cached",
+        "tokens, and each slot that a request takes over from the cache is told once.",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,100 @@
+"""A pipeline stage of SGLang's shape: results come round as new objects, micro-batch by micro-batch, a round late."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvcanary.recorder.engines import sglang_attachment
+from kvcanary.recorder.environment import RecordingSettings
+from kvcanary.recorder.reader import read_events
+
+from .fake_engine import SLOTS, Allocator, Batch, ModelRunner, Request, Result, Scheduler, hooked
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment, "stop_on_sigterm", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment, "not_applied", list)
+
+
+class Stage(Scheduler):
+    """One stage of two: it launches a micro-batch, and takes its result over when the next ones have been launched."""
+
+    def __init__(self, runner: ModelRunner, allocator: Allocator) -> None:
+        self.pp_rank, self.pp_size = 0, 2
+        self.waiting: list[tuple[Batch, torch.Tensor]] = []
+        self.late = True
+        super().__init__(runner, allocator)
+
+    def _pp_launch_batch(self, mb_id: int, batch: Batch, *_: Any) -> tuple[Result, None]:
+        return self.run_batch(batch), None
+
+    def _pp_process_batch_result(self, batch: Batch, result: Result) -> None:
+        self.process_batch_result(batch, result)
+
+    def launch(self, batch: Batch) -> None:
+        result, _ = self._pp_launch_batch(len(self.waiting), batch)
+        self.waiting.append((batch, result.next_token_ids))
+
+    def take_over(self) -> None:
+        batch, tokens = self.waiting.pop(0)
+        self._pp_process_batch_result(batch, Result(tokens.clone()))
+
+    def batch_of(self, reqs: list[Request]) -> Batch:
+        """Return the batch that `step` would run, and run nothing."""
+        made: list[Batch] = []
+        self.run_batch, self.process_batch_result = made.append, lambda *_: None  # type: ignore[assignment,method-assign]
+        try:
+            self.step(reqs)
+        finally:
+            del self.run_batch, self.process_batch_result
+        return made[0]
+
+
+def stage(patch: pytest.MonkeyPatch, folder: Path) -> tuple[Any, Stage]:
+    attachment = hooked(patch, RecordingSettings(folder=folder))
+    runner = ModelRunner()
+    runner.server_args.pp_size = 2
+    scheduler = Stage(runner, Allocator(SLOTS - 1, 1))
+    assert attachment._session is not None
+    return attachment._session.recorder, scheduler
+
+
+def samples(path: Path) -> list[tuple[int, list[int]]]:
+    return [
+        (event.scalar("forward"), event.ints("sampled_tokens").tolist())
+        for event in read_events(path)
+        if event.kind == "sample"
+    ]
+
+
+def test_each_micro_batch_is_told_what_its_own_forward_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, scheduler = stage(monkeypatch, tmp_path)
+    first, second = Request("a", [3, 4], new_tokens=4), Request("b", [5, 6, 7], new_tokens=4)
+    for _ in range(3):
+        scheduler.launch(scheduler.batch_of([first]))
+        scheduler.launch(scheduler.batch_of([second]))
+        scheduler.take_over()
+        scheduler.take_over()
+    recorder.close()
+    expected = [token for pair in zip(first.output_ids, second.output_ids, strict=True) for token in pair]
+    assert samples(recorder.path) == [(forward, [token]) for forward, token in enumerate(expected)]
+    assert first.output_ids != second.output_ids
+
+
+def test_nothing_is_told_of_a_batch_that_ran_twice_before_a_result_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, scheduler = stage(monkeypatch, tmp_path)
+    request = Request("a", [3, 4], new_tokens=9)
+    batch = scheduler.batch_of([request])
+    scheduler.launch(batch)
+    scheduler.launch(batch)
+    scheduler.take_over()
+    scheduler.take_over()
+    scheduler.launch(batch)
+    scheduler.take_over()
+    recorder.close()
+    assert samples(recorder.path) == [(2, request.output_ids[2:])]
