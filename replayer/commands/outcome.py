@@ -68,8 +68,9 @@ class Outcome:
         for note in result.notes:
             self.say(note, "yellow")
         if result.error:
-            names = [str(path) for job in group for path in job.recording.paths]
-            self.fail(", ".join(job.recording.name for job in group), result.error, names)
+            names = [job.recording.name for job in group]
+            files = [str(path) for job in group for path in job.recording.paths]
+            self.fail(", ".join(names), result.error, names + files)
         for summary in result.summaries:
             self._codes.append(summary.verdict.exit_code)
             self._summaries.append(summary.to_json())

@@ -198,3 +198,11 @@ def test_nothing_is_left_of_stretches_that_were_killed(tmp_path: Path) -> None:
     (report / ".stretch-0007").mkdir(parents=True)
     assert replay("--quiet", "--jobs", 1, "--report", report, *segments)[0] == 0
     assert not list(report.glob(".stretch*"))
+
+
+def test_what_keeps_a_report_from_being_written_is_said_once(tmp_path: Path) -> None:
+    segments = record("mha", None, tmp_path)
+    (tmp_path / "taken").write_text("a file")
+    code, _, err = replay("--quiet", "--jobs", 1, "--report", tmp_path / "taken" / "report", *segments)
+    assert code == 2
+    assert err.count("t.arrow: ") == 1
