@@ -5,9 +5,10 @@ from typing import Any
 
 from ..environment import RecordingSettings
 from ..recording import beginning
+from .hooking import Finish, Hook, wrap_method
 from .sglang_drafts import DraftGraph
 from .sglang_history import ALLOCS, FREES, GroupHistory
-from .sglang_hooks import Finish, Hook, not_applied, register_drafts, wrap_method
+from .sglang_hooks import not_applied, register_drafts
 from .sglang_host_cache import HostCache, controller_of
 from .sglang_layout import RunnerLayout
 from .sglang_requests import row_of

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..device.recorder import DeviceRecorder
 from ..host_arrays import Int64Array, own_int64
 from ..recorder import Recorder
-from .sglang_hooks import Finish
+from .hooking import Finish
 
 ALLOCS: Final = ("alloc", "alloc_extend", "alloc_decode")
 FREES: Final = ("free", "free_segment", "free_page_ids")

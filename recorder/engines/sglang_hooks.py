@@ -12,10 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .hooking import Finish as Finish
-from .hooking import Hook as Hook
-from .hooking import harmless as harmless
-from .hooking import wrap_method as wrap_method
+from .hooking import harmless
 
 logger = logging.getLogger("kvcanary")
 

@@ -19,8 +19,8 @@ from ..header import PoolGroup
 from ..host_arrays import Int64Array, own_int64
 from ..recorder import Recorder
 from ..schema import TIER_HOST, TIER_POOL
+from .hooking import Finish
 from .sglang_history import GroupHistory
-from .sglang_hooks import Finish
 
 CONTROLLER: Final = "HiCacheController"
 GROUP: Final = 0

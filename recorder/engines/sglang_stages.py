@@ -7,7 +7,7 @@ over for the very batch that it ran, and before that batch runs again.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .sglang_hooks import Finish, Hook
+from .hooking import Finish, Hook
 
 if TYPE_CHECKING:
     from .sglang_session import Session

@@ -18,8 +18,8 @@ from ..forward_input import translate
 from ..host_arrays import Int64Array, read_runs
 from ..recorder import Recorder
 from ..schema import RECEIVE, SEND
+from .hooking import Finish, Hook, wrap_method
 from .sglang_history import GroupHistory
-from .sglang_hooks import Finish, Hook, wrap_method
 from .sglang_layout import Layout
 from .sglang_requests import KnownRequest, kv_field, row_of
 

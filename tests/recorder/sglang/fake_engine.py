@@ -5,8 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from kvcanary.recorder.engines.hooking import harmless
 from kvcanary.recorder.engines.sglang_attachment import Attachment
-from kvcanary.recorder.engines.sglang_hooks import TARGETS, harmless
+from kvcanary.recorder.engines.sglang_hooks import TARGETS
 from kvcanary.recorder.environment import RecordingSettings
 
 ROWS, WIDTH, SLOTS, HEADS, DIM = 5, 64, 96, 2, 8

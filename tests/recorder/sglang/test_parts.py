@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.engines import hooking, sglang_hooks, step_cost
+from kvcanary.recorder.engines.hooking import harmless, wrap_method
 from kvcanary.recorder.engines.sglang_attachment import Attachment
 from kvcanary.recorder.engines.sglang_batches import KnownBatches
 from kvcanary.recorder.engines.sglang_drafts import DraftGraph
 from kvcanary.recorder.engines.sglang_forward import MODES, forward_input, prefix_and_extend
 from kvcanary.recorder.engines.sglang_history import GroupHistory
-from kvcanary.recorder.engines.sglang_hooks import TARGETS, Target, find, harmless, wrap_method
+from kvcanary.recorder.engines.sglang_hooks import TARGETS, Target, find
 from kvcanary.recorder.engines.sglang_layout import Layout, ranks_of
 from kvcanary.recorder.engines.sglang_requests import KnownRequest, RequestBook, request_id_of, row_of
 from kvcanary.recorder.engines.sglang_sweep import PrefixCacheWalk
