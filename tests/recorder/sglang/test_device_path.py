@@ -59,7 +59,7 @@ def test_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.M
     repeated = []
 
     def again(self: DeviceCapture, rows: Any, ids: Any, positions: Any, loc: Any, known: Any, lens: Any) -> int:
-        """Stand for the machine code, which only a GPU has."""
+        """Stand for the machine code; test_like_the_last.py runs it."""
         if attachment._session._mode.name != "DECODE" or known.rows != rows.numel():
             return -1
         repeated.append(known)
