@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from configurations import Configuration
 
@@ -21,6 +22,22 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     # one thread: a forked process must not wait for threads that it has not inherited
     "OMP_NUM_THREADS": "1",
+}
+
+# What all engines here are started with, small enough for a core.
+CPU_ENGINE: dict[str, Any] = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "dtype": "float32",
+    "mem_fraction_static": 0.1,
+    "disable_cuda_graph": True,
+    "max_running_requests": 8,
+    "chunked_prefill_size": 32,
+    "log_level": "info",
 }
 
 
@@ -126,22 +143,11 @@ def generate(configuration: Configuration) -> None:
 
     engine = Engine(
         model_path=str(MODELS / configuration.model),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        device="cpu",
-        attention_backend="torch_native",
-        dtype="float32",
-        mem_fraction_static=0.1,
-        disable_cuda_graph=True,
+        **CPU_ENGINE,
         disable_overlap_schedule=not configuration.overlap,
         page_size=configuration.page_size,
         max_total_tokens=configuration.max_total_tokens,
-        max_running_requests=8,
-        chunked_prefill_size=32,
         random_seed=configuration.seed,
-        log_level="info",
         kv_canary="log",
         kv_canary_real_data="partial",
         kv_canary_sweep_interval=configuration.sweep_interval,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import MODELS
+from engine import CPU_ENGINE, MODELS
 
 TRANSFER = Path(__file__).parent / "standin" / "transfer"
 ROLES = ("prefill", "decode")
@@ -125,22 +125,11 @@ def serve(pair: Pair, role: str, folder: Path, port: int) -> None:
             options[backup] = "cpu_tensor"  # there is no pinned memory for the other
     engine = Engine(
         model_path=str(MODELS / pair.model),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        device="cpu",
-        attention_backend="torch_native",
-        dtype="float32",
-        mem_fraction_static=0.1,
-        disable_cuda_graph=True,
+        **CPU_ENGINE,
         disable_overlap_schedule=not pair.overlap,
         page_size=pair.page_size,
         max_total_tokens=512,
-        max_running_requests=8,
-        chunked_prefill_size=32,
         random_seed=pair.seed,
-        log_level="info",
         host="127.0.0.1",
         tp_size=pair.ranks,
         disaggregation_mode=role,

@@ -100,28 +100,17 @@ def main() -> int:
 
 def serve(run: Ranks, place: Path) -> None:
     """Start an engine, generate, write the outputs down and shut it down."""
-    from engine import MODELS
+    from engine import CPU_ENGINE, MODELS
     from pair_engine import make_prompts
     from sglang.srt.entrypoints.engine import Engine
 
     engine = Engine(
         model_path=str(MODELS / run.model),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        device="cpu",
-        attention_backend="torch_native",
-        dtype="float32",
-        mem_fraction_static=0.1,
-        disable_cuda_graph=True,
+        **CPU_ENGINE,
         disable_overlap_schedule=not run.overlap,
         page_size=run.page_size,
         max_total_tokens=512,
-        max_running_requests=8,
-        chunked_prefill_size=32,
         random_seed=1,
-        log_level="info",
         **run.options,
     )
     prompts = make_prompts(1)
