@@ -90,9 +90,8 @@ def main() -> int:
         return 0
     kept = measure(args) if args.kept is None else json.loads(args.kept.read_text())
     runs, host = kept["runs"], kept["host"]
-    # A measurement that was broken off may have taken the first modes of its last round alone.
-    rounds = min(len(results) for results in runs.values() if results)
-    runs = {mode: results[:rounds] for mode, results in runs.items() if results}
+    # A measurement that was broken off has taken the first modes of its last round alone, and off before all others.
+    runs = {mode: results for mode, results in runs.items() if results}
     tokens = {json.dumps(result["tokens"]) for results in runs.values() for result in results}
     if len(tokens) > 1:
         print("the engines did not give the same tokens, so their times are not compared", file=sys.stderr)

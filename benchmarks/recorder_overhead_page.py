@@ -24,7 +24,7 @@ def summarize(runs: dict[str, list[dict]]) -> dict:
         for mode, results in runs.items():
             if mode != "off":
                 mine = [result["shapes"][name]["ms"] for result in results]
-                figures[name][mode] = {"ms": mine, "ratios": [a / b for a, b in zip(mine, base, strict=True)]}
+                figures[name][mode] = {"ms": mine, "ratios": [a / b for a, b in zip(mine, base, strict=False)]}
     return figures
 
 
