@@ -9,6 +9,7 @@ launches and without them, so that a ratio can be given either way. What the lau
 
 import argparse
 import json
+import math
 import time
 import warnings
 from dataclasses import dataclass
@@ -55,13 +56,17 @@ class PublishedRun:
 
 
 def step_published(trace: Path, *, device: str = "cuda", kv_hash: str = "partial") -> PublishedRun:
-    """Step the published kernels over a trace, after one whole pass that is not timed: plans of another size compile anew.
+    """Step the published kernels over a trace, after a pass that is not timed, as far as plans of a new size come up.
+
+    Kernels compile anew for each of those.
 
     Raises:
         ValueError: the trace holds what they cannot be stepped over by this program: copies, transfers, losses, sweeps,
             KV changes, several runners.
     """
-    _Stepping(trace, device, kv_hash, launches=True).run()
+    stepping = _Stepping(trace, device, kv_hash, launches=False)
+    stepping.run()  # reads the file once, too
+    _Stepping(trace, device, kv_hash, launches=True).run(stepping.last_new_size)
     state = _Stepping(trace, device, kv_hash, launches=False).run()
     full = _Stepping(trace, device, kv_hash, launches=True).run()
     return PublishedRun(
@@ -88,9 +93,11 @@ class _Stepping:
         self.trace, self.launches = trace, launches
         self.device = torch.device(device)
         self.mode = {"none": 0, "partial": 1, "all": 2}[kv_hash]
-        self.entries = self.forwards = 0
+        self.entries = self.forwards = self.last_new_size = 0
+        self.sizes: set[tuple[int, int]] = set()
 
-    def run(self) -> PublishedRun:
+    def run(self, most_forwards: float = math.inf) -> PublishedRun:
+        """Step over the trace, up to the batch of events that reaches so many forwards."""
         torch = self.torch
         with TraceReader(self.trace) as reader:
             self._allocate(reader.header)
@@ -102,6 +109,8 @@ class _Stepping:
                 if isinstance(item, TraceGap):
                     raise ValueError(item.reason)  # noqa: TRY004 - the file is wrong, not a type
                 self._batch(item)
+                if self.forwards >= most_forwards:
+                    break
             if on_gpu:
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started
@@ -256,8 +265,9 @@ class _Stepping:
             if group.lut >= 0:
                 slots = self.luts[group.lut][slots]
             slots_of.append(slots)
+            capacity = self._capacity(index, group, batch, number)
             if self.launches:
-                self._plan(index, group, batch, number, rows, prefix, extend, truth_lens)
+                self._plan(index, group, capacity, rows, prefix, extend, truth_lens)
                 for half in group.halves:
                     self._launch(index, contexts["HEAD", half], ids, positions, slots)
         for (_, pools, _), slots in zip(self.groups, slots_of, strict=True):
@@ -279,21 +289,20 @@ class _Stepping:
         if a < b:
             self.truth.view(-1).index_copy_(0, cells[a:b], values[a:b])
 
-    def _plan(
-        self,
-        index: int,
-        group: Any,
-        batch: TraceBatch,
-        number: int,
-        rows: Any,
-        prefix: Any,
-        extend: Any,
-        truth_lens: Any,
-    ) -> None:
+    def _capacity(self, index: int, group: Any, batch: TraceBatch, number: int) -> int:
+        """Return how large a group's verify plan for a forward is, a power of two."""
         lens = batch.event(number).ints("prefix_lens")
         entries = int(np.minimum(lens, group.window or 1 << 40).sum())
         self.entries += entries
         capacity = 1 << max(10, entries.bit_length())
+        if (capacity, index) not in self.sizes:
+            self.sizes.add((capacity, index))
+            self.last_new_size = self.forwards
+        return capacity
+
+    def _plan(
+        self, index: int, group: Any, capacity: int, rows: Any, prefix: Any, extend: Any, truth_lens: Any
+    ) -> None:
         # A plan is used until its group's TAIL, so groups of one size need one each.
         key = (capacity, index)
         if key not in self.verify_plans:

@@ -78,7 +78,7 @@ def _measured(fraction: float, recording: list[Path], args: argparse.Namespace) 
 def shared_by() -> dict[str, int]:
     """Return with how many workers a recording in segments is replayed, by the names of what is found."""
     cores = len(os.sched_getaffinity(0))
-    return {f"{jobs} workers": jobs for jobs in sorted({min(4, cores), min(SEGMENTS, cores)})}
+    return {f"{jobs} workers": jobs for jobs in sorted({min(jobs, cores) for jobs in (4, 8, SEGMENTS)})}
 
 
 def _times(row: dict[str, Any], name: str) -> float:
@@ -94,7 +94,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         columns += [f"interval, at most {jobs} workers, s (with their start)", "times"]
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for row in rows:
-        cells = [f"{row['fraction']:.1%}", f"{row['forwards']:,}", f"{row['entries']:,}"]
+        cells = [f"{row['fraction']:.1%}", f"{row['interval']['forwards']:,}", f"{row['entries']:,}"]
         cells += [f"{row['seconds']:.2f}", f"{row['state_seconds']:.2f}"]
         for name in ("stepwise", "interval"):
             cells += [f"{row[name]['seconds']:.2f}", f"{_times(row, name):.1f}"]

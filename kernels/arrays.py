@@ -83,7 +83,8 @@ def require_either(
 def filled(shape: int | tuple[int, ...], dtype: Any, value: int, device: Any) -> Any:
     """Return an array full of `value`: numpy's where `device` is None, else a torch tensor there."""
     if device is None:
-        return np.full(shape, value, dtype)
+        # Zeros that nobody has touched take no memory yet, and a large log is seldom filled.
+        return np.full(shape, value, dtype) if value else np.zeros(shape, dtype)
     import torch
 
     return torch.full(
