@@ -5,12 +5,14 @@ import io
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from .errors import AnalysisError
 from .text_table import text_table
 
 FORMATS: Final = ("table", "csv", "json", "parquet", "arrow")
@@ -46,6 +48,12 @@ def write_result(reader: pa.RecordBatchReader, sink: IO[bytes], form: str, *, ma
             (_csv if form == "csv" else _json)(reader, text)
         text.flush()
         text.detach()
+
+
+def spare(kept: Iterable[Path], target: Path) -> None:
+    """Raise `AnalysisError` where a result would take the place of a file that it is made of."""
+    if target.exists() and any(path.exists() and path.samefile(target) for path in kept):
+        raise AnalysisError(f"{target}: what is asked for is made of this file; name another with -o")
 
 
 def open_private(path: Path) -> IO[bytes]:

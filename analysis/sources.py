@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..recorder.errors import TraceError
 from ..recorder.reader import TraceReader
@@ -14,6 +14,10 @@ from ..recorder.segments import split_segment_name
 from .errors import AnalysisError
 
 STORE_NAME = "report.duckdb"
+REPORT_FILES: Final = (
+    *("summary.json", "violations.parquet", "findings.parquet", "incidents.parquet", "incident_members.parquet"),
+    *("swa_divergence.parquet", STORE_NAME),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,11 @@ class Source:
     summary: dict[str, Any] | None
     segments: tuple[Path, ...] = ()
     problem: str = ""
+
+    @property
+    def kept(self) -> tuple[Path, ...]:
+        """The trace's files and those of the report, which nothing else may take the place of."""
+        return self.files + (() if self.report is None else tuple(self.report / name for name in REPORT_FILES))
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -108,7 +117,7 @@ def _segments_source(
 ) -> Source:
     """Return a report on segments with those of its recording, in the folder where all that it speaks of lie."""
     recorded = Path(summary["trace"])
-    problem = f"{recorded}: no segment of this recording is there"
+    problem = f"{moved_to or recorded}: no segment of this recording is there"
     for candidate in candidates:
         folder = candidate if candidate.is_dir() else candidate.parent
         found = {number: path for number, path in _segments_in(folder, recorded.stem) if number in numbers}

@@ -157,7 +157,9 @@ class EventReplay:
         """Whether the last event says that a segment follows, and nothing was left unjudged or unlaunched before it."""
         executor = self._executor
         missing = self._health.missing(executor.launcher.kernel_counters)
-        return self._goes_on and not executor.unknown_entries and not missing
+        # Judged at the end, and there only by who has seen a forward.
+        silent = self._health.silent_runners()
+        return self._goes_on and not executor.unknown_entries and not missing and not silent
 
     def finish(self) -> None:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""

@@ -91,11 +91,15 @@ class Health:
         """Return what was never or too seldom launched in a whole trace."""
         if self._last is None:
             return []
-        findings = self.missing(kernel_counters)
-        for runner, ran in zip(self._header.runners, self._pulse.ran, strict=True):
-            if not ran and self._pulse.decoded:
-                findings.append(_finding(self._last, f"runner {runner.name} has groups and never ran a forward"))
-        return findings
+        last = self._last
+        silent = [_finding(last, f"runner {name} has groups and never ran a forward") for name in self.silent_runners()]
+        return self.missing(kernel_counters) + silent
+
+    def silent_runners(self) -> list[str]:
+        """Return the runners that did not run so far although the first one decoded."""
+        if not self._pulse.decoded:
+            return []
+        return [runner.name for runner, ran in zip(self._header.runners, self._pulse.ran, strict=True) if not ran]
 
     def missing(self, kernel_counters: npt.NDArray[np.int64]) -> list[Finding]:
         """Return which launches there were too few of so far."""

@@ -15,7 +15,7 @@ from ..recorder.recordings import recording_name
 from .event_replay import EventReplay
 from .exchange import Exchange
 from .read_ahead import ReadAhead
-from .report import ReportSinks
+from .report import ReportSinks, write_summary
 from .schedule import Schedule
 from .segment_stream import SegmentStream
 from .settings import Progress, ReplaySettings, StopReplayError, resolve_kv_hash
@@ -177,7 +177,7 @@ class ReplayRun:
         self.summary.seconds = time.perf_counter() - self._started
         if self._report:
             self.summary.report = str(self._report)
-            (self._report / "summary.json").write_text(self.summary.to_json_text(), encoding="utf-8")
+            write_summary(self.summary, self._report)
         return self.summary
 
     def __enter__(self) -> "ReplayRun":

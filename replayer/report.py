@@ -1,6 +1,6 @@
-"""The files of a report directory that grow during a replay."""
+"""The files of a report directory: those that grow during a replay, and the summary at its end."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -8,7 +8,23 @@ from ..recorder.header import TraceHeader
 from .divergence import DIVERGENCE_SCHEMA
 from .findings import FINDING_SCHEMA
 from .merged.merging import MergingSink
+from .summary import Summary
 from .violations import VIOLATION_SCHEMA, TableSink
+
+
+def write_summary(summary: Summary, report: Path) -> None:
+    """Write a report's `summary.json` beside its place and rename it, so that a full disk leaves what was there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = report / "summary.json.partial"
+    try:
+        partial.write_text(summary.to_json_text(), encoding="utf-8")
+        partial.replace(report / "summary.json")
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 class ReportSinks:

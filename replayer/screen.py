@@ -241,7 +241,7 @@ def _next(summary: Summary) -> Text:
     text = Text("report ", style="dim")
     text.append(summary.report, style="default")
     if summary.violations:
-        text.append("   every violation is a row of violations.parquet")
+        text.append("   every violation is in violations.parquet")
     if summary.verdict is Verdict.CORRUPT:
         report = shlex.quote(summary.report)
         text.append(f"\nnext   kvcanary triage {report}    or kvcanary sql {report}")

@@ -8,6 +8,7 @@ from ..recorder.batch import TraceBatch, TraceGap
 from ..recorder.errors import TraceError, UnreadableTraceError
 from ..recorder.header import TraceHeader
 from ..recorder.reader import TraceReader
+from ..recorder.segments import split_segment_name
 
 
 class SegmentStream:
@@ -57,6 +58,9 @@ class SegmentStream:
                 if len(self.paths) == 1:
                     raise
                 self.complete = self._goes_on = False
+                named = split_segment_name(path)
+                if self._last is not None and named is not None and named[1] == self._last + 1:
+                    self._last, self._goes_on = named[1], True  # told here, so not again at the segment behind it
                 yield TraceGap(after_event=self._expected - 1, missing_events=None, kind="damaged", cause=str(error))
                 continue
             with reader:

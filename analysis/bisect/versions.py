@@ -26,15 +26,21 @@ def read_versions(paths: Sequence[Path], order: Sequence[str] = ()) -> list[Save
     without it versions are ordered as PEP 440 says.
 
     Raises:
-        AnalysisError: a path holds no readable trace, a trace names no version, versions cannot be ordered, or fewer than
-            two are left.
+        AnalysisError: a path holds no readable trace, a trace names no version, engines are mixed, versions cannot be
+            ordered, or fewer than two are left.
     """
     runs: dict[str, list[tuple[Path, ...]]] = {}
+    engines: set[str] = set()
     for path in paths:
         run = tuple(sorted(path.glob("*.arrow"))) if path.is_dir() else (path,)
         if not run:
             raise AnalysisError(f"{path}: no trace in this folder")
-        runs.setdefault(_name(path, run, order), []).append(run)
+        runs.setdefault(_name(path, run, order, engines), []).append(run)
+    if len(engines) > 1 and not order:
+        raise AnalysisError(
+            f"traces of several engines, {', '.join(sorted(engines))}, whose versions follow no common order; name those "
+            "of one, or say the order with --order FILE"
+        )
     names = _ordered(runs, order)
     if len(names) < 2:
         raise AnalysisError(f"a bisection needs traces of at least two versions, came {', '.join(names) or 'none'}")
@@ -63,8 +69,8 @@ def read_order(path: Path) -> list[str]:
     return found
 
 
-def _name(path: Path, run: tuple[Path, ...], order: Sequence[str]) -> str:
-    """Return the version that a run is of; where the order names files, the file's."""
+def _name(path: Path, run: tuple[Path, ...], order: Sequence[str], engines: set[str]) -> str:
+    """Return the version that a run is of, and add its engine's name; where the order names files, the file's."""
     for listed in (str(path), path.name, path.stem):
         if listed in order:
             return listed
@@ -75,6 +81,7 @@ def _name(path: Path, run: tuple[Path, ...], order: Sequence[str]) -> str:
                 engine = reader.header.engine
         except TraceError as error:
             raise AnalysisError(str(error)) from None
+        engines.add(engine.name)
         versions.append(engine.commit if engine.commit in order else engine.version)
     if len(set(versions)) > 1:
         raise AnalysisError(

@@ -247,7 +247,8 @@ def _finish(
 
 def _lines(found: Bisection) -> list[str]:
     asked = len(found.search.judged)
-    cached = f", {found.cached:,} verdicts from before" if found.cached else ""
+    verdicts = "verdict" if found.cached == 1 else "verdicts"
+    cached = f", {found.cached:,} {verdicts} from before" if found.cached else ""
     lines = ["", f"judged  {asked} of {len(found.versions)} versions by {found.criterion.words()}{cached}"]
     if found.first_bad is not None:
         lines.append(f"FOUND   {found.first_bad} is the first bad version")

@@ -56,13 +56,14 @@ def expand_command(report: Path, output: Path | None, trace: Path | None, as_jso
     from ...recorder.errors import TraceError
     from ...replayer.merged.expansion import ExpansionError
     from ..errors import AnalysisError
+    from ..output import spare
     from ..sources import find_sources
 
     try:
         [source] = find_sources([report], trace=trace)
         folder = _with_trace(source, report)
         target = output or folder / OUTPUT_NAME
-        _spare([folder / "violations.parquet", *source.files], target)
+        spare(source.kept, target)
         expected = (source.summary or {}).get("violations")
         told = _write(folder, source.files, target, expected if isinstance(expected, int) else None)
     except (AnalysisError, ExpansionError, TraceError) as error:
@@ -83,14 +84,6 @@ def _with_trace(source: Source, named: Path) -> Path:
     if source.trace is None:
         raise AnalysisError(f"{source.problem}; name the place that it has moved to with --trace")
     return source.report
-
-
-def _spare(made_of: list[Path], target: Path) -> None:
-    """Raise `AnalysisError` where the output would take the place of what it is made of."""
-    from ..errors import AnalysisError
-
-    if target.exists() and any(path.exists() and path.samefile(target) for path in made_of):
-        raise AnalysisError(f"{target}: the rows are made of this file; name another with -o")
 
 
 def _write(report: Path, traces: tuple[Path, ...], target: Path, total: int | None) -> dict[str, Any]:

@@ -39,27 +39,30 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
     """Put violations and findings that share a cause together, and say what kind of mistake each looks like.
 
     REPORT is the folder that kvcanary-replay wrote. The incidents are found anew and written into it, as
-    incidents.parquet and incident_members.parquet. Without the trace the kinds are less certain.
+    incidents.parquet and incident_members.parquet. Without the trace those that were found with it stay; where there
+    are none, the kinds are less certain.
     """
     from ...recorder.commands.text import printable, printable_message
     from ..errors import AnalysisError
-    from ..incidents.finding import find_incidents, write_incidents
+    from ..incidents.finding import find_incidents, read_incidents, write_incidents
     from ..sources import read_summary
 
     try:
         summary = read_summary(report)
-        traces = _traces(report, trace, summary)
-        found = find_incidents(report, traces)
-        _write(lambda: write_incidents(report, found))
-        rows = _chosen(found.rows, explain)
+        traces, why = _traces(report, trace)
+        stored = None if traces else read_incidents(report)
+        if stored is None:
+            found = find_incidents(report, traces)
+            _write(lambda: write_incidents(report, found))
+        incidents = found.rows if stored is None else stored
+        rows = _chosen(incidents, explain)
     except AnalysisError as error:
         click.echo(f"Error: {printable_message(str(error))}", err=True)
         sys.exit(EXIT_FAILED)
     if not traces:
+        then = "so the kinds are less certain" if stored is None else "so what was found before is shown"
         click.echo(
-            printable(
-                f"note: {summary['trace']} is not at hand, so the kinds are less certain (--trace says where it is)"
-            ),
+            printable(f"note: {why}: the trace is not at hand, {then} (--trace says where it is now)"),
             err=True,
         )
     if as_json:
@@ -67,34 +70,30 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
 
         click.echo(
             json.dumps(
-                {"report": str(report), "num_incidents": len(found.rows), "incidents": rows}, indent=2, default=str
+                {"report": str(report), "num_incidents": len(incidents), "incidents": rows}, indent=2, default=str
             )
         )
         return
     from rich.console import Console
 
     console = Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160)
-    _show(console, report, rows, len(found.rows), _begin(summary), explained=explain is not None)
+    _show(console, report, rows, len(incidents), _begin(summary), explained=explain is not None)
 
 
-def _traces(report: Path, moved_to: Path | None, summary: dict[str, Any]) -> list[Path]:
-    """Return the files of the report's trace, [] where they are not there."""
-    from ..errors import AnalysisError
+def _traces(report: Path, moved_to: Path | None) -> tuple[list[Path], str]:
+    """Return the files of the report's trace, [] and why where they are not there.
+
+    Of a recording in segments these are all that lie there, also before those that the report speaks of: they tell how
+    it came to that.
+    """
     from ..incidents.finishing import trace_files
-    from ..sources import find_sources
+    from ..sources import find_sources, read_summary
 
-    if moved_to is None:
-        files = trace_files(Path(summary["trace"]))
-        if len(files) > 1:
-            return files
-    else:
-        files = trace_files(moved_to)
-        if len(files) > 1:
-            return files
-        if not files:
-            raise AnalysisError(f"{moved_to}: no such trace; --trace names where the report's trace is now")
     [source] = find_sources([report], trace=moved_to)
-    return list(source.files)
+    if source.segments:
+        whole = source.segments[0].with_name(Path(read_summary(report)["trace"]).name)
+        return trace_files(whole, str((source.summary or {}).get("trace_id"))), ""
+    return list(source.files), source.problem
 
 
 def _write(write: Any) -> None:

@@ -82,6 +82,8 @@ def sql_command(
 def _split(arguments: tuple[str, ...]) -> tuple[list[Path], str | None]:
     """Tell sources from the query: the last argument is one where no such file exists and it has more than a word."""
     last = arguments[-1]
+    if not last.strip():
+        raise click.UsageError("the query, or a name, is empty; is a variable of the shell unset?")
     if len(arguments) > 1 and not _exists(last) and (len(last.split()) > 1 or last.rstrip().endswith(";")):
         return [Path(argument) for argument in arguments[:-1]], last
     return [Path(argument) for argument in arguments], None
@@ -105,11 +107,14 @@ def _run(
     save: bool,
     live: bool,
 ) -> None:
+    from ..output import spare
     from ..session import open_sources
     from ..sources import find_sources
     from ..store import build_store
 
     sources = find_sources([source for path in paths for source in _named(path)], trace=trace)
+    if output is not None:
+        spare([path for source in sources for path in source.kept], output)
     if save:
         for source in sources:
             click.echo(f"wrote   {build_store(source)}", err=True)
@@ -191,7 +196,12 @@ def _show(session: Session, query: str, form: str, rows: int, output: Path | Non
             write_result(reader, sys.stdout.buffer, form, max_rows=rows or None)
             return
         with open_private(output) as sink:
-            write_result(reader, sink, form, max_rows=None)
+            try:
+                write_result(reader, sink, form, max_rows=None)
+                sink.flush()
+            except OSError:  # the disk is full
+                _remove(output)
+                raise
     except pa.ArrowException as error:
         _remove(output)
         raise SqlError(str(error)) from None

@@ -1,5 +1,6 @@
 """A report's incidents: found, written, read back."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -71,26 +72,32 @@ def write_incidents(report: Path, found: Incidents) -> None:
         AnalysisError: they cannot be written, or the report changed meanwhile.
     """
     schema = INCIDENT_SCHEMA.with_metadata({STAMP_KEY: _stamp(report)})
+    members, rows = (report / f"{name}.partial" for name in (MEMBERS_NAME, INCIDENTS_NAME))
     try:
-        members = report / f"{MEMBERS_NAME}.partial"
         with members.open("wb") as file, pq.ParquetWriter(file, MEMBER_SCHEMA, compression="zstd") as writer:
             for table in _members(report, found):
                 writer.write_table(table)
-        rows = report / f"{INCIDENTS_NAME}.partial"
         with rows.open("wb") as file:
             pq.write_table(pa.Table.from_pylist(found.rows, schema=schema), file, compression="zstd")
         members.replace(report / MEMBERS_NAME)
         rows.replace(report / INCIDENTS_NAME)
     except OSError as error:
         raise AnalysisError(f"{report}: incidents cannot be written ({error.strerror or error})") from None
+    finally:
+        for partial in (members, rows):
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
 
 
 def read_incidents(report: Path) -> list[dict[str, Any]] | None:
-    """Return a report's incidents as they were written, None where they are not there or of another replay."""
+    """Return a report's incidents as they were written, None where they are not there, damaged, or of another replay."""
     if not incidents_fit(report):
         return None
-    with (report / INCIDENTS_NAME).open("rb") as file:
-        return list(pq.read_table(file).to_pylist())
+    try:
+        with (report / INCIDENTS_NAME).open("rb") as file:
+            return list(pq.read_table(file).to_pylist())
+    except (OSError, pa.ArrowException):
+        return None
 
 
 def incidents_fit(report: Path) -> bool:

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any, Final
 
+from ...recorder.errors import TraceError
+from ...recorder.reader import TraceReader
 from ...recorder.segments import split_segment_name
+from ...replayer.report import write_summary
 from ...replayer.summary import Summary
 from ..errors import AnalysisError
 from .schema import INCIDENTS_NAME, MEMBERS_NAME
@@ -31,11 +34,11 @@ def add_incidents(summary: Summary) -> str:
             return ""
         from .finding import find_incidents, write_incidents  # a clean replay needs none of it
 
-        found = find_incidents(report, trace_files(Path(summary.trace)))
+        found = find_incidents(report, trace_files(Path(summary.trace), summary.header.trace_id))
         write_incidents(report, found)
         summary.num_incidents = len(found.rows)
         summary.incidents = in_summary(found.rows)
-        (report / "summary.json").write_text(summary.to_json_text(), encoding="utf-8")
+        write_summary(summary, report)
     except (AnalysisError, OSError) as error:
         return f"the incidents are missing: {error}"
     return ""
@@ -50,14 +53,25 @@ def in_summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return short
 
 
-def trace_files(trace: Path) -> list[Path]:
-    """Return a trace's file, or, where it was recorded in segments, all that lie there, in order; [] where none does."""
+def trace_files(trace: Path, trace_id: str) -> list[Path]:
+    """Return a trace's file, or, where it was recorded in segments, all that can be read there, in order; [] for none.
+
+    Segments that only have its name, with another id, are left out, and so are those of which nothing can be read.
+    """
     if trace.is_file():
         return [trace]
     found = []
     if trace.parent.is_dir():
         for path in trace.parent.iterdir():
             split = split_segment_name(path)
-            if split is not None and f"{split[0]}.arrow" == trace.name:
+            if split is not None and f"{split[0]}.arrow" == trace.name and _is_of(path, trace_id):
                 found.append((split[1], path))
     return [path for _, path in sorted(found)]
+
+
+def _is_of(segment: Path, trace_id: str) -> bool:
+    try:
+        with TraceReader(segment) as reader:
+            return reader.header.trace_id == trace_id
+    except TraceError:
+        return False

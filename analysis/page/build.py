@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import AnalysisError
-from ..output import open_private
+from ..output import open_private, spare
 from ..session import Session, open_sources
 from ..sources import Source
 from ..store import build_store, fresh_store
@@ -29,7 +29,7 @@ def build_page(source: Source, target: Path | None = None) -> Path:
 
     Raises:
         NoPlotLibraryError: vl-convert is not installed.
-        AnalysisError: there is no report, it cannot be read, or the page cannot be written.
+        AnalysisError: there is no report, it cannot be read, or the page cannot be written or would take its place.
     """
     if source.report is None:
         raise AnalysisError(
@@ -38,6 +38,7 @@ def build_page(source: Source, target: Path | None = None) -> Path:
     path = target or source.report / PAGE_NAME
     if not path.parent.is_dir():
         raise AnalysisError(f"{path.parent}: no such folder; make it, or name another place with -o")
+    spare(source.kept, path)
     library = plot_library()  # what is missing is said before any work
     with _session(source) as session:
         session.sql(f"set memory_limit = '{MEMORY_LIMIT}'")
@@ -45,7 +46,12 @@ def build_page(source: Source, target: Path | None = None) -> Path:
     try:
         with open_private(path) as file:
             file.write(page)
-    except OSError as error:
+    except (OSError, KeyboardInterrupt) as error:
+        if path.is_file():  # half a page opens, and shows less than there is
+            with contextlib.suppress(OSError):
+                path.unlink()
+        if not isinstance(error, OSError):
+            raise
         raise AnalysisError(f"{path}: cannot be written ({error.strerror or error}); name another with -o") from None
     return path
 

@@ -205,6 +205,8 @@ def matrix_command(
         seeds=seeds,
         clean_seeds=clean_seeds,
     )
+    if not planned:
+        raise click.UsageError("nothing to try: none of the faults goes with any of the configurations, or no seeds")
     try:
         rows = _run_shown(planned, output, jobs=jobs or len(os.sched_getaffinity(0)), force=force)
     except ResultsError as error:
@@ -283,8 +285,10 @@ def _show(claims: list[Claim], output: Path) -> None:
         out.print(text, style="red", markup=False)
     if len(failures) > 20:
         out.print(f"and {len(failures) - 20:,} more, in {output}", style="red", markup=False)
-    verdict = "every claim holds" if not failures else f"{len(failures):,} trials contradict the claims"
-    out.print(f"{verdict}   {sum(c.runs for c in claims):,} trials   {output}", markup=False)
+    several = f"{len(failures):,} trials contradict the claims"
+    verdict = "every claim holds" if not failures else "1 trial contradicts a claim" if len(failures) == 1 else several
+    trials = sum(claim.runs for claim in claims)
+    out.print(f"{verdict}   {trials:,} {'trial' if trials == 1 else 'trials'}   {output}", markup=False)
 
 
 def _console(stream: Any) -> Console:

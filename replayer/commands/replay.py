@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from ...recorder.recordings import Recording
     from ..parallel.group_replay import GroupResult, GroupTask
     from ..parallel.jobs import Job, Plan
 
@@ -46,11 +45,20 @@ Examples:
 """
 
 
+class _Named(click.Path):
+    """A path that is not empty, which would stand for the folder one is in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the name is empty; is a variable of the shell unset?", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.command("replay", epilog=_EPILOG)
-@click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=click.Path(path_type=Path))
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=_Named(path_type=Path))
 @click.option(
     "--report",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=_Named(path_type=Path, file_okay=False),
     help="Report directory. [default: TRACE.report beside the trace, trace.report for trace.arrow and its segments; "
     "with several recordings, one folder each inside DIR]",
 )
@@ -172,6 +180,7 @@ def replay_command(  # one parameter an option
     from ..parallel.jobs import Job, plan_jobs
     from ..settings import ReplaySettings
     from .outcome import Outcome
+    from .report_places import report_folders, reports_held
 
     if report and no_report:
         raise click.UsageError("--report and --no-report exclude one another")
@@ -200,16 +209,17 @@ def replay_command(  # one parameter an option
     recordings, notes = group_recordings(paths)
     for note in notes:
         outcome.say(note, "dim")
-    reports = _report_folders(recordings, report, no_report)
+    reports = report_folders(recordings, report, no_report)
     plan = plan_jobs([Job(recording=r, report=target) for r, target in zip(recordings, reports, strict=True)])
     task = GroupTask(settings=settings, explicit=report is not None, all_there=folders, judged=after.get("judged", ()))
     loaded()
     left = sum(map(len, plan.groups))
     interrupted = False
-    for group, result in _results(plan, task, jobs, places, err, quiet=as_json or quiet):
-        outcome.take(group, result)
-        left -= len(group)
-        interrupted |= result.interrupted
+    with reports_held([job for group in plan.groups for job in group], settings):
+        for group, result in _results(plan, task, jobs, places, err, quiet=as_json or quiet):
+            outcome.take(group, result)
+            left -= len(group)
+            interrupted |= result.interrupted
     if interrupted and left:
         outcome.say(f"interrupted: {left} more not replayed")
     sys.exit(outcome.end(plan, several=len(traces) > 1))
@@ -317,32 +327,3 @@ def _expand(traces: tuple[Path, ...]) -> tuple[list[Path], list[tuple[str, str]]
         except TraceError as error:
             unread.append((str(trace), str(error)))
     return paths, unread
-
-
-def _report_name(recording: Recording) -> Path:
-    """Return a recording's name; of a part of its segments with their numbers: the whole recording's report stays."""
-    from ...recorder.segments import split_segment_name
-
-    name = Path(recording.name).with_suffix("")
-    splits = [split_segment_name(path) for path in recording.paths]
-    numbers = [split[1] for split in splits if split is not None]
-    if len(recording.paths) == 1 or not numbers or len(numbers) < len(splits):
-        return name
-    there = (split_segment_name(path) for path in name.parent.iterdir())
-    if {split[1] for split in there if split is not None and split[0] == name.name} <= {*numbers}:
-        return name
-    return name.with_name(f"{name.name}.{min(numbers):06d}-{max(numbers):06d}")
-
-
-def _report_folders(recordings: list[Recording], report: Path | None, no_report: bool) -> list[Path | None]:
-    """Return each recording's report directory; refuse two that would share one."""
-    if no_report:
-        return [None] * len(recordings)
-    if report and len(recordings) == 1:
-        return [report]
-    named = [_report_name(recording) for recording in recordings]
-    folders = [(report or trace.parent) / f"{trace.name}.report" for trace in named]
-    shared = next((folder for folder in folders if folders.count(folder) > 1), None)
-    if shared:
-        raise click.UsageError(f"two traces would write to {shared}; replay them apart, or name another --report each")
-    return list(folders)

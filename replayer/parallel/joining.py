@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..divergence import DIVERGENCE_SCHEMA
+from ..report import write_summary
 from ..summary import MAX_LISTED, Summary
 from ..violations import TableSink
 from .group_replay import GroupResult, GroupTask, judged_notes, not_written
@@ -110,7 +111,7 @@ def joined(name: str, parts: Sequence[Part], report: Path | None) -> Summary:
     if report is not None:
         _join_reports(summaries, report)
         summary.report = str(report)
-        (report / "summary.json").write_text(summary.to_json_text(), encoding="utf-8")
+        write_summary(summary, report)
     return summary
 
 

@@ -6,6 +6,7 @@ end. A worker that dies takes the group that it was at with it, and no other.
 
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from ..settings import Progress
 from .group_replay import GroupResult, GroupTask
 from .jobs import Job, Plan, group_bytes
 from .sharing import usable_cores
+from .stretch_replay import drop_parts
 from .worker import STOP, Begun, Done, Troubled, work
 
 _NOTHING: Final = Progress(bytes_read=0, bytes_total=0, forwards=0, tokens=0, violations=0)
@@ -64,22 +66,39 @@ class _Worker:
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may never wake
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=work, args=(theirs, threads), daemon=True)
-        with _interrupts_held():
-            self.process.start()
-        theirs.close()
+        try:
+            resource_tracker.ensure_running()  # started with the first process, it would let interrupts through again
+            with _interrupts_held():  # for good in the process: loading, it would end in a traceback
+                self.process.start()
+        except OSError:
+            self.connection.close()
+            raise
+        finally:
+            theirs.close()
         self.device = device
         self.group: int | None = None
 
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Start processes that never get Ctrl-C, which a terminal sends to them too: loading, they would end in tracebacks."""
-    resource_tracker.ensure_running()  # started with the first process, it would let interrupts through again
+    """Hold back Ctrl-C, which a terminal sends to the processes that are started meanwhile too."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C; to hold it back in one thread would leave it to the others, which libraries have made."""
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 class _Pool:
@@ -101,18 +120,22 @@ class _Pool:
     def __enter__(self) -> "_Pool":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
-            if worker.group is None:
-                _send(worker.connection, None)
-            else:
-                worker.process.terminate()
-        for worker in self._workers:
-            worker.process.join(5)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-            worker.connection.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with _interrupts_ignored():  # another Ctrl-C would leave processes and files behind
+            for worker in self._workers:
+                if worker.group is None:
+                    _send(worker.connection, None)
+                else:
+                    worker.process.terminate()
+            for worker in self._workers:
+                worker.process.join(5)
+                if worker.process.is_alive():
+                    worker.process.kill()
+                    worker.process.join()
+                worker.connection.close()
+            for group in self._plan.groups if kind is not None else ():  # nobody is going to join them
+                if group[0].stretch is not None:
+                    drop_parts(group[0].report)
 
     @property
     def idle(self) -> bool:
@@ -124,7 +147,7 @@ class _Pool:
         try:
             self._give()
             busy = {worker.connection: worker for worker in self._workers if worker.group is not None}
-            for connection in wait(list(busy)):
+            for connection in wait(list(busy)) if busy else ():
                 self._listen(busy[connection])  # type: ignore[index]  # only connections were given
             on_progress(self._sum())
         except KeyboardInterrupt:
@@ -144,7 +167,17 @@ class _Pool:
             number = ready[0] if ready else self._waiting[0]
             worker = next((worker for worker in self._workers if worker.group is None), None)
             if worker is None:
-                worker = _Worker(self._threads, self._free_devices.pop())
+                try:
+                    worker = _Worker(self._threads, self._free_devices[-1])
+                except OSError as error:  # no process, or no file, is left for it
+                    if not running:
+                        self._waiting.remove(number)
+                        text = f"no process can be started for it ({error.strerror or error}); replay it with --jobs 1"
+                        self._end(None, number, GroupResult(error=text))
+                        continue
+                    self._jobs = len(running)  # those that there are do it
+                    return
+                self._free_devices.pop()
                 self._workers.append(worker)
             self._waiting.remove(number)
             worker.group = number
@@ -186,8 +219,9 @@ class _Pool:
                 self._progress[later] = _NOTHING
                 self.results[later] = GroupResult()
 
-    def _end(self, worker: _Worker, number: int, result: GroupResult) -> None:
-        worker.group = None
+    def _end(self, worker: _Worker | None, number: int, result: GroupResult) -> None:
+        if worker is not None:
+            worker.group = None
         self._finished.add(number)
         self.results[number] = result
         last = self._progress[number]

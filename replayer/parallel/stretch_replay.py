@@ -2,11 +2,13 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ...recorder.errors import TraceError
+from ...recorder.reader import TraceReader
 from ..replay import ReplayRun
 from ..settings import Progress, ReplaySettings
 from ..summary import Summary
@@ -60,9 +62,12 @@ def replay_stretch(
         folder = report / _PART.format(stretch.number)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
-    last = not stretch.behind
-    told = False
-    with ReplayRun(stretch.paths, settings=settings, report=folder, all_there=all_there) as run:
+    paths, last, told = stretch.paths, not stretch.behind, False
+    if not last and not _any_readable(paths):
+        # A flight recorder has deleted them since: a gap, behind which the others tell what there is.
+        paths, last, told = paths + stretch.behind, True, True
+        on_trouble()
+    with ReplayRun(paths, settings=settings, report=folder, all_there=all_there) as run:
         try:
             while True:
                 more = run.step()
@@ -88,6 +93,16 @@ def replay_stretch(
         began=began,
         ended=time.perf_counter(),
     )
+
+
+def _any_readable(paths: Sequence[Path]) -> bool:
+    for path in paths:
+        try:
+            with TraceReader(path):
+                return True
+        except TraceError:
+            continue
+    return False
 
 
 def drop_parts(report: Path | None) -> None:

@@ -50,25 +50,35 @@ def work(connection: Connection, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
     try:
-        _load(threads)
+        failed = _load(threads)
         while (given := connection.recv()) is not None:
             if given != STOP:
                 jobs, task = given
-                connection.send(_replay(jobs, task, connection))
+                found = Done(result=GroupResult(error=failed), compared=[None] * len(jobs)) if failed else None
+                connection.send(found or _replay(jobs, task, connection))
                 gc.collect()  # its pools hang in a circle, and those of two do not fit everywhere
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone: nobody wants to know
         return
 
 
-def _load(threads: int) -> None:
-    import pyarrow as pa
+def _load(threads: int) -> str:
+    """Load the libraries; return what keeps them from being loaded, "" for nothing."""
+    try:
+        import pyarrow as pa
 
-    from ...kernels.state import prepare
+        from ...kernels.state import prepare
 
-    pa.set_cpu_count(threads)
-    prepare("cpu")
+        pa.set_cpu_count(threads)
+        prepare("cpu")
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:  # no memory, or no thread, left
+        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return (
+            f"the process that replays it cannot load its libraries ({cause}); replay it with fewer --jobs, or on a larger "
+            "machine"
+        )
     gc.freeze()  # what libraries make stays until the end
     gc.enable()
+    return ""
 
 
 def _replay(jobs: list[Job], task: GroupTask, connection: Connection) -> Done:

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import resource
 import shutil
 import stat
 import sys
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from kvcanary.analysis.commands.page import page_command
-from kvcanary.analysis.errors import SqlError
+from kvcanary.analysis.errors import AnalysisError, SqlError
 from kvcanary.analysis.page import build, finishing
 from kvcanary.analysis.page.ask import Limits, plain
 from kvcanary.analysis.page.build import MAX_BYTES, bounded_page, build_page
@@ -331,6 +332,20 @@ def test_the_command(report):
     assert (elsewhere.returncode, "no such folder" in elsewhere.stderr) == (2, True)
     folder_itself = run("page", folder, "-o", folder)
     assert (folder_itself.returncode, "is a directory" in folder_itself.stderr) == (2, True)
+
+
+def test_half_a_page_does_not_stay(report, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "plot_library", lambda: LIBRARY)
+    source = source_of(report("kv_flip"))
+    build_store(source)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # as a disk that is full
+    try:
+        with pytest.raises(AnalysisError, match="cannot be written"):
+            build_page(source, tmp_path / "page.html")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_without_the_plot_library_the_command_says_how_to_get_it(report, monkeypatch):

@@ -116,6 +116,7 @@ def test_names_from_a_trace_cannot_steer_the_terminal(trace):
         (["TRACE", "select nonsense from tokens"], 'Referenced column "nonsense" not found'),
         (["TRACE", "selec 1;"], "syntax error"),
         (["TRACE", "select error('stop here')"], "stop here"),
+        (["TRACE", ""], "is empty"),
         (["TRACE", "gone.arrow"], "gone.arrow: no such file or folder"),
         (["gone.arrow"], "gone.arrow: no such file or folder"),
         (["TRACE", "-f", "gone.sql"], "gone.sql: cannot be read"),
@@ -131,6 +132,22 @@ def test_errors_have_exit_code_2_and_no_traceback(trace, arguments, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_is_asked_is_not_overwritten_by_the_answer(trace, report, tmp_path):
+    folder = report("table_swap")
+    link = tmp_path / "link.arrow"
+    link.symlink_to(trace)
+    asked = [(trace, trace), (trace, link), (folder, folder / "violations.parquet"), (folder, folder / "summary.json")]
+    commands = [("sql", source, "select 1 as one", "--format", "csv", "-o", target) for source, target in asked]
+    for command in (*commands, ("page", folder, "-o", folder / "violations.parquet")):
+        before = command[-1].read_bytes()
+        done = run(*command)
+        assert (done.returncode, "is made of this file" in done.stderr) == (2, True)
+        assert command[-1].read_bytes() == before
+    answer = folder / "answer.csv"
+    for _ in range(2):
+        assert run("sql", folder, "select 1 as one", "--format", "csv", "-o", answer).returncode == 0
 
 
 def test_save(report):

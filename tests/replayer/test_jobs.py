@@ -1,6 +1,7 @@
 """`kvcanary-replay --jobs`: the same results as one after another, whatever becomes of a worker."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,37 @@ def test_what_nobody_foresaw_is_the_error_of_its_trace(tmp_path: Path, monkeypat
     (_, bad), (_, good) = results([DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"], task, 2)
     assert "internal error: KeyError: 'gone'" in bad.error
     assert good.summaries[0].verdict.exit_code == 0
+
+
+def test_a_worker_that_cannot_load_says_why_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "numba.py").write_text("raise OSError('no room for it')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # where nothing is compiled yet
+    task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False)
+    found = results([DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"], task, 2)
+    assert all("cannot load its libraries (OSError: no room for it)" in result.error for _, result in found)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_where_no_more_processes_start_those_that_there_are_do_it(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = SpawnProcess.start, []
+
+    def limited(process: SpawnProcess) -> None:
+        if len(started) >= most:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(process)
+        start(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", limited)
+    task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False)
+    found = results([DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"], task, 2)
+    if most:
+        assert [result.summaries[0].verdict.exit_code for _, result in found] == [1, 0]
+    else:
+        assert all("no process can be started for it (Resource temp" in result.error for _, result in found)
 
 
 def test_ctrl_c_judges_what_was_under_way_and_leaves_out_the_rest(tmp_path: Path) -> None:

@@ -1,10 +1,16 @@
 """Who may read a report: it holds tokens and names of requests."""
 
+import fcntl
+import os
+import resource
 import stat
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from kvcanary.replayer.commands.replay import replay_command
+from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.replayer.report import write_summary
 
 TRACE = Path(__file__).parents[2] / "data" / "kv_flip.arrow"
 
@@ -21,3 +27,41 @@ def test_a_folder_that_was_there_keeps_its_mode(tmp_path):
     report.mkdir(mode=0o755)
     assert CliRunner().invoke(replay_command, ["--quiet", "--report", str(report), str(TRACE)]).exit_code == 1
     assert stat.S_IMODE(report.stat().st_mode) == 0o755
+
+
+def test_a_full_disk_leaves_the_summary_that_was_there(tmp_path):
+    summary = replay(TRACE, settings=ReplaySettings(), report=tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))  # as a disk that is full
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_summary(summary, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_two_replays_never_write_one_report(tmp_path):
+    report = tmp_path / "mine.report"
+    arguments = ["--quiet", "--report", str(report), str(TRACE)]
+    assert CliRunner().invoke(replay_command, arguments).exit_code == 1
+    summary = (report / "summary.json").read_bytes()
+    other = os.open(report, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    refused = CliRunner().invoke(replay_command, arguments)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "another replay is writing its report there" in refused.stderr
+    assert (report / "summary.json").read_bytes() == summary
+    os.close(other)
+    assert CliRunner().invoke(replay_command, arguments).exit_code == 1
+
+
+def test_a_folder_to_which_nothing_was_written_goes_again(tmp_path):
+    trace = tmp_path / "torn.arrow"
+    trace.write_bytes(TRACE.read_bytes()[:2000])
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for report in (tmp_path / "new", kept):
+        assert CliRunner().invoke(replay_command, ["--report", str(report), str(trace)]).exit_code == 2
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["kept"]

@@ -2,13 +2,17 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from kvcanary.recorder.event import TraceEvent
+from kvcanary.recorder.reader import TraceReader, read_events
 from kvcanary.recorder.recordings import Recording, group_recordings
+from kvcanary.recorder.writer import TraceWriter
 from kvcanary.replayer.commands.replay import replay_command
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
@@ -16,11 +20,12 @@ from kvcanary.replayer.parallel import sharing
 from kvcanary.replayer.parallel.group_replay import GroupResult, GroupTask, replay_group
 from kvcanary.replayer.parallel.jobs import Job, Plan, plan_jobs
 from kvcanary.replayer.parallel.joining import joined_results
+from kvcanary.replayer.parallel.pool import replay_in_workers
 from kvcanary.replayer.parallel.splitting import split_plan
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.replayer.settings import Progress, ReplaySettings
 from kvcanary.replayer.summary import Summary
 
-from ..recorder.segmented import cut
+from ..recorder.segmented import cut, told
 
 # One of each kind: nothing wrong, at the beginning, late, damage that lasts, tables, transfers of the host, drafts.
 CASES = [
@@ -118,11 +123,44 @@ def test_the_first_segments_are_missing(tmp_path: Path) -> None:
     assert compared(segments[2:], tmp_path, workers=3).verdict.value == "clean"
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_segment_that_a_flight_recorder_deletes_under_way(number: int, tmp_path: Path) -> None:
+    segments = record("mha", "kv_used", tmp_path)
+    plans = [plan_of(segments, tmp_path / name) for name in ("one", "split")]
+    plans[1] = split_plan(plans[1], ReplaySettings(), workers=50)
+    assert len(plans[1].groups) == len(segments)
+    segments[number].unlink()
+    whole, split = (replayed(plan, ReplaySettings()) for plan in plans)
+    assert (whole.error, split.error) == ("", "")
+    told = [_plain(result.summaries[0].to_json()) for result in (whole, split)]
+    for summary in told:
+        del summary["unknown_before"]  # which only matters where nothing was found
+    assert told[0] == told[1]
+    assert told[0]["num_gaps"]
+
+
 def test_a_torn_last_segment(tmp_path: Path) -> None:
     segments = record("mha", "kv_used", tmp_path)
     data = segments[-1].read_bytes()
     segments[-1].write_bytes(data[: len(data) * 2 // 3])
     compared(segments, tmp_path, workers=3)
+
+
+def test_a_runner_that_never_ran_is_told_though_the_end_is_idle(tmp_path: Path) -> None:
+    (trace,) = run_trial(Trial(fault=None, config="mha", seed=0), tmp_path / "whole.arrow").traces
+    with TraceReader(trace) as reader:
+        header = reader.header
+    header = replace(header, runners=(*header.runners, replace(header.runners[0], name="draft")))
+    idle = TraceEvent(kind="mark", time_ns=1 << 60, scalars={"note": "idle"}, ints={}, bytes={})
+    with TraceWriter(tmp_path / "t.arrow", header, flush_bytes=1 << 30, segment_bytes=1) as writer:
+        for view in read_events(trace):
+            assert writer.append(told(view))
+        assert writer.flush()
+        for _ in range(2):
+            assert writer.append(idle)
+            assert writer.flush()
+    segments = sorted(tmp_path.glob("t.??????.arrow"))
+    assert compared(segments, tmp_path, workers=50).findings_by_kind == {"launch_missing": 1}
 
 
 def test_what_is_not_split(tmp_path: Path) -> None:
@@ -198,6 +236,24 @@ def test_nothing_is_left_of_stretches_that_were_killed(tmp_path: Path) -> None:
     (report / ".stretch-0007").mkdir(parents=True)
     assert replay("--quiet", "--jobs", 1, "--report", report, *segments)[0] == 0
     assert not list(report.glob(".stretch*"))
+
+
+def test_nothing_is_left_of_stretches_that_were_broken_off(tmp_path: Path) -> None:
+    report = tmp_path / "t.report"
+    report.mkdir()
+    plan = split_plan(plan_of(record("mha", None, tmp_path), report), ReplaySettings(), workers=2)
+    task = GroupTask(settings=ReplaySettings(), explicit=True, all_there=True)
+    seen = []
+
+    def interrupt(_: Progress) -> None:
+        seen.extend(report.glob(".stretch*"))
+        if seen:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(replay_in_workers(plan, task, interrupt, jobs=2))
+    assert seen
+    assert not list(report.iterdir())
 
 
 def test_what_keeps_a_report_from_being_written_is_said_once(tmp_path: Path) -> None:

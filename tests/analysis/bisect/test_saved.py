@@ -156,6 +156,7 @@ def test_what_cannot_be_bisected_is_said(bisect, tmp_path):
         ([good, unnamed], "names no engine version"),
         ([good, odd], "--order FILE"),
         ([good, empty], "no trace in this folder"),
+        ([good, DATA / "versions" / "sglang_0.5.23.arrow"], "several engines, sglang, transformers"),
         (["--order", order, good, bad], "does not say where 1.1 belongs"),
         (["--order", tmp_path / "none", good, bad], "cannot be read"),
         (["--incident", "gremlin", good, bad], "no incident of kind 'gremlin'"),

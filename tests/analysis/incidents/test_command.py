@@ -1,6 +1,7 @@
 """Incidents as a user meets them: after a replay, in the command, in SQL."""
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,10 @@ import pytest
 from click.testing import CliRunner
 from kvcanary.analysis import open_report
 from kvcanary.cli import main
+from kvcanary.replayer.lab.faults import FAULTS
+from kvcanary.replayer.lab.trial import Trial, run_trial
+
+from ...recorder.segmented import cut
 
 DATA = Path(__file__).parents[3] / "data"
 
@@ -102,13 +107,33 @@ def test_the_command_finds_them_anew_and_explains(replayed):
 
 
 def test_the_command_without_the_trace(replayed):
-    _, report = replayed("kv_flip")
-    (report.parent / "kv_flip.arrow").rename(report.parent / "elsewhere.arrow")
+    _, report = replayed("free_too_early")
+    (report.parent / "free_too_early.arrow").rename(report.parent / "elsewhere.arrow")
+    before = (report / "incidents.parquet").read_bytes()
+    result = run("incidents", report)
+    assert result.exit_code == 0
+    assert "not at hand, so what was found before is shown" in result.stderr
+    assert "#1  A page was given back too early   free_too_early" in result.output
+    assert (report / "incidents.parquet").read_bytes() == before
+    (report / "incidents.parquet").unlink()
     result = run("incidents", report)
     assert result.exit_code == 0
     assert "not at hand, so the kinds are less certain" in result.stderr
     result = run("incidents", report, "--trace", report.parent / "elsewhere.arrow")
     assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_a_full_disk_leaves_what_was_there(replayed):
+    _, report = replayed("kv_flip")
+    before = {path.name: path.read_bytes() for path in report.iterdir()}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))  # as a disk that is full
+    try:
+        result = run("incidents", report)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert (result.exit_code, "incidents cannot be written" in result.stderr) == (0, True)
+    assert {path.name: path.read_bytes() for path in report.iterdir()} == before
 
 
 @pytest.mark.parametrize(
@@ -133,4 +158,28 @@ def test_no_such_incident_or_trace(replayed):
     result = run("incidents", report, "--explain", 4)
     assert (result.exit_code, "the report has 1 incident(s)" in result.stderr) == (2, True)
     result = run("incidents", report, "--trace", report.parent / "nowhere.arrow")
-    assert (result.exit_code, "no such trace" in result.stderr) == (2, True)
+    assert (result.exit_code, "nowhere.arrow: no such file" in result.stderr) == (2, True)
+
+
+def test_segments_of_another_recording_of_the_same_name_tell_nothing(tmp_path):
+    """And those of the recording are found in a folder, as other commands find them."""
+    for name, seed in (("mine", 3), ("other", 4)):
+        (trace,) = run_trial(Trial(fault=FAULTS["req_to_token"], config="swa", seed=seed), tmp_path / "w").traces
+        (tmp_path / name).mkdir()
+        parts = cut(trace, tmp_path / name / "t.arrow", seed=seed, least=60, most=120)
+        trace.unlink()
+        if name == "mine":
+            assert run("replay", "--no-page", tmp_path / name).exit_code == 1
+            report = tmp_path / "mine" / "t.report"
+            before = (report / "incidents.parquet").read_bytes()
+            (tmp_path / "moved").mkdir()
+            for part in parts:
+                part.rename(tmp_path / "moved" / part.name)
+    assert run("incidents", report, "--trace", tmp_path / "moved").stderr == ""
+    assert (report / "incidents.parquet").read_bytes() == before
+    for part in parts:
+        part.rename(tmp_path / "mine" / part.name)
+    told = run("incidents", report)
+    assert "of another recording" in told.stderr
+    assert "#1  Stale table entry" in told.output
+    assert (report / "incidents.parquet").read_bytes() == before

@@ -91,6 +91,7 @@ def test_run_of_a_clean_engine(tmp_path):
         (("run", "--fault", "clean", "--config", "nonsense"), "not 'nonsense'"),
         (("matrix", "--faults", "kv_used,nonsense"), "no nonsense; there are"),
         (("matrix", "--configs", "nonsense"), "no nonsense; there are mha"),
+        (("matrix", "--faults", "kv_used", "--configs", "pd", "--clean-seeds", 0), "nothing to try"),
     ],
 )
 def test_wrong_usage(arguments, message, tmp_path):
