@@ -95,7 +95,7 @@ def sweep_event(entries: SweepEntries, *, time_ns: int, forward: int, runner: in
     return TraceEvent(
         kind="sweep",
         time_ns=time_ns,
-        scalars={"forward": forward, "runner": runner},
+        scalars={"forward": int(forward), "runner": int(runner)},
         ints={name: values for name, values in ints.items() if values.size},
     )
 

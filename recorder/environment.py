@@ -52,6 +52,8 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RecordingSettin
             values[knob.field] = knob.parse(text, knob.variable)
     if "folder" not in values:
         return None
+    # The engine may go to another folder before the next segment is begun.
+    values = {name: value.absolute() if isinstance(value, Path) else value for name, value in values.items()}
     settings = RecordingSettings(**values)
     _check_together(settings)
     return settings
@@ -67,12 +69,13 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     import tomllib
 
+    from .small_file import read_small_file
+
     try:
-        with path.open("rb") as file:
-            found = tomllib.load(file)
+        found = tomllib.loads(read_small_file(path).decode("utf-8-sig"))
     except OSError as error:
         raise ValueError(f"{path}: the settings cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number of thousands of digits
         raise ValueError(f"{path}: not TOML: {error}") from None
     table = found.get("kvcanary", found)
     if not isinstance(table, dict):
@@ -114,6 +117,8 @@ def _check_together(settings: RecordingSettings) -> None:
         )
     if (settings.freeze_file or settings.freeze_signal) and not kept:
         raise ValueError("freeze_file and freeze_signal need a flight recorder: set keep_segments or keep_bytes too")
+    if settings.freeze_file is not None and settings.freeze_file.is_dir():
+        raise ValueError(f"freeze_file is {settings.freeze_file}, a folder, expected the name of a file to look for")
     if settings.token_salt_file is not None:
         from .privacy import read_salt
 

@@ -9,13 +9,17 @@ import contextlib
 import fcntl
 import logging
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Final
 
+from .schema import HEADER_KEY
 from .segment_names import split_segment_name
+from .trace_file import MAGIC
 
 _BEGINNING_NS: Final = 10_000_000_000
+_BEGINNING_BYTES: Final = 1 << 16  # of a file, in which its header begins
 
 _log = logging.getLogger("kvcanary")
 
@@ -29,13 +33,13 @@ def hold(descriptor: int) -> None:
 def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
     """Delete segments of recordings that are over, oldest first, until all segments of the folder fit `most_bytes`.
 
-    Those of recordings that are being written count, and stay; so do frozen folders and traces of one file, which do
-    not count. What cannot be deleted is logged and stays.
+    Those of recordings that are being written count, and stay; so do frozen folders, traces of one file, and files of
+    other programs that are called as segments are, which do not count. What cannot be deleted is logged and stays.
     """
     recordings: dict[str, list[Path]] = {}
     for path in folder.glob("*.arrow"):
         found = split_segment_name(path)
-        if found is not None:
+        if found is not None and _is_ours(path):
             recordings.setdefault(found[0], []).append(path)
     sizes = {path: _size_and_time(path) for paths in recordings.values() for path in paths}
     total = sum(size for size, _ in sizes.values())
@@ -60,6 +64,23 @@ def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
     if deleted:
         _log.info("kvcanary: %s: %d segments of earlier recordings deleted", folder, len(deleted))
     return deleted
+
+
+def _is_ours(path: Path) -> bool:
+    """Say whether a file is a segment of a trace: others, too, have shards of Arrow files with a number in the name."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return False
+        beginning = os.read(descriptor, _BEGINNING_BYTES)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return beginning.startswith(MAGIC) and HEADER_KEY in beginning
 
 
 def _begins(paths: list[Path]) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import signal
+import stat
 import threading
 from pathlib import Path
 from types import FrameType
@@ -99,11 +100,12 @@ class FreezeSignal:
 
 
 def _identity(path: Path) -> _Identity | None:
+    """Return what tells a file from others; a folder is none, and must not be renamed: it may hold the traces."""
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return None if stat.S_ISDIR(found.st_mode) else (found.st_ino, found.st_mtime_ns)
 
 
 def _first_line(path: Path) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import UnreadableTraceError
+from .json_text import json_text, whole_text
 from .schema import FORMAT_MAJOR, FORMAT_MINOR, ROLES, SLOT_HISTORIES, TOKENS
 
 MAX_KV_SOURCES = 4
@@ -175,7 +176,7 @@ class TraceHeader:
 
     def to_json(self) -> str:
         """Return the header as JSON text."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        return json_text(dataclasses.asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "TraceHeader":
@@ -185,7 +186,7 @@ class TraceHeader:
         version is refused.
         """
         try:
-            raw = json.loads(text)
+            raw = whole_text(json.loads(text))
         except (ValueError, RecursionError) as error:
             raise UnreadableTraceError(f"the trace header is not JSON ({error}); the file is damaged") from None
         if not isinstance(raw, dict) or not isinstance(raw.get("format_major"), int):

@@ -7,13 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from .event import TraceEvent, loss_event
+from .host_arrays import Int64Array
 from .kv_shadow import GroupKvShadow
 from .schema import SLOTS_LISTED
+from .slot_runs import fewer_runs, runs_to_slots
 from .writer import TraceWriter
 
-QUEUE_FULL = "the writer's queue was full"
+QUEUE_FULL = "the writer's queue was full, or an event was not fit for the trace"
 MAX_REQUESTS_KEPT = 1024
+BYTES_OF_A_RUN = 24  # in a loss event: its group, start and count
 HOST_TIER_LOST = "these slots were loaded back from an offload tier whose content was lost"
+
+
+def _fits(event: TraceEvent, max_queued_bytes: int) -> bool:
+    """Say whether an empty queue would take an event."""
+    return event.problem() is None and event.nbytes <= max_queued_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +47,13 @@ class Outbox:
     dropped, the last of them: they name what all others speak of.
     """
 
-    __slots__ = ("_groups", "_requests", "_unsaid", "_writer", "dropped", "taken")
+    __slots__ = ("_groups", "_loss_bytes", "_requests", "_unsaid", "_writer", "dropped", "taken")
 
     def __init__(self, writer: TraceWriter, groups: list[GroupKvShadow]) -> None:
         self._writer = writer
         self._groups = groups
         self._unsaid = 0
+        self._loss_bytes = 0  # of the loss event that the writer refused last
         self._requests: deque[TraceEvent] = deque(maxlen=MAX_REQUESTS_KEPT)
         self.dropped = 0
         self.taken = 0
@@ -57,7 +66,8 @@ class Outbox:
             self.taken += 1
             return True
         self.drop()
-        if event.kind == "request":
+        # One that never fits would keep back everything behind it.
+        if event.kind == "request" and _fits(event, self._writer.max_queued_bytes):
             self._requests.append(event)
         return False
 
@@ -85,24 +95,39 @@ class Outbox:
         return True
 
     def _put_loss(self, time_ns: int) -> bool:
-        """Hand over a loss event for what was dropped so far, with the slots that it may have written."""
+        """Hand over a loss event for what was dropped so far, with the slots that it may have written.
+
+        To find those takes a look at every slot, on the engine's thread: not before there may be room to name them.
+        """
+        if not self._writer.has_room(self._loss_bytes):
+            return False
         event = loss_event(
             lost_events=self._unsaid, note=QUEUE_FULL if self._unsaid else HOST_TIER_LOST, time_ns=time_ns
         )
         event.scalars["status"] = SLOTS_LISTED
-        runs = [(number, *group.lost_runs()) for number, group in enumerate(self._groups) if group.any_lost]
+        runs = [(number, *self._lost_runs(group)) for number, group in enumerate(self._groups) if group.any_lost]
         if runs:
             event.ints["slot_group"] = np.concatenate([np.full(starts.size, n, np.int64) for n, starts, _ in runs])
             event.ints["slot_start"] = np.concatenate([starts for _, starts, _ in runs])
             event.ints["slot_count"] = np.concatenate([counts for _, _, counts in runs])
         if not self._writer.append(event):
+            self._loss_bytes = event.nbytes
             return False
         self._said()
         return True
 
+    def _lost_runs(self, group: GroupKvShadow) -> tuple[Int64Array, Int64Array]:
+        """Return a group's lost slots as runs; where the queue would never hold so many, with slots between them."""
+        starts, counts = group.lost_runs()
+        most = max(1, self._writer.max_queued_bytes // (4 * BYTES_OF_A_RUN * len(self._groups)))
+        if starts.size > most:
+            starts, counts = fewer_runs(starts, counts, most)
+            group.lose(runs_to_slots(starts, counts))
+        return starts, counts
+
     def _said(self) -> None:
         self.taken += 1
-        self._unsaid = 0
+        self._unsaid = self._loss_bytes = 0
         for group in self._groups:
             group.clear_lost()
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from .header import TraceHeader
 from .host_arrays import Int64Array
+from .small_file import read_small_file
 
 MIN_SALT_BYTES: Final = 16
 TABLE_TOKENS: Final = 1 << 18  # above every vocabulary known; a token beyond it costs a hash each time
@@ -83,7 +84,7 @@ def read_salt(path: Path) -> bytes:
         ValueError: it cannot be read, or is too short.
     """
     try:
-        salt = path.read_bytes().strip()
+        salt = read_small_file(path).strip()
     except OSError as error:
         raise ValueError(f"{path}: the token salt cannot be read: {error.strerror}") from None
     if len(salt) < MIN_SALT_BYTES:

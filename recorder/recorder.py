@@ -5,9 +5,8 @@ in the log (logger "kvcanary") and in the trace; the engine goes on. Where the w
 dropped, counted, and a loss event says how many and which slots they wrote.
 """
 
-import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,11 +22,14 @@ from .engine_events import (
 from .forward_event import forward_event
 from .forward_input import ForwardInput, copy_forward
 from .host_arrays import Int64Array, own_int64
+from .json_text import json_text
 from .kv_watch import of_runner, take_forward, watch
 from .outbox import RecorderStats
 from .recording import guarded, prepare_kernels
 from .schema import PHASE_AFTER, PHASE_BEFORE, SEND, TIER_POOL
 from .slot_runs import runs_to_slots
+
+MAX_NAME: Final = 1024  # characters of a request's name: whoever sends a request may choose it
 
 _NOTHING = np.empty(0, np.int64)
 
@@ -62,10 +64,11 @@ class Recorder(CapturedRecording):
         labels: Mapping[str, Any] | None = None,
     ) -> None:
         """Say that a request became known: its 64-bit id, the engine's name for it, its prompt's length in tokens."""
+        name = str(name) if self._privacy is None else self._privacy.hash_name(str(name))
         self._say(
             "request",
             request_id=int(request_id),
-            name=name if self._privacy is None else self._privacy.hash_name(name),
+            name=name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…",
             prompt_len=int(prompt_len),
             room=int(room),
             labels=_json(labels),
@@ -337,7 +340,8 @@ class Recorder(CapturedRecording):
 
 
 def _json(labels: Mapping[str, Any] | None) -> str:
-    return json.dumps(dict(labels), sort_keys=True, default=str) if labels else ""
+    named = {str(key): value for key, value in (labels or {}).items()}
+    return json_text(named, sort_keys=True, default=str) if named else ""
 
 
 __all__ = ["Recorder", "RecorderStats", "prepare_kernels"]

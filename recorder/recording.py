@@ -4,6 +4,7 @@ Also the recorder's way out: every event goes through the outbox, which counts w
 """
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -11,14 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 from ..kernels import changes, gather
 from ..kernels.kv_source import KvSource
 from .engine_events import add_changes, seen_changes
+from .error_text import error_text
 from .event import TraceEvent
 from .forward_input import CopiedForward
 from .header import CaptureInfo, TraceHeader
@@ -30,6 +31,11 @@ from .state_shadow import StateShadow
 from .writer import TraceWriter
 
 logger = logging.getLogger("kvcanary")
+
+# A thread that has not come back from the recorder for so long, from a device that hangs say, will not: nobody else
+# shall wait for it, least of all a process that is about to end.
+LOCK_PATIENCE_S: Final = 10.0
+SHORT_PATIENCE_S: Final = 1.0  # of whoever goes on without the lock
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R", bound="Recording")
@@ -52,17 +58,20 @@ def guarded(
             return
         begin = time.perf_counter_ns()
         try:
-            with self._lock:
+            self._take_lock(LOCK_PATIENCE_S)
+            try:
                 if not self._off:  # another thread may have closed the recorder meanwhile
                     method(self, *args, **kwargs)
+            finally:
+                self._lock.release()
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"{method.__name__}: {type(error).__name__}: {error}", error)
+            self.switch_off(f"{method.__name__}: {self.error_text(error)}", error)
         self._engine_thread_ns += time.perf_counter_ns() - begin
 
     return call
 
 
-@contextmanager
+@contextlib.contextmanager
 def beginning(recorder: Any) -> Iterator[None]:
     """Where what follows raises, have the trace say that it is none, so that nobody takes it for a whole one; raise."""
     try:
@@ -125,19 +134,32 @@ class Recording:
         if os.getpid() != self._pid:
             return
         atexit.unregister(self.close)
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._end_pending("recording ended during this forward")
-            self._off = self._off or "closed"
+        until = time.monotonic() + timeout
         try:
-            self._outbox.close(self._now(), timeout)
+            self._take_lock(timeout)
+            try:
+                if self._closed:
+                    return
+                self._closed = True
+                self._end_pending("recording ended during this forward")
+                self._off = self._off or "closed"
+            finally:
+                self._lock.release()
+        except TimeoutError as busy:
+            self._closed = True
+            self.switch_off(f"close: {busy}")
+        try:
+            self._outbox.close(self._now(), max(until - time.monotonic(), 1.0))
         except Exception:
             logger.exception("kvcanary: the trace %s could not be closed", self.path)
         if self._outbox.failed and self._off == "closed":
             self._off = f"the writer stopped: {self._outbox.failed}"
         self._kv.clear()  # the engine's pools must not live on through our views of them
+
+    def _take_lock(self, patience_s: float) -> None:
+        """Take the lock; raise `TimeoutError` where another thread holds it for `patience_s` seconds."""
+        if not self._lock.acquire(timeout=patience_s):
+            raise TimeoutError(f"another thread has not come back from the recorder for {patience_s:g} s")
 
     def __enter__(self) -> Self:
         return self
@@ -167,11 +189,15 @@ class Recording:
         """Why nothing is recorded any more, empty while it is."""
         return self._off
 
+    def error_text(self, error: BaseException) -> str:
+        """Return what the trace may say of an exception: where it has hashes, not what may hold a token or a name."""
+        return error_text(error) if self._privacy is None else type(error).__name__
+
     def clock(self) -> int:
         """Return the wall-clock time in nanoseconds; it never runs backwards."""
         return self._clock_offset_ns + time.perf_counter_ns()
 
-    @contextmanager
+    @contextlib.contextmanager
     def as_of(self, time_ns: int) -> Iterator[None]:
         """Give what is told meanwhile an earlier reading of `clock`: it was told then, and has waited since."""
         self._moment = time_ns
@@ -209,12 +235,18 @@ class Recording:
 
     def switch_off(self, reason: str, error: BaseException | None = None) -> None:
         """Stop recording for good and say so in the log and the trace: for an integrator whose own hook failed."""
+        if os.getpid() != self._pid:  # a forked child may not even take the lock
+            return
         try:
-            with self._lock:
+            locked = self._lock.acquire(timeout=SHORT_PATIENCE_S)  # else without it
+            try:
                 if self._off:
                     return
                 self._off = reason
                 self._pending = None
+            finally:
+                if locked:
+                    self._lock.release()
             logger.error("kvcanary: the recorder of %s switched itself off: %s", self.path, reason, exc_info=error)
             self._outbox.end(f"the recorder switched itself off: {reason}", self._now())
         except Exception:  # nothing may reach the engine

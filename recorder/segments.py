@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .batch import TraceBatch
 from .encode import header_schema
-from .errors import TraceError
+from .errors import TraceError, TraceExistsError
 from .event import TraceEvent
 from .folder_bound import drop_the_past, hold
 from .header import Segment, TraceHeader
@@ -117,6 +117,11 @@ class Segments:
         """Bytes written, in all segments, deleted ones too."""
         return self._written_before + self._file.size_bytes
 
+    @property
+    def last_ns(self) -> int:
+        """When the last event was told."""
+        return self._last_ns
+
     def write(self, events: list[TraceEvent]) -> None:
         """Append a batch of events, in a new segment where the current one is full or old."""
         if self._is_due():
@@ -157,7 +162,7 @@ class Segments:
             if found is None or found[0] != base_name(self._path):
                 continue
             if not overwrite:
-                raise TraceError(
+                raise TraceExistsError(
                     f"{path}: cannot be written: it exists; choose another name, or have it replaced "
                     "(--force, overwrite=True)"
                 )

@@ -8,7 +8,7 @@ from .batch import TraceBatch
 from .encode import batch_metadata, encode_events, header_schema
 from .event import TraceEvent
 from .header import TraceHeader
-from .trace_file import TraceFile
+from .trace_file import DeletedError, TraceFile
 
 
 class SingleFile:
@@ -31,8 +31,15 @@ class SingleFile:
         """Bytes written."""
         return self._file.size_bytes
 
+    @property
+    def last_ns(self) -> int:
+        """When the last event was told."""
+        return self._last_ns
+
     def write(self, events: list[TraceEvent]) -> None:
         """Append a batch of events."""
+        if self._file.deleted:
+            raise DeletedError("somebody has deleted the trace")
         write_batch(self._file, self._schema, events, self._events)
         self._events += len(events)
         self._last_ns = max(self._last_ns, events[-1].time_ns)

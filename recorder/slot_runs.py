@@ -24,6 +24,17 @@ def mask_to_runs(mask: npt.NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
     return slots_to_runs(np.flatnonzero(mask).astype(np.int64))
 
 
+def fewer_runs(starts: Int64Array, counts: Int64Array, most: int) -> tuple[Int64Array, Int64Array]:
+    """Return at most `most` (1 or more) runs that hold the slots of ascending ones, with the smallest gaps filled."""
+    if starts.size <= most:
+        return starts, counts
+    ends = starts + counts
+    gaps = starts[1:] - ends[:-1]
+    wide = np.sort(np.argpartition(gaps, gaps.size - most)[gaps.size - most + 1 :])
+    starts = starts[np.concatenate(([0], wide + 1))]
+    return starts, ends[np.concatenate((wide, [ends.size - 1]))] - starts
+
+
 def runs_to_slots(starts: Int64Array, counts: Int64Array) -> Int64Array:
     """Return the slots of runs, in their order; a negative count is none."""
     return ragged_index(starts, np.maximum(counts, 0))

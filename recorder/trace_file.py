@@ -10,9 +10,9 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.ipc
 
-from .errors import TraceError
+from .errors import TraceError, TraceExistsError
 
-_MAGIC: Final = b"ARROW1\0\0"
+MAGIC: Final = b"ARROW1\0\0"
 
 COMPRESSIONS: Final = ("lz4", "zstd", "none")
 
@@ -25,6 +25,10 @@ _ADVICE: Final = {
     errno.EROFS: "its file system is read-only",
     errno.ENOSPC: "the disk is full",
 }
+
+
+class DeletedError(OSError):
+    """Nobody will ever read what is written: the file has lost its last name."""
 
 
 class TraceFile:
@@ -54,16 +58,23 @@ class TraceFile:
         self._descriptor = -1
         try:
             self._descriptor = _create(path, overwrite)
+            self._named = os.fstat(self._descriptor).st_nlink > 0
             self._sink = pa.PythonFile(self._pending, mode="w")
             self._writer = pa.ipc.new_file(self._sink, schema, options=options)
             # Arrow writes the beginning together with the first batch; a bad disk should show now, and a process
             # that is killed before its first flush should leave a trace that says whose it is.
-            self._beginning = _MAGIC + schema.serialize().to_pybytes()
+            self._beginning = MAGIC + schema.serialize().to_pybytes()
             self._put(memoryview(self._beginning))
         except OSError as error:
             self.abandon()
             advice = _ADVICE.get(error.errno or 0, os.strerror(error.errno) if error.errno else str(error))
-            raise TraceError(f"{named or path}: cannot be written: {advice}") from None
+            kind = TraceExistsError if error.errno == errno.EEXIST else TraceError
+            raise kind(f"{named or path}: cannot be written: {advice}") from None
+
+    @property
+    def deleted(self) -> bool:
+        """Whether the file has been deleted; some file systems do not tell."""
+        return self._named and not os.fstat(self._descriptor).st_nlink
 
     @property
     def descriptor(self) -> int:

@@ -10,11 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from .error_text import error_text
 from .errors import TraceError
 from .event import TraceEvent, loss_event
 from .freezing import POLL_SECONDS, FreezeFile, FreezeSignal
 from .header import TraceHeader, completed_header
 from .segments import SegmentSettings, open_files
+from .trace_file import DeletedError
 from .writer_stats import WriterStats
 
 _log = logging.getLogger("kvcanary")
@@ -127,6 +129,15 @@ class TraceWriter:
         """How many events `append` refused; a loss event that was refused does not count, it comes again."""
         return self._dropped
 
+    @property
+    def max_queued_bytes(self) -> int:
+        """What the queue holds at most."""
+        return self._max_queued_bytes
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Say whether the queue would take so many bytes more at this moment."""
+        return self._queued_bytes + num_bytes <= self._max_queued_bytes
+
     def append(self, event: TraceEvent) -> bool:
         """Queue an event; return False when it was dropped: the queue is full, or the writer failed or is closed.
 
@@ -138,7 +149,7 @@ class TraceWriter:
             problem = event.problem()
             size = 0 if problem else event.nbytes
         except Exception as error:  # noqa: BLE001  # nothing may reach the engine
-            problem, size = f"{type(error).__name__}: {error}", 0
+            problem, size = error_text(error), 0
         with self._changed:
             if problem is not None and not self._bad_event_logged:
                 self._bad_event_logged = True
@@ -254,8 +265,10 @@ class TraceWriter:
                     break
             self._write_last_loss()
             self._file.close()
+        except DeletedError as error:
+            self._fail(error_text(error), "nothing of it is left")
         except BaseException as error:  # noqa: BLE001  # whatever it is, the engine must go on
-            self._fail(f"{type(error).__name__}: {error}")
+            self._fail(error_text(error), f"the first {self._written} events are kept (run kvcanary recover)")
 
     def _next_events(self) -> tuple[list[TraceEvent], int]:
         """Wait for a batch's worth of events; an empty list says that there is something else to do."""
@@ -316,11 +329,11 @@ class TraceWriter:
             lost = self._dropped - self._reported
         if lost > 0:
             note = "events were dropped: the writer's queue was full or an event was not fit for the trace"
-            self._write([loss_event(lost_events=lost, note=note, time_ns=time.time_ns())])
+            self._write([loss_event(lost_events=lost, note=note, time_ns=self._file.last_ns)])
         if self._unknown_loss:
-            self._write([loss_event(lost_events=-1, note=self._unknown_loss, time_ns=time.time_ns())])
+            self._write([loss_event(lost_events=-1, note=self._unknown_loss, time_ns=self._file.last_ns)])
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, left: str) -> None:
         with self._changed:
             self._failed = reason
             lost = self._appended - self._settled
@@ -329,12 +342,7 @@ class TraceWriter:
             self._queue.clear()
             self._queued_bytes = self._waiting_bytes = 0
             self._changed.notify_all()
-        _log.error(
-            "kvcanary: %s: recording stopped: %s; the first %d events are kept (run kvcanary recover), the engine goes on",
-            self.path,
-            reason,
-            self._written,
-        )
+        _log.error("kvcanary: %s: recording stopped: %s; %s, the engine goes on", self.path, reason, left)
         self._file.abandon()
 
 

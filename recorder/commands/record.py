@@ -64,7 +64,8 @@ def record_command(
         if settings is not None:
             _make_folder(settings.folder)
         if json_path is not None:  # known before an engine has run for hours
-            json_path.touch()
+            with json_path.open("a"):
+                pass
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}")
     except ValueError as error:
@@ -170,7 +171,11 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
             "replay_command": replay_command(found),
             "advice": advice,
         }
-        json_path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        try:
+            json_path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            click.echo(f"Error: {printable(str(json_path))}: {error.strerror}", err=True)
+            sys.exit(code or 2)
     sys.exit(code)
 
 

@@ -5,7 +5,6 @@ the same types have in common is looked up at once, and a launch is handed nothi
 """
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import perf_counter_ns
@@ -13,16 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ...kernels.frames import NUM_COUNTERS, FrameLayout
 from ...kernels.gpu.frame_ledger import Ledger
+from ..error_text import error_text
 from .arena import Arena
 from .forward import Flight, ForwardRequests, Lens
-from .repeating import INT32_MAX, Repeating
+from .repeating import INT32_MAX, Repeating, find_driver
 from .same_size import SameSize, Sizes
 from .shadows import DeviceShadows
 
 if TYPE_CHECKING:
     from ...kernels.gpu.frame_driver import CudaDriver, Launch
-
-logger = logging.getLogger("kvcanary")
 
 MAX_FLIGHTS: Final = 1024
 COUNTERS: Final = MAX_FLIGHTS + 1  # rows of them: each flight zeroes the next one's
@@ -44,6 +42,7 @@ class DeviceCapture:
     Attributes:
         deliver: gets each flight once all of it is launched.
         on_no_room: called after a forward that is lost, since too many are in flight.
+        error_text: what may be told of an error.
         pending: a forward whose end is not yet told.
         ledger: what counts on from forward to forward, and whether all is off.
     """
@@ -65,6 +64,7 @@ class DeviceCapture:
         self._sizes = Sizes(shadows, tile=TILE, watch_every=watch_every)
         self.deliver: Callable[[Flight], None] = lambda _: None
         self.on_no_room: Callable[[], None] = lambda: None
+        self.error_text = error_text
         self.pending: Flight | None = None
         # What its end will be launched with.
         self._same: SameSize | None = None
@@ -72,7 +72,7 @@ class DeviceCapture:
         # The kind of the last forward, where one like it is taken down by `again`.
         self._again: Callable[..., Any] | None = None
         self._again_of: tuple[str, int, FrameLayout] | None = None
-        driver, self._stream = _driver(device) if self.on_gpu else (None, lambda: 0)
+        driver, self._stream = find_driver(device) if self.on_gpu else (None, lambda: 0)
         self.repeat(driver, device)
         self._kernels = [
             FrameKernels(
@@ -315,7 +315,7 @@ class DeviceCapture:
                 return
             if refused is not None:
                 raise RuntimeError(f"{REFUSED} {refused}")
-        self.after("" if error is None else f"the model raised {type(error).__name__}: {error}")
+        self.after("" if error is None else f"the model raised {self.error_text(error)}")
 
     def _first_back(self, flight: Flight) -> None:
         following, stamp = (flight.counters + 1) % COUNTERS, flight.number % INT32_MAX + 1
@@ -334,17 +334,3 @@ class DeviceCapture:
         """Give a flight's frame back, in the order in which they were taken."""
         self._arena.give_back(flight.place, flight.layout.words)
         self.ledger.given_back += 1
-
-
-def _driver(device: Any) -> tuple[Any, Callable[[], int]]:
-    """Return the CUDA driver for direct calls, None where it cannot be had, and what gives the current stream's address."""
-    import torch
-
-    from ...kernels.gpu.frame_driver import CudaDriver
-
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    try:
-        return CudaDriver(), functools.partial(torch._C._cuda_getCurrentRawStream, index)
-    except (OSError, AttributeError) as error:
-        logger.warning("kvcanary: launches go through Triton, which takes longer: %s", error)
-        return None, lambda: 0

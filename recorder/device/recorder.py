@@ -88,6 +88,7 @@ class DeviceRecorder:
     def _begin(self, shadows: DeviceShadows, frame_bytes: int) -> None:
         every = self.header.capture.kv_watch_every
         self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=every)
+        self._capture.error_text = self.error_text
         self._capture.prepare()
         self._ledger = self._capture.ledger
         self._taking_down = TakingDown(self._recorder, self._capture)
@@ -123,7 +124,7 @@ class DeviceRecorder:
                 told.truth_lens,
             )
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"before_forward: {type(error).__name__}: {error}", error)
+            self.switch_off(f"before_forward: {self.error_text(error)}", error)
         self._engine_thread_ns += perf_counter_ns() - begin
 
     def after_forward(self, *, note: str = "") -> None:
@@ -132,7 +133,7 @@ class DeviceRecorder:
         try:
             self._capture.after(note)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"after_forward: {type(error).__name__}: {error}", error)
+            self.switch_off(f"after_forward: {self.error_text(error)}", error)
         self._engine_thread_ns += perf_counter_ns() - begin
 
     @property
@@ -197,7 +198,7 @@ class DeviceRecorder:
                 read = runs_to_slots(src, count) if kwargs.get("src_tier", TIER_POOL) == TIER_POOL else None
                 self._capture.shadows.copy(group, read, runs_to_slots(dst, count))
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"kv_copy: {type(error).__name__}: {error}", error)
+            self.switch_off(f"kv_copy: {self.error_text(error)}", error)
 
     def kv_copy_later(
         self, copies: Callable[[], tuple[Int64Array, Int64Array, Int64Array]], *, filled: Any | None, **kwargs: Any
@@ -213,7 +214,7 @@ class DeviceRecorder:
             if filled is not None:
                 self._capture.shadows.forget_slots(kwargs["group"], filled)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"kv_copy_later: {type(error).__name__}: {error}", error)
+            self.switch_off(f"kv_copy_later: {self.error_text(error)}", error)
 
     def _tell_copies(
         self, copies: Callable[[], tuple[Int64Array, Int64Array, Int64Array]], kwargs: Mapping[str, Any]
@@ -236,7 +237,7 @@ class DeviceRecorder:
             if direction == RECEIVE and status == "end":
                 self._capture.shadows.learn(group, *self._recorder.known_bytes(group, own))
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"transfer: {type(error).__name__}: {error}", error)
+            self.switch_off(f"transfer: {self.error_text(error)}", error)
 
     def _caught_up(self) -> bool:
         """Wait until everything told so far is taken down, and return whether the trace can go on from it.
@@ -280,6 +281,10 @@ class DeviceRecorder:
         self._capture.off = True
         self._background.put_at_once((AT_ONCE, self._recorder.switch_off, (reason, error)))
         self._background.put_at_once(None)
+
+    def error_text(self, error: BaseException) -> str:
+        """As `Recorder.error_text`."""
+        return self._recorder.error_text(error)
 
     @property
     def next_forward(self) -> int:
@@ -338,4 +343,4 @@ class DeviceRecorder:
 
     def _died(self, error: BaseException) -> None:
         self._capture.off = True
-        self._recorder.switch_off(f"what the device took down: {type(error).__name__}: {error}", error)
+        self._recorder.switch_off(f"what the device took down: {self.error_text(error)}", error)

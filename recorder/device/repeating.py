@@ -1,5 +1,6 @@
 """Forwards like the last one by machine code, where there is any: what makes it, and what stands in for it."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -65,3 +66,17 @@ class Repeating:
             )
             same.again, same.kept = (never, None) if made is None else made
         return same.again
+
+
+def find_driver(device: Any) -> tuple[Any, Callable[[], int]]:
+    """Return the CUDA driver for direct calls, None where it cannot be had, and what gives the current stream's address."""
+    import torch
+
+    from ...kernels.gpu.frame_driver import CudaDriver
+
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    try:
+        return CudaDriver(), functools.partial(torch._C._cuda_getCurrentRawStream, index)
+    except (OSError, AttributeError) as error:
+        logger.warning("kvcanary: launches go through Triton, which takes longer: %s", error)
+        return None, lambda: 0

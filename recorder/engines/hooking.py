@@ -1,5 +1,6 @@
 """What keeps a hook around an engine's function harmless: nothing that it raises gets into the engine."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from time import perf_counter_ns
@@ -31,7 +32,7 @@ def harmless(
             finish = hook(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
             finish = None
-            on_fault(name, error)
+            _tell(on_fault, name, error)
         spent((perf_counter_ns() - begin) * PLACES + before)
         if finish is None:
             return original(*args, **kwargs)
@@ -41,17 +42,23 @@ def harmless(
             try:
                 finish(None, error)
             except Exception as fault:  # noqa: BLE001  # the engine gets its own error
-                on_fault(name, fault)
+                _tell(on_fault, name, fault)
             raise
         begin = perf_counter_ns()
         try:
             finish(result, None)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            on_fault(name, error)
+            _tell(on_fault, name, error)
         spent((perf_counter_ns() - begin) * PLACES + after)
         return result
 
     return wrapper
+
+
+def _tell(on_fault: Callable[[str, Exception], None], name: str, error: Exception) -> None:
+    """Tell of a hook that failed; a log that cannot be written to must not fail the engine either."""
+    with contextlib.suppress(Exception):
+        on_fault(name, error)
 
 
 def wrap_method(

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 from ..environment import RecordingSettings
+from ..error_text import error_text
 from ..recording import beginning
 from .hooking import Finish, Hook, wrap_method
 from .sglang_drafts import DraftGraph
@@ -17,7 +18,7 @@ from .sglang_stages import StageResults, follow_stages
 from .sglang_transfers import to_nobody
 from .step_cost import StepCost
 from .stop_signal import stop_on_sigterm
-from .stop_socket import serve_stop, stop_children
+from .stop_socket import serve_stop, stop_tree
 
 logger = logging.getLogger("kvcanary")
 
@@ -50,13 +51,13 @@ class Attachment:
         self._off.add(hook)
         session = self._session
         if session is None:
-            logger.error("kvcanary: not recording: %s: %s: %s", hook, type(error).__name__, error, exc_info=error)
+            logger.error("kvcanary: not recording: %s: %s", hook, error_text(error), exc_info=error)
         elif hook in ("on_model", "on_scheduler", "on_draft_graph", "on_draft_extend_graph"):
-            session.recorder.switch_off(f"SGLang adapter, {hook}: {type(error).__name__}: {error}", error)
+            session.recorder.switch_off(f"SGLang adapter, {hook}: {session.recorder.error_text(error)}", error)
             self._session = None
         else:
-            logger.error("kvcanary: %s is no longer told: %s: %s", hook, type(error).__name__, error, exc_info=error)
-            session.recorder.lost(f"SGLang adapter, {hook} is no longer told: {type(error).__name__}: {error}")
+            logger.error("kvcanary: %s is no longer told: %s", hook, error_text(error), exc_info=error)
+            session.recorder.lost(f"SGLang adapter, {hook} is no longer told: {session.recorder.error_text(error)}")
 
     def _close(self) -> None:
         """End the trace, with what the recording cost in it."""
@@ -341,7 +342,7 @@ class Attachment:
         for history in session.histories:
             history.evicting = evicting
 
-    def on_stop(self, *_args: Any, **_kwargs: Any) -> Finish | None:
+    def on_stop(self, *args: Any, **kwargs: Any) -> Finish | None:
         """Let the processes that are about to be killed end their traces first."""
-        stop_children()
+        stop_tree(*args, **kwargs)
         return None

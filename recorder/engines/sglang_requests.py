@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,7 +16,9 @@ def request_id_of(rid: str, *, exact: bool) -> int:
     With `exact`, SGLang's own (blake2b of the name, signed), which its token oracle samples by; else without the sign,
     because a negative id is nobody's to the history checks.
     """
-    number = int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest(), "little", signed=True)
+    number = int.from_bytes(
+        hashlib.blake2b(str(rid).encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little", signed=True
+    )
     return number if exact else number & ((1 << 63) - 1)
 
 
@@ -89,14 +91,22 @@ class KnownRequest:
         return self._lists
 
 
-class RequestBook:
-    """The engine's requests by name; `version` grows with each one that comes or goes."""
+MAX_KNOWN: Final = 8192  # requests, more than an engine runs at once
 
-    __slots__ = ("_by_rid", "_exact", "version")
+
+class RequestBook:
+    """The engine's requests by name; `version` grows with each one that comes or goes.
+
+    Of a request that is aborted while it waits for another row nobody hears: where those without a row have become
+    many, they are forgotten. One that does get a row is told of once more.
+    """
+
+    __slots__ = ("_by_rid", "_exact", "_most", "version")
 
     def __init__(self, *, exact_ids: bool) -> None:
         self._by_rid: dict[str, KnownRequest] = {}
         self._exact = exact_ids
+        self._most = MAX_KNOWN
         self.version = 0
 
     def see(self, req: Any) -> tuple[KnownRequest, bool]:
@@ -104,6 +114,9 @@ class RequestBook:
         known = self._by_rid.get(req.rid)
         if known is not None and known.req is req:
             return known, False
+        if len(self._by_rid) >= self._most:
+            self._by_rid = {rid: known for rid, known in self._by_rid.items() if row_of(known.req) >= 0}
+            self._most = max(MAX_KNOWN, 2 * len(self._by_rid))
         known = KnownRequest(req, request_id_of(req.rid, exact=self._exact))
         self._by_rid[req.rid] = known
         self.version += 1

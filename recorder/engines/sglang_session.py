@@ -12,6 +12,7 @@ from ..environment import RecordingSettings
 from ..forward_input import translate
 from ..header import TraceHeader
 from ..host_arrays import Int64Array, own_int64
+from ..new_trace import begin_new
 from ..recorder import Recorder
 from ..recording import beginning
 from .hooking import Finish
@@ -51,8 +52,7 @@ class Session:
         self._requests = RequestBook(exact_ids=header.oracle is not None)
         tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
         settings.folder.mkdir(parents=True, exist_ok=True)
-        path = settings.folder / trace_name(header)
-        self.recorder = self._open(path, header, settings)
+        self.recorder = begin_new(settings.folder / trace_name(header), lambda path: self._open(path, header, settings))
         with beginning(self.recorder):
             self.sweep = PrefixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
         self.histories: list[GroupHistory] = []
@@ -73,7 +73,7 @@ class Session:
         self._taken: tuple[int, KnownBatch, bytes] | None = None
         self._results: dict[int, Ran] = {}  # by id, oldest first
         self._moment = 0  # between two, the scheduler appends no token to any request's
-        logger.info("%s", settings.start_up_line(path, self.recorder.header))
+        logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
 
     def _open(self, path: Any, header: TraceHeader, settings: RecordingSettings) -> Recorder | DeviceRecorder:
         """Return a recorder that never waits for the device, where there is one and it can be."""
@@ -199,7 +199,7 @@ class Session:
         if self._ended is not None:
             self._ended(None, error)
             return
-        note = "" if error is None else f"the model raised {type(error).__name__}: {error}"
+        note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
         self.recorder.after_forward(note=note)
 
     def runs(self, reqs: list[Any]) -> None:
@@ -284,7 +284,7 @@ class Session:
 
 
 def trace_name(header: Any) -> str:
-    """Return the name of a process's trace: when, role, ranks and process, so that no two are the same."""
+    """Return the name of a process's trace: when, role, ranks and process."""
     ranks = header.ranks
     when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     role = f"-{header.role}" if header.role else ""

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..device.recorder import DeviceRecorder
+from ..event import INT64_MAX
 from ..forward_input import translate
 from ..host_arrays import Int64Array, read_runs
 from ..recorder import Recorder
@@ -159,9 +160,12 @@ def _nobody(_hook: str, _error: Exception) -> None: ...
 
 
 def room_of(req: Any) -> int:
-    """Return a request's bootstrap room, -1 for none."""
+    """Return a request's bootstrap room, -1 for none; of one that no trace can hold, which both sides get alike, 63 bits.
+
+    Whoever sends a request may choose it.
+    """
     room = getattr(req, "bootstrap_room", None)
-    return -1 if room is None else int(room)
+    return -1 if room is None else int(room) & INT64_MAX
 
 
 def to_nobody(connection: Any) -> bool:

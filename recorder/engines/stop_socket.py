@@ -4,6 +4,7 @@ A recording process listens on a socket that is named after its id (Linux's abst
 system); the process that is about to kill it connects, and the answer comes when the trace is whole.
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -13,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 logger = logging.getLogger("kvcanary")
 
 DONE: Final = b"done"
 PATIENCE_S: Final = 20.0
+ACCEPT_AGAIN_S: Final = 0.2
 
 
 def _address(pid: int) -> str:
@@ -45,11 +47,16 @@ def serve_stop(stop: Callable[[], None]) -> None:
     def serve() -> None:
         with listener:
             while True:
-                asker, _ = listener.accept()
+                try:
+                    asker, _ = listener.accept()
+                except OSError:  # the process has no descriptor left at this moment
+                    time.sleep(ACCEPT_AGAIN_S)
+                    continue
                 with asker:
                     if _same_user(asker):
                         stop()
-                        asker.sendall(DONE)
+                        with contextlib.suppress(OSError):  # who asked may have lost patience
+                            asker.sendall(DONE)
                         return
 
     threading.Thread(target=serve, name="kvcanary-stop", daemon=True).start()
@@ -60,10 +67,24 @@ def _same_user(asker: socket.socket) -> bool:
     return uid in (os.getuid(), 0)
 
 
-def stop_children() -> None:
-    """Have all recording processes below this one end their traces."""
-    psutil = importlib.import_module("psutil")  # SGLang has it; kvcanary by itself does not need it
-    stop_processes([child.pid for child in psutil.Process().children(recursive=True)])
+def stop_tree(
+    parent_pid: int | None = None, include_parent: bool = True, skip_pid: int | None = None, **_: Any
+) -> None:
+    """Have the recording ones of processes that are about to be killed end their traces; others, which go on, do not.
+
+    Args:
+        parent_pid: with all that it has started; None for all that this one has.
+        include_parent: whether `parent_pid` itself is killed.
+        skip_pid: what is not.
+    """
+    psutil = importlib.import_module("psutil")  # the engines have it; kvcanary by itself does not need it
+    try:
+        pids = [child.pid for child in psutil.Process(parent_pid).children(recursive=True)]
+    except psutil.Error:  # it is gone
+        return
+    if parent_pid is not None and include_parent:
+        pids.append(parent_pid)
+    stop_processes([pid for pid in pids if pid != skip_pid])
 
 
 def stop_processes(pids: Iterable[int], *, patience_s: float = PATIENCE_S) -> list[int]:
@@ -73,7 +94,11 @@ def stop_processes(pids: Iterable[int], *, patience_s: float = PATIENCE_S) -> li
     """
     asked = []
     for pid in pids:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            logger.warning("kvcanary: process %d cannot be told to end its trace: %s", pid, error.strerror)
+            continue
         connection.settimeout(1.0)
         try:
             connection.connect(_address(pid))

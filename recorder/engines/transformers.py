@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from ..environment import read_environment
+from ..error_text import error_text
 from ..recorder import Recorder, prepare_kernels
 from .transformers_session import Session
 
@@ -128,9 +129,11 @@ class Attachment:
             name = getattr(hook, "__name__", "hook")
             session = self._sessions.get(engine)
             if session is not None:
-                session.recorder.switch_off(f"transformers adapter, {name}: {type(error).__name__}: {error}", error)
+                session.recorder.switch_off(
+                    f"transformers adapter, {name}: {session.recorder.error_text(error)}", error
+                )
             else:
-                logger.error("kvcanary: not recording: %s: %s", type(error).__name__, error, exc_info=error)  # noqa: TRY400  # with exc_info
+                logger.error("kvcanary: not recording: %s", error_text(error), exc_info=error)  # noqa: TRY400  # with exc_info
 
     # Hooks: called with the original's arguments before it runs; what they return is called after it.
 

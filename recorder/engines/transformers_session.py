@@ -90,7 +90,7 @@ class Session:
     def after_step(self, processor: Any, error: BaseException | None) -> None:
         """Complete the forward with the tokens that it sampled, or with what the model raised."""
         if error is not None:
-            self.recorder.after_forward(note=f"the model raised {type(error).__name__}: {error}")
+            self.recorder.after_forward(note=f"the model raised {self.recorder.error_text(error)}")
             return
         io = processor.inputs_and_outputs
         sampled_lens = np.array([int(future.has_new_token) for future in io.requests_in_batch], np.int64)

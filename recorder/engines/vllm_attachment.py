@@ -6,10 +6,11 @@ import weakref
 from typing import Any
 
 from ..environment import RecordingSettings
+from ..error_text import error_text
 from ..recording import beginning
 from .hooking import Finish
 from .stop_signal import stop_on_sigterm
-from .stop_socket import serve_stop, stop_children
+from .stop_socket import serve_stop, stop_tree
 from .vllm_session import Session, watch_result
 from .vllm_step import read_v1, read_v2
 
@@ -41,9 +42,9 @@ class Attachment:
         self._off.add(hook)
         live = [session for session in self._sessions.values() if session is not None]
         if not live:
-            logger.error("kvcanary: not recording: %s: %s: %s", hook, type(error).__name__, error, exc_info=error)
-        reason = f"vLLM adapter, {hook}: {type(error).__name__}: {error}"
+            logger.error("kvcanary: not recording: %s: %s", hook, error_text(error), exc_info=error)
         for session in live:
+            reason = f"vLLM adapter, {hook}: {session.recorder.error_text(error)}"
             if hook in ("on_execute", "on_forward", "on_prepared", "on_kv_update"):
                 session.recorder.switch_off(reason, error)
             else:
@@ -189,7 +190,7 @@ class Attachment:
             session.recorder.close()
         return None
 
-    def on_kill(self, *_args: Any, **_kwargs: Any) -> Finish | None:
+    def on_kill(self, pid: int, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Let the processes that are about to be killed end their traces first: vLLM grants its own no time."""
-        stop_children()
+        stop_tree(pid)
         return None

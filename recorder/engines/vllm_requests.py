@@ -13,7 +13,9 @@ from ..host_arrays import Int64Array
 
 def request_id_of(name: str) -> int:
     """Return the 64-bit id of a request, the same in every rank; none is negative, which would be nobody's."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") & ((1 << 63) - 1)
+    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") & (
+        (1 << 63) - 1
+    )
 
 
 class KnownRequest:

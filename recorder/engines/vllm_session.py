@@ -11,6 +11,7 @@ import numpy as np
 from ..environment import RecordingSettings
 from ..forward_input import ForwardInput
 from ..header import TraceHeader
+from ..new_trace import begin_new
 from ..recorder import Recorder
 from ..slot_runs import runs_to_slots
 from .hooking import Finish, Hook, wrap_method
@@ -42,13 +43,11 @@ class Session:
         sweep_every = settings.sweep_every if history and caches_prefixes(scheduler) else 0
         header = describe_engine(runner, self.layout, notes, history=history, sweep_every=sweep_every)
         settings.folder.mkdir(parents=True, exist_ok=True)
-        path = settings.folder / trace_name(header, number)
-        self.recorder = Recorder(
-            path,
-            header,
-            kv_sources=self.layout.kv.sources,
-            kv_watch_every=settings.kv_watch_every,
-            **settings.writer_options(),
+        options = settings.writer_options()
+        sources, every = self.layout.kv.sources, settings.kv_watch_every
+        self.recorder = begin_new(
+            settings.folder / trace_name(header, number),
+            lambda path: Recorder(path, header, kv_sources=sources, kv_watch_every=every, **options),
         )
         self.book = RequestBook(header.tables[0].rows)
         self.history = BlockHistory(scheduler, self.layout.groups, self.book, self.recorder) if history else None
@@ -60,7 +59,7 @@ class Session:
         self._later: list[tuple[ForwardInput, tuple[str, ...]]] = []
         for note in (*self.layout.notes, *notes):
             logger.info("kvcanary: %s", note)
-        logger.info("%s", settings.start_up_line(path, self.recorder.header))
+        logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
 
     def see(self, name: str, prompt_len: int) -> KnownRequest:
         """Return a request of the engine's; a new one is told of."""
@@ -149,7 +148,7 @@ class Session:
 
     def after_model(self, error: BaseException | None) -> None:
         """Complete the step's forwards, once; their tokens are sampled later."""
-        note = "" if error is None else f"the model raised {type(error).__name__}: {error}"
+        note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
         if not self._open:
             return
         self._open = False
@@ -240,7 +239,7 @@ def watch_result(result: Any, finish: Finish, on_fault: OnFault) -> None:
 
 
 def trace_name(header: TraceHeader, number: int) -> str:
-    """Return the name of a runner's trace: when, ranks and process, so that no two are the same."""
+    """Return the name of a runner's trace: when, ranks and process."""
     ranks = header.ranks
     when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     more = f"-{number}" if number else ""

@@ -34,7 +34,7 @@ def leave(folder, name, count, age_s, size=1000):
     """Segments of a recording that is over, or was killed."""
     for number in range(count):
         path = folder / f"{name}.{number:06d}.arrow"
-        path.write_bytes(b"x" * size)
+        path.write_bytes(b"ARROW1\0\0 kvcanary.header".ljust(size, b"x"))
         when = time.time() - age_s + number
         os.utime(path, (when, when))
 
@@ -105,3 +105,14 @@ def test_where_there_are_no_locks_nothing_is_deleted(tmp_path, monkeypatch):
 def test_it_needs_segments(tmp_path):
     with pytest.raises(ValueError, match="keep_folder_bytes needs segments"):
         Recorder(tmp_path / "a.arrow", HEADER, keep_folder_bytes=1)
+
+
+def test_what_other_programs_have_in_the_folder_is_left_alone_and_does_not_count(tmp_path):
+    (tmp_path / "train.000000.arrow").write_bytes(b"ARROW1\0\0".ljust(5000, b"x"))
+    (tmp_path / "old.000001.arrow").mkdir()
+    os.mkfifo(tmp_path / "old.000002.arrow")
+    (tmp_path / "old.000003.arrow").symlink_to("nowhere")
+    leave(tmp_path, "ours", 2, 900)
+    assert drop_the_past(tmp_path, 2000) == []
+    assert [path.name for path in drop_the_past(tmp_path, 0)] == ["ours.000000.arrow", "ours.000001.arrow"]
+    assert segments(tmp_path) == [*(f"old.{n:06d}.arrow" for n in (1, 2, 3)), "train.000000.arrow"]

@@ -294,3 +294,12 @@ def test_an_old_segment_begins_another(tmp_path: Path) -> None:
         expected += sum(1 for _ in read_events(path))
         assert path.stat().st_mode & 0o777 == 0o600
     assert len(ids) == 1
+
+
+def test_a_folder_of_the_files_name_freezes_nothing_and_keeps_its_own(tmp_path: Path) -> None:
+    trigger = FreezeFile(tmp_path / "freeze")
+    (tmp_path / "freeze").mkdir()
+    assert trigger.asked() is None
+    (tmp_path / "freeze").rmdir()
+    (tmp_path / "freeze").write_text("odd")
+    assert trigger.asked() == "odd"

@@ -244,3 +244,18 @@ def test_the_commands_know_it(tmp_path: Path) -> None:
     assert "tokens hashed" in shown.output
     assert "tell tokens from the KV bytes" in " ".join(shown.output.split())
     assert replay(path, settings=ReplaySettings(), report=None).verdict.value == "clean"
+
+
+def test_no_error_of_the_engines_or_of_ours_is_quoted_beside_hashes(tmp_path: Path) -> None:
+    """What an exception says may be a token or a name: a KeyError is its key."""
+    for privacy, quoted in ((PRIVACY, False), (Privacy(SALT, tokens=False, names=True), False), (None, True)):
+        path = tmp_path / "trace.arrow"
+        engine = toy_engine(path, overwrite=True, privacy=privacy)
+        recorder = engine.recorder
+        recorder.lost(f"a hook is no longer told: {recorder.error_text(KeyError('31337 is a token'))}")
+        recorder.request(request_id="the secret name")  # type: ignore[arg-type]
+        recorder.close()
+        notes = [event["note"] for event in contents(path)]
+        assert len(notes) == 2
+        assert all(kind in note for kind, note in zip(("KeyError", "ValueError"), notes, strict=True))
+        assert [("31337" in note, "secret" in note) for note in notes] == [(quoted, False), (False, quoted)]

@@ -1,5 +1,6 @@
 """The reader: what it gives, and every kind of file that is no good trace."""
 
+import dataclasses
 import json
 import os
 import struct
@@ -15,8 +16,11 @@ from kvcanary.recorder.checksum import batch_crc32c, column_forms, text_crc32c
 from kvcanary.recorder.encode import batch_metadata, encode_events, header_schema
 from kvcanary.recorder.errors import TraceError, UnreadableTraceError
 from kvcanary.recorder.framing import read_frame
+from kvcanary.recorder.header import ModelInfo, TraceHeader
+from kvcanary.recorder.json_text import json_text
 from kvcanary.recorder.reader import TraceReader, read_events
 from kvcanary.recorder.schema import FORMAT_MINOR, HEADER_CRC_KEY, HEADER_KEY, trace_schema
+from kvcanary.recorder.writer import TraceWriter
 
 
 def craft(path, schema, batches, compression=None):
@@ -371,3 +375,19 @@ def test_the_crc_does_not_depend_on_slicing(traces):
         part = encode_events(events[first:], first, trace_schema())
         assert batch_crc32c(whole.slice(first), first, forms) == batch_crc32c(part, first, forms)
         assert batch_crc32c(part, first, forms) != batch_crc32c(part, first + 1, forms)
+
+
+def test_names_that_are_no_text_are_none_in_the_trace_either(traces):
+    """A model's path of other bytes than UTF-8; what makes columns of it would fail."""
+    header = dataclasses.replace(
+        traces.header(), model=ModelInfo(name="/models/caf\udce9", dtype="a \U0001f40d"), notes=("\ud800!",)
+    )
+    path = traces.folder / "t.arrow"
+    with TraceWriter(path, header):
+        pass
+    with TraceReader(path) as reader:
+        found = reader.header
+    assert (found.model.name, found.model.dtype, found.notes) == ("/models/caf?", "a \U0001f40d", ("?!",))
+    older = json.dumps(dataclasses.asdict(header))
+    assert TraceHeader.from_json(older).model.name == "/models/caf?"
+    assert json_text({"k": "\ud800", "a": [1.5, None]}, sort_keys=True) == '{"a": [1.5, null], "k": "?"}'

@@ -376,3 +376,28 @@ def test_a_python_that_does_not_answer(tmp_path: Path) -> None:
     python.chmod(0o700)
     (reason,) = why_nothing([str(python)], os.environ)
     assert "cannot be asked" in reason
+
+
+def test_what_cannot_be_written_to_is_known_before_the_engine_runs(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    options = ["record", "-o", str(tmp_path / "traces"), "--json", str(tmp_path)]
+    done = subprocess.run(
+        [*KVCANARY, *options, "--", "touch", str(ran)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"Error: {tmp_path}: Is a directory\n"
+    assert not ran.exists()
+
+
+def test_a_full_disk_for_the_json_hides_no_exit_code(tmp_path: Path) -> None:
+    for exit_code, expected in ((5, 5), (0, 2)):
+        options = ["record", "-o", str(tmp_path / "traces"), "--json", "/dev/full"]
+        done = subprocess.run(
+            [*KVCANARY, *options, "--", "sh", "-c", f"exit {exit_code}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == expected
+        assert "Error: /dev/full: No space left on device" in done.stderr

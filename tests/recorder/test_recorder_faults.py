@@ -1,13 +1,20 @@
 """Faults in the recorder, or in how it is called: switched off, said once, and nothing for the engine to notice."""
 
 import logging
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from kvcanary.recorder import recorder as recorder_module
+from kvcanary.recorder import recording
+from kvcanary.recorder.error_text import MAX_ERROR_TEXT, error_text
 from kvcanary.recorder.kv_shadow import GroupKvShadow
 from kvcanary.recorder.reader import read_events
+from kvcanary.recorder.recorder import Recorder
 from kvcanary.recorder.state_shadow import StateShadow
 from kvcanary.recorder.writer import TraceWriter
 
@@ -118,3 +125,92 @@ def test_a_dead_disk_stops_the_recorder_not_the_engine(
     engine.recorder.close()
     assert "No space left" in engine.recorder.stats().off
     assert "No space left" in _one_error(caplog)
+
+
+class SilentError(Exception):
+    """It cannot even say what it is: a KeyError of a tensor whose device has failed."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_an_error_that_cannot_be_told_stays_inside_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def __int__(self) -> int:
+            raise SilentError
+
+    engine = toy_engine(tmp_path / "trace.arrow")
+    engine.recorder.request(request_id=Broken())  # type: ignore[arg-type]
+    engine.recorder.close()
+    assert engine.recorder.stats().off == "request: SilentError"
+    assert "switched itself off: request: SilentError" in _one_error(caplog)
+
+
+def test_a_long_error_is_cut() -> None:
+    assert len(error_text(ValueError("x" * 1_000_000))) == MAX_ERROR_TEXT
+
+
+def test_a_forked_child_does_not_wait_to_switch_off_what_is_its_parents(tmp_path: Path) -> None:
+    engine = toy_engine(tmp_path / "trace.arrow")
+    holder, over = held_by_another_thread(engine.recorder)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends a child that waits
+        engine.recorder.switch_off("a hook failed")
+        engine.recorder.mark("nobody's")
+        os._exit(7)
+    over.set()
+    holder.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not engine.recorder.off
+    engine.recorder.close()
+
+
+def held_by_another_thread(recorder: Recorder) -> tuple[threading.Thread, threading.Event]:
+    """Have another thread hold a recorder's lock, as one does that waits for a device, until the event is set."""
+    begun, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with recorder._lock:
+            begun.set()
+            over.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    begun.wait()
+    return holder, over
+
+
+@pytest.mark.parametrize("first", ["mark", "close"])
+def test_nobody_waits_for_ever_for_a_thread_that_does_not_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    monkeypatch.setattr(recording, "LOCK_PATIENCE_S", 0.01)
+    monkeypatch.setattr(recording, "SHORT_PATIENCE_S", 0.01)
+    engine = toy_engine(tmp_path / "trace.arrow")
+    engine.add(1, "one", [3, 4], 4)
+    engine.step()
+    holder, over = held_by_another_thread(engine.recorder)
+    if first == "mark":
+        engine.recorder.mark("told meanwhile")
+    engine.step()
+    engine.recorder.close(timeout=0.01)
+    assert holder.is_alive()
+    assert "has not come back from the recorder" in _one_error(caplog)
+    over.set()
+    holder.join()
+    engine.recorder.close()
+    summary = judged(tmp_path / "trace.arrow")
+    assert (summary.complete, summary.verdict.value, summary.num_losses) == (True, "inconclusive", 1)
+
+
+def test_numbers_of_numpys_and_labels_of_any_kind_are_taken(tmp_path: Path) -> None:
+    engine = toy_engine(tmp_path / "trace.arrow")
+    nothing: list[int] = []
+    engine.recorder.sweep(
+        groups=nothing, slots=nothing, positions=nothing, prev_slots=nothing, locked=nothing, runner=np.int64(0)
+    )
+    engine.recorder.mark("labels", {1: 2, "a": 3})  # type: ignore[dict-item]
+    engine.recorder.close()
+    assert engine.recorder.stats().dropped_events == 0
+    assert [event.kind for event in read_events(tmp_path / "trace.arrow")] == ["sweep", "mark"]

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.kv_shadow import group_shadows
+from kvcanary.recorder.kv_shadow import GroupKvShadow, group_shadows
 from kvcanary.recorder.reader import read_events
+from kvcanary.recorder.recorder import Recorder
 from kvcanary.recorder.schema import SLOTS_LISTED, TIER_HOST, TIER_POOL
 from kvcanary.recorder.slot_runs import runs_to_slots
 from kvcanary.recorder.writer import TraceWriter
@@ -196,3 +197,55 @@ def test_a_dropped_copy_loses_its_target(tmp_path: Path) -> None:
     engine.recorder.close()
     loss = next(event for event in read_events(tmp_path / "trace.arrow") if event.kind == "loss")
     assert (loss.ints("slot_start").tolist(), loss.ints("slot_count").tolist()) == ([50], [3])
+
+
+@pytest.mark.parametrize("unfit", [{"room": 2**63}, {"request_id": 2**70}, {"prompt_len": -(2**64)}])
+def test_a_request_that_no_trace_can_hold_keeps_nothing_else_back(tmp_path: Path, unfit: dict[str, Any]) -> None:
+    engine = toy_engine(tmp_path / "trace.arrow")
+    engine.recorder.request(**{"request_id": 77, "name": "unfit", **unfit})
+    run_requests(engine)
+    engine.recorder.close()
+    assert engine.recorder.stats().dropped_events == 1
+    kinds = [event["kind"] for event in contents(tmp_path / "trace.arrow")]
+    assert kinds[0] == "loss"
+    assert kinds.count("loss") == 1
+    assert judged(tmp_path / "trace.arrow").forwards == engine.recorder.stats().forwards
+
+
+def test_which_slots_are_lost_is_not_looked_for_while_there_is_no_room_to_say_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    lost_runs = GroupKvShadow.lost_runs
+    monkeypatch.setattr(GroupKvShadow, "lost_runs", lambda self: looks.append(self) or lost_runs(self))
+    engine = toy_engine(tmp_path / "trace.arrow", flush_interval_ns=3_600_000_000_000)
+    engine.add(1, "one", [3, 4], 30)
+    engine.step()
+    writer = engine.recorder._outbox._writer
+    writer._max_queued_bytes = writer.stats().queued_bytes
+    for _ in range(20):
+        engine.step()
+    assert engine.recorder.stats().dropped_events >= 20
+    assert len(looks) == 1
+    engine.recorder.close()
+    assert len(looks) == 2
+    assert judged(tmp_path / "trace.arrow").num_losses == 1
+
+
+def test_lost_slots_that_would_never_fit_the_queue_are_said_with_others(tmp_path: Path) -> None:
+    slots = 60_000
+    header = TraceHeader(
+        groups=(PoolGroup(name="full", num_slots=slots),), tables=(StateTable(rows=4, width=slots // 2),)
+    )
+    recorder = Recorder(tmp_path / "trace.arrow", header, max_queued_bytes=200_000)
+    (kv,) = recorder._kv
+    kv.lose(np.arange(1, slots, 2))  # 30,000 runs, 720 kB
+    recorder.mark("after")
+    recorder.mark("and more")
+    recorder.close()
+    told = contents(tmp_path / "trace.arrow")
+    assert [event["kind"] for event in told] == ["loss", "mark", "mark"]
+    named = runs_to_slots(np.array(told[0]["slot_start"]), np.array(told[0]["slot_count"]))
+    assert set(range(1, slots, 2)) <= set(named.tolist())
+    assert len(told[0]["slot_start"]) * 24 < 200_000
+    assert not kv.any_lost

@@ -1,6 +1,7 @@
 """Settings: from variables and a TOML file, checked, named in the message where they are wrong, all documented."""
 
 import dataclasses
+import os
 import re
 import signal
 import subprocess
@@ -255,3 +256,49 @@ def test_whether_a_recording_is_wanted_is_found_out_without_weight() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={})
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large"])
+@pytest.mark.parametrize("variable", ["KVCANARY_CONFIG", "KVCANARY_TOKEN_SALT_FILE"])
+def test_a_file_that_leads_elsewhere_neither_hangs_nor_fills_the_memory(
+    tmp_path: Path, variable: str, kind: str
+) -> None:
+    path = tmp_path / kind
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"#" * ((1 << 20) + 1))
+    expected = {"folder": "Is a directory", "large": "larger than 1048576 bytes"}.get(kind, "not a regular file")
+    with pytest.raises(ValueError, match=f"{path}: .* cannot be read: {expected}"):
+        read_environment({"KVCANARY_TRACE": "/traces", variable: str(path)})
+
+
+def test_a_file_of_settings_may_begin_as_windows_begins_it_and_must_not_be_nested_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "k.toml"
+    path.write_bytes(b'\xef\xbb\xbftrace = "t"')
+    settings = read_environment({"KVCANARY_CONFIG": str(path)})
+    assert settings is not None
+    assert settings.folder == tmp_path / "t"
+    path.write_text("trace = " + "[" * 100_000)
+    with pytest.raises(ValueError, match=f"{path}: not TOML: maximum recursion"):
+        read_environment({"KVCANARY_CONFIG": str(path)})
+
+
+def test_a_folder_is_no_file_to_look_for(tmp_path: Path) -> None:
+    environ = {"KVCANARY_TRACE": str(tmp_path), "KVCANARY_SEGMENT_SECONDS": "1", "KVCANARY_KEEP_SEGMENTS": "2"}
+    with pytest.raises(ValueError, match=f"freeze_file is {tmp_path}, a folder"):
+        read_environment({**environ, "KVCANARY_FREEZE_FILE": str(tmp_path)})
+
+
+def test_a_relative_folder_stays_where_it_was_when_the_engine_goes_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    environ = {"KVCANARY_TRACE": "t", "KVCANARY_SEGMENT_SECONDS": "1", "KVCANARY_KEEP_SEGMENTS": "2"}
+    settings = read_environment({**environ, "KVCANARY_FREEZE_FILE": "now"})
+    assert settings is not None
+    assert (settings.folder, settings.freeze_file) == (tmp_path / "t", tmp_path / "now")

@@ -13,6 +13,7 @@ import threading
 import numpy as np
 import pytest
 from kvcanary.recorder import trace_file
+from kvcanary.recorder import writer as writer_module
 from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.event import TraceEvent, loss_event
 from kvcanary.recorder.reader import read_events
@@ -374,3 +375,18 @@ def test_an_overwritten_trace_is_private_too(traces):
     path.unlink()
     TraceWriter(path, traces.header(), overwrite=True).close()  # nothing there to overwrite
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_clock_that_was_set_back_does_not_date_what_was_lost_last(traces, monkeypatch):
+    path = traces.folder / "t.arrow"
+    writer = TraceWriter(path, traces.header())
+    writer.append(TraceEvent(kind="mark", time_ns=5_000))
+    monkeypatch.setattr(writer_module.time, "time_ns", lambda: 1_000)
+    assert not writer.append(TraceEvent(kind="nonsense", time_ns=6_000))
+    writer.end("and nobody knows what")
+    assert writer.close()
+    told = [(event.kind, event.scalar("lost_events"), event.scalar("time_ns")) for event in read_events(path)]
+    assert [kind for kind, _, _ in told] == ["mark", "loss", "loss"]
+    assert [lost for _, lost, _ in told] == [0, 1, -1]
+    times = [time_ns for _, _, time_ns in told]
+    assert times == sorted(times)

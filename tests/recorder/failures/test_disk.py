@@ -61,6 +61,21 @@ def test_a_folder_that_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert_stopped(engine, caplog, "folder does not exist")
 
 
+def test_a_trace_that_somebody_deletes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = unrecorded(tmp_path)
+    engine = make_engine(tmp_path / "t.arrow", **OFTEN)
+
+    def remove(step: int, engine: SimulatedEngine) -> None:
+        if step == 10:
+            (tmp_path / "t.arrow").unlink()
+        write_each_step(step, engine)
+
+    assert serve(engine, remove) == expected
+    engine.close()
+    assert_stopped(engine, caplog, "somebody has deleted the trace")
+    assert "nothing of it is left" in logged(caplog)[0]
+
+
 def test_a_folder_that_may_no_longer_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = unrecorded(tmp_path)
     folder = tmp_path / "traces"

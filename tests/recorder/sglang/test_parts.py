@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.recorder.engines import hooking, sglang_hooks, step_cost
+from kvcanary.recorder.engines import hooking, sglang_hooks, sglang_requests, step_cost
 from kvcanary.recorder.engines.hooking import harmless, wrap_method
 from kvcanary.recorder.engines.sglang_attachment import Attachment
 from kvcanary.recorder.engines.sglang_batches import KnownBatches
@@ -540,3 +540,23 @@ def test_the_engines_thread_goes_on_while_what_it_cost_is_summed_up() -> None:
     while not over.is_set():
         cost.spent(PLACES)  # raised BufferError
     summing.join()
+
+
+def test_requests_that_wait_without_a_row_and_never_end_are_forgotten_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sglang_requests, "MAX_KNOWN", 10)
+    book = RequestBook(exact_ids=False)
+
+    def request(name: str, row: int | None) -> Any:
+        return SimpleNamespace(rid=name, req_pool_idx=row, origin_input_ids=[1], output_ids=[])
+
+    running = [request(f"running{n}", n + 1) for n in range(7)]
+    for req in running:
+        book.see(req)
+    aborted = [request(f"aborted{n}", None) for n in range(100)]
+    for req in aborted:
+        assert book.see(req)[1]
+    assert all(not book.see(req)[1] for req in running)
+    known = sum(book.get(req.rid) is not None for req in aborted)
+    assert known <= 14

@@ -1,6 +1,8 @@
 """A pipeline stage of SGLang's shape: results come round as new objects, micro-batch by micro-batch, a round late."""
 
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,11 +55,11 @@ class Stage(Scheduler):
         return made[0]
 
 
-def stage(patch: pytest.MonkeyPatch, folder: Path) -> tuple[Any, Stage]:
+def stage(patch: pytest.MonkeyPatch, folder: Path, kind: type[Stage] = Stage) -> tuple[Any, Stage]:
     attachment = hooked(patch, RecordingSettings(folder=folder))
     runner = ModelRunner()
     runner.server_args.pp_size = 2
-    scheduler = Stage(runner, Allocator(SLOTS - 1, 1))
+    scheduler = kind(runner, Allocator(SLOTS - 1, 1))
     assert attachment._session is not None
     return attachment._session.recorder, scheduler
 
@@ -98,3 +100,41 @@ def test_nothing_is_told_of_a_batch_that_ran_twice_before_a_result_came(
     scheduler.take_over()
     recorder.close()
     assert samples(recorder.path) == [(2, request.output_ids[2:])]
+
+
+class SpeculativeStage(Stage):
+    """It keeps a copy of each batch as it was launched, and takes the result over for that, as 0.5.23 does."""
+
+    def __init__(self, runner: ModelRunner, allocator: Allocator) -> None:
+        self.metadata: list[Any] = [None, None]
+        super().__init__(runner, allocator)
+
+    def _pp_launch_batch(self, mb_id: int, batch: Batch, _proxy: Any = None, mb_metadata: Any = None, *_: Any) -> Any:
+        result = self.run_batch(batch)
+        mb_metadata[mb_id] = SimpleNamespace(fwd_batch=Batch(list(batch.reqs), batch.fields))
+        return result, None
+
+    def launch(self, batch: Batch) -> None:
+        mb_id = len(self.waiting)
+        result, _ = self._pp_launch_batch(mb_id, batch, None, self.metadata, [])
+        self.waiting.append((self.metadata[mb_id].fwd_batch, result.next_token_ids))
+
+
+def test_a_result_that_comes_for_a_copy_of_the_batch_is_told_too_and_no_batch_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, scheduler = stage(monkeypatch, tmp_path, SpeculativeStage)
+    first, second = Request("a", [3, 4], new_tokens=4), Request("b", [5, 6, 7], new_tokens=4)
+    launched = []
+    for _ in range(3):
+        for request in (first, second):
+            batch = scheduler.batch_of([request])
+            scheduler.launch(batch)
+            launched.append(weakref.ref(batch))
+        del batch
+        scheduler.take_over()
+        scheduler.take_over()
+    recorder.close()
+    expected = [token for pair in zip(first.output_ids, second.output_ids, strict=True) for token in pair]
+    assert samples(recorder.path) == [(forward, [token]) for forward, token in enumerate(expected)]
+    assert [batch() for batch in launched] == [None] * 6

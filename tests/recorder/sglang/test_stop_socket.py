@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvcanary.recorder.engines.sglang_attachment import Attachment
 from kvcanary.recorder.engines.stop_socket import serve_stop, stop_processes
+from kvcanary.recorder.environment import RecordingSettings
 from kvcanary.recorder.reader import TraceReader
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sockets without a file are Linux's")
@@ -27,9 +29,25 @@ time.sleep(600)
 """
 
 
-def test_a_process_ends_its_trace_before_it_is_killed(tmp_path: Path) -> None:
+# For a moment, it has no file descriptor left.
+OUT_OF_FILES = """
+import socket
+
+accept, fails = socket.socket.accept, [1, 1]
+
+def failing(listener):
+    if fails:
+        raise OSError(fails.pop(), "Too many open files")
+    return accept(listener)
+
+socket.socket.accept = failing
+"""
+
+
+@pytest.mark.parametrize("before", ["", OUT_OF_FILES], ids=["as it is", "out of files"])
+def test_a_process_ends_its_trace_before_it_is_killed(tmp_path: Path, before: str) -> None:
     path = tmp_path / "trace.arrow"
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-c", before + CHILD, str(path)], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "recording\n"
@@ -79,3 +97,30 @@ def test_a_second_recording_of_a_process_says_that_it_cannot_be_stopped(caplog: 
 
     assert stop_processes([os.getpid()]) == [os.getpid()]
     assert stopped == [1]
+
+
+@pytest.mark.parametrize("how", [{}, {"include_parent": False}, {"skip": True}], ids=str)
+def test_who_is_not_killed_goes_on_recording(tmp_path: Path, how: dict[str, bool]) -> None:
+    """A server that ends one of its processes, or one of several servers that a process has, ends no other's trace."""
+    children = [
+        subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / f"{n}.arrow")], stdout=subprocess.PIPE, text=True)
+        for n in range(2)
+    ]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "recording\n"
+        attachment = Attachment(RecordingSettings(folder=tmp_path))
+        first = children[0].pid
+        attachment.on_stop(first, *([True, first] if "skip" in how else []), **({} if "skip" in how else how))
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+            assert child.stdout is not None
+            child.stdout.close()
+    ended = []
+    for n in range(2):
+        with TraceReader(tmp_path / f"{n}.arrow") as reader:
+            ended.append(reader.complete)
+    assert ended == [not how, False]

@@ -174,9 +174,9 @@ def test_two_engines_of_a_process_have_a_trace_each(tmp_path: Path, monkeypatch:
 
 def test_who_is_about_to_be_killed_ends_its_trace_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[Any] = []
-    monkeypatch.setattr(vllm_attachment, "stop_children", lambda: happened.append("stopped"))
+    monkeypatch.setattr(vllm_attachment, "stop_tree", lambda pid: happened.append(f"stopped {pid}"))
     module = ModuleType(PROCESSES)
     module.kill_process_tree = happened.append  # type: ignore[attr-defined]
     hook_module(module, vllm_attachment.Attachment(RecordingSettings(folder=tmp_path)))
     module.kill_process_tree(77)
-    assert happened == ["stopped", 77]
+    assert happened == ["stopped 77", 77]
