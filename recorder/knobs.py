@@ -102,7 +102,12 @@ def _word(knob: Knob, text: str) -> str | None:
 
 
 def _path(_: Knob, text: str) -> Path | None:
-    return Path(text) if text and "\0" not in text else None
+    if not text or "\0" in text:
+        return None
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # ~nobody, or a user without a home: the folder of that name
+        return Path(text)
 
 
 def _signal(_: Knob, text: str) -> int | None:

@@ -18,11 +18,11 @@ def begin_new(path: Path, begin: Callable[[Path], _T]) -> _T:
     A process's trace is named after the second and the process's id: containers that share a folder may have both alike.
 
     Raises:
-        TraceError: as `begin` does.
+        TraceError, FileExistsError: as `begin` does.
     """
     for number in range(MAX_TRIES):
         try:
             return begin(path.with_name(f"{base_name(path)}-{number}.arrow") if number else path)
-        except TraceExistsError:
+        except (TraceExistsError, FileExistsError):
             continue
     return begin(path)

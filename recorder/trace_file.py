@@ -66,7 +66,7 @@ class TraceFile:
             self._beginning = MAGIC + schema.serialize().to_pybytes()
             self._put(memoryview(self._beginning))
         except OSError as error:
-            self.abandon()
+            self._drop(path)
             advice = _ADVICE.get(error.errno or 0, os.strerror(error.errno) if error.errno else str(error))
             kind = TraceExistsError if error.errno == errno.EEXIST else TraceError
             raise kind(f"{named or path}: cannot be written: {advice}") from None
@@ -100,6 +100,13 @@ class TraceFile:
         if descriptor >= 0:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+    def _drop(self, path: Path) -> None:
+        """Close a file that could not be begun, and leave nothing of it: it would be a trace that nobody can read."""
+        with contextlib.suppress(OSError):
+            if self._descriptor >= 0 and stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                path.unlink()
+        self.abandon()
 
     def _drain(self) -> None:
         data = memoryview(b"".join(self._pending.parts))

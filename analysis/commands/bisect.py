@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...recorder.commands.given_path import GivenPath
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -119,14 +121,14 @@ def bisect_command() -> None:
 
 
 @bisect_command.command("saved", epilog=_SAVED_EPILOG, options_metavar="[OPTIONS]")
-@click.argument("traces", nargs=-1, required=True, metavar="TRACES...", type=click.Path(path_type=Path))
+@click.argument("traces", nargs=-1, required=True, metavar="TRACES...", type=GivenPath())
 @click.option(
     "--order",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     metavar="FILE",
     help="Versions, commits or trace files, one a line, oldest first. [default: by the versions in the headers]",
 )
-@click.option("--cache", type=click.Path(path_type=Path, file_okay=False), help="Where verdicts are kept.")
+@click.option("--cache", type=GivenPath(file_okay=False), help="Where verdicts are kept.")
 @click.option("--no-cache", is_flag=True, help="Judge every trace anew.")
 @_criterion_options
 def saved_command(
@@ -163,13 +165,13 @@ def saved_command(
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for one run.")
 @click.option(
     "--log",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=GivenPath(dir_okay=False),
     default=Path("kvcanary-bisect.jsonl"),
     show_default=True,
     help="Trials done, to go on from.",
 )
 @click.option("--fresh", is_flag=True, help="Begin anew, over an older log.")
-@click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the traces in this folder.")
+@click.option("--keep", type=GivenPath(file_okay=False), help="Keep the traces in this folder.")
 @_criterion_options
 def run_command(
     command: tuple[str, ...],

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ...recorder.commands.given_path import GivenPath
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -49,8 +51,8 @@ docs/diff.md says what each kind means.
 
 
 @click.command("diff", epilog=_EPILOG)
-@click.argument("a", metavar="A", type=click.Path(path_type=Path))
-@click.argument("b", metavar="B", type=click.Path(path_type=Path))
+@click.argument("a", metavar="A", type=GivenPath())
+@click.argument("b", metavar="B", type=GivenPath())
 @click.option(
     "--align",
     type=click.Choice(ALIGNMENTS),

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ...recorder.commands.given_path import GivenPath
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -35,14 +37,14 @@ Exit codes: 0 written, 2 wrong usage, an unreadable report, or a report of anoth
 
 
 @click.command("expand", epilog=_EPILOG)
-@click.argument("report", metavar="REPORT", type=click.Path(path_type=Path))
+@click.argument("report", metavar="REPORT", type=GivenPath())
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=GivenPath(dir_okay=False),
     help=f"The Parquet file to write. [default: REPORT/{OUTPUT_NAME}]",
 )
-@click.option("--trace", type=click.Path(path_type=Path), help="Where the report's trace is now, if it has moved.")
+@click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def expand_command(report: Path, output: Path | None, trace: Path | None, as_json: bool) -> None:
     """Write a report's violations as one row a forward, as stepwise replay would have.

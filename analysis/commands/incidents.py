@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...recorder.commands.given_path import GivenPath
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -31,8 +33,8 @@ kinds.
 
 
 @click.command("incidents", epilog=_EPILOG)
-@click.argument("report", metavar="REPORT", type=click.Path(path_type=Path))
-@click.option("--trace", type=click.Path(path_type=Path), help="Where the report's trace is now, if it has moved.")
+@click.argument("report", metavar="REPORT", type=GivenPath())
+@click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
 @click.option("--explain", type=click.IntRange(min=1), metavar="N", help="Explain incident N with its evidence.")
 @click.option("--json", "as_json", is_flag=True, help="Print incidents as JSON.")
 def incidents_command(report: Path, trace: Path | None, explain: int | None, as_json: bool) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from ...recorder.commands.given_path import GivenPath
+
 EXIT_FAILED = 2
 
 _EPILOG = """\b
@@ -25,15 +27,15 @@ Exit codes: 0 written, 2 wrong usage, an unreadable report, or the plot library 
 
 
 @click.command("page", epilog=_EPILOG)
-@click.argument("report", metavar="REPORT", type=click.Path(path_type=Path))
+@click.argument("report", metavar="REPORT", type=GivenPath())
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=GivenPath(dir_okay=False),
     help="Where to. [default: report.html in the report]",
 )
 @click.option("--open", "show", is_flag=True, help="Open it in the browser.")
-@click.option("--trace", type=click.Path(path_type=Path), help="Where the report's trace is now, if it has moved.")
+@click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
 @click.option("--json", "as_json", is_flag=True, help="Print path and size as JSON.")
 def page_command(report: Path, output: Path | None, show: bool, trace: Path | None, as_json: bool) -> None:
     """Make a page of a report: one file that works offline and asks no network for anything.

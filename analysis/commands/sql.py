@@ -8,6 +8,8 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
+from ...recorder.commands.given_path import GivenPath
+
 if TYPE_CHECKING:
     from ..session import Session
     from ..sources import Source
@@ -39,12 +41,12 @@ Exit codes: 0 answered, 2 wrong usage, an unreadable file, or an SQL error. docs
 @click.command("sql", epilog=_EPILOG)
 @click.argument("arguments", nargs=-1, required=True, metavar='TRACE_OR_REPORT... ["SELECT ..."]')
 @click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="Of the result.")
-@click.option("-f", "--file", "script", type=click.Path(path_type=Path), help="Read SQL from a file; - is stdin.")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result to a file.")
+@click.option("-f", "--file", "script", type=GivenPath(), help="Read SQL from a file; - is stdin.")
+@click.option("-o", "--output", type=GivenPath(dir_okay=False), help="Write the result to a file.")
 @click.option(
     "--rows", type=click.IntRange(min=0), default=100, show_default=True, help="Rows shown in a table; 0: all."
 )
-@click.option("--trace", type=click.Path(path_type=Path), help="Where the report's trace is now, if it has moved.")
+@click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
 @click.option("--save", is_flag=True, help="First write report.duckdb into each report.")
 @click.option(
     "--live", is_flag=True, help="Read the files even where report.duckdb fits; raw_events is there only then."

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ...recorder.commands.given_path import GivenPath
+
 if TYPE_CHECKING:
     from ..session import Session
     from ..sources import Source
@@ -32,8 +34,8 @@ Exit codes: 0 answered (also where nothing was found), 2 wrong usage or an unrea
 
 
 @click.command("triage", epilog=_EPILOG)
-@click.argument("report", metavar="REPORT", type=click.Path(path_type=Path))
-@click.option("--trace", type=click.Path(path_type=Path), help="Where the report's trace is now, if it has moved.")
+@click.argument("report", metavar="REPORT", type=GivenPath())
+@click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
 @click.option("--sql", "show_sql", is_flag=True, help="Show the SQL behind each answer.")
 @click.option("--json", "as_json", is_flag=True, help="Print answers, rows and SQL as JSON.")
 def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .given_path import GivenPath
 from .text import printable
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ Examples:
 
 
 @click.command("inspect", epilog=_EPILOG)
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.argument("trace", type=GivenPath())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def inspect_command(trace: Path, as_json: bool) -> None:
     """Show what TRACE holds: header, events, requests, time span, sizes, losses. Of a folder, a line for each file.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import click
 
 from ..knobs import KNOBS, PREFIX, TRACE_KNOB, Knob
+from .given_path import GivenPath
 from .text import printable
 
 if TYPE_CHECKING:
@@ -43,11 +44,9 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command("record", epilog=_EPILOG, context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Folder for the traces. [default: KVCANARY_TRACE's]"
-)
-@click.option("--config", type=click.Path(path_type=Path), help="TOML file of settings; options go before it.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write what was recorded to this file.")
+@click.option("-o", "--output", type=GivenPath(), help="Folder for the traces. [default: KVCANARY_TRACE's]")
+@click.option("--config", type=GivenPath(), help="TOML file of settings; options go before it.")
+@click.option("--json", "json_path", type=GivenPath(), help="Also write what was recorded to this file.")
 @_with_settings
 def record_command(
     command: tuple[str, ...], output: Path | None, config: Path | None, json_path: Path | None, **options: str | None

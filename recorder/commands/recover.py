@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .given_path import GivenPath
+
 if TYPE_CHECKING:
     from ..recovery import RecoveryResult
 
@@ -23,8 +25,8 @@ Examples:
 
 
 @click.command("recover", epilog=_EPILOG)
-@click.argument("torn", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: TORN's name with .recovered.arrow.")
+@click.argument("torn", type=GivenPath())
+@click.option("-o", "--output", type=GivenPath(), help="Default: TORN's name with .recovered.arrow.")
 @click.option("--force", is_flag=True, help="Replace the output file if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was kept and lost as JSON.")
 def recover_command(torn: Path, output: Path | None, force: bool, as_json: bool) -> None:

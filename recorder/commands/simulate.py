@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .given_path import GivenPath
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -42,9 +44,7 @@ The same options and seed give the same events, apart from their times.
 
 
 @click.command("simulate", epilog=_EPILOG)
-@click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), help="Trace to write; a folder with --pd."
-)
+@click.option("-o", "--output", required=True, type=GivenPath(), help="Trace to write; a folder with --pd.")
 @click.option("--force", is_flag=True, help="Replace the output file if it exists.")
 @click.option("--pd", is_flag=True, help="A prefill engine and a decode engine: prefill.arrow and decode.arrow.")
 @click.option("--failure-rate", type=click.FloatRange(0, 1), default=0.0, help="Transfers that fail, with --pd.")
@@ -91,7 +91,7 @@ The same options and seed give the same events, apart from their times.
 @click.option("--fork-rate", type=click.FloatRange(0, 1), default=0.0, help="Requests that want several answers.")
 @click.option(
     "--workload",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=GivenPath(dir_okay=False),
     help="Requests from a file instead: Mooncake's .jsonl or Azure's .csv.",
 )
 @click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Read this much of the file.")

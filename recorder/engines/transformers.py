@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from ..environment import read_environment
 from ..error_text import error_text
+from ..new_trace import begin_new
 from ..recorder import Recorder, prepare_kernels
 from .transformers_session import Session
 
@@ -272,11 +273,10 @@ def attach_from_environment() -> Attachment | None:
         return None
     settings.folder.mkdir(parents=True, exist_ok=True)
     when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    return attach(
+    options: dict[str, Any] = {"kv_watch_every": settings.kv_watch_every, "capture_bytes": settings.capture_bytes}
+    return begin_new(
         settings.folder / f"transformers-{when}-{os.getpid()}.arrow",
-        kv_watch_every=settings.kv_watch_every,
-        capture_bytes=settings.capture_bytes,
-        **settings.writer_options(),
+        lambda path: attach(path, **options, **settings.writer_options()),
     )
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...recorder.commands.given_path import GivenPath
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -83,7 +85,7 @@ def list_command(as_json: bool) -> None:
 @click.option("--fault", "fault_name", required=True, metavar="NAME", help="See kvcanary lab list; clean for none.")
 @click.option("--config", metavar="NAME", help="Engine configuration. [default: the fault's first]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of engine, workload and fault.")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Trace to write.")
+@click.option("-o", "--output", required=True, type=GivenPath(), help="Trace to write.")
 @click.option("--force", is_flag=True, help="Replace the output if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ground truth as JSON.")
 def run_command(fault_name: str, config: str | None, seed: int, output: Path, force: bool, as_json: bool) -> None:
@@ -166,13 +168,13 @@ def _story(trial: Trial, outcome: Outcome) -> list[str]:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=GivenPath(dir_okay=False),
     default=Path("matrix.parquet"),
     show_default=True,
     help="Rows, one a trial; a file of the same build is gone on with.",
 )
 @click.option("--force", is_flag=True, help="Start anew where the output is of another build.")
-@click.option("--markdown", type=click.Path(path_type=Path, dir_okay=False), help="Write the table there too.")
+@click.option("--markdown", type=GivenPath(dir_okay=False), help="Write the table there too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
 def matrix_command(
     faults: str,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from ...recorder.commands.given_path import GivenPath
 from .check_names import check_names, list_checks
 
 if TYPE_CHECKING:
@@ -45,20 +46,11 @@ Examples:
 """
 
 
-class _Named(click.Path):
-    """A path that is not empty, which would stand for the folder one is in."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "":
-            self.fail("the name is empty; is a variable of the shell unset?", param, ctx)
-        return super().convert(value, param, ctx)
-
-
 @click.command("replay", epilog=_EPILOG)
-@click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=_Named(path_type=Path))
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=GivenPath())
 @click.option(
     "--report",
-    type=_Named(path_type=Path, file_okay=False),
+    type=GivenPath(file_okay=False),
     help="Report directory. [default: TRACE.report beside the trace, trace.report for trace.arrow and its segments; "
     "with several recordings, one folder each inside DIR]",
 )

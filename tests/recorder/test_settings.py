@@ -111,6 +111,16 @@ def test_variables_go_before_the_file_and_relative_paths_start_at_it(tmp_path: P
     assert settings == RecordingSettings(folder=tmp_path / "traces", config=path, sweep_every=9, history="on")
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "kvcanary.toml"
+    file.write_text('trace = "~/traces"\n')
+    for environ in ({"KVCANARY_TRACE": "~/traces"}, {"KVCANARY_CONFIG": str(file)}):
+        settings = read_environment(environ)
+        assert settings is not None
+        assert settings.folder == tmp_path / "traces"
+
+
 def test_a_file_that_names_no_folder_asks_for_nothing(tmp_path: Path) -> None:
     path = tmp_path / "kvcanary.toml"
     path.write_text("sweep_every = 9\n")

@@ -175,6 +175,17 @@ def test_a_full_disk_keeps_what_was_flushed(traces, monkeypatch, caplog, cut):
     assert writer.path.stat().st_size == batches[0].end_byte, "the half batch was cut off"
 
 
+def test_a_trace_that_a_full_disk_lets_nobody_begin_leaves_no_file(traces, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(TraceError, match="the disk is full"):
+            TraceWriter(tmp_path / "trace.arrow", traces.header())
+    assert not list(tmp_path.iterdir())
+
+
 def test_dev_full():
     from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
 
