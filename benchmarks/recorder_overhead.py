@@ -3,15 +3,15 @@
     python benchmarks/recorder_overhead.py                     # all shapes, three rounds, a table
     python benchmarks/recorder_overhead.py --rounds 2 --write  # and docs/overhead.md
     python benchmarks/recorder_overhead.py --json FILE         # keeps figures engine by engine
-    python benchmarks/recorder_overhead.py --from FILE --write # docs/overhead.md from figures that were kept, no GPU
+    python benchmarks/recorder_overhead.py --from FILE --from FILE --write # docs/overhead.md from figures kept, no GPU
 
 It needs a CUDA GPU with 100 GB and an SGLang in whose environment kvcanary is installed. The model has the shape of
 Llama 3 8B and made-up weights. Decode is timed as the difference of two generations that start from the same cached
 prompts, so that prefill and start-up cancel; the median of the repetitions counts: disturbances add, and a GPU that
 has rested runs its first steps faster, by up to two hundredths. Prefill is timed over prompts that nobody has seen
-before. The process that asks, in which nothing is recorded, does not collect garbage meanwhile: all that SGLang has
-loaded there takes a collection a third of a second, which would fall into one repetition or another. The engine's own
-process does as ever. A ratio is printed only where both engines gave the same tokens.
+before. The process that asks, in which nothing is recorded, collects no garbage meanwhile: looking at all that SGLang
+has loaded there takes a good part of a second. The engine's own process collects as ever. A ratio is printed only where
+both engines gave the same tokens.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from recorder_overhead_page import summarize, table
+from recorder_overhead_page import page
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "overhead.md"
@@ -79,7 +79,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--attention-backend", default="triton")
     parser.add_argument("--json", type=Path, help="keep all figures in this file")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.relative_to(ROOT)}")
-    parser.add_argument("--from", dest="kept", type=Path, help="take figures from this file instead of measuring")
+    parser.add_argument(
+        "--from",
+        dest="kept",
+        type=Path,
+        action="append",
+        default=[],
+        help="take figures from this file instead of measuring; again for other hosts'",
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -90,15 +97,16 @@ def main() -> int:
     if args.child:
         run_engine(json.loads(args.child))
         return 0
-    kept = measure(args) if args.kept is None else json.loads(args.kept.read_text())
-    runs, host = kept["runs"], kept["host"]
-    # A measurement that was broken off has taken the first modes of its last round alone, and off before all others.
-    runs = {mode: results for mode, results in runs.items() if results}
-    tokens = {json.dumps(result["tokens"]) for results in runs.values() for result in results}
-    if len(tokens) > 1:
-        print("the engines did not give the same tokens, so their times are not compared", file=sys.stderr)
-        return 1
-    text = table(runs, summarize(runs), host, list(DECODES))
+    measured = []
+    for kept in [json.loads(file.read_text()) for file in args.kept] or [measure(args)]:
+        # A measurement that was broken off has taken the first modes of its last round alone, and off before all others.
+        runs = {mode: results for mode, results in kept["runs"].items() if results}
+        tokens = {json.dumps(result["tokens"]) for results in runs.values() for result in results}
+        if len(tokens) > 1:
+            print("the engines did not give the same tokens, so their times are not compared", file=sys.stderr)
+            return 1
+        measured.append((kept["host"], runs))
+    text = page(measured, list(DECODES))
     print(text)
     if args.write:
         DOCUMENT.write_text(text)

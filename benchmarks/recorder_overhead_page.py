@@ -1,6 +1,7 @@
 """docs/overhead.md, from the figures that `recorder_overhead.py` takes."""
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 # The adapter's hooks, as the trace names them.
@@ -39,10 +40,8 @@ def least(host: dict[str, Any]) -> list[tuple[str, float, float]]:
     ]
 
 
-def table(runs: dict[str, list[dict]], figures: dict, host: dict[str, Any], decodes: list[str]) -> str:
-    """Return the document: the ratios, then what the recording took of each of the decode shapes."""
-    rounds = len(runs["off"])
-    versions = f"SGLang {runs['off'][0]['sglang']}, torch {host['torch']}"
+def page(measured: Sequence[tuple[dict[str, Any], dict[str, list[dict]]]], decodes: list[str]) -> str:
+    """Return the document: what was measured on each host, `(host, runs by mode)`."""
     lines = [
         "# What recording costs on a GPU",
         "",
@@ -50,33 +49,62 @@ def table(runs: dict[str, list[dict]], figures: dict, host: dict[str, Any], deco
         "engine a run, with CUDA graphs and overlapped scheduling, a model of the shape of Llama 3 8B (bfloat16, made-up",
         "weights), attention in Triton; the same prompts with and without the recorder, in alternation, and the same tokens",
         "came out. Decode is a step's time, from the difference of two generations off the same cached prompts; prefill is",
-        "the time of one prompt of 8,192 tokens. The median of the repetitions of a run counts; a GPU that",
-        "has rested runs the first of them faster, by up to two hundredths. Garbage is collected in the engine's process",
-        "as ever, and not in the one that asks.",
+        "the time of one prompt of 8,192 tokens. The median of the repetitions of a run counts. The least and the most of",
+        "them stand beside it: a GPU that has rested runs the first of them faster, by up to two hundredths, and now and",
+        "then an engine stands still for a third of a second and more, recorded or not: presumably a full collection of",
+        "Python's garbage, which looks at all that SGLang and its libraries have loaded. What a recorder keeps of each",
+        "request brings the next one nearer; medians do not show that.",
         "",
-        f"{host['date']}, {host['device']}, {versions}, {rounds} round{'s' * (rounds > 1)}. The default settings compare",
-        "the bytes of every forward's prefix with those that were written (KV watch), so there is no dearer setting but",
-        "a larger `KVCANARY_CAPTURE_BYTES`, segments, and `KVCANARY_HISTORY=on` and sweeps, which wait for the device.",
+        "The default settings compare the bytes of every forward's prefix with those that were written (KV watch), so there",
+        "is no dearer setting but a larger `KVCANARY_CAPTURE_BYTES`, segments, and `KVCANARY_HISTORY=on` and sweeps, which",
+        "wait for the device.",
         "",
-        "| work | without | "
-        + " | ".join(f"{mode}: times as long, each round" for mode in runs if mode != "off")
-        + " |",
-        "|---|--:|" + "---|" * (len(runs) - 1),
+        "Time on the engine's thread is that of all hooks of a step together, launches and waiting for Python's lock",
+        "included; the budget is 60 us at the median of a decode. Before the model and after it there is one launch each.",
+        "The same code takes longer in a longer step, whose caches have seen more of other things since the last one, and",
+        "hosts of one kind differ; the least that there is to it is measured on the same host in the same run, by itself.",
+        "The slowest hundredth are steps in which many requests begin or end; each of those is told by itself.",
+        "",
+        "A forward's bytes are mostly block-table entries: each of these generations hits prefixes of up to 524,288 cached",
+        "tokens, and each slot that a request takes over from the cache is told once.",
     ]
-    for name, figure in figures.items():
-        ratios = [", ".join(f"{ratio:.4f}" for ratio in figure[mode]["ratios"]) for mode in runs if mode != "off"]
-        lines.append(f"| {name} | {statistics.median(figure['off']):.2f} ms | " + " | ".join(ratios) + " |")
+    for number, (host, runs) in enumerate(measured, 1):
+        lines += [
+            "",
+            f"## Host {number}" if len(measured) > 1 else "## Measured",
+            "",
+            *_host_section(host, runs, decodes),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _host_section(host: dict[str, Any], runs: dict[str, list[dict]], decodes: list[str]) -> list[str]:
+    """Return what was measured on one host: the ratios, then what the recording took of each of the decode shapes."""
+    rounds = len(runs["off"])
+    versions = f"SGLang {runs['off'][0]['sglang']}, torch {host['torch']}"
+    modes = [mode for mode in runs if mode != "off"]
+    lines = [
+        f"{host['date']}, {host['device']}, {versions}, {rounds} round{'s' * (rounds > 1)}.",
+        "",
+        "| work | without, ms | " + " | ".join(f"{mode}: times as long, each round | ms" for mode in modes) + " |",
+        "|---|---|" + "--:|---|" * len(modes),
+    ]
+    for name, figure in summarize(runs).items():
+        cells = [f"{statistics.median(figure['off']):.2f} {_range(runs['off'], name)}"]
+        for mode in modes:
+            cells.append(", ".join(f"{ratio:.4f}" for ratio in figure[mode]["ratios"]))
+            cells.append(f"{statistics.median(figure[mode]['ms']):.2f} {_range(runs[mode], name)}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Time on the engine's thread, a step: all hooks together, launches and waiting for Python's lock included. The budget",
-        "is 60 us at the median of a decode.",
+        "Time on the engine's thread, a step:",
         "",
         "| settings | "
         + " | ".join(f"{name}, median" for name in decodes)
         + " | all steps, median | all steps, 99 % |",
         "|---|" + "--:|" * (len(decodes) + 2),
     ]
-    recorded = [(mode, result["recording"]) for mode in runs if mode != "off" for result in runs[mode]]
+    recorded = [(mode, result["recording"]) for mode in modes for result in runs[mode]]
     for mode, one in recorded:
         shown = [one["engine_thread_us_by_decode"].get(name) for name in decodes]
         shown += [one["engine_thread_us_p50"], one["engine_thread_us_p99"]]
@@ -93,11 +121,7 @@ def table(runs: dict[str, list[dict]], figures: dict, host: dict[str, Any], deco
             lines.append(f"| {mode} | {name} | " + " | ".join(f"{hooks[hook]:.0f} us" for hook in HOOKS) + " |")
     lines += [
         "",
-        "Before the model and after it there is one launch each. The same code takes longer in a longer step, whose caches",
-        "have seen more of other things since the last one; hosts of one kind differ by a third. The slowest hundredth are",
-        "steps in which many requests begin or end; each of those is told by itself.",
-        "",
-        "The least that there is to it, on the same host and in the same run, by itself:",
+        "The least that there is to it:",
         "",
         "| | warm caches | 64 MiB of other things touched before |",
         "|---|--:|--:|",
@@ -113,9 +137,10 @@ def table(runs: dict[str, list[dict]], figures: dict, host: dict[str, Any], deco
             f"| {mode} | {one['bytes_a_forward']:,.0f} | {one['bytes_a_token']:,.0f} | {one['device_mib']:.0f} MiB | "
             f"{one['pinned_mib']:.0f} MiB | {one['losses']} |"
         )
-    lines += [
-        "",
-        "A forward's bytes are mostly block-table entries: each of these generations hits prefixes of up to 524,288 cached",
-        "tokens, and each slot that a request takes over from the cache is told once.",
-    ]
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _range(results: list[dict], name: str) -> str:
+    """Return the least and the most of all repetitions of a shape, and how many a run has."""
+    taken = [result["shapes"][name]["all"] for result in results]
+    return f"({min(map(min, taken)):.2f} to {max(map(max, taken)):.2f}, of {len(taken[0])})"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .event import TraceEvent
+from .event import NO_LISTS, TraceEvent
 from .host_arrays import Int64Array, own_int64
 from .kv_shadow import GroupKvShadow
 from .schema import ALLOC_STATUSES, PHASE_AFTER, REQUEST_STATUSES, TRANSFER_DIRECTIONS, TRANSFER_STATUSES
@@ -52,9 +52,9 @@ def slots_event(
 def status_event(*, time_ns: int, request_id: int, status: str, row: int, note: str) -> TraceEvent:
     """Return the event of a request that got its row or gave it back; raise `ValueError` for another status."""
     _one_of("status", status, REQUEST_STATUSES)
-    ints = {"req_pool_indices": np.array([row], np.int64)} if row >= 0 else {}
+    ints = {"req_pool_indices": np.array([row], np.int64)} if row >= 0 else NO_LISTS
     scalars: dict[str, int | str] = {"request_id": int(request_id), "status": status, "note": note}
-    return TraceEvent(kind="status", time_ns=time_ns, scalars=scalars, ints=ints)
+    return TraceEvent(kind="status", time_ns=time_ns, scalars=scalars, ints=ints, bytes=NO_LISTS)
 
 
 def sample_event(*, time_ns: int, forward: int, sampled_tokens: Any, sampled_lens: Any) -> TraceEvent:

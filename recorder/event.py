@@ -1,6 +1,7 @@
 """One event on its way into a trace: what the recorder fills and the writer encodes."""
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +14,10 @@ Uint8Array = npt.NDArray[np.uint8]
 
 # What a row costs beside its own values: the scalar columns, and one offset for each list column.
 ROW_BYTES: Final = 8 * len(SCALARS) + 4 * len(INT_LISTS) + 8 * len(BYTE_LISTS)
+
+# For events without lists that come with every request: each dict of its own brings the next garbage collection of the
+# engine's process nearer, which may look at a million objects.
+NO_LISTS: Final[Any] = MappingProxyType({})
 
 INT64_MIN: Final = -(1 << 63)
 INT64_MAX: Final = (1 << 63) - 1

@@ -20,7 +20,7 @@ from ..kernels import changes, gather
 from ..kernels.kv_source import KvSource
 from .engine_events import add_changes, seen_changes
 from .error_text import error_text
-from .event import TraceEvent
+from .event import NO_LISTS, TraceEvent
 from .forward_input import CopiedForward
 from .header import CaptureInfo, TraceHeader
 from .host_arrays import Int64Array
@@ -224,7 +224,9 @@ class Recording:
                 self._kv[change.group].take_change(change.stream, change.slots, change.content)
 
     def _say(self, kind: str, *, ints: dict[str, Int64Array] | None = None, **scalars: int | str) -> bool:
-        return self._put(TraceEvent(kind=kind, time_ns=self._now(), scalars=scalars, ints=ints or {}))
+        return self._put(
+            TraceEvent(kind=kind, time_ns=self._now(), scalars=scalars, ints=ints or NO_LISTS, bytes=NO_LISTS)
+        )
 
     def _put(self, event: TraceEvent) -> bool:
         if self._outbox.put(event):

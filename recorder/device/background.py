@@ -13,7 +13,9 @@ from typing import Any, Final
 
 from .forward import Flight
 
-Told = tuple[int, Callable[..., Any], tuple[Any, ...]]  # when, what tells it, and what that is called with
+# When, what tells it, and what that is called with: `(int, callable, *arguments)`. One object each, since all that piles
+# up here brings the next garbage collection of the engine's process nearer.
+Told = tuple[Any, ...]
 
 FLIGHTS_LEFT_WAITING: Final = 2
 BEHIND: Final = 16  # things told that have piled up: no waiting for a better moment then
@@ -80,7 +82,7 @@ class Background:
         if threading.current_thread() is self._thread:
             return False
         reached = threading.Event()
-        self.put_at_once((AT_ONCE, reached.set, ()))
+        self.put_at_once((AT_ONCE, reached.set))
         end = time.monotonic() + timeout
         while not reached.wait(min(STILL_THERE_S, max(end - time.monotonic(), 0.0))):
             if not self._thread.is_alive() or time.monotonic() >= end:

@@ -97,6 +97,8 @@ class DeviceRecorder:
         self._clock_ahead_ns = self._recorder.clock() - perf_counter_ns()
         self._latest_ns = 0  # our thread's
         _in_this_process.add(self)
+        # Bound once: of what comes with every request there is as little as can be, see `Told`.
+        self._tell_request, self._tell_status = self._request_told, self._status_told
         self._background = Background(
             begin=self._taking_down.landing.begin, take=self._take, on_look=self._look, on_death=self._died
         )
@@ -146,7 +148,7 @@ class DeviceRecorder:
         if self._ledger.off:
             return
         if len(self._queue) < MAX_WAITING:
-            self._queue.append((perf_counter_ns(), tell, args))
+            self._queue.append((perf_counter_ns(), tell, *args))
             if self._background.asleep:
                 self._background.wake()
         else:
@@ -158,13 +160,21 @@ class DeviceRecorder:
         if tokens.size:
             self._recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
 
-    def request(self, **kwargs: Any) -> None:
+    def request(
+        self,
+        *,
+        request_id: int,
+        name: str = "",
+        prompt_len: int = -1,
+        room: int = -1,
+        labels: Mapping[str, Any] | None = None,
+    ) -> None:
         """As `Recorder.request`."""
-        self.later(functools.partial(self._recorder.request, **kwargs))
+        self.later(self._tell_request, request_id, name, prompt_len, room, labels)
 
-    def request_status(self, **kwargs: Any) -> None:
+    def request_status(self, *, request_id: int, status: str, row: int = -1, note: str = "") -> None:
         """As `Recorder.request_status`."""
-        self.later(functools.partial(self._recorder.request_status, **kwargs))
+        self.later(self._tell_status, request_id, status, row, note)
 
     def sampled(self, **kwargs: Any) -> None:
         """As `Recorder.sampled`."""
@@ -279,7 +289,7 @@ class DeviceRecorder:
     def switch_off(self, reason: str, error: BaseException | None = None) -> None:
         """Stop recording for good and say so in the log and the trace."""
         self._capture.off = True
-        self._background.put_at_once((AT_ONCE, self._recorder.switch_off, (reason, error)))
+        self._background.put_at_once((AT_ONCE, self._recorder.switch_off, reason, error))
         self._background.put_at_once(None)
 
     def error_text(self, error: BaseException) -> str:
@@ -319,7 +329,7 @@ class DeviceRecorder:
 
     def _lose(self, note: str) -> None:
         if len(self._background.queue) < 2 * MAX_WAITING:  # else the forward that tells everything anew says it
-            self._background.put((perf_counter_ns(), self._taking_down.say_lost, (note,)))
+            self._background.put((perf_counter_ns(), self._taking_down.say_lost, note))
         self._capture.reset()  # after it, so that such a forward finds it said
 
     # Our own thread.
@@ -334,8 +344,15 @@ class DeviceRecorder:
                 self._taking_down.take(item, self._latest_ns)
                 return
             self._taking_down.say_what_is_due()
-            _, tell, args = item
-            tell(*args)
+            item[1](*item[2:])
+
+    def _request_told(
+        self, request_id: int, name: str, prompt_len: int, room: int, labels: Mapping[str, Any] | None
+    ) -> None:
+        self._recorder.request(request_id=request_id, name=name, prompt_len=prompt_len, room=room, labels=labels)
+
+    def _status_told(self, request_id: int, status: str, row: int, note: str) -> None:
+        self._recorder.request_status(request_id=request_id, status=status, row=row, note=note)
 
     def _look(self) -> None:
         if self._recorder.off:

@@ -65,7 +65,7 @@ class KnownRequest:
         self._prompt: Any = None
         self._tokens = np.empty(0, np.int64)
         self._count = 0
-        self._lists = TokenLists(req.origin_input_ids, req.output_ids)
+        self._lists: TokenLists | None = None
 
     def truth(self) -> Int64Array:
         """Return prompt and output so far, as the scheduler holds them now, `[n] int64`; valid until the next call."""
@@ -86,9 +86,10 @@ class KnownRequest:
 
     def lists(self, prompt: Any, output: Any) -> TokenLists:
         """Return the lists that the scheduler keeps its tokens in; another object once it has put another in a place."""
-        if self._lists.prompt is not prompt or self._lists.output is not output:
-            self._lists = TokenLists(prompt, output)
-        return self._lists
+        lists = self._lists
+        if lists is None or lists.prompt is not prompt or lists.output is not output:
+            lists = self._lists = TokenLists(prompt, output)
+        return lists
 
 
 MAX_KNOWN: Final = 8192  # requests, more than an engine runs at once

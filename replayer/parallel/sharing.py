@@ -10,8 +10,8 @@ from ..settings import ReplaySettings
 from .jobs import Job, Plan, group_bytes
 from .splitting import split_plan
 
-# A worker loads its libraries for about a second: what a hundred megabytes of a trace take to be replayed.
-WORTH_A_WORKER_BYTES: Final = 64 << 20
+# A worker loads its libraries for about a second: what some 300 MB of a trace take to be replayed.
+WORTH_A_WORKER_BYTES: Final = 256 << 20
 # One replay keeps one core and a half busy; stretches of one recording begin with its keyframe each.
 WORTH_SPLITTING_CORES: Final = 4
 _SHARE_OF_MEMORY: Final = 0.5

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from kvcanary.recorder.encode import encode_events
-from kvcanary.recorder.event import TraceEvent, loss_event
+from kvcanary.recorder.event import NO_LISTS, TraceEvent, loss_event
 from kvcanary.recorder.schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS, trace_schema
 
 
@@ -18,6 +18,14 @@ def test_nbytes_counts_what_a_queue_holds():
         bytes={"kv_bytes": np.zeros(500, np.uint8)},
     )
     assert event.nbytes == empty + 400 + 8000 + 500
+
+
+def test_what_events_without_lists_share_cannot_be_filled():
+    with pytest.raises(TypeError):
+        NO_LISTS["input_ids"] = np.zeros(1, np.int64)
+    event = TraceEvent(kind="request", ints=NO_LISTS, bytes=NO_LISTS)
+    assert event.problem() is None
+    assert encode_events([event], 0, trace_schema()).num_rows == 1
 
 
 def test_every_kind_and_column_is_accepted():
