@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+BUDGET_US = 60  # of the engine's thread, at the median of a decode
+
 # The adapter's hooks, as the trace names them.
 HOOKS = {
     "on_run before": "step begins",
@@ -60,7 +62,7 @@ def page(measured: Sequence[tuple[dict[str, Any], dict[str, list[dict]]]], decod
         "wait for the device.",
         "",
         "Time on the engine's thread is that of all hooks of a step together, launches and waiting for Python's lock",
-        "included; the budget is 60 us at the median of a decode. Before the model and after it there is one launch each.",
+        f"included; the budget is {BUDGET_US} us at the median of a decode. Before the model and after it there is one launch each.",
         "The same code takes longer in a longer step, whose caches have seen more of other things since the last one, and",
         "hosts of one kind differ; the least that there is to it is measured on the same host in the same run, by itself.",
         "The slowest hundredth are steps in which many requests begin or end; each of those is told by itself.",
@@ -109,6 +111,13 @@ def _host_section(host: dict[str, Any], runs: dict[str, list[dict]], decodes: li
         shown = [one["engine_thread_us_by_decode"].get(name) for name in decodes]
         shown += [one["engine_thread_us_p50"], one["engine_thread_us_p99"]]
         lines.append(f"| {mode} | " + " | ".join("" if us is None else f"{us:.0f} us" for us in shown) + " |")
+    over = [
+        f"{mode}, {name}"
+        for mode, one in recorded
+        for name, took in one["engine_thread_us_by_decode"].items()
+        if took > BUDGET_US
+    ]
+    lines += ["", f"Over the budget: {'; '.join(over) or 'none'}."]
     lines += [
         "",
         "What the medians consist of, hook by hook, the median of each:",

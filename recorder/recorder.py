@@ -340,8 +340,9 @@ class Recorder(CapturedRecording):
 
 
 def _json(labels: Mapping[str, Any] | None) -> str:
-    named = {str(key): value for key, value in (labels or {}).items()}
-    return json_text(named, sort_keys=True, default=str) if named else ""
+    if not labels:
+        return ""
+    return json_text({str(key): value for key, value in labels.items()}, sort_keys=True, default=str)
 
 
 __all__ = ["Recorder", "RecorderStats", "prepare_kernels"]

@@ -136,7 +136,7 @@ class Recording:
         atexit.unregister(self.close)
         until = time.monotonic() + timeout
         try:
-            self._take_lock(timeout)
+            self._take_lock(min(timeout, LOCK_PATIENCE_S))
             try:
                 if self._closed:
                     return

@@ -89,12 +89,12 @@ def _traces(report: Path, moved_to: Path | None) -> tuple[list[Path], str]:
     it came to that.
     """
     from ..incidents.finishing import trace_files
-    from ..sources import find_sources, read_summary
+    from ..sources import find_sources
 
     [source] = find_sources([report], trace=moved_to)
-    if source.segments:
-        whole = source.segments[0].with_name(Path(read_summary(report)["trace"]).name)
-        return trace_files(whole, str((source.summary or {}).get("trace_id"))), ""
+    if source.segments and source.summary is not None:
+        whole = source.segments[0].with_name(Path(source.summary["trace"]).name)
+        return trace_files(whole, str(source.summary.get("trace_id"))), ""
     return list(source.files), source.problem
 
 

@@ -116,7 +116,7 @@ def _run(
 
     sources = find_sources([source for path in paths for source in _named(path)], trace=trace)
     if output is not None:
-        spare([path for source in sources for path in source.kept], output)
+        spare([path for source in sources for path in source.kept] + ([script] if script else []), output)
     if save:
         for source in sources:
             click.echo(f"wrote   {build_store(source)}", err=True)

@@ -56,9 +56,9 @@ def in_summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def trace_files(trace: Path, trace_id: str) -> list[Path]:
     """Return a trace's file, or, where it was recorded in segments, all that can be read there, in order; [] for none.
 
-    Segments that only have its name, with another id, are left out, and so are those of which nothing can be read.
+    Files that only have its name, with another id, are left out, and so are those of which nothing can be read.
     """
-    if trace.is_file():
+    if trace.is_file() and _is_of(trace, trace_id):
         return [trace]
     found = []
     if trace.parent.is_dir():
@@ -69,9 +69,9 @@ def trace_files(trace: Path, trace_id: str) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _is_of(segment: Path, trace_id: str) -> bool:
+def _is_of(path: Path, trace_id: str) -> bool:
     try:
-        with TraceReader(segment) as reader:
+        with TraceReader(path) as reader:
             return reader.header.trace_id == trace_id
     except TraceError:
         return False

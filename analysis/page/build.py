@@ -45,13 +45,15 @@ def build_page(source: Source, target: Path | None = None) -> Path:
         page = bounded_page(session, source, library)
     try:
         with open_private(path) as file:
-            file.write(page)
-    except (OSError, KeyboardInterrupt) as error:
-        if path.is_file():  # half a page opens, and shows less than there is
-            with contextlib.suppress(OSError):
-                path.unlink()
-        if not isinstance(error, OSError):
-            raise
+            try:
+                file.write(page)
+                file.flush()
+            except (OSError, KeyboardInterrupt):
+                if path.is_file():  # half a page opens, and shows less than there is
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                raise
+    except OSError as error:
         raise AnalysisError(f"{path}: cannot be written ({error.strerror or error}); name another with -o") from None
     return path
 

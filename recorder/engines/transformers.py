@@ -151,7 +151,7 @@ class Attachment:
     def _open(self, processor: Any) -> None:
         number = len(self._recorders)
         path = self.path if not number else self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")
-        session = Session(path, processor, **self._options)
+        session = begin_new(path, lambda path: Session(path, processor, **self._options))
         self._recorders.append(session.recorder)
         cache = processor.cache
         engine_parts = (processor, cache, processor.offloading_manager, processor.scheduler)
@@ -291,7 +291,8 @@ def attach(
     """Record every batch processor that steps from now on, until `detach`.
 
     Args:
-        path: the first processor's trace; further ones get a number before the suffix.
+        path: the first processor's trace; further ones get a number before the suffix. Where somebody has taken a
+            name by the first step, or one of segments is there, `-1` and so on follows.
         kv_watch_every: look for KV bytes that changed without a write every N forwards; 0 never.
         capture_bytes: leading bytes of each token's K and V to keep, a multiple of 16; 0 for none.
         layers: whose KV bytes to keep, at most 4 of a group; None for the first layer of each group.

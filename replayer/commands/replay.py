@@ -207,7 +207,7 @@ def replay_command(  # one parameter an option
     loaded()
     left = sum(map(len, plan.groups))
     interrupted = False
-    with reports_held([job for group in plan.groups for job in group], settings):
+    with reports_held([job for group in plan.groups for job in group], settings, explicit=report is not None):
         for group, result in _results(plan, task, jobs, places, err, quiet=as_json or quiet):
             outcome.take(group, result)
             left -= len(group)

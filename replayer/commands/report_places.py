@@ -13,6 +13,7 @@ import click
 from ...recorder.errors import TraceError
 from ...recorder.recordings import Recording
 from ...recorder.segments import split_segment_name
+from ..parallel.group_replay import make_folder, report_candidates
 from ..parallel.jobs import Job
 from ..settings import ReplaySettings, resolve_kv_hash
 from ..verdict import EXIT_UNREADABLE
@@ -35,24 +36,27 @@ def report_folders(recordings: list[Recording], report: Path | None, no_report: 
     folders = [(report or trace.parent) / f"{trace.name}.report" for trace in named]
     shared = next((folder for folder in folders if folders.count(folder) > 1), None)
     if shared:
-        raise click.UsageError(f"two traces would write to {shared}; replay them apart, or name another --report each")
+        raise _shared(shared)
     return list(folders)
 
 
 @contextlib.contextmanager
-def reports_held(jobs: Sequence[Job], settings: ReplaySettings) -> Iterator[None]:
+def reports_held(jobs: Sequence[Job], settings: ReplaySettings, *, explicit: bool) -> Iterator[None]:
     """Hold the report folders of jobs, made where they can be, against other replays; of very many, the first ones.
 
     A folder made here to which nothing was written goes again at the end. Where the file system knows no locks, nothing
-    is held.
+    is held. `explicit`: the user has named where reports go.
 
     Raises:
-        ClickException: another replay holds one of them.
+        ClickException: another replay holds one of them, or two jobs have one under two names.
     """
+    mine: set[tuple[int, int]] = set()
     with ExitStack() as held:
         for job in jobs[:_MOST_HELD]:
             if job.report is not None and _can_be_judged(job, settings):
-                _hold(job.report, held)
+                for folder in report_candidates(job.report, explicit=explicit):
+                    if _hold(folder, held, mine):
+                        break
         yield
 
 
@@ -67,15 +71,19 @@ def _can_be_judged(job: Job, settings: ReplaySettings) -> bool:
     return True
 
 
-def _hold(folder: Path, held: ExitStack) -> None:
-    new = not folder.exists()
+def _hold(folder: Path, held: ExitStack, mine: set[tuple[int, int]]) -> bool:
+    """Hold a folder, and add it to those that are `mine`; return whether a report can be written there."""
     try:
-        # Its files hold tokens and names of requests, as the trace does.
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new = not folder.exists()
+        make_folder(folder)
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # told where the report is written
-        return
+        return False
     held.callback(os.close, descriptor)
+    status = os.fstat(descriptor)
+    if (status.st_dev, status.st_ino) in mine:
+        raise _shared(folder)
+    mine.add((status.st_dev, status.st_ino))
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -83,10 +91,15 @@ def _hold(folder: Path, held: ExitStack) -> None:
             f"{folder}: another replay is writing its report there; wait until it is done, or name another folder with "
             "--report DIR"
         ) from None
-    except OSError:  # no locks on this file system
-        return
+    except OSError:
+        pass  # no locks on this file system
     if new:
         held.callback(_drop_if_empty, folder)
+    return True
+
+
+def _shared(folder: Path) -> click.UsageError:
+    return click.UsageError(f"two traces would write to {folder}; replay them apart, or name another --report each")
 
 
 def _drop_if_empty(folder: Path) -> None:

@@ -66,7 +66,7 @@ def replay_group(
         for job in jobs:
             # A trace that cannot be judged leaves no empty report behind.
             resolve_kv_hash(task.settings.kv_hash, SegmentStream(job.recording.paths).header)
-            folders.append(_make_folder(Path(job.recording.name), job.report, explicit=task.explicit, notes=notes))
+            folders.append(_place(Path(job.recording.name), job.report, explicit=task.explicit, notes=notes))
         try:
             if jobs[0].stretch is None:
                 for folder in folders:
@@ -109,17 +109,27 @@ def not_written(jobs: Sequence[Job], folders: Sequence[Path | None], error: OSEr
     )
 
 
-def _make_folder(trace: Path, target: Path | None, *, explicit: bool, notes: list[str]) -> Path | None:
+def report_candidates(target: Path, *, explicit: bool) -> list[Path]:
+    """Return where a report may go, best first; one that the user has not named also to the working directory."""
+    return [target] if explicit else [target, Path.cwd() / target.name]
+
+
+def make_folder(folder: Path) -> None:
+    """Make a report directory where there is none; raise `OSError` where nothing can be written to it."""
+    # Its files hold tokens and names of requests, as the trace does.
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _place(trace: Path, target: Path | None, *, explicit: bool, notes: list[str]) -> Path | None:
     """Make the report directory; a default one that cannot be made beside the trace goes to the working directory."""
     if target is None:
         return None
-    candidates = [target] if explicit else [target, Path.cwd() / target.name]
+    candidates = report_candidates(target, explicit=explicit)
     for folder in candidates:
         try:
-            # Its files hold tokens and names of requests, as the trace does.
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            make_folder(folder)
         except OSError as error:
             failure = error
             continue

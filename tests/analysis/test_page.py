@@ -1,8 +1,10 @@
 """The page: every number has its SQL, nothing of a report becomes markup, no network, a size that does not grow."""
 
 import base64
+import errno
 import hashlib
 import json
+import os
 import re
 import resource
 import shutil
@@ -346,6 +348,18 @@ def test_half_a_page_does_not_stay(report, tmp_path, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / "page.html").exists()
+
+
+def test_a_page_that_cannot_be_opened_stays(report, tmp_path, monkeypatch):
+    def refused(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(build, "plot_library", lambda: LIBRARY)
+    monkeypatch.setattr(build, "open_private", refused)
+    (tmp_path / "page.html").write_text("another user's")
+    with pytest.raises(AnalysisError, match="Permission denied"):
+        build_page(source_of(report("kv_flip")), tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text() == "another user's"
 
 
 def test_without_the_plot_library_the_command_says_how_to_get_it(report, monkeypatch):

@@ -145,6 +145,10 @@ def test_what_is_asked_is_not_overwritten_by_the_answer(trace, report, tmp_path)
         done = run(*command)
         assert (done.returncode, "is made of this file" in done.stderr) == (2, True)
         assert command[-1].read_bytes() == before
+    script = tmp_path / "q.sql"
+    script.write_text("select 1 as one")
+    assert run("sql", folder, "-f", script, "--format", "csv", "-o", script).returncode == 2
+    assert script.read_text() == "select 1 as one"
     answer = folder / "answer.csv"
     for _ in range(2):
         assert run("sql", folder, "select 1 as one", "--format", "csv", "-o", answer).returncode == 0

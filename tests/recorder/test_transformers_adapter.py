@@ -78,6 +78,17 @@ def test_the_environment_attaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert_clean(path)
 
 
+@pytest.mark.parametrize("options", [{}, {"segment_ns": 10**12}], ids=["one file", "segments"])
+def test_a_name_that_is_taken_before_the_first_step(tmp_path: Path, options: dict[str, Any]) -> None:
+    taken = tmp_path / ("t.000000.arrow" if options else "t.arrow")
+    with attach(tmp_path / "t.arrow", **options) as attachment:
+        taken.write_text("another container's")
+        generate(model("llama"))
+    assert taken.read_text() == "another container's"
+    assert attachment.paths == (tmp_path / "t-1.arrow",)
+    assert_clean(tmp_path / taken.name.replace("t.", "t-1."))
+
+
 def test_header_says_what_the_engine_is(tmp_path: Path) -> None:
     with attach(tmp_path / "trace.arrow"):
         generate(model("gemma3_hybrid"))

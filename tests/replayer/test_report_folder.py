@@ -1,5 +1,6 @@
 """Who may read a report: it holds tokens and names of requests."""
 
+import errno
 import fcntl
 import os
 import resource
@@ -8,7 +9,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from kvcanary.recorder.recordings import group_recordings
 from kvcanary.replayer.commands.replay import replay_command
+from kvcanary.replayer.commands.report_places import reports_held
+from kvcanary.replayer.parallel.jobs import Job
 from kvcanary.replayer.replay import ReplaySettings, replay
 from kvcanary.replayer.report import write_summary
 
@@ -55,6 +59,46 @@ def test_two_replays_never_write_one_report(tmp_path):
     assert (report / "summary.json").read_bytes() == summary
     os.close(other)
     assert CliRunner().invoke(replay_command, arguments).exit_code == 1
+
+
+def test_a_report_that_goes_to_the_working_directory_is_held_there(tmp_path, monkeypatch):
+    trace = tmp_path / "t.arrow"
+    trace.write_bytes(TRACE.read_bytes())
+    (tmp_path / "t.report").write_text("in the way")
+    (tmp_path / "here" / "t.report").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    other = os.open("t.report", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    refused = CliRunner().invoke(replay_command, ["--quiet", str(trace)])
+    assert (refused.exit_code, "another replay is writing its report there" in refused.stderr) == (2, True)
+    assert not list((tmp_path / "here" / "t.report").iterdir())
+    os.close(other)
+    assert CliRunner().invoke(replay_command, ["--quiet", str(trace)]).exit_code == 1
+    assert (tmp_path / "here" / "t.report" / "summary.json").exists()
+
+
+def test_one_trace_under_two_names_is_not_another_replay(tmp_path, monkeypatch):
+    (tmp_path / "t.arrow").write_bytes(TRACE.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(replay_command, ["--quiet", "t.arrow", str(tmp_path / "t.arrow")])
+    assert (result.exit_code, "two traces would write to" in result.stderr) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.arrow"]
+
+
+def test_where_no_folder_can_be_looked_at_the_error_says_what_to_do(tmp_path):
+    result = CliRunner().invoke(replay_command, ["--report", str(tmp_path / ("x" * 300)), str(TRACE)])
+    assert (result.exit_code, "name another with --report DIR" in result.stderr) == (2, True)
+
+
+def test_where_there_are_no_locks_a_folder_without_a_report_goes_too(tmp_path, monkeypatch):
+    def no_locks(_descriptor, _operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    job = Job(recording=group_recordings([TRACE])[0][0], report=tmp_path / "new")
+    with reports_held([job], ReplaySettings(), explicit=True):
+        assert job.report.is_dir()
+    assert not job.report.exists()
 
 
 def test_a_folder_to_which_nothing_was_written_goes_again(tmp_path):

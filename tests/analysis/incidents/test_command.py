@@ -175,6 +175,7 @@ def test_segments_of_another_recording_of_the_same_name_tell_nothing(tmp_path):
             (tmp_path / "moved").mkdir()
             for part in parts:
                 part.rename(tmp_path / "moved" / part.name)
+            shutil.copy(DATA / "kv_flip.arrow", tmp_path / "moved" / "t.arrow")
     assert run("incidents", report, "--trace", tmp_path / "moved").stderr == ""
     assert (report / "incidents.parquet").read_bytes() == before
     for part in parts:
