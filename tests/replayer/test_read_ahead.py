@@ -1,7 +1,11 @@
 """Reading ahead gives what reading gives: items, errors, and an end whenever it is wanted."""
 
+import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from random import Random
+from types import FrameType
 
 import pytest
 from kvcanary.replayer.read_ahead import ReadAhead
@@ -58,3 +62,34 @@ def test_closed_before_it_began() -> None:
     ahead.close()
     assert source.given == 0
     assert list(ahead) == []
+
+
+def test_it_closes_wherever_an_interrupt_struck() -> None:
+    """An interrupt between two lines of `queue.Queue.get` left its other side asleep for ever, about once in a hundred."""
+
+    def raising(error: type[BaseException]) -> Callable[[int, FrameType | None], None]:
+        def handler(_: int, __: FrameType | None) -> None:
+            raise error
+
+        return handler
+
+    before = signal.getsignal(signal.SIGALRM)
+    random = Random(1)
+    try:
+        for _ in range(400):
+            ahead = ReadAhead(number for number in range(1 << 20))
+            signal.signal(signal.SIGALRM, raising(KeyboardInterrupt))
+            with suppress(KeyboardInterrupt):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(20e-6, 400e-6))
+                    for _ in ahead:
+                        pass
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, raising(TimeoutError))
+            signal.setitimer(signal.ITIMER_REAL, 30)
+            ahead.close()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
