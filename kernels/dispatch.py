@@ -133,6 +133,12 @@ def select_telling(loops: _F, backend: str, tell: Callable[[], None]) -> _F:
         del _telling[loops]
 
 
+def is_kept(loops: Callable[..., Any]) -> bool:
+    """Return whether the machine code of `loops` lies on the disk, where `select` finds it."""
+    path = _machine_code_path(loops)
+    return path is not None and path.exists()
+
+
 def _compile(loops: Callable[..., Any]) -> Callable[..., Any]:
     """Load the machine code of `loops` from the disk, or compile it for its one signature and keep it there."""
     with _compile_lock:

@@ -170,6 +170,7 @@ def replay_command(  # one parameter an option
     from ...recorder.recordings import group_recordings
     from ..parallel.group_replay import GroupTask
     from ..parallel.jobs import Job, plan_jobs
+    from ..parallel.server import start_server
     from ..settings import ReplaySettings
     from .outcome import Outcome
     from .report_places import report_folders, reports_held
@@ -188,11 +189,13 @@ def replay_command(  # one parameter an option
         max_violations=max_violations,
         fail_fast=fail_fast,
     )
+    after = click.get_current_context().obj or {}
+    if (jobs or len(places)) > 1:
+        start_server(after.get("judged", ()))  # loads while the traces are looked through
     # A pipe has no width of its own; lines must not be cut at 80 columns there.
     out = Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160)
     err = Console(stderr=True, emoji=False, highlight=False)
     folders = any(trace.is_dir() for trace in traces)
-    after = click.get_current_context().obj or {}
     outcome = Outcome(out, err, as_json=as_json, quiet=quiet, folders=folders, shown=after.get("shown", ()))
 
     paths, unread = _expand(traces)
@@ -231,25 +234,35 @@ def _results(
 
     plan, workers = shared_out(plan, task.settings, jobs=jobs or len(devices) or None)
     shown = err.is_terminal and not quiet
-    if workers < 2:
-        if devices:
-            task = replace(task, settings=replace(task.settings, device=devices[0]))
-        with nullcontext() if quiet else notices_shown(err):
+    with nullcontext() if quiet else notices_shown(err):
+        if workers < 2:
+            if devices:
+                task = replace(task, settings=replace(task.settings, device=devices[0]))
             yield from _results_here(plan, task, err, shown=shown)
-    elif not shown:
-        yield from joined_results(replay_in_workers(plan, task, lambda _: None, jobs=workers, devices=devices), task)
-    else:
-        from ..progress_bar import ProgressBar
+        elif not shown:
+            yield from joined_results(
+                replay_in_workers(plan, task, lambda _: None, jobs=workers, devices=devices), task
+            )
+        else:
+            yield from _results_shown(plan, task, err, workers=workers, devices=devices)
 
-        found = replay_in_workers(plan, task, lambda progress: bar.update(progress), jobs=workers, devices=devices)
-        results = joined_results(found, task)
-        while True:
-            # Between two results the bar makes way for what is printed.
-            with ProgressBar(err, f"replay, {workers} at once") as bar:
-                result = next(results, None)
-            if result is None:
-                return
-            yield result
+
+def _results_shown(
+    plan: Plan, task: GroupTask, err: Console, *, workers: int, devices: tuple[str, ...]
+) -> Iterator[tuple[list[Job], GroupResult]]:
+    from ..parallel.joining import joined_results
+    from ..parallel.pool import replay_in_workers
+    from ..progress_bar import ProgressBar
+
+    found = replay_in_workers(plan, task, lambda progress: bar.update(progress), jobs=workers, devices=devices)
+    results = joined_results(found, task)
+    while True:
+        # Between two results the bar makes way for what is printed.
+        with ProgressBar(err, f"replay, {workers} at once") as bar:
+            result = next(results, None)
+        if result is None:
+            return
+        yield result
 
 
 def _results_here(plan: Plan, task: GroupTask, err: Console, *, shown: bool) -> Iterator[tuple[list[Job], GroupResult]]:

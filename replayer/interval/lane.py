@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.dispatch import select_telling
+from ...kernels.dispatch import is_kept, select_telling
 from ...kernels.lane.layout import (
     ALLOC_EVENT,
     AT,
@@ -319,6 +319,12 @@ class Lane:
         summary.forwards += len(forwards)
         summary.forwards_watched += int(np.count_nonzero(batch.scalar_ints("kv_watched")[forwards]))
         summary.tokens += int(np.diff(batch.offsets("input_ids"))[forwards].sum())
+
+
+def compile_lane() -> None:
+    """Compile the lane where that was never done on this machine: once, for several processes that are about to use it."""
+    if not is_kept(lane_loops):
+        select_telling(lane_loops, "cpu", _tell_of_compiling)
 
 
 def _tell_of_compiling() -> None:

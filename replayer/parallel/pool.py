@@ -10,14 +10,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
 
+from ..interval.lane import LARGE_BYTES, compile_lane
 from ..settings import Progress
 from .group_replay import GroupResult, GroupTask
 from .jobs import Job, Plan, group_bytes
+from .server import start_server, start_worker
 from .sharing import usable_cores
 from .stretch_replay import drop_parts
 from .worker import STOP, Begun, Done, Troubled, work
@@ -63,13 +64,9 @@ class _Worker:
     """A process and the pipe to it; `group` is the number of the group that it is at, None for none."""
 
     def __init__(self, threads: int, device: str | None) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork of a process with threads may never wake
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs, threads), daemon=True)
+        self.connection, theirs = multiprocessing.Pipe()
         try:
-            resource_tracker.ensure_running()  # started with the first process, it would let interrupts through again
-            with _interrupts_held():  # for good in the process: loading, it would end in a traceback
-                self.process.start()
+            self.process = start_worker(work, theirs, threads)
         except OSError:
             self.connection.close()
             raise
@@ -77,16 +74,6 @@ class _Worker:
             theirs.close()
         self.device = device
         self.group: int | None = None
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold back Ctrl-C, which a terminal sends to the processes that are started meanwhile too."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -116,6 +103,10 @@ class _Pool:
         self._begun = False
         self._stopping = False
         self.results: dict[int, GroupResult] = {}
+        start_server(task.judged)
+        settings, large = task.settings, any(group_bytes(group) >= LARGE_BYTES for group in plan.groups)
+        if large and settings.executor == "interval" and settings.backend == "cpu":
+            compile_lane()
 
     def __enter__(self) -> "_Pool":
         return self

@@ -10,7 +10,7 @@ from ..settings import ReplaySettings
 from .jobs import Job, Plan, group_bytes
 from .splitting import split_plan
 
-# A worker loads its libraries for about a second: what some 300 MB of a trace take to be replayed.
+# To load the libraries once more, in the server of the workers, takes about as long as some 200 MB of a trace.
 WORTH_A_WORKER_BYTES: Final = 256 << 20
 # One replay keeps one core and a half busy; stretches of one recording begin with its keyframe each.
 WORTH_SPLITTING_CORES: Final = 4

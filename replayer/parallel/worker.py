@@ -48,9 +48,8 @@ def work(connection: Connection, threads: int) -> None:
     """Replay what comes through `connection`, `(jobs, task)` each, with `threads` threads to read; None is the end."""
     # Ctrl-C goes to the whole process group; the parent tells its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.disable()
     try:
-        failed = _load(threads)
+        failed = load(threads)
         while (given := connection.recv()) is not None:
             if given != STOP:
                 jobs, task = given
@@ -61,14 +60,16 @@ def work(connection: Connection, threads: int) -> None:
         return
 
 
-def _load(threads: int) -> str:
-    """Load the libraries; return what keeps them from being loaded, "" for nothing."""
+def load(threads: int | None = None) -> str:
+    """Load the libraries, of which pyarrow is to use so many threads; return what keeps them from being loaded, or ""."""
+    gc.disable()
     try:
         import pyarrow as pa
 
         from ...kernels.state import prepare
 
-        pa.set_cpu_count(threads)
+        if threads is not None:
+            pa.set_cpu_count(threads)
         prepare("cpu")
     except (OSError, MemoryError, ImportError, RuntimeError) as error:  # no memory, or no thread, left
         cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.context import SpawnProcess
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +131,21 @@ def test_what_nobody_foresaw_is_the_error_of_its_trace(tmp_path: Path, monkeypat
     assert good.summaries[0].verdict.exit_code == 0
 
 
+@pytest.fixture
+def no_server() -> Iterator[None]:
+    """Nothing to fork workers from yet, and none left for the tests that follow: a server keeps the surroundings of its
+    start."""
+    forkserver._forkserver._stop()
+    yield
+    forkserver._forkserver._stop()
+
+
+@pytest.mark.usefixtures("no_server")
 def test_a_worker_that_cannot_load_says_why_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "numba.py").write_text("raise OSError('no room for it')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # where nothing is compiled yet
     task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False)
@@ -143,21 +156,50 @@ def test_a_worker_that_cannot_load_says_why_without_a_traceback(
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_where_no_more_processes_start_those_that_there_are_do_it(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started = SpawnProcess.start, []
+    start, started = BaseProcess.start, []
 
-    def limited(process: SpawnProcess) -> None:
+    def limited(process: BaseProcess) -> None:
         if len(started) >= most:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         started.append(process)
         start(process)
 
-    monkeypatch.setattr(SpawnProcess, "start", limited)
+    monkeypatch.setattr(BaseProcess, "start", limited)
     task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False)
     found = results([DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"], task, 2)
     if most:
         assert [result.summaries[0].verdict.exit_code for _, result in found] == [1, 0]
     else:
         assert all("no process can be started for it (Resource temp" in result.error for _, result in found)
+
+
+@pytest.mark.usefixtures("no_server")
+def test_a_server_that_cannot_fork_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whose module is loaded by the server takes its fork away there; workers that are new processes need none."""
+    module = "import errno, os\ndef fork():\n    raise BlockingIOError(errno.EAGAIN, 'none left')\nos.fork = fork\ndef follow(summary):\n    return str(os.getppid())\n"  # fmt: skip
+    (tmp_path / "no_forks.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fork = os.fork
+    from no_forks import follow
+
+    monkeypatch.setattr(os, "fork", fork)
+    task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False, judged=(follow,))
+    found = results([DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"], task, 2)
+    assert [result.summaries[0].verdict.exit_code for _, result in found] == [1, 0]
+    assert [result.notes for _, result in found] == [[str(os.getpid())]] * 2
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("no_server")
+def test_a_server_that_was_killed_is_started_again() -> None:
+    task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False)
+    for _ in range(2):
+        found = results([DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"], task, 2)
+        assert [result.summaries[0].verdict.exit_code for _, result in found] == [1, 0]
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
 
 
 def test_ctrl_c_judges_what_was_under_way_and_leaves_out_the_rest(tmp_path: Path) -> None:
@@ -207,7 +249,7 @@ def test_ctrl_c_while_workers_load_ends_without_tracebacks(tmp_path: Path) -> No
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    while process.poll() is None and children(process.pid) < 3:  # two, and who keeps book of resources
+    while process.poll() is None and children(process.pid) < 2:  # their server, and who keeps book of resources
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)

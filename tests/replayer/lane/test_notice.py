@@ -7,6 +7,7 @@ from click.testing import CliRunner
 from kvcanary.kernels.dispatch import select
 from kvcanary.replayer.commands.replay import replay_command
 from kvcanary.replayer.interval import lane
+from kvcanary.replayer.parallel import pool
 
 TRACE = Path(__file__).parents[3] / "data" / "clean_llama.arrow"
 SAID = "compiling the fast path"
@@ -28,11 +29,20 @@ def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
     monkeypatch.setattr(lane, "select_telling", tell_and_select)
+    monkeypatch.setattr(lane, "is_kept", lambda _: False)
 
 
 @pytest.mark.usefixtures("compiled_anew")
 def test_one_line_says_so() -> None:
     assert stderr().count(SAID) == 1
+
+
+@pytest.mark.usefixtures("compiled_anew")
+@pytest.mark.parametrize("large", [True, False])
+def test_one_line_says_so_for_several_workers(monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+    """It is compiled before they begin, and not for traces that they replay without it."""
+    monkeypatch.setattr(pool, "LARGE_BYTES", 0 if large else 1 << 30)
+    assert stderr("--jobs", "2", str(TRACE.with_name("clean_hybrid.arrow"))).count(SAID) == large
 
 
 @pytest.mark.usefixtures("compiled_anew")
