@@ -300,5 +300,7 @@ def _deeds(counters: dict[str, int]) -> str:
     """Name the mechanisms that came to act."""
     plain = {"requests", "finished", "aborted", "refused", "forwards", "target_forwards", "tokens"}
     return ", ".join(
-        f"{count:,} {name.replace('_', ' ')}" for name, count in counters.items() if count and name not in plain
+        f"{count:,} {(name.removesuffix('s') if count == 1 else name).replace('_', ' ')}"
+        for name, count in counters.items()
+        if count and name not in plain
     )

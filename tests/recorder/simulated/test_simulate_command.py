@@ -130,3 +130,9 @@ def test_running_it_never_loads_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_one_of_a_kind_is_named_as_one(tmp_path):
+    shown = run("-o", tmp_path / "trace.arrow", "--requests", "1", "--prompt-tokens", "20", "--output-tokens", "4")
+    assert "1 idle forward," in shown.stdout
+    assert "cache hit" not in shown.stdout
