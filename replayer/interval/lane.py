@@ -61,8 +61,9 @@ from .lane_state import LaneShape, covers, hashed_words, number_book, rows_cover
 Int64Array = npt.NDArray[np.int64]
 
 _IN_BETWEEN: Final = frozenset({"request", "keyframe"})  # what may change what is known of requests
-# A forward that must look at more prefix entries goes through the executor.
-_MOST_LOOKS: Final = 1 << 20
+# A forward that must look at more prefix entries goes through the executor. The first one behind a keyframe looks at all
+# that its requests have; memory that no forward needs is never touched.
+_MOST_LOOKS: Final = 1 << 22
 # To load the compiled lane takes longer than a small trace does without it: it waits for so many events, or for a batch
 # that ends so far behind the file's beginning.
 WARM_UP_EVENTS: Final = 1000
