@@ -1,7 +1,7 @@
 """Runs SGLang on two GPUs, several ranks an engine, and replays what the ranks recorded as one run.
 
     python tests/conformance/sglang/gpu/ranks.py           # all runs side by side, and docs/ranks-sglang-gpu.md
-    python tests/conformance/sglang/gpu/ranks.py --only tensor --no-write
+    python tests/conformance/sglang/gpu/ranks.py --only tensor-2-REQ   # again, and its row of that page
 
 It needs two NVIDIA GPUs and an SGLang that runs on them, in whose environment kvcanary is installed. Each engine runs
 twice, with the recorder and without: the tokens must be the same. The folder of traces is then replayed as one run: as
@@ -95,7 +95,7 @@ def main() -> int:
         for wrong in result["wrong"]:
             print(f"    {wrong}")
     if not args.no_write:
-        DOCUMENT.write_text(document(runs, results))
+        DOCUMENT.write_text(document(runs, results, DOCUMENT.read_text() if args.only else ""))
     return int(any(result["wrong"] for result in results))
 
 
@@ -160,33 +160,43 @@ def result_of(run: RanksRun, folder: Path) -> dict[str, Any]:
     return result
 
 
-def document(runs: list[RanksRun], results: list[dict[str, Any]]) -> str:
+def document(runs: list[RanksRun], results: list[dict[str, Any]], before: str) -> str:
+    """Return the page; the rows of runs that were not made now are those of the page `before`."""
     import torch
 
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("sglang", "torch", "triton"))
-    good = sum(not result["wrong"] for result in results)
+    made = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, 2 x {torch.cuda.get_device_name(0)}, {versions}"
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in before.splitlines() if line.startswith("| ")}
+    wrong = []
+    for run, result in zip(runs, results, strict=True):
+        said = "**not as expected**" if result["wrong"] else "as expected"
+        cells = (
+            run.name,
+            *(result[name] for name in ("files", "forwards", "loaded", "verdict")),
+            run.verdict,
+            said,
+            made,
+        )
+        rows[run.name] = f"| {' | '.join(map(str, cells))} |"
+        if result["wrong"]:
+            wrong += ["", f"**{run.name}**", "", *(f"- {' '.join(text.split())[:400]}" for text in result["wrong"])]
+    told = [rows[run.name] for run in RUNS if run.name in rows]
+    good = sum("**not as expected**" not in row for row in told)
     lines = [
         "# SGLang on two GPUs: ranks recorded together",
         "",
         "Made by `python tests/conformance/sglang/gpu/ranks.py` on a machine with two GPUs; do not edit. Each engine ran",
         "with the recorder and without: the tokens must be the same, but where SGLang's own faults are injected. All that",
         "its ranks recorded is replayed as one run. Each pipeline stage must tell of every token that was sampled. With",
-        "HiCache, prefixes go to the host and are loaded back.",
+        "HiCache, prefixes go to the host and are loaded back. A run can be made again by itself, so each says when it was.",
         "",
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, 2 x {torch.cuda.get_device_name(0)}, {versions}.",
+        f"**{good} of {len(told)} runs as expected.**",
         "",
-        f"**{good} of {len(runs)} runs as expected.**",
-        "",
-        "| run | traces | forwards of each | loaded back | verdict together | expected | |",
-        "|---|--:|---|--:|---|---|---|",
+        "| run | traces | forwards of each | loaded back | verdict together | expected | | made |",
+        "|---|--:|---|--:|---|---|---|---|",
+        *told,
+        *wrong,
     ]
-    for run, result in zip(runs, results, strict=True):
-        said = "**not as expected**" if result["wrong"] else "as expected"
-        cells = (run.name, *(result[name] for name in ("files", "forwards", "loaded", "verdict")), run.verdict, said)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    for run, result in zip(runs, results, strict=True):
-        if result["wrong"]:
-            lines += ["", f"**{run.name}**", "", *(f"- {' '.join(text.split())[:400]}" for text in result["wrong"])]
     return "\n".join(lines) + "\n"
 
 
