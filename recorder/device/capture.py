@@ -58,6 +58,7 @@ class DeviceCapture:
         self.counters = torch.zeros((COUNTERS, NUM_COUNTERS), dtype=torch.int64, device=device)
         self.shadows = shadows
         self.ledger = ledger = Ledger()
+        self._off = False
         self._arena = Arena(int(self.frames.shape[0]), ledger)
         self._watch_every = watch_every
         self._programs_of = programs_of
@@ -97,10 +98,11 @@ class DeviceCapture:
     @property
     def off(self) -> bool:
         """Nothing is taken down any more; any thread may say so."""
-        return bool(self.ledger.off)
+        return self._off
 
     @off.setter
     def off(self, off: bool) -> None:
+        self._off = off  # to ask a ctypes structure takes several times as long
         self.ledger.off = int(off)
 
     @property

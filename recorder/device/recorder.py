@@ -90,7 +90,6 @@ class DeviceRecorder:
         self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=every)
         self._capture.error_text = self.error_text
         self._capture.prepare()
-        self._ledger = self._capture.ledger
         self._taking_down = TakingDown(self._recorder, self._capture)
         self._foreign = False
         self._engine_thread_ns = 0
@@ -145,7 +144,7 @@ class DeviceRecorder:
 
     def later(self, tell: Callable[..., Any], *args: Any) -> None:
         """Have `tell` called with `args` on the recorder's thread once everything told so far is taken down."""
-        if self._ledger.off:
+        if self._capture.off:
             return
         if len(self._queue) < MAX_WAITING:
             self._queue.append((perf_counter_ns(), tell, *args))

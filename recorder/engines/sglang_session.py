@@ -59,8 +59,12 @@ class Session:
         self.transfers = Transfers(self.layout, self.recorder, self.histories)
         self.retracting = False
         self._batches = KnownBatches(self._requests)
-        self._device = self.recorder if isinstance(self.recorder, DeviceRecorder) else None
-        self._capture = None if self._device is None else self._device.capture
+        device = self.recorder if isinstance(self.recorder, DeviceRecorder) else None
+        # Bound once: each step would make them anew otherwise, and leave them to the collector of garbage.
+        self._later: Any = None if device is None else device.later
+        self._tell_sampled: Any = None if device is None else device.tell_sampled
+        self._read_sampled = self._sampled
+        self._capture = None if device is None else device.capture
         self._tell = None if self._capture is None else Telling(self._capture).tell
         self._tell_again: Any = None if self._capture is None else self._capture.again
         self._ended: Finish | None = None if self._capture is None else self._capture.ended
@@ -253,9 +257,8 @@ class Session:
         after = known.output_lens(self._moment)
         if after == before:
             return
-        device = self._device
-        if device is not None:
-            device.later(device.tell_sampled, forward, self._sampled, known, before, after)
+        if self._later is not None:
+            self._later(self._tell_sampled, forward, self._read_sampled, known, before, after)
             return
         tokens, lens = self._sampled(known, before, after)
         self.recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
