@@ -113,6 +113,11 @@ INT_LISTS: Final = (
     "state_count",
 )
 
+# Those by which any event may change a table.
+TABLE_CHANGES: Final = tuple(
+    name for name in INT_LISTS if name.startswith(("table_", "lut_", "truth_")) and name != "truth_lens"
+)
+
 # uint8 list columns; 64-bit offsets, since whole-row capture of a large prefill can pass 2 GiB in a batch.
 BYTE_LISTS: Final = (
     "kv_bytes",  # written slots: [stream][token][capture_bytes], streams in header order, the runner's own only

@@ -132,7 +132,7 @@ class EventReplay:
             return
         at = 0
         while at < item.num_events:
-            at = self._through_lane(item, at)
+            at = self._through_requests(item, self._through_lane(item, at))
             if at < item.num_events:
                 self._event(item.event(at))
                 at += 1
@@ -146,6 +146,16 @@ class EventReplay:
         if reached > at:
             self._goes_on = self._at_first = False
             self._takings.divergence(self._executor.divergence)
+        return reached
+
+    def _through_requests(self, batch: TraceBatch, at: int) -> int:
+        """Take the requests that a keyframe names, of which there may be thousands; return the row of what comes next."""
+        if not self._keyframes.loading or at == batch.num_events:
+            return at
+        reached = self._keyframes.take_requests(batch, at)
+        if reached > at:
+            summary = self._summary
+            summary.events["keyframe"] = summary.events.get("keyframe", 0) + reached - at
         return reached
 
     @property

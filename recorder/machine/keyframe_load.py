@@ -9,8 +9,9 @@ import numpy.typing as npt
 from ...kernels.arrays import record_words
 from ...kernels.constants import KvHashMode
 from ...kernels.ledger import HELD, OWNER, STATE
+from ..batch import TraceBatch
 from ..reader import EventView
-from ..schema import KEYFRAME_BEGIN, KEYFRAME_END, KEYFRAME_FORWARD, KEYFRAME_PART, KEYFRAME_REQUEST
+from ..schema import KEYFRAME_BEGIN, KEYFRAME_END, KEYFRAME_FORWARD, KEYFRAME_PART, KEYFRAME_REQUEST, TABLE_CHANGES
 from .batch_tokens import batch_tokens
 from .forward import MAX_PREFIX, Forward, UnusableEventError
 from .keyframe_rows import KeyframeRows
@@ -60,6 +61,20 @@ class KeyframeLoader:
             self._waiting(view)
         elif status == KEYFRAME_END:
             self._end()
+
+    def take_requests(self, batch: TraceBatch, at: int) -> int:
+        """Take events that name requests, from row `at` of a batch on; return the row of the first that was not taken.
+
+        The last of them is left to `take`, and so is every event of a batch in which some carry changes of tables.
+        """
+        status = batch.strings("status")
+        stop = at
+        while stop < batch.num_events and status[stop] == KEYFRAME_REQUEST and batch.kinds[stop] == "keyframe":
+            stop += 1
+        if stop - at < 2 or any(len(batch.values(name)) for name in TABLE_CHANGES):
+            return at
+        self._state.book.learn_rows(batch, at, stop - 1)
+        return stop - 1
 
     def _begin(self, view: EventView) -> None:
         state = self._state
