@@ -12,13 +12,16 @@ DAMAGED = ROOT / "data" / "table_swap.arrow"
 TARGETS = {"stepwise": 5.0, "interval": 50.0}
 SEGMENTS = 16
 LEAST_SEGMENT_BYTES = 16 << 20
-BYTES_OF_ALL = 8_200_000_000  # about what the whole workload's trace takes
+# About what the whole workload's trace takes, keyframes left out.
+BYTES_OF_ALL = {"lz4": 8_200_000_000, "none": 11_700_000_000}
+PLAIN = "workers, recorded without compression"
 
 
-def make_segments(workload: Path, work: Path, fraction: float) -> list[Path]:
+def make_segments(workload: Path, work: Path, fraction: float, compression: str = "lz4") -> list[Path]:
     """Return the recording of a fraction of the workload in some `SEGMENTS` files, one where it is small."""
-    size = int(max(LEAST_SEGMENT_BYTES, BYTES_OF_ALL * fraction / SEGMENTS))
-    return make_trace(workload, work, fraction, "--segment-bytes", str(size))
+    size = int(max(LEAST_SEGMENT_BYTES, BYTES_OF_ALL[compression] * fraction / SEGMENTS))
+    options = ("--segment-bytes", str(size), "--compression", compression)
+    return make_trace(workload, work, fraction, *options)
 
 
 def on_device(recordings: dict[float, list[Path]], args: argparse.Namespace) -> dict[str, Any]:
@@ -30,7 +33,7 @@ def on_device(recordings: dict[float, list[Path]], args: argparse.Namespace) -> 
     rows = [_measured(fraction, recording, args) for fraction, recording in recordings.items()]
     last = rows[-1]
     times = {"stepwise": _times(last, "stepwise")}
-    times["interval"] = max(_times(last, name) for name in ("interval", *shared_by()))
+    times["interval"] = max(_times(last, name) for name in ("interval", *shared_by(), *shared_without_compression()))
     missed = [f"{name} {times[name]:.1f} times the published kernels' speed, target {target:.0f}"
               for name, target in TARGETS.items() if times[name] < target]  # fmt: skip
     note = (
@@ -61,24 +64,42 @@ def _measured(fraction: float, recording: list[Path], args: argparse.Namespace) 
     row["stepwise"] = replayed(recording, "stepwise", args, device=args.device, checks=False)
     if row["stepwise"]["digest"] != row["interval"]["digest"]:
         raise DifferError(f"{fraction:.1%}: interval and stepwise replay differ")
-    segments = make_segments(args.workload, args.work, fraction)
-    if len(segments) > 1:
-        one = replayed(segments, "interval", args)
-        if any(one[name] != row["interval"][name] for name in ("verdict", "tokens", "forwards", "verified")):
-            raise DifferError(f"{fraction:.1%}: a recording of one file and one in segments differ")
-        for name, jobs in shared_by().items():
-            row[name] = replayed(segments, "interval", args, kind="stretches", jobs=jobs)
-            tell(f"{fraction:.1%}: {row[name]['workers']} workers, with their start {row[name]['whole']:.2f} s")
-            if row[name]["digest"] != one["digest"]:
-                raise DifferError(f"{fraction:.1%}: one process and {jobs} differ")
+    for compression, shared in (("lz4", shared_by()), ("none", shared_without_compression())):
+        segments = make_segments(args.workload, args.work, fraction, compression)
+        if len(segments) > 1:
+            row |= _shared(row, segments, shared, args)
     tell(f"measured {fraction:.1%}")
     return row
+
+
+def _shared(
+    row: dict[str, Any], segments: list[Path], shared: dict[str, int], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Replay a recording in segments by one process, and by several; raise `DifferError` where they do not agree."""
+    fraction = f"{row['fraction']:.1%}"
+    one = replayed(segments, "interval", args)
+    if any(one[name] != row["interval"][name] for name in ("verdict", "tokens", "forwards", "verified")):
+        raise DifferError(f"{fraction}: a recording of one file and one in segments differ")
+    found = {}
+    for name, jobs in shared.items():
+        found[name] = replayed(segments, "interval", args, kind="stretches", jobs=jobs)
+        tell(f"{fraction}: {found[name]['workers']} {PLAIN if PLAIN in name else 'workers'}, "
+             f"with their start {found[name]['whole']:.2f} s")  # fmt: skip
+        if found[name]["digest"] != one["digest"]:
+            raise DifferError(f"{fraction}: one process and {jobs} differ")
+    return found
 
 
 def shared_by() -> dict[str, int]:
     """Return with how many workers a recording in segments is replayed, by the names of what is found."""
     cores = len(os.sched_getaffinity(0))
     return {f"{jobs} workers": jobs for jobs in sorted({min(jobs, cores) for jobs in (4, 8, SEGMENTS)})}
+
+
+def shared_without_compression() -> dict[str, int]:
+    """Return the same for a recording without compression: with the most workers alone."""
+    most = max(shared_by().values())
+    return {f"{most} {PLAIN}": most}
 
 
 def _times(row: dict[str, Any], name: str) -> float:
@@ -90,18 +111,19 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         *("workload", "forwards", "entries", "published kernels, s", "of it without launches, s"),
         *("stepwise on the GPU, s", "times", "interval, one process, s", "times"),
     ]
-    for jobs in shared_by().values():
-        columns += [f"interval, at most {jobs} workers, s (with their start)", "times"]
+    shared = [*shared_by(), *shared_without_compression()]
+    for name in shared:
+        columns += [f"interval, at most {name}, s (with their start)", "times"]
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for row in rows:
         cells = [f"{row['fraction']:.1%}", f"{row['interval']['forwards']:,}", f"{row['entries']:,}"]
         cells += [f"{row['seconds']:.2f}", f"{row['state_seconds']:.2f}"]
         for name in ("stepwise", "interval"):
             cells += [f"{row[name]['seconds']:.2f}", f"{_times(row, name):.1f}"]
-        for shared in shared_by():
-            found = row.get(shared)
+        for name in shared:
+            found = row.get(name)
             cells += (
-                [f"{found['seconds']:.2f} ({found['whole']:.2f})", f"{_times(row, shared):.1f}"] if found else ["", ""]
+                [f"{found['seconds']:.2f} ({found['whole']:.2f})", f"{_times(row, name):.1f}"] if found else ["", ""]
             )
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -64,6 +64,7 @@ def load(threads: int | None = None) -> str:
     """Load the libraries, of which pyarrow is to use so many threads; return what keeps them from being loaded, or ""."""
     gc.disable()
     try:
+        import numpy.ma  # noqa: F401  # which pyarrow asks for at its first array
         import pyarrow as pa
 
         from ...kernels.state import prepare
