@@ -1,5 +1,6 @@
 """A whole bisection: over saved traces, or over versions that a command records; and its result."""
 
+import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from .criteria import REFERENCE, SQL, Criterion
 from .log import BisectLog
 from .outcome import Judgement, Outcome, decided, vote
 from .search import Search, search
-from .trial import FOLDER_VARIABLE, VERSION_VARIABLE, Command, run_trial
+from .trial import FOLDER_VARIABLE, TRACE_VARIABLE, VERSION_VARIABLE, Command, run_trial
 from .versions import SavedVersion
 
 EXIT_FOUND: Final = 0
@@ -151,7 +152,8 @@ def bisect_run(
 def _look(criterion: Criterion, trace: Path, replayed: Path) -> str:
     """Return the command that shows the fault in a trace; `replayed` is the trace, or its folder."""
     if criterion.kind == REFERENCE:
-        return f"{_diff(criterion)} {shlex.quote(str(trace))}"
+        compared = trace if trace.is_file() else trace.parent  # segments go by a name that is no file's
+        return f"{_diff(criterion)} {shlex.quote(str(compared))}"
     replay = shlex.join(["kvcanary-replay", str(replayed)])
     if criterion.kind == SQL:  # asked of the report, which that replay writes beside the trace
         return f"{replay}; {shlex.join(['kvcanary', 'sql', str(trace.with_suffix('.report')), criterion.value])}"
@@ -166,7 +168,8 @@ def _record_again(command: Command, version: str, criterion: Criterion) -> str:
         look = f'for trace in *.arrow; do {_diff(criterion)} "$trace"; done'
     elif criterion.kind == SQL:
         look = f"{{ {look}; kvcanary sql *.report {shlex.quote(criterion.value)}; }}"
-    return f"{VERSION_VARIABLE}={shlex.quote(version)} {FOLDER_VARIABLE}=. {words} && {look}"
+    told = f"{VERSION_VARIABLE}={shlex.quote(version)} {FOLDER_VARIABLE}=. {TRACE_VARIABLE}=trace.arrow"
+    return f"{told} {words} && {look}"
 
 
 def _diff(criterion: Criterion) -> str:
@@ -180,11 +183,17 @@ def _diff(criterion: Criterion) -> str:
 def make_criterion(
     *, incident: str, finding: str, reference: str, sql: str, kv: bool, kv_tolerance: float | None
 ) -> Criterion:
-    """Return what the options ask for; raise `AnalysisError` where they ask for two things."""
+    """Return what the options ask for; raise `AnalysisError` where they ask for two things, or for nothing that there is."""
     asked = {"incident": incident, "finding": finding, "reference": reference, "sql": sql}
     chosen = {kind: value for kind, value in asked.items() if value}
     if len(chosen) > 1:
         raise AnalysisError(f"{' and '.join(f'--{kind}' for kind in chosen)} exclude one another")
+    if (not kv or kv_tolerance is not None) and not reference:
+        raise AnalysisError("--no-kv and --kv-tolerance say how a --reference is compared; name one")
+    if not kv and kv_tolerance is not None:
+        raise AnalysisError("--no-kv and --kv-tolerance exclude one another")
+    if kv_tolerance is not None and not math.isfinite(kv_tolerance):
+        raise AnalysisError(f"--kv-tolerance is {kv_tolerance}, expected a number; --no-kv leaves KV bytes out")
     if not chosen:
         return Criterion()
     [(kind, value)] = chosen.items()

@@ -107,9 +107,9 @@ def judge_traces(traces: Sequence[Path], criterion: Criterion) -> Judgement:
 def _against_reference(traces: Sequence[Path], criterion: Criterion) -> Judgement:
     doubts = []
     settings = DiffSettings(kv=criterion.kv, kv_tolerance=criterion.kv_tolerance)
-    for trace in traces:
+    for recording in group_recordings(traces)[0]:
         try:
-            result = diff_traces(Path(criterion.value), trace, settings=settings)
+            result = diff_traces(Path(criterion.value), recording.paths, settings=settings)
         except NotComparableError as error:
             doubts.append(str(error))
             continue
@@ -119,7 +119,7 @@ def _against_reference(traces: Sequence[Path], criterion: Criterion) -> Judgemen
         if result.verdict == DIFFERENT and result.first is not None:
             first = result.first
             words = f"{first.kind}: request {first.request or first.partner}: {first.words}"
-            return Judgement(outcome=Outcome.BAD, words=words, seen={"first": asdict(first), "trace": str(trace)})
+            return Judgement(outcome=Outcome.BAD, words=words, seen={"first": asdict(first), "trace": recording.name})
         if result.verdict != SAME:
             doubts += result.doubts
     if doubts:

@@ -25,16 +25,16 @@ class BisectLog:
         self._trials: dict[str, list[Judgement]] = {}
         if path is None:
             return
-        lines = _lines(path)
-        _end_line(path)
-        if not lines:
-            self._append({"bisect": about})
-            return
-        if lines[0].get("bisect") != about:
+        lines = _lines(path, about)
+        if lines and lines[0].get("bisect") != about:
             raise AnalysisError(
                 f"{path}: the log of another bisection (other versions, command or criterion, or another kvcanary); name another with --log, or "
                 "begin anew with --fresh"
             )
+        _end_line(path)  # not before it is known for a log: it may be anybody's file
+        if not lines:
+            self._append({"bisect": about})
+            return
         for line in lines[1:]:
             self._trials.setdefault(str(line.get("version")), []).append(Judgement.from_json(line.get("judgement")))
 
@@ -69,20 +69,25 @@ def _end_line(path: Path) -> None:
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the whole lines of a log; of a log that was killed in its very first line, none."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
         raise AnalysisError(f"{path}: the log cannot be read ({error}); name another with --log") from None
-    found = []
-    whole = text.splitlines()
+    found: list[dict[str, Any]] = []
+    whole, torn = text.splitlines(), ""
+    if whole and not text.endswith("\n"):
+        torn = whole.pop()  # the line that was being written when the last run was killed
+    if torn and not whole:
+        if json.dumps({"bisect": about}).startswith(torn):
+            return []
+        whole = [torn]
     for number, line in enumerate(whole, 1):
         parsed = _parsed(line, trial=number > 1)
         if parsed is None:
-            if number == len(whole) > 1 and not text.endswith("\n"):
-                break  # the line that was being written when the last run was killed
             raise AnalysisError(
                 f"{path}: line {number} is no line of a bisection's log; name another with --log, or begin anew with --fresh"
             )

@@ -1,13 +1,17 @@
 """One trial of `kvcanary bisect run`: run the user's command for a version, and judge what it recorded."""
 
+import hashlib
 import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final, NoReturn
 
 from ..errors import AnalysisError
 from .criteria import Criterion, judge_traces
@@ -19,7 +23,11 @@ VERSION_VARIABLE: Final = "KVCANARY_BISECT_VERSION"
 TRACE_VARIABLE: Final = "KVCANARY_BISECT_TRACE"
 FOLDER_VARIABLE: Final = "KVCANARY_TRACE"
 KEPT_OUTPUT_BYTES: Final = 4096
+MAX_NAME: Final = (
+    60  # characters of a version in a folder's name: 255 bytes are the most, and a character takes up to four
+)
 _GRACE_S: Final = 5.0
+_POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +67,29 @@ def run_trial(command: Command, version: str, number: int, criterion: Criterion)
         return judge_traces(sorted(folder.rglob("*.arrow")), criterion)
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a trial as Ctrl-C does, with all that it started; the exit code is a shell's for them.
+
+    Without it the engine, in a session of its own, would go on after us.
+    """
+
+    def end(number: int, _: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    taken = []
+    if threading.current_thread() is threading.main_thread():
+        # What the caller has us ignore (nohup) stays ignored.
+        taken = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _run(command: Command, version: str, folder: Path) -> str:
     """Return why there is nothing to judge, "" where there is."""
     words = command.filled(version, folder)
@@ -76,6 +107,10 @@ def _run(command: Command, version: str, folder: Path) -> str:
             )
         except OSError as error:
             raise AnalysisError(f"{words[0]}: cannot be run ({error.strerror or error})") from None
+        except ValueError:  # no program takes such a word
+            raise AnalysisError(
+                f"version {version!r}: its name holds a NUL byte, which no command can be given"
+            ) from None
         try:
             code = process.wait(command.timeout_s)
         except subprocess.TimeoutExpired:
@@ -94,15 +129,29 @@ def _run(command: Command, version: str, folder: Path) -> str:
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """End whatever the command has left running, kindly first."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, kind)
-        except (ProcessLookupError, PermissionError):
-            break
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            continue
+        until = time.monotonic() + _GRACE_S
+        for group in _groups(process.pid):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, kind)
+        while process.poll() is None or _groups(process.pid):
+            if time.monotonic() > until:
+                break
+            time.sleep(_POLL_S)
+        else:
+            return
     process.wait()
+
+
+def _groups(session: int) -> set[int]:
+    """Return the process groups of a session that still run: `timeout` and shells with job control make their own."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            # pid (name) state ppid pgrp session; the name may hold anything
+            state, _, group, of = stat.read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()[:4]
+            if int(of) == session and state not in "ZX":
+                found.add(int(group))
+    return found
 
 
 def _tail(output: IO[bytes]) -> str:
@@ -114,7 +163,11 @@ def _tail(output: IO[bytes]) -> str:
 
 
 def _file_name(version: str) -> str:
-    return "".join(char if char.isalnum() or char in "._+-" else "_" for char in version) or "_"
+    """Return a name for a version's folder; where that cannot be the version's own, it tells it from others."""
+    plain = "".join(char if char.isalnum() or char in "._+-" else "_" for char in version)[:MAX_NAME]
+    if plain == version:
+        return plain
+    return f"{plain}-{hashlib.sha256(version.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
 
 
 def _make(folder: Path) -> None:
@@ -135,19 +188,24 @@ def listed_versions(text: str | None, good: str, bad: str) -> list[str]:
         bad: the last.
 
     Raises:
-        AnalysisError: either is not among them, or in the wrong order.
+        AnalysisError: either is not among them, or in the wrong order, or a version is named twice.
     """
-    from .versions import read_order
+    from .versions import one_each, read_order
 
     names: Sequence[str]
     if text is None:
         names = _commits(good, bad)
         return [good, *names]
     path = Path(text)
-    names = read_order(path) if path.is_file() else [name.strip() for name in text.split(",") if name.strip()]
+    if os.path.isfile(text):  # noqa: PTH113  # a list of many versions is too long a name for a Path to be asked
+        names = read_order(path)
+    else:
+        names = one_each([name.strip() for name in text.split(",") if name.strip()], "--versions")
     for option, name in (("--good", good), ("--bad", bad)):
         if name not in names:
-            raise AnalysisError(f"{option} {name} is not among the versions: {', '.join(names[:20])}")
+            shown = ", ".join(names[:20]) + (f" and {len(names) - 20:,} more" if len(names) > 20 else "")
+            alone = "; if that is a file, there is none of that name here" if len(names) == 1 else ""
+            raise AnalysisError(f"{option} {name} is not among the versions: {shown}{alone}")
     first, last = names.index(good), names.index(bad)
     if first >= last:
         raise AnalysisError(f"--good {good} does not come before --bad {bad} in --versions: oldest first, please")

@@ -8,6 +8,7 @@ from packaging.version import InvalidVersion, Version
 
 from ...recorder.errors import TraceError
 from ...recorder.reader import TraceReader
+from ...recorder.recordings import traces_in
 from ..errors import AnalysisError
 
 
@@ -32,9 +33,7 @@ def read_versions(paths: Sequence[Path], order: Sequence[str] = ()) -> list[Save
     runs: dict[str, list[tuple[Path, ...]]] = {}
     engines: set[str] = set()
     for path in paths:
-        run = tuple(sorted(path.glob("*.arrow"))) if path.is_dir() else (path,)
-        if not run:
-            raise AnalysisError(f"{path}: no trace in this folder")
+        run = tuple(_traces_in(path)) if path.is_dir() else (path,)
         runs.setdefault(_name(path, run, order, engines), []).append(run)
     if len(engines) > 1 and not order:
         raise AnalysisError(
@@ -45,6 +44,13 @@ def read_versions(paths: Sequence[Path], order: Sequence[str] = ()) -> list[Save
     if len(names) < 2:
         raise AnalysisError(f"a bisection needs traces of at least two versions, came {', '.join(names) or 'none'}")
     return [SavedVersion(name=name, runs=tuple(runs[name])) for name in names]
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    try:
+        return traces_in(folder)
+    except TraceError as error:
+        raise AnalysisError(str(error)) from None
 
 
 def read_order(path: Path) -> list[str]:
@@ -63,10 +69,17 @@ def read_order(path: Path) -> list[str]:
     found = [name for name in names if name]
     if not found:
         raise AnalysisError(f"{path}: names no version; expected one a line, oldest first")
-    twice = next((name for name in found if found.count(name) > 1), None)
-    if twice is not None:
-        raise AnalysisError(f"{path}: names {twice} twice")
-    return found
+    return one_each(found, str(path))
+
+
+def one_each(names: list[str], where: str) -> list[str]:
+    """Return names, oldest first; raise `AnalysisError` where one stands twice: which of the two places would it be?"""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise AnalysisError(f"{where}: names {name} twice")
+        seen.add(name)
+    return names
 
 
 def _name(path: Path, run: tuple[Path, ...], order: Sequence[str], engines: set[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,7 +152,7 @@ def saved_command(
         kept = VerdictCache(None if no_cache else cache or default_cache())
         return bisect_saved(versions, criterion, kept, rule=options["vote"], tell=tell)
 
-    _finish(bisect, options)
+    _finish(bisect, options, anew="--no-cache")
 
 
 @bisect_command.command("run", epilog=_RUN_EPILOG, context_settings={"ignore_unknown_options": False})
@@ -191,28 +192,34 @@ def run_command(
         from ... import __version__
         from ..bisect.bisection import bisect_run
         from ..bisect.log import BisectLog
-        from ..bisect.trial import Command, listed_versions
+        from ..bisect.trial import Command, ended_by_signals, listed_versions
 
+        if timeout is not None and not math.isfinite(timeout):
+            raise click.UsageError(
+                f"--timeout is {timeout}, expected seconds; without it a run may take as long as it likes"
+            )
         names = listed_versions(versions, good, bad)
         if fresh:
             log.unlink(missing_ok=True)
         about = {"versions": names, "command": list(command), "criterion": criterion.key(), "kvcanary": __version__}
-        return bisect_run(
-            names,
-            Command(words=command, timeout_s=timeout, keep=keep.absolute() if keep else None),
-            criterion,
-            BisectLog(log, about),
-            tries=tries,
-            rule=options["vote"],
-            tell=tell,
-        )
+        with ended_by_signals():
+            return bisect_run(
+                names,
+                Command(words=command, timeout_s=timeout, keep=keep.absolute() if keep else None),
+                criterion,
+                BisectLog(log, about),
+                tries=tries,
+                rule=options["vote"],
+                tell=tell,
+            )
 
-    _finish(bisect, options)
+    _finish(bisect, options, anew="--fresh")
 
 
 def _finish(
-    bisect: Callable[[Criterion, Callable[[str, Judgement], None]], Bisection], options: dict[str, Any]
+    bisect: Callable[[Criterion, Callable[[str, Judgement], None]], Bisection], options: dict[str, Any], *, anew: str
 ) -> None:
+    """Bisect, print what came of it, and exit; `anew` is the option by which verdicts from before do not count."""
     from ...recorder.commands.text import printable, printable_message
     from ..bisect.bisection import make_criterion
     from ..errors import AnalysisError
@@ -235,6 +242,10 @@ def _finish(
         criterion.check()
         found = bisect(criterion, tell)
     except AnalysisError as error:
+        if as_json:
+            import json
+
+            click.echo(json.dumps({"exit_code": EXIT_FAILED, "error": str(error)}, indent=2))
         click.echo(printable_message(f"Error: {error}"), err=True)
         sys.exit(EXIT_FAILED)
     if as_json:
@@ -242,15 +253,15 @@ def _finish(
 
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
-        for line in _lines(found):
+        for line in _lines(found, anew):
             click.echo(printable(line))
     sys.exit(found.exit_code)
 
 
-def _lines(found: Bisection) -> list[str]:
+def _lines(found: Bisection, anew: str) -> list[str]:
     asked = len(found.search.judged)
     verdicts = "verdict" if found.cached == 1 else "verdicts"
-    cached = f", {found.cached:,} {verdicts} from before" if found.cached else ""
+    cached = f", {found.cached:,} {verdicts} from before ({anew} judges anew)" if found.cached else ""
     lines = ["", f"judged  {asked} of {len(found.versions)} versions by {found.criterion.words()}{cached}"]
     if found.first_bad is not None:
         lines.append(f"FOUND   {found.first_bad} is the first bad version")

@@ -106,6 +106,9 @@ def diff_command(
     if kv_tolerance is not None and not math.isfinite(kv_tolerance):
         raise click.UsageError(f"--kv-tolerance is {kv_tolerance}, expected a number; --no-kv leaves KV bytes out")
     kinds = _kinds(only, ignore, strict)
+    names = tuple(name.strip() for name in (requests or "").split(",") if name.strip())
+    if requests is not None and not names:
+        raise click.UsageError("--requests names none; expected names or ids joined by commas")
     if no_kv and not kinds - {"kv", "kv_changed"}:
         raise click.UsageError("nothing is left to compare: --only names KV bytes, --no-kv leaves them out")
     settings = DiffSettings(
@@ -114,7 +117,7 @@ def diff_command(
         kv=not no_kv and bool(kinds & {"kv", "kv_changed"}),
         kv_tolerance=kv_tolerance,
         kv_dtype=kv_dtype or "",
-        requests=tuple(name.strip() for name in requests.split(",")) if requests else (),
+        requests=names,
         any_model=any_model,
     )
     try:
@@ -157,7 +160,7 @@ def _kinds(only: str | None, ignore: str | None, strict: bool) -> frozenset[str]
         raise click.UsageError("--only goes without --ignore and --strict")
     chosen = set(KINDS if strict else CONTENT_KINDS)
     for option, text in (("--only", only), ("--ignore", ignore)):
-        names = {name.strip() for name in text.split(",")} if text else set()
+        names = {name.strip() for name in text.split(",")} if text is not None else set()
         unknown = sorted(names - set(KINDS))
         if unknown:
             raise click.UsageError(f"{option}: no kind {unknown[0]!r}; there are {', '.join(KINDS)}")

@@ -10,7 +10,7 @@ import duckdb
 
 from ...recorder.errors import TraceError
 from ...recorder.header import TraceHeader
-from ...recorder.recordings import group_recordings, traces_in
+from ...recorder.recordings import group_recordings, recording_name, traces_in
 from ...replayer.segment_stream import SegmentStream
 from ..errors import AnalysisError
 from ..live import quoted
@@ -32,12 +32,16 @@ Progress = Callable[[str, int, int], None]
 
 
 def diff_traces(
-    a: Path, b: Path, *, settings: DiffSettings | None = None, on_progress: Progress = lambda *_: None
+    a: Path | Sequence[Path],
+    b: Path | Sequence[Path],
+    *,
+    settings: DiffSettings | None = None,
+    on_progress: Progress = lambda *_: None,
 ) -> DiffResult:
     """Compare two traces.
 
     Args:
-        a: the trace that is taken for right: a file, or a folder with the segments of one recording.
+        a: the trace that is taken for right: a file, a folder with the segments of one recording, or those segments.
         b: the other one.
         settings: how.
         on_progress: called with what is being done ("A", "B" or "joining"), bytes done, and bytes in all.
@@ -59,7 +63,8 @@ def diff_traces(
             )
             on_progress("joining", 0, 0)
             connection = resources.enter_context(_connect(folder))
-            return _join(connection, (a, b), headers, plan, settings, lanes)
+            named = (_named(a), _named(b))
+            return _join(connection, named, headers, plan, settings, lanes)
     except TraceError as error:
         raise AnalysisError(str(error)) from None
     except OSError as error:
@@ -71,8 +76,14 @@ def diff_traces(
         raise AnalysisError(f"no room for the join: {error}; narrow it with --requests, or --no-kv") from None
 
 
-def _files(trace: Path) -> Sequence[Path]:
+def _named(trace: Path | Sequence[Path]) -> str:
+    return str(trace) if isinstance(trace, Path) else recording_name(trace)
+
+
+def _files(trace: Path | Sequence[Path]) -> Sequence[Path]:
     """Return a trace's file, or the segments of the one recording in a folder."""
+    if not isinstance(trace, Path):
+        return trace
     if not trace.is_dir():
         return [trace]
     recordings, _ = group_recordings(traces_in(trace))
@@ -118,22 +129,25 @@ def _connect(folder: Path) -> Any:
 
 def _join(
     connection: Any,
-    traces: tuple[Path, Path],
+    traces: tuple[str, str],
     headers: tuple[TraceHeader, TraceHeader],
     plan: Plan,
     settings: DiffSettings,
     lanes: tuple[LaneSummary, LaneSummary],
 ) -> DiffResult:
-    pairing = pair_requests(connection, settings, hand_over=plan.hand_over)
+    whole = (lanes[0].complete and not lanes[0].doubts, lanes[1].complete and not lanes[1].doubts)
+    pairing = pair_requests(
+        connection, settings, hand_over=plan.hand_over, whole=all(whole), hashed=headers[0].tokens == "hashed"
+    )
     compared = find_divergences(
         connection,
         kv=plan.kv,
         hand_over=plan.hand_over,
         kv_dtype=plan.kv_dtype,
         tolerance=settings.kv_tolerance,
-        whole=not settings.requests,
+        everything=not settings.requests,
+        whole=whole,
     )
-    whole = (lanes[0].complete and not lanes[0].doubts, lanes[1].complete and not lanes[1].doubts)
     late = (lanes[0].late_samples, lanes[1].late_samples)
     unfinished = find_endings(connection, whole=whole, late=late, hand_over=plan.hand_over)
     timing = find_timing(connection, lanes[0].modes, lanes[1].modes, hand_over=plan.hand_over)
@@ -150,8 +164,8 @@ def _join(
     connection.execute(f"delete from firsts where kind not in ({kinds})")
     num_different = int(connection.execute("select count(distinct pair) from firsts where pair <> -1").fetchone()[0])
     return DiffResult(
-        a=str(traces[0]),
-        b=str(traces[1]),
+        a=traces[0],
+        b=traces[1],
         headers=(_told(headers[0]), _told(headers[1])),
         settings=settings.to_json(),
         pairing=pairing,

@@ -21,22 +21,29 @@ create table firsts (
 )
 """
 
-# Rejected guesses of a target are nobody's tokens; of those accepted, the last write at a position counts.
+# Rejected guesses of a target are nobody's tokens; of those accepted, the last write at a position counts. Where something
+# was lost before the request's next forward, nobody knows what became of its guesses.
 _KEPT_GUESSES: Final = """
 create table {s}_kept as
 with settled as (select request_id, max(prefix) as upto from {s}_batches where runner = 0 group by request_id),
 ordered as (
     select request_id, position, event, guess, max(event) over (partition by request_id, position) as last
     from {s}_tokens where runner = 0
+),
+known as (
+    select request_id, event from {s}_batches where runner = 0
+    qualify lead(losses, 1, losses) over (partition by request_id order by event) = losses
 )
 select request_id as k_request, position as k_position, event as k_event
-from ordered join settled using (request_id) where guess = 1 and event = last and position < upto
+from ordered join settled using (request_id) semi join known using (request_id, event)
+where guess = 1 and event = last and position < upto
 """
 
 _FACTS: Final = """
 create table {s}_facts as
 select pair, runner, position, round, if(guess = 2, -1, token) as token, fed - position as off,
-    if(guess = 2, 0, reads) as reads, misreads, min(event) as event, arg_min(forward, event) as forward
+    if(guess = 2, 0, reads) as reads, misreads, bool_or(unsure <> 0) as unsure, min(event) as event,
+    arg_min(forward, event) as forward
 from {s}_tokens as t join pairs on pairs.{s}_id = t.request_id
 {kept}
 group by all
@@ -56,19 +63,21 @@ only_b as (from b_facts anti join a_facts using ({_ALL})),
 spots as (select {_PLACE} from only_a union select {_PLACE} from only_b),
 a as (
     select {_PLACE}, list_sort(list(distinct token)) as tokens, list_sort(list(distinct off)) as offs,
-        list_sort(list(distinct reads)) as contents, list_sort(list(distinct misreads)) as wrongs
+        list_sort(list(distinct reads)) as contents, list_sort(list(distinct misreads)) as wrongs,
+        bool_or(unsure) as unsure
     from a_facts semi join spots using ({_PLACE}) group by all
 ),
 b as (
     select {_PLACE}, list_sort(list(distinct token)) as tokens, list_sort(list(distinct off)) as offs,
         list_sort(list(distinct reads)) as contents, list_sort(list(distinct misreads)) as wrongs,
-        min(event) as event, arg_min(forward, event) as forward
+        bool_or(unsure) as unsure, min(event) as event, arg_min(forward, event) as forward
     from b_facts semi join spots using ({_PLACE}) group by all
 ),
 odd_a as (select {_PLACE}, min(event) as event, arg_min(forward, event) as forward from only_a group by all),
 odd_b as (select {_PLACE}, min(event) as event, arg_min(forward, event) as forward from only_b group by all)
 select a.pair, a.runner, a.position, a.round, a.tokens as a_tokens, b.tokens as b_tokens, a.offs as a_offs,
-    b.offs as b_offs, a.contents <> b.contents as other_content, a.wrongs <> b.wrongs as other_wrongs,
+    b.offs as b_offs, a.contents <> b.contents and not a.unsure and not b.unsure as other_content,
+    a.wrongs <> b.wrongs and not (a.unsure and a.wrongs = [0]) and not (b.unsure and b.wrongs = [0]) as other_wrongs,
     odd_a.event as a_event, odd_a.forward as a_forward, coalesce(odd_b.event, b.event) as b_event,
     coalesce(odd_b.forward, b.forward) as b_forward
 from a join b using ({_PLACE}) left join odd_a using ({_PLACE}) left join odd_b using ({_PLACE})
@@ -121,6 +130,13 @@ select a.pair, a.pool_group, a.position, a.event as a_event, a.forward as a_forw
     b.forward as b_forward, a.bytes as a_bytes, b.bytes as b_bytes
 from a_bytes as a join b_bytes as b using (pair, pool_group, position) where a.bytes <> b.bytes
 """
+# Of a trace with losses the first write may be lost, and what is left be what the other trace wrote later on.
+_NOT_AGAIN: Final = """
+    and not exists (
+        from {o}_kv as t join pairs on pairs.{o}_id = t.request_id
+        where pairs.pair = {s}.pair and t.pool_group = {s}.pool_group and t.position = {s}.position and t.bytes = {s}.bytes
+    )
+"""
 _FIRST_KV: Final = """
 insert into firsts
 select pair, 'kv', -1, r.pool_group, r.position, r.b_event, r.a_event, r.a_forward, r.b_event, r.b_forward,
@@ -155,7 +171,14 @@ delete from firsts as c where kind = 'context' and exists (
 
 
 def find_divergences(
-    connection: Any, *, kv: bool, hand_over: bool, kv_dtype: str, tolerance: float | None, whole: bool
+    connection: Any,
+    *,
+    kv: bool,
+    hand_over: bool,
+    kv_dtype: str,
+    tolerance: float | None,
+    everything: bool,
+    whole: tuple[bool, bool],
 ) -> dict[str, int]:
     """Fill `firsts` and return how much was compared: tokens, sampled tokens, KV places.
 
@@ -165,7 +188,8 @@ def find_divergences(
         hand_over: whether only bytes that were sent and received are compared.
         kv_dtype: what they are.
         tolerance: as in `DiffSettings`.
-        whole: whether all requests count, so that a change to a slot of nobody's does too.
+        everything: whether all requests count, so that a change to a slot of nobody's does too.
+        whole: of each trace, whether nothing of it is missing.
     """
     connection.execute(_FIRSTS)
     kept: dict[str, str] = {}
@@ -188,7 +212,7 @@ def find_divergences(
     compared["sampled"] = _number(connection, _COMMON_SAMPLES)
     connection.execute(_PROMPTS)
     if kv:
-        compared["kv"] = _compare_kv(connection, kept, hand_over, kv_dtype, tolerance)
+        compared["kv"] = _compare_kv(connection, kept, hand_over, kv_dtype, tolerance, whole)
         nowhere = "-1, -1"
         place = "r.event, r.forward"
         for s, o in (("a", "b"), ("b", "a")):
@@ -203,7 +227,7 @@ def find_divergences(
                     b_place=theirs,
                     a=text if s == "a" else "'no change'",
                     b=text if s == "b" else "'no change'",
-                    whole=whole,
+                    whole=everything,
                 )
             )
     connection.execute(_CONTEXT)
@@ -232,7 +256,14 @@ def _number(connection: Any, query: str) -> int:
     return int(connection.execute(query).fetchone()[0])
 
 
-def _compare_kv(connection: Any, kept: dict[str, str], hand_over: bool, dtype: str, tolerance: float | None) -> int:
+def _compare_kv(
+    connection: Any,
+    kept: dict[str, str],
+    hand_over: bool,
+    dtype: str,
+    tolerance: float | None,
+    whole: tuple[bool, bool],
+) -> int:
     for side in ("a", "b"):
         settled = kept[side].format(drafts="") or "where guess in (0, 3)"
         if hand_over:
@@ -240,13 +271,16 @@ def _compare_kv(connection: Any, kept: dict[str, str], hand_over: bool, dtype: s
         # What is sent is what was written last; otherwise the first time a token is computed counts.
         which = "max" if hand_over else "min"
         connection.execute(_KV.format(s=side, kept=settled, which=which))
+    differing = _KV_PAIRS
+    for s, o, is_whole in (("a", "b", whole[0]), ("b", "a", whole[1])):
+        differing += "" if is_whole or hand_over else _NOT_AGAIN.format(s=s, o=o)
     if tolerance is None:
-        connection.execute(f"create temp view differing as {_KV_PAIRS}")
+        connection.execute(f"create temp view differing as {differing}")
         connection.execute(_FIRST_KV.format(differing="differing"))
     else:
         schema: pa.Schema | None = None
         first: dict[int, dict[str, Any]] = {}
-        for batch in connection.sql(_KV_PAIRS).to_arrow_reader(65_536):
+        for batch in connection.sql(differing).to_arrow_reader(65_536):
             schema = batch.schema
             for row in _beyond(batch, dtype, tolerance):
                 known = first.get(row["pair"])

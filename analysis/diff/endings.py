@@ -9,11 +9,16 @@ _ENDS: Final = """
 create table {s}_ends as
 with got as (
     select request_id, max(if(mode = 'target_verify', prefix, prefix + extend)) as got,
-        max(if(mode = 'target_verify', extend, 0)) as guesses
+        max(if(mode = 'target_verify', extend, 0)) as guesses, max(losses) as losses
     from {s}_batches where runner = 0 group by request_id
 ),
-told as (select request_id, arg_max(status, event) as status from {s}_statuses group by request_id)
-select request_id, got, guesses, coalesce(status, '') as status from got left join told using (request_id)
+told as (
+    select request_id, arg_max(status, event) as status, arg_max(losses, event) as losses from {s}_statuses
+    group by request_id
+)
+select request_id, got, guesses, coalesce(status, '') as status,
+    coalesce(told.losses, got.losses) = got.losses as seen_to_the_end
+from got left join told using (request_id)
 """
 
 _LENGTHS: Final = """
@@ -35,6 +40,7 @@ insert into firsts
 select -2 - row_number() over (order by event), 'missing', 0, -1, -1, {at}, {a_event}, -1, {b_event}, -1,
     {a}, {b}
 from {s}_known where ran and request_id not in (select {s}_id from pairs)
+    and ({sure} or (told and prompt_hash is not null and prompt_hash not in ({others})))
 """
 
 
@@ -53,7 +59,9 @@ def find_endings(connection: Any, *, whole: tuple[bool, bool], late: tuple[bool,
     if not hand_over:
         told = [_any(connection, f"select count(*) from {side}_statuses") for side in ("a", "b")]
         ended = [
-            f"{side}.status in ('finished', 'aborted')" if told[i] else str(whole[i]).lower()
+            f"({side}.status in ('finished', 'aborted') and {side}.seen_to_the_end)"
+            if told[i]
+            else str(whole[i]).lower()
             for i, side in enumerate(("a", "b"))
         ]
         judged = f"({ended[0]} and {ended[1]})"
@@ -67,6 +75,8 @@ def find_endings(connection: Any, *, whole: tuple[bool, bool], late: tuple[bool,
             connection.execute(
                 _MISSING.format(
                     s=side,
+                    others=f"select prompt_hash from {'ba'[i]}_known where prompt_hash is not null",
+                    sure=whole[i],  # else what a request is known by may be lost
                     at="event" if side == "b" else AT_THE_END,
                     a_event="event" if side == "a" else -1,
                     b_event="event" if side == "b" else -1,

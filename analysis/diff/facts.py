@@ -16,8 +16,8 @@ FACTS: Final[dict[str, pa.Schema]] = {
     # a request became known, or its prompt did
     "requests": pa.schema({"request_id": _I64, "name": _TEXT, "room": _I64, "prompt_len": _I64, "event": _I64}),
     "prompts": pa.schema({"request_id": _I64, "prompt_hash": _I64, "event": _I64}),
-    "statuses": pa.schema({"request_id": _I64, "event": _I64, "status": _TEXT}),
-    # a request's part of a forward
+    "statuses": pa.schema({"request_id": _I64, "event": _I64, "status": _TEXT, "losses": _I64}),
+    # a request's part of a forward; `losses`: how often something was lost before it
     "batches": pa.schema(
         {
             "request_id": _I64,
@@ -27,10 +27,12 @@ FACTS: Final[dict[str, pa.Schema]] = {
             "mode": _TEXT,
             "prefix": _I32,
             "extend": _I32,
+            "losses": _I64,
         }
     ),
     # a token written; `guess` 0: settled, 1: a target's that may be rejected, 2: a draft's, 3: sent to or received
-    # from another engine; `round`: where a draft's guessing began, else -1
+    # from another engine; `round`: where a draft's guessing began, else -1 (-2: lost);
+    # `unsure` 1: what it read was lost, so that `reads` says nothing
     "tokens": pa.schema(
         {
             "request_id": _I64,
@@ -44,6 +46,7 @@ FACTS: Final[dict[str, pa.Schema]] = {
             "fed": _I64,
             "reads": _I64,
             "misreads": _I64,
+            "unsure": _I8,
         }
     ),
     # the first position of a request's part of a forward that led elsewhere

@@ -55,20 +55,26 @@ def values_of(data: ByteArray, dtype: str) -> FloatArray:
 def beyond(a: ByteArray, b: ByteArray, dtype: str, tolerance: float) -> npt.NDArray[np.bool_]:
     """Say for each row, `[n] bool`, whether any of its values differ by more than `tolerance * (1 + |b|)`.
 
-    Equal bytes are equal values, NaN too; NaN against a number is a difference.
+    Equal bytes are equal values, NaN and infinities too; either of them against anything else is a difference.
     """
     mine, theirs = values_of(a, dtype), values_of(b, dtype)
     with np.errstate(invalid="ignore"):
         near = np.abs(mine - theirs) <= tolerance * (1.0 + np.abs(theirs))
-    same = (a == b).reshape(*near.shape, -1).all(axis=2)
-    return np.asarray(~(near | same).all(axis=1))
+    near &= np.isfinite(theirs)  # an infinity would be near to everything
+    return np.asarray(~(near | _equal(a, b, near.shape)).all(axis=1))
 
 
 def largest_difference(a: ByteArray, b: ByteArray, dtype: str) -> float:
-    """Return the largest absolute difference of two rows' values, infinity where one is no number."""
+    """Return the largest absolute difference of two rows' values, infinity where one is no number; equal bytes have none."""
     with np.errstate(invalid="ignore"):
         apart = np.abs(values_of(a, dtype) - values_of(b, dtype))
-    return float(np.where(np.isnan(apart), np.inf, apart).max(initial=0.0))
+    apart = np.where(np.isnan(apart), np.inf, apart)
+    return float(np.where(_equal(a, b, apart.shape), 0.0, apart).max(initial=0.0))
+
+
+def _equal(a: ByteArray, b: ByteArray, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+    """Say which values, `shape` `[n, values]`, have the same bytes."""
+    return np.asarray((a == b).reshape(*shape, -1).all(axis=2))
 
 
 def _e4m3_table() -> FloatArray:

@@ -23,6 +23,7 @@ from .slot_traffic import SlotTraffic
 
 PENDING_FORWARDS: Final = 1024  # forwards whose sampled tokens may still come
 NO_ROUND: Final = -1
+LOST_ROUND: Final = -2  # of guesses that a loss left without a beginning: compared with nothing
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +64,9 @@ class Lane:
             "transfer": self._traffic.transfer,
             "kv_copy": self._traffic.kv_copy,
         }
+        self._goes_on = False  # the last event says that a segment follows
+        self._losses = 0
+        self._forgot = False  # truth tokens below 0 are those that a loss took away
         self._prompts: dict[
             int, int
         ] = {}  # tokens of the prompt, of requests that have not ended; -2 once it is taken down
@@ -81,16 +85,22 @@ class Lane:
             if isinstance(item, TraceGap):
                 self.summary.doubts.append(item.reason)
                 if item.missing_events != 0:
+                    self._losses += 1
                     self._forget()
                 continue
             for view in item:
                 self._event(view)
             on_batch(segments.bytes_done + item.end_byte)
+        if self._goes_on:
+            self.summary.doubts.append(
+                f"{files[-1].name}: the recording goes on in a segment that is not here; compare whole recordings"
+            )
         self.summary.complete = segments.complete
         self.summary.assumed = sum(names.assumed for names in self._names)
 
     def _event(self, view: EventView) -> None:
         summary = self.summary
+        self._goes_on = view.kind == "segment"
         summary.first_ns = summary.first_ns or view.time_ns
         summary.last_ns = max(summary.last_ns, view.time_ns)
         try:
@@ -102,9 +112,11 @@ class Lane:
                     self._on[view.kind](view)
         except UnusableEventError as error:
             summary.doubts.append(f"event {view.number} ({view.kind}) contradicts itself: {error}; left out")
+            self._losses += 1
             self._forget()
 
     def _forget(self) -> None:
+        self._forgot = True
         self._tables.forget()
         self._settled.clear()
         for names in self._names:
@@ -154,6 +166,7 @@ class Lane:
             guess[position > prefix[request]] = GUESS
         reads = np.zeros(len(chosen), np.uint64)
         misreads = np.zeros(len(chosen), np.uint64)
+        unsure = np.zeros(len(chosen), np.bool_)
         for k, group in enumerate(self._groups):
             pool = self._header.groups[group.index]
             if pool.runner != forward.runner:
@@ -179,6 +192,7 @@ class Lane:
             factor = np.uint64(2 * k + 3)
             reads = reads * factor + reading.reads
             misreads = misreads * factor + reading.misreads
+            unsure |= reading.unsure
             names.write(written[chosen], reading.names, ids[request], position)
             names.spoil(written[real:], PADDED)
             self._told_misreads(forward, group, names, ids, reading.wrong, reading.wrong_slot)
@@ -188,8 +202,8 @@ class Lane:
         event, number = forward.event, forward.forward
         where = (ids[request], forward.runner, position, event, number, guess)
         rounds = upto[request] if drafting else np.full(len(chosen), NO_ROUND, np.int64)
-        self._sinks.add("tokens", *where, rounds, tokens, fed, reads, misreads)
-        self._sinks.add("batches", ids, forward.runner, event, number, forward.mode, prefix, extend)
+        self._sinks.add("tokens", *where, rounds, tokens, fed, reads, misreads, unsure)
+        self._sinks.add("batches", ids, forward.runner, event, number, forward.mode, prefix, extend, self._losses)
 
     def _rounds(
         self, forward: Forward, rows: Int64Array, prefix: Int64Array, extend: Int64Array, drafting: bool
@@ -200,7 +214,8 @@ class Lane:
             for row, end in zip(rows.tolist(), ends, strict=True):
                 self._settled[forward.runner, row] = end
             return prefix
-        found = [self._settled.get((forward.runner, row), NO_ROUND) for row in rows.tolist()]
+        unknown = LOST_ROUND if self._losses else NO_ROUND
+        found = [self._settled.get((forward.runner, row), unknown) for row in rows.tolist()]
         return np.array(found, np.int64)
 
     def _learn(
@@ -250,7 +265,8 @@ class Lane:
                 tokens = forward.input_ids[first : first + int(forward.extend_lens[r])]
             if length < 0:
                 length = len(tokens)
-            if 0 < length <= len(tokens):
+            lost = self._forgot and bool((tokens[: max(0, length)] < 0).any())
+            if 0 < length <= len(tokens) and not lost:
                 words = token_words(tokens[:length], np.arange(length, dtype=np.int64))
                 self._sinks.add("prompts", [request_id], words.sum(dtype=np.uint64, keepdims=True), forward.event)
                 self._prompts[request_id] = -2
@@ -330,15 +346,19 @@ class Lane:
 
     def _status(self, view: EventView) -> None:
         request_id, status = int(view.scalar("request_id")), str(view.scalar("status"))
-        self._sinks.add("statuses", [request_id], view.number, status)
+        self._sinks.add("statuses", [request_id], view.number, status, self._losses)
         if status in ("finished", "aborted"):
             self._prompts.pop(request_id, None)
 
     def _loss(self, view: EventView) -> None:
         lost = int(view.scalar("lost_events"))
+        self._losses += 1
+        self._settled.clear()  # what came after may have been settled, too
         self.summary.doubts.append(str(view.scalar("note")) or f"{lost} events lost while recording")
         if view.scalar("status") == SLOTS_LISTED:
             self._traffic.lost(view)
+            for names in self._names:
+                names.own_len.fill(0)  # a row's last guesses may have been rejected since
         else:
             self._forget()
             self._tables.apply_changes(view)

@@ -17,9 +17,10 @@ Int64Array = npt.NDArray[np.int64]
 Names = npt.NDArray[np.uint64]
 
 NEVER: Final = np.uint64(0)  # nobody wrote the slot in this trace
-UNKNOWN: Final = np.uint64(1)  # written by what the trace lost, or received from another engine
+UNKNOWN: Final = np.uint64(1)  # received from another engine
 PADDED: Final = np.uint64(2)  # a padding token was written there
 OUTSIDE: Final = np.uint64(3)  # the pool has no such slot
+LOST: Final = np.uint64(4)  # written by what the trace lost, or after reading what it lost: it may be anything
 ROOT: Final = np.uint64(0x6B76_0000_0001)  # before the first token
 
 _SHIFT: Final = np.uint64(32)
@@ -48,13 +49,15 @@ class Reading:
     """What the requests of a forward read from a group, `bs` requests of `extend` tokens each, `T` in all.
 
     `names` `[T]`: of the tokens written. `reads` `[T]`: fingerprint of the content that each token sees before it;
-    `misreads` `[T]`: the same of what was not the request's own, 0 where all was. `wrong` `[bs]`: the first position read
-    that was not, -1 where there is none; `wrong_slot` `[bs]`.
+    `misreads` `[T]`: the same of what was not the request's own, 0 where all was. `unsure` `[T] bool`: what it sees was lost,
+    so that `reads` says nothing. `wrong` `[bs]`: the first position read that was not the request's own, -1 where there is
+    none; `wrong_slot` `[bs]`.
     """
 
     names: Names
     reads: Names
     misreads: Names
+    unsure: npt.NDArray[np.bool_]
     wrong: Int64Array
     wrong_slot: Int64Array
 
@@ -123,6 +126,7 @@ class SlotNames:
         first = np.cumsum(extend) - extend
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)])
         names = sums[1:] + np.repeat(seed - sums[first], extend)
+        names[np.repeat(seed == LOST, extend)] = LOST
         seen[~cached] = names
         foreign = np.zeros(len(position), np.bool_)
         known = self.own_len[row_of] > at
@@ -130,7 +134,7 @@ class SlotNames:
         if written is not None:
             found = self._overwritten(found, own, slots, written, names)
             seen[cached] = found
-        foreign[cached] = known & (found != own)
+        foreign[cached] = known & (found != own) & (own != LOST)
         if upto is not None:
             inside = position < upto[request]
             seen, foreign = np.where(inside, seen, np.uint64(0)), foreign & inside
@@ -148,10 +152,13 @@ class SlotNames:
             wrong_slot[request[cached][which]] = slots[which]
         else:
             misreads = np.zeros(len(words), np.uint64)
+        lost = seen == LOST
+        unsure = _between(lost.astype(np.uint64), start, token_at) > 0 if lost.any() else np.zeros(len(words), np.bool_)
         return Reading(
             names=names,
             reads=_between(weighted, start, token_at),
             misreads=misreads,
+            unsure=unsure,
             wrong=wrong,
             wrong_slot=wrong_slot,
         )
@@ -160,8 +167,9 @@ class SlotNames:
         """Take what was written; slots that the pool does not have, and slot 0, are passed over."""
         inside = (slots > 0) & (slots < len(self.names))
         self.names[slots[inside]] = names[inside]
-        self.writers[0][slots[inside], 0] = ids[inside]
-        self.writers[0][slots[inside], 1] = positions[inside]
+        nobody = names[inside] == LOST
+        self.writers[0][slots[inside], 0] = np.where(nobody, -1, ids[inside])
+        self.writers[0][slots[inside], 1] = np.where(nobody, -1, positions[inside])
 
     def spoil(self, slots: Int64Array, name: np.uint64) -> None:
         """Give slots a name that says what became of them, with no writer."""
@@ -186,7 +194,7 @@ class SlotNames:
     def forget(self) -> None:
         """After a loss: any slot may hold anything, and any row belong to anybody."""
         for names, writers in zip(self.tiers, self.writers, strict=True):
-            names.fill(UNKNOWN)
+            names.fill(LOST)
             writers.fill(-1)
         self.own_len.fill(0)
         self.own_request.fill(-1)
@@ -204,8 +212,11 @@ class SlotNames:
         if end <= done:
             return
         base = self.own[row, done - 1] if done else ROOT
-        more = token_words(tokens[done:end], np.arange(done, end, dtype=np.int64))
-        self.own[row, done:end] = base + np.cumsum(more, dtype=np.uint64)
+        if base == LOST:
+            self.own[row, done:end] = LOST
+        else:
+            more = token_words(tokens[done:end], np.arange(done, end, dtype=np.int64))
+            self.own[row, done:end] = base + np.cumsum(more, dtype=np.uint64)
         self.own_len[row] = end
 
     def trust(self, row: int, slots: Int64Array, start: int) -> None:
@@ -241,14 +252,15 @@ class SlotNames:
         inside = (slots >= 0) & (slots < len(self.names))
         safe = np.where(inside, slots, 0)
         found = np.where(inside, self.names[safe], OUTSIDE)
-        lost = found == UNKNOWN
+        lost = (found == UNKNOWN) | (found == LOST)
         if lost.any():
             # What was lost is taken for right; what was received, for the request and position that it was sent for.
             writer = self.writers[0][safe]
             fits = lost & known & ((writer[:, 0] == -1) | ((writer[:, 0] == ids) & (writer[:, 1] == at)))
             found = np.where(fits, own, found)
-            self.names[safe[fits]] = own[fits]
-            self.assumed += int(fits.sum())
+            kept = fits & (safe > 0)  # slot 0 stands for a table's entry that was lost, whatever it was
+            self.names[safe[kept]] = own[kept]
+            self.assumed += int((fits & (own != LOST)).sum())
         return found
 
 

@@ -19,26 +19,42 @@ hashes as (select request_id, arg_min(prompt_hash, event) as prompt_hash from {s
 select coalesce(told.request_id, seen.request_id) as request_id, coalesce(told.name, '') as name,
     coalesce(told.room, -1) as room, coalesce(told.prompt_len, -1) as prompt_len,
     least(told.event, seen.event) as event, hashes.prompt_hash, seen.request_id is not null as ran,
+    told.request_id is not null as told,
     case when name <> '' then name else coalesce(told.request_id, seen.request_id)::varchar end as label
 from told full join seen using (request_id)
 left join hashes on hashes.request_id = coalesce(told.request_id, seen.request_id)
 """
 
-# requests of one key are paired in the order in which they came
+# Requests of one key are paired by name where they have the same, the others in the order in which they came; where some
+# may be lost, only if there are as many on both sides.
 _PAIRS: Final = """
 create or replace table pairs as
-with a as (
-    select *, {key} as key, row_number() over (partition by {key} order by event) as nth from a_known
+with keyed_a as (
+    select *, {key} as key, row_number() over (partition by {key}, label order by event, request_id) as of_name from a_known
     where {key} is not null
 ),
-b as (
-    select *, {key} as key, row_number() over (partition by {key} order by event) as nth from b_known
+keyed_b as (
+    select *, {key} as key, row_number() over (partition by {key}, label order by event, request_id) as of_name from b_known
     where {key} is not null
+),
+twins as (select key, label, of_name from keyed_a semi join keyed_b using (key, label, of_name)),
+a as (
+    select keyed_a.*, if(twins.key is null, '', label) as twin,
+        row_number() over (partition by key, twin order by event, request_id) as nth,
+        count(*) over (partition by key, twin) as alike
+    from keyed_a left join twins using (key, label, of_name)
+),
+b as (
+    select keyed_b.*, if(twins.key is null, '', label) as twin,
+        row_number() over (partition by key, twin order by event, request_id) as nth,
+        count(*) over (partition by key, twin) as alike
+    from keyed_b left join twins using (key, label, of_name)
 )
 select row_number() over (order by a.event) - 1 as pair, a.request_id as a_id, b.request_id as b_id,
     a.label as a_label, b.label as b_label, greatest(a.prompt_len, b.prompt_len) as prompt_len,
     a.prompt_hash as a_prompt, b.prompt_hash as b_prompt, a.event as a_event, b.event as b_event
-from a join b using (key, nth)
+from a join b using (key, twin, nth)
+where twin <> '' or {whole} or a.alike = b.alike
 """
 
 _BY_ID: Final = "label"
@@ -61,11 +77,11 @@ class Pairing:
     absent: tuple[str, ...] = ()
 
 
-def pair_requests(connection: Any, settings: DiffSettings, *, hand_over: bool) -> Pairing:
-    """Make the table `pairs`.
+def pair_requests(connection: Any, settings: DiffSettings, *, hand_over: bool, whole: bool, hashed: bool) -> Pairing:
+    """Make the table `pairs`; `whole` says that nothing of either trace is missing, `hashed` that the tokens are hashes.
 
     Raises:
-        NotComparableError: the traces have no request in common.
+        NotComparableError: the traces have no request in common, or hashes by different salts.
         AnalysisError: none of the requests asked for is there.
     """
     for side in ("a", "b"):
@@ -74,16 +90,22 @@ def pair_requests(connection: Any, settings: DiffSettings, *, hand_over: bool) -
     keys = {"id": _BY_ROOM if hand_over else _BY_ID, "prompt": _BY_PROMPT}
     by = settings.align
     if by == "auto":
-        many = 2 * _count(connection, keys["id"]) >= max(1, min(totals))
+        many = 2 * _count(connection, keys["id"], whole) >= max(1, min(totals))
         by = "id" if many and _same_prompts(connection) else "prompt"
-    found = _count(connection, keys[by])
-    if not found and settings.align == "auto" and _count(connection, keys["id"]):
+    found = _count(connection, keys[by], whole)
+    if not found and settings.align == "auto" and _count(connection, keys["id"], whole):
         by = "id"
-        found = _count(connection, keys["id"])
+        found = _count(connection, keys["id"], whole)
     if not found:
         raise NotComparableError(
             f"no request in common: A has {totals[0]:,}, B has {totals[1]:,}, and none has the same "
             f"{'id or prompt' if settings.align == 'auto' else by}; record the same prompts, or try another --align"
+        )
+    known, same = _prompts_of_pairs(connection)
+    if hashed and known and not same:
+        raise NotComparableError(
+            "the tokens of both are hashed, and no prompt is the same: by different salts, it seems; record both with one "
+            "salt, see KVCANARY_TOKEN_SALT_FILE in docs/production.md"
         )
     absent: tuple[str, ...] = ()
     if settings.requests:
@@ -103,16 +125,22 @@ def _totals(connection: Any) -> list[int]:
     return [int(connection.execute(f"select count(*) from {side}_known").fetchone()[0]) for side in ("a", "b")]
 
 
-def _count(connection: Any, key: str) -> int:
-    connection.execute(_PAIRS.format(key=key))
+def _count(connection: Any, key: str, whole: bool) -> int:
+    connection.execute(_PAIRS.format(key=key, whole=whole))
     return int(connection.execute("select count(*) from pairs").fetchone()[0])
 
 
 def _same_prompts(connection: Any) -> bool:
     """Whether ids mean the same requests: three of four pairs have one prompt, as far as prompts are known."""
+    known, same = _prompts_of_pairs(connection)
+    return 4 * same >= 3 * known
+
+
+def _prompts_of_pairs(connection: Any) -> tuple[int, int]:
+    """Return of how many pairs both prompts are known, and of how many they are the same."""
     query = "select count(a_prompt = b_prompt), count(*) filter (where a_prompt = b_prompt) from pairs"
     known, same = connection.execute(query).fetchone()
-    return bool(4 * same >= 3 * known)
+    return int(known), int(same)
 
 
 def _narrow(connection: Any, requests: tuple[str, ...]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from ...recorder.schema import PHASE_AFTER, PHASE_BEFORE, SEND
 from ...recorder.slot_runs import runs_to_slots
 from .comparability import ComparedGroup
 from .facts import MOVED, Sinks
-from .names import UNKNOWN, Int64Array, SlotNames
+from .names import LOST, Int64Array, SlotNames
 
 _SLOT_COLUMNS: Final = ("slot_group", "slot_start", "slot_count")
 _COPY_COLUMNS: Final = tuple(f"copy_{c}" for c in ("group", "src_tier", "src", "dst_tier", "dst", "count"))
@@ -152,7 +152,7 @@ class SlotTraffic:
             raise UnusableEventError("a run of slots lies outside of its pool")
         for k, chosen in enumerate(self._groups):
             mine = groups == chosen.index
-            self._names[k].spoil(runs_to_slots(starts[mine], counts[mine]), UNKNOWN)
+            self._names[k].spoil(runs_to_slots(starts[mine], counts[mine]), LOST)
 
     def _runs_fit(self, groups: Int64Array, starts: Int64Array, counts: Int64Array) -> bool:
         if not len(groups) == len(starts) == len(counts):

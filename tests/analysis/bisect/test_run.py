@@ -1,8 +1,12 @@
 """`kvcanary bisect run`: what the command gets, how it can fail, tries, time limit, and the log."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,7 +79,8 @@ def test_each_version_is_recorded_and_judged_once(engine):
     assert engine.ran == ["v1", "v8", "v4", "v6", "v5"]
     assert found["evidence"]["words"].startswith("incident req_to_token")
     again = f"{sys.executable} -S {engine.script} v5 trace.arrow . && kvcanary-replay *.arrow"
-    assert found["reproduce"] == f"KVCANARY_BISECT_VERSION=v5 KVCANARY_TRACE=. {again}"
+    told = "KVCANARY_BISECT_VERSION=v5 KVCANARY_TRACE=. KVCANARY_BISECT_TRACE=trace.arrow"
+    assert found["reproduce"] == f"{told} {again}"
     log = [json.loads(line) for line in (engine.folder / "log").read_text().splitlines()]
     assert [line["version"] for line in log[1:]] == engine.ran
 
@@ -110,13 +115,36 @@ def test_what_fails_is_skipped(engine):
 def test_a_time_limit_skips_and_ends_what_the_command_started(engine):
     # A shell is up at once, so that only the version that hangs can meet the limit.
     traces = {"good": DATA / "clean_llama.arrow", "bad": DATA / "table_swap.arrow"}
-    script = f"case $0 in v2) sleep 300 & echo $! > {engine.folder}/pid; wait;; v1) cp {traces['good']} $1;; *) cp {traces['bad']} $1;; esac"
+    # setpgid, as `timeout` and a shell with job control do for what they start
+    apart = f'{sys.executable} -S -c \'import os, time; os.setpgid(0, 0); open("{engine.folder}/pid", "w").write(str(os.getpid())); time.sleep(300)\''
+    script = f"case $0 in v2) {apart} & wait;; v1) cp {traces['good']} $1;; *) cp {traces['bad']} $1;; esac"
     command = ["sh", "-c", script, "{version}", "{trace}"]
     found = engine.bisect("--timeout", "6", versions="v1,v2,v3", bad="v3", code=125, command=command)
     assert found["candidates"] == ["v2", "v3"]
     assert found["judged"][-1]["words"] == "took more than 6 s"
-    left = Path("/proc") / (engine.folder / "pid").read_text().strip() / "stat"
-    assert not left.exists() or left.read_text().split()[2] == "Z"
+    assert not running(engine.folder / "pid")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_whatever_ends_the_bisection_ends_the_trial_too(sent, tmp_path):
+    started = tmp_path / "pid"
+    command = ["sh", "-c", f"echo $$ > {started}.new; mv {started}.new {started}; exec sleep 300"]
+    words = ["bisect", "run", "--good", "1", "--bad", "2", "--versions", "1,2", "--log", str(tmp_path / "log"), "--"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-m", "kvcanary", *words, *command], env=environment) as bisection:
+        while not started.exists():
+            time.sleep(0.01)
+            assert bisection.poll() is None
+        bisection.send_signal(sent)
+    assert bisection.returncode == 128 + sent
+    assert not running(started)
+    assert not list(tmp_path.glob("kvcanary-*"))  # the traces of the trial
+
+
+def running(file):
+    """Whether the process whose number stands in a file runs."""
+    stat = Path("/proc") / file.read_text().strip() / "stat"
+    return stat.exists() and stat.read_text().split()[2] != "Z"
 
 
 def test_an_end_that_cannot_be_judged_ends_it(engine):
@@ -150,8 +178,24 @@ def test_it_goes_on_where_it_was_interrupted(engine):
     assert engine.ran == ["v4", "v6", "v5"]
     assert found["cached"] == 2
     assert "another bisection" in engine.bisect("--incident", "kv_changed", code=2)
-    log.write_text(log.read_text().splitlines()[0] + "\nnonsense\n{}\n")
+    begun = log.read_text().splitlines()[0]
+    log.write_text(begun + "\nnonsense\n{}\n")
     assert "line 2 is no line" in engine.bisect(code=2)
+    for torn in (begun, begun[:30]):  # killed while it wrote the very first line
+        log.write_text(torn)
+        engine.do()
+        assert engine.bisect(code=0)["first_bad"] == "v5"
+        assert log.read_text().splitlines()[0] == begun
+        assert engine.bisect(code=0)["cached"] == 5
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', '{"a": 1}\n{"b": 2}', '{"a": 1}\n{"b": ', "a line", '{"bisect": {}}'])
+def test_a_file_that_is_no_log_of_this_bisection_is_left_as_it_is(text, engine):
+    log = engine.folder / "log"
+    log.write_text(text)
+    assert "--log" in engine.bisect(code=2)
+    assert log.read_text() == text
+    assert not engine.ran
 
 
 def test_kept_traces_show_it_and_older_ones_are_not_judged_along(engine):
@@ -160,6 +204,24 @@ def test_kept_traces_show_it_and_older_ones_are_not_judged_along(engine):
     older.mkdir(parents=True)
     shutil.copy(DATA / "table_swap.arrow", older / "trace.arrow")
     assert engine.bisect("--keep", str(kept), code=0)["reproduce"] == f"kvcanary-replay {kept}/v5-1/trace.arrow"
+
+
+def test_versions_whose_names_are_no_file_names_are_kept_apart(engine):
+    kept = engine.folder / "kept"
+    script = f"case $0 in a/b) cp {DATA}/clean_llama.arrow $1;; *) cp {DATA}/table_swap.arrow $1;; esac"
+    long = "v" * 300
+    some = {"versions": f"a/b,{long},a_b", "good": "a/b", "bad": "a_b"}
+    command = ["sh", "-c", script, "{version}", "{trace}"]
+    assert engine.bisect("--keep", str(kept), **some, command=command, code=0)["first_bad"] == long
+    assert len(list(kept.glob("*/trace.arrow"))) == 3
+
+
+def test_thousands_of_versions(engine):
+    script = f"if [ $0 -lt 3210 ]; then cp {DATA}/clean_llama.arrow $1; else cp {DATA}/table_swap.arrow $1; fi"
+    many = {"versions": ",".join(map(str, range(1, 5001))), "good": "1", "bad": "5000"}
+    found = engine.bisect(**many, command=["sh", "-c", script, "{version}", "{trace}"], code=0)
+    assert found["first_bad"] == "3210"
+    assert len(found["judged"]) < 16
 
 
 def test_a_run_gone_on_with_names_no_trace_that_was_not_kept(engine):
@@ -173,11 +235,17 @@ def test_what_is_wrong_is_said(engine, monkeypatch):
     assert "--good v9 is not among" in engine.bisect(good="v9", code=2)
     assert "oldest first" in engine.bisect(good="v8", bad="v1", code=2)
     assert "cannot be run" in engine.bisect(command=["/no/such/engine"], code=2)
+    assert "names v2 twice" in engine.bisect(versions="v1,v2,v2,v8", code=2)
+    assert "if that is a file, there is none" in engine.bisect(versions="versions.txt", code=2)
+    assert "and 180 more" in engine.bisect(versions=",".join(f"w{n}" for n in range(200)), code=2)
+    assert "--timeout is nan" in engine.bisect("--timeout", "nan", code=2)
     monkeypatch.chdir(engine.folder)
     assert "--versions" in engine.bisect(versions=None, code=2)
     listed = engine.folder / "versions.txt"
     listed.write_text("v1\nv1\n")
     assert "twice" in engine.bisect("--fresh", versions=str(listed), code=2)
+    listed.write_text("v1\nv\x005\nv8\n")
+    assert "NUL byte" in engine.bisect("--fresh", versions=str(listed), code=2)
     listed.write_text("\n".join(VERSIONS))
     assert engine.bisect("--fresh", versions=str(listed), code=0)["first_bad"] == "v5"
     assert (engine.folder / "log").stat().st_mode & 0o777 == 0o600

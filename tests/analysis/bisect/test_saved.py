@@ -1,5 +1,6 @@
 """Bisecting saved traces: order, criteria, votes, skips, cache, and what is said in the end."""
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 from click.testing import CliRunner
 from kvcanary.analysis.bisect import cache, criteria
 from kvcanary.analysis.commands.bisect import bisect_command
+from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 
 from .traces import DATA, history, keep, saved, torn
 
@@ -155,7 +158,7 @@ def test_what_cannot_be_bisected_is_said(bisect, tmp_path):
         ([good], "at least two versions"),
         ([good, unnamed], "names no engine version"),
         ([good, odd], "--order FILE"),
-        ([good, empty], "no trace in this folder"),
+        ([good, empty], "empty: holds no .arrow file"),
         ([good, DATA / "versions" / "sglang_0.5.23.arrow"], "several engines, sglang, transformers"),
         (["--order", order, good, bad], "does not say where 1.1 belongs"),
         (["--order", tmp_path / "none", good, bad], "cannot be read"),
@@ -164,6 +167,10 @@ def test_what_cannot_be_bisected_is_said(bisect, tmp_path):
         (["--incident", "kv_changed", "--sql", "select 1", good, bad], "exclude one another"),
         (["--sql", "select nothing", good, bad], "nothing"),
         (["--reference", order, good, bad], "--reference"),
+        (["--no-kv", good, bad], "name one"),
+        (["--kv-tolerance", "0.1", good, bad], "name one"),
+        (["--reference", good, "--no-kv", "--kv-tolerance", "0.1", good, bad], "exclude one another"),
+        (["--reference", good, "--kv-tolerance", "nan", good, bad], "--kv-tolerance is nan, expected a number"),
         ([good, DATA / "README.md"], "not a kvcanary trace"),
     ):
         assert words in bisect(*arguments, code=2), arguments
@@ -178,3 +185,40 @@ def test_for_people(tmp_path):
     assert "SKIPS   the first bad version is one of 1.0.1, 1.1: those between could not be judged" in lines
     assert any(line.startswith("there   1.1: incident req_to_token") for line in lines)
     assert lines[-1] == f"next    kvcanary-replay {traces[1]}"
+
+
+def test_a_folder_is_read_as_a_replay_reads_it(bisect, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    saved("clean_llama", folder / "trace.recovered.arrow", "1.0")
+    torn("clean_llama", folder / "trace.arrow", "1.0")  # what was recovered stands for it
+    (folder / "._trace.arrow").write_text("what some systems leave beside every file")
+    found = bisect(folder, saved("table_swap", tmp_path / "b.arrow", "1.1"), code=0)
+    assert found["judged"][0]["outcome"] == "good"
+
+
+def test_what_is_wrong_is_told_to_scripts_too(tmp_path):
+    done = CliRunner().invoke(bisect_command, ["--json", str(tmp_path / "none")])
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["exit_code"]) == (2, 2)
+    assert "no such file" in told["error"]
+
+
+def test_segments_are_compared_with_a_reference_as_one_recording(bisect, tmp_path):
+    configuration = CONFIGURATIONS["mha"]
+    runs = {"reference": {}, "same": {"chunk_tokens": 20}, "other": {"seed": 4}}
+    for name, changes in runs.items():
+        (tmp_path / name).mkdir()
+        engine = dataclasses.replace(configuration.engine_config(3), noise=False, sampler="random", **changes)
+        cut = {} if name == "reference" else {"segment_bytes": 60_000, "flush_bytes": 20_000}
+        with SimulatedEngine(engine, configuration.requests(3), tmp_path / name / "trace.arrow", **cut) as running:
+            running.run()
+    assert len(list((tmp_path / "same").iterdir())) > 2
+    order = tmp_path / "order.txt"
+    order.write_text("same\nother\n")
+    reference = tmp_path / "reference" / "trace.arrow"
+    words = ("--reference", reference, "--no-kv", "--order", order, tmp_path / "same", tmp_path / "other")
+    found = bisect(*words, code=0)
+    assert found["first_bad"] == "other"
+    assert found["reproduce"] == f"kvcanary diff --no-kv {reference} {tmp_path / 'other'}"
+    assert bisect(*words, code=0)["reproduce"] == found["reproduce"]  # as the cache tells it

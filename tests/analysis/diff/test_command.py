@@ -63,7 +63,8 @@ def test_only_the_requests_asked_for_are_counted():
     assert "aligned by id: 2 requests of 2 and 2" in said
     assert "DIFFERENT   1 of 2 requests   table 1" in said
     assert "note  --requests: neither trace has a request nobody" in said
-    found = json.loads(run("--json", "--requests", "short", GOOD, BAD, code=0))
+    found = json.loads(run("--json", "--requests", "short,", GOOD, BAD, code=0))
+    assert found["notes"] == []
     assert (found["align"]["a_requests"], found["align"]["pairs"]) == (1, 1)
 
 
@@ -83,6 +84,8 @@ def test_a_torn_trace_is_no_clean_bill(tmp_path):
         ([GOOD, "/no/such.arrow"], "no such file"),
         ([GOOD, DATA / "README.md"], "not a kvcanary trace"),
         (["--requests", "nobody", GOOD, BAD], "neither trace has a request nobody"),
+        (["--requests", ",", GOOD, BAD], "--requests names none"),
+        (["--only", "", GOOD, BAD], "no kind ''; there are missing, input"),
         (["--only", "tabel", GOOD, BAD], "no kind 'tabel'; there are missing, input"),
         (["--only", "kv", "--ignore", "table", GOOD, BAD], "--only goes without"),
         (["--no-kv", "--kv-tolerance", "1", GOOD, BAD], "exclude one another"),

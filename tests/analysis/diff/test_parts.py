@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import duckdb
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from kvcanary.analysis.diff.comparability import make_plan
 from kvcanary.analysis.diff.kv_values import beyond, largest_difference, values_of
 from kvcanary.analysis.diff.names import ROOT, SlotNames, token_words, weights
+from kvcanary.analysis.diff.pairing import pair_requests
 from kvcanary.analysis.diff.settings import DiffSettings, NotComparableError
 from kvcanary.recorder.header import KvStream, ModelInfo, Oracle, PoolGroup, Ranks, StateTable, TraceHeader
 
@@ -44,6 +46,62 @@ def test_a_tolerance_is_absolute_and_relative():
     assert beyond(*sides, "fp32", 0.01).tolist() == [False, True, False, True]
     assert largest_difference(*(side[1:2] for side in sides), "fp32") == pytest.approx(0.02)
     assert largest_difference(*(side[3:] for side in sides), "fp32") == math.inf
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.01, 1e30])
+def test_an_infinity_is_near_to_itself_alone(tolerance):
+    inf = math.inf
+    a = np.array([[inf], [-inf], [1.0], [inf], [inf]], "<f4").view(np.uint8)
+    b = np.array([[inf], [-inf], [inf], [1.0], [-inf]], "<f4").view(np.uint8)
+    assert beyond(a, b, "fp32", tolerance).tolist() == [False, False, True, True, True]
+
+
+def test_what_is_equal_is_not_far_apart():
+    a = np.array([[math.inf, math.nan, 1.0]], "<f4").view(np.uint8)
+    b = np.array([[math.inf, math.nan, 1.5]], "<f4").view(np.uint8)
+    assert largest_difference(a, b, "fp32") == 0.5
+
+
+def known(side, requests):
+    """Return what fills the facts with requests `(id, name, prompt)` that came one after another; no name: the request is not told."""
+    statements = []
+    for number, (request, name, prompt) in enumerate(requests):
+        if name:
+            statements.append(f"insert into {side}_requests values ({request}, '{name}', -1, 4, {number})")
+        statements.append(f"insert into {side}_prompts values ({request}, {prompt}, {number})")
+        statements.append(f"insert into {side}_batches values ({request}, {number})")
+    return statements
+
+
+PAIRINGS = [
+    # of equal prompts those of one name, the others in their order
+    ([(1, "x", 7), (2, "y", 7), (3, "z", 7)], [(8, "y", 7), (9, "w", 7), (6, "x", 7)], True, [(1, 6), (2, 8), (3, 9)]),
+    ([(1, "x", 7), (2, "y", 7)], [(8, "v", 7), (9, "w", 7)], True, [(1, 8), (2, 9)]),
+    ([(1, "x", 7), (2, "y", 7)], [(8, "v", 7)], True, [(1, 8)]),
+    # which of the two was lost?
+    ([(1, "x", 7), (2, "y", 7)], [(8, "", 7)], False, []),
+    ([(1, "x", 7), (2, "y", 8)], [(8, "", 7)], False, [(1, 8)]),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "whole", "expected"), PAIRINGS)
+def test_requests_of_equal_prompts(a, b, whole, expected):
+    with duckdb.connect() as connection:
+        for side, requests in (("a", a), ("b", b)):
+            connection.execute(
+                f"create table {side}_requests (request_id bigint, name varchar, room bigint, prompt_len bigint, event bigint)"
+            )
+            connection.execute(f"create table {side}_prompts (request_id bigint, prompt_hash bigint, event bigint)")
+            connection.execute(f"create table {side}_batches (request_id bigint, event bigint)")
+            for statement in known(side, requests):
+                connection.execute(statement)
+        settings = DiffSettings(align="prompt")
+        if expected:
+            pair_requests(connection, settings, hand_over=False, whole=whole, hashed=False)
+        else:
+            with pytest.raises(NotComparableError):
+                pair_requests(connection, settings, hand_over=False, whole=whole, hashed=False)
+        assert connection.execute("select a_id, b_id from pairs order by a_id").fetchall() == expected
 
 
 @given(st.data())

@@ -8,6 +8,7 @@ from kvcanary.analysis.diff.kinds import KINDS
 from kvcanary.analysis.diff.settings import DiffSettings, NotComparableError
 from kvcanary.analysis.errors import AnalysisError
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.recorder.privacy import Privacy
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 
 SLOWER = ("overlap_swa", "sweeps_eagle", "host")
@@ -103,6 +104,18 @@ def test_other_ids_are_aligned_by_prompt(recorded, tmp_path):
     assert result.verdict == "same"
 
 
+def test_hashes_by_another_salt_are_not_comparable(tmp_path):
+    salts = {"a": bytes(16), "b": bytes(16), "other": bytes(range(16))}
+    made = {
+        name: record("mha", tmp_path / f"{name}.arrow", recorder={"privacy": Privacy(salt)})
+        for name, salt in salts.items()
+    }
+    assert diff_traces(made["a"], made["b"]).verdict == "same"
+    for align in ("auto", "id"):
+        with pytest.raises(NotComparableError, match="different salts"):
+            diff_traces(made["a"], made["other"], settings=DiffSettings(align=align))
+
+
 def test_a_recording_in_segments_is_one_trace(recorded, tmp_path):
     folder = tmp_path / "cut"
     folder.mkdir()
@@ -114,6 +127,10 @@ def test_a_recording_in_segments_is_one_trace(recorded, tmp_path):
     assert result.compared == diff_traces(recorded("mha"), recorded("mha")).compared
     with pytest.raises(NotComparableError, match="segment 1 of a recording"):
         diff_traces(recorded("mha"), segments[1])
+    for side in ((recorded("mha"), segments[0]), (segments[0], recorded("mha"))):
+        first = diff_traces(*side)  # of a recording that goes on, nothing is missing
+        assert (first.verdict, first.requests) == ("inconclusive", ())
+        assert "goes on" in first.doubts[0]
     segments[1].unlink()
     assert diff_traces(recorded("mha"), folder).verdict != "same"
     with pytest.raises(AnalysisError, match="holds 2 recordings"):
