@@ -21,6 +21,8 @@ from .trace_scan import plain_path, scan_trace
 NO_LOOP_JOIN = "set asof_loop_join_threshold = 0"
 
 _REPORT_FILES = {"violations": VIOLATION_SCHEMA, "findings": FINDING_SCHEMA}
+# What reports did not have from the beginning, and sql/base/violations.sql has without them.
+_ADDED = frozenset({"first_forward", "last_forward", "num_forwards"})
 _INCIDENT_FILES = {"incidents": INCIDENT_SCHEMA, "incident_members": MEMBER_SCHEMA}
 
 
@@ -59,7 +61,7 @@ def make_raw_relations(connection: Any, sources: Sequence[Source], resources: Ex
         ]
         for source in sources:
             if source.report:
-                _check_numbers(connection, source.report / f"{name}.parquet", _parquet(source, name, resources), name)
+                _check_columns(connection, source.report / f"{name}.parquet", _parquet(source, name, resources), name)
         parts.append(f"select ''::varchar as trace, *, 0::bigint as file_row_number from _no_{name}")
         _view(connection, f"_all_{name}", parts)
         connection.execute(
@@ -85,12 +87,17 @@ def _parquet(source: Source, name: str, resources: ExitStack) -> str:
     return f"read_parquet({quoted(str(plain_path(path, resources)))}, file_row_number = true)"
 
 
-def _check_numbers(connection: Any, path: Path, relation: str, name: str) -> None:
-    """Refuse a report's file with text where numbers belong: numbers stand in later queries as they are."""
+def _check_columns(connection: Any, path: Path, relation: str, name: str) -> None:
+    """Refuse a report's file that lacks a column, or has text where numbers belong: numbers stand in later queries."""
     expected, found = (
         dict(connection.execute(f"select column_name, column_type from (describe from {of})").fetchall())
         for of in (f"_no_{name}", relation)
     )
+    missing = sorted(expected.keys() - found.keys() - _ADDED)
+    if missing:
+        raise AnalysisError(
+            f"{path}: expected the columns of a report, {', '.join(missing)} missing; replay the trace again"
+        )
     wrong = [column for column, kind in expected.items() if "INT" in kind and "INT" not in found.get(column, "INT")]
     if wrong:
         raise AnalysisError(

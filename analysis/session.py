@@ -1,7 +1,7 @@
 """An open session: SQL over traces and reports, answered as Arrow or Polars."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +11,7 @@ import duckdb
 import pyarrow as pa
 
 from .errors import AnalysisError, SqlError
+from .interrupting import Interruptible
 from .library import BASE, DERIVED, derived_statements, relation_statements, sql_file
 from .live import NO_LOOP_JOIN, make_raw_relations, quoted
 from .sources import Source, find_sources, read_summary
@@ -34,6 +35,8 @@ class Session:
         self.stored = stored
         self._connection = connection
         self._resources = resources
+        self._interruptible = Interruptible(connection)
+        self._open: pa.RecordBatchReader | None = None
 
     def sql(self, query: str) -> pa.Table:
         """Run SQL and return the last statement's rows; raise `SqlError` with DuckDB's message."""
@@ -42,14 +45,29 @@ class Session:
     def batches(self, query: str) -> pa.RecordBatchReader:
         """Run SQL and return the last statement's rows as a stream of record batches; raise `SqlError`.
 
-        A reader ends where the next query begins.
+        The stream raises it too, where the query fails under way, and where the next query has begun, which closes it.
         """
+        if self._open is not None:
+            self._open.close()  # DuckDB begins nothing beside it
+            self._open = None
         try:
-            result = self._connection.sql(query)
-            if result is None:
-                return pa.table({}).to_reader()
-            return result.to_arrow_reader(ROWS_PER_BATCH)
+            self._open = self._interruptible.run(lambda: self._begin(query))
         except (duckdb.Error, pa.ArrowException) as error:
+            raise SqlError(str(error)) from None
+        if self._open is None:
+            return pa.table({}).to_reader()
+        return pa.RecordBatchReader.from_batches(self._open.schema, self._read(self._open))
+
+    def _begin(self, query: str) -> pa.RecordBatchReader | None:
+        result = self._connection.sql(query)
+        return None if result is None else result.to_arrow_reader(ROWS_PER_BATCH)
+
+    def _read(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+        """The batches; what DuckDB says while they are made is an error of the query, whatever class it comes as."""
+        try:
+            while (batch := self._interruptible.run(lambda: next(reader, None))) is not None:
+                yield batch
+        except (duckdb.Error, pa.ArrowException, OSError) as error:
             raise SqlError(str(error)) from None
 
     def polars(self, query: str) -> "pl.DataFrame":
@@ -81,6 +99,7 @@ class Session:
 
     def close(self) -> None:
         """Close the session and remove its temporary files."""
+        self._interruptible.close()
         self._connection.close()
         self._resources.close()
 
@@ -112,8 +131,10 @@ def open_traces(*paths: str | os.PathLike[str]) -> Session:
     """Open traces and report folders together; the column `trace` says which is which.
 
     Raises:
-        AnalysisError: a path is neither a trace nor a report.
+        AnalysisError: a path is neither a trace nor a report, or none is given.
     """
+    if not paths:
+        raise AnalysisError("no trace is given; name at least one trace or report folder")
     return open_sources(find_sources([Path(path) for path in paths]))
 
 

@@ -101,7 +101,7 @@ def _report_source(report: Path, moved_to: Path | None) -> Source:
         try:
             trace_id = _trace_id(candidate)
         except TraceError as error:
-            if candidate in (moved_to, recorded):  # the others are guesses
+            if candidate in (moved_to, recorded) or os.path.lexists(candidate):  # the others are guesses
                 problem = problem or str(error)
             continue
         if trace_id == summary.get("trace_id"):

@@ -4,6 +4,7 @@ import contextlib
 import shlex
 import shutil
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import duckdb
 
 from .errors import AnalysisError
 from .incidents.schema import INCIDENTS_NAME
+from .interrupting import Interruptible
 from .library import comment_statements, library_hash, relation_statements
 from .live import NO_LOOP_JOIN, make_raw_relations, quoted
 from .sources import STORE_NAME, Source
@@ -56,7 +58,8 @@ def write_store(source: Source, target: Path) -> Path:
     except OSError as error:
         raise AnalysisError(f"{target}: cannot be written ({error.strerror or error})") from None
     except duckdb.Error as error:
-        raise AnalysisError(f"{target}: cannot be made: {error}") from None
+        cause = (str(error).splitlines() or [""])[0]  # what follows shows our own SQL
+        raise AnalysisError(f"{target}: cannot be made: {cause}") from None
     return target
 
 
@@ -80,19 +83,21 @@ def fresh_store(source: Source) -> Path | None:
 
 def _fill(path: Path, source: Source, resources: ExitStack) -> None:
     connection: Any = duckdb.connect(str(path), config={"autoinstall_known_extensions": False})
+    interruptible = Interruptible(connection)
     try:
         connection.execute(f"set temp_directory = {quoted(str(path.parent / 'spill'))}")
         connection.execute(f"set memory_limit = '{MEMORY_LIMIT}'")
         connection.execute(NO_LOOP_JOIN)
         make_raw_relations(connection, [source], resources)
         for statement in relation_statements(stored=True):
-            connection.execute(statement)
+            interruptible.run(partial(connection.execute, statement))
         for statement in comment_statements():
             connection.execute(statement)
         connection.execute("create table store_info (key varchar, value varchar)")
         connection.executemany("insert into store_info values (?, ?)", list(_stamp(source).items()))
-        connection.execute("checkpoint")
+        interruptible.run(partial(connection.execute, "checkpoint"))
     finally:
+        interruptible.close()
         connection.close()
 
 

@@ -5,13 +5,12 @@ import os
 import signal
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, NoReturn
+from typing import IO, Final
 
 from ..errors import AnalysisError
 from .criteria import Criterion, judge_traces
@@ -23,9 +22,7 @@ VERSION_VARIABLE: Final = "KVCANARY_BISECT_VERSION"
 TRACE_VARIABLE: Final = "KVCANARY_BISECT_TRACE"
 FOLDER_VARIABLE: Final = "KVCANARY_TRACE"
 KEPT_OUTPUT_BYTES: Final = 4096
-MAX_NAME: Final = (
-    60  # characters of a version in a folder's name: 255 bytes are the most, and a character takes up to four
-)
+MAX_NAME: Final = 60  # characters of a version in a folder's name: 255 bytes are the most, a character takes up to four
 _GRACE_S: Final = 5.0
 _POLL_S: Final = 0.02
 
@@ -65,29 +62,6 @@ def run_trial(command: Command, version: str, number: int, criterion: Criterion)
         if problem:
             return Judgement(outcome=Outcome.SKIP, words=problem)
         return judge_traces(sorted(folder.rglob("*.arrow")), criterion)
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a trial as Ctrl-C does, with all that it started; the exit code is a shell's for them.
-
-    Without it the engine, in a session of its own, would go on after us.
-    """
-
-    def end(number: int, _: Any) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    taken = []
-    if threading.current_thread() is threading.main_thread():
-        # What the caller has us ignore (nohup) stays ignored.
-        taken = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _run(command: Command, version: str, folder: Path) -> str:

@@ -192,7 +192,7 @@ def run_command(
         from ... import __version__
         from ..bisect.bisection import bisect_run
         from ..bisect.log import BisectLog
-        from ..bisect.trial import Command, ended_by_signals, listed_versions
+        from ..bisect.trial import Command, listed_versions
 
         if timeout is not None and not math.isfinite(timeout):
             raise click.UsageError(
@@ -202,16 +202,15 @@ def run_command(
         if fresh:
             log.unlink(missing_ok=True)
         about = {"versions": names, "command": list(command), "criterion": criterion.key(), "kvcanary": __version__}
-        with ended_by_signals():
-            return bisect_run(
-                names,
-                Command(words=command, timeout_s=timeout, keep=keep.absolute() if keep else None),
-                criterion,
-                BisectLog(log, about),
-                tries=tries,
-                rule=options["vote"],
-                tell=tell,
-            )
+        return bisect_run(
+            names,
+            Command(words=command, timeout_s=timeout, keep=keep.absolute() if keep else None),
+            criterion,
+            BisectLog(log, about),
+            tries=tries,
+            rule=options["vote"],
+            tell=tell,
+        )
 
     _finish(bisect, options, anew="--fresh")
 

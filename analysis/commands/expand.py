@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -89,13 +88,14 @@ def _with_trace(source: Source, named: Path) -> Path:
 
 
 def _write(report: Path, traces: tuple[Path, ...], target: Path, total: int | None) -> dict[str, Any]:
-    """Write the file beside its place and rename it, so that nobody sees half of it; only its owner may read it."""
+    """Write the file; nobody sees half of it, and only its owner may read it."""
     import pyarrow.parquet as pq
 
     from ...replayer.merged.expansion import expand_tables, read_violations
     from ...replayer.violations import VIOLATION_SCHEMA
     from ..errors import AnalysisError
-    from ..output import open_private
+    from ..incidents.sites import open_parquet, require_columns
+    from ..output import private_output
 
     merged = rows = 0
 
@@ -105,19 +105,18 @@ def _write(report: Path, traces: tuple[Path, ...], target: Path, total: int | No
             merged += table.num_rows
             yield table
 
-    partial = target.with_name(f"{target.name}.partial")
+    path = report / "violations.parquet"
+    if path.is_file():
+        with open_parquet(path) as found:
+            require_columns(path, found, VIOLATION_SCHEMA.names)
     try:
-        with open_private(partial) as file, pq.ParquetWriter(file, VIOLATION_SCHEMA, compression="zstd") as made:
-            tables = expand_tables(counted(read_violations(report / "violations.parquet")), traces)
+        with private_output(target) as file, pq.ParquetWriter(file, VIOLATION_SCHEMA, compression="zstd") as made:
+            tables = expand_tables(counted(read_violations(path)), traces)
             for table in _shown(tables, total):
                 rows += table.num_rows
                 made.write_table(table)
-        partial.replace(target)
     except OSError as error:
         raise AnalysisError(f"{target}: cannot be written ({error.strerror or error}); name another with -o") from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
     return {"rows": rows, "merged_rows": merged}
 
 

@@ -52,7 +52,8 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
     try:
         summary = read_summary(report)
         traces, why = _traces(report, trace)
-        stored = None if traces else read_incidents(report)
+        torn = _torn_since(summary, traces)
+        stored = None if traces and not torn else read_incidents(report)
         if stored is None:
             found = find_incidents(report, traces)
             _write(lambda: write_incidents(report, found))
@@ -61,10 +62,10 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
     except AnalysisError as error:
         click.echo(f"Error: {printable_message(str(error))}", err=True)
         sys.exit(EXIT_FAILED)
-    if not traces:
+    if why or torn:
         then = "so the kinds are less certain" if stored is None else "so what was found before is shown"
         click.echo(
-            printable(f"note: {why}: the trace is not at hand, {then} (--trace says where it is now)"),
+            printable(f"note: {torn or f'{why}: the trace is not at hand'}, {then} (--trace says where it is now)"),
             err=True,
         )
     if as_json:
@@ -96,6 +97,24 @@ def _traces(report: Path, moved_to: Path | None) -> tuple[list[Path], str]:
         whole = source.segments[0].with_name(Path(source.summary["trace"]).name)
         return trace_files(whole, str(source.summary.get("trace_id"))), ""
     return list(source.files), source.problem
+
+
+def _torn_since(summary: dict[str, Any], traces: list[Path]) -> str:
+    """Say which file of a trace that was whole when it was replayed has lost its end since; "" for none."""
+    from ...recorder.errors import TraceError
+    from ...recorder.reader import TraceReader
+
+    if summary.get("complete") is not True:
+        return ""
+    for path in traces:
+        try:
+            with TraceReader(path) as reader:
+                if reader.complete:
+                    continue
+        except TraceError:
+            pass
+        return f"{path}: torn, and was whole when it was replayed"
+    return ""
 
 
 def _write(write: Any) -> None:

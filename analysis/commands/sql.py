@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import click
 
@@ -186,42 +186,23 @@ def _tell_problems(sources: list[Source], session: Session) -> None:
 def _show(session: Session, query: str, form: str, rows: int, output: Path | None) -> None:
     import pyarrow as pa
 
-    from ...recorder.commands.program import QUERY_INTERRUPTED
     from ..errors import AnalysisError, SqlError
-    from ..output import open_private, write_result
+    from ..output import private_output, write_result
 
     reader = session.batches(query)
-    sink: IO[bytes]
     try:
         if output is None:
             sys.stdout.flush()
             write_result(reader, sys.stdout.buffer, form, max_rows=rows or None)
             return
-        with open_private(output) as sink:
-            try:
-                write_result(reader, sink, form, max_rows=None)
-                sink.flush()
-            except OSError:  # the disk is full
-                _remove(output)
-                raise
+        with private_output(output) as sink:
+            write_result(reader, sink, form, max_rows=None)
     except pa.ArrowException as error:
-        _remove(output)
         raise SqlError(str(error)) from None
-    except RuntimeError as error:
-        if str(error) != QUERY_INTERRUPTED:
-            raise
-        _remove(output)
-        raise KeyboardInterrupt from None  # the prompt goes on after it
     except BrokenPipeError:
         raise
     except OSError as error:
         raise AnalysisError(f"{output or 'standard output'}: cannot be written ({error.strerror or error})") from None
-
-
-def _remove(output: Path | None) -> None:
-    """Half a result is none."""
-    if output is not None and output.is_file():
-        output.unlink()
 
 
 def _prompt(session: Session, form: str, rows: int) -> None:

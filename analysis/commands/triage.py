@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..triage import Triage
 
 EXIT_FAILED = 2
+MAX_LINE, MAX_NAME = 500, 120
 
 _EPILOG = """\b
 Examples:
@@ -70,6 +71,7 @@ def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bo
 
 def _session(source: Source) -> Session:
     """Open the report's store, made first where there is none that fits; without one where it cannot be written."""
+    from ...recorder.commands.text import printable_message
     from ..errors import AnalysisError
     from ..session import open_sources
     from ..sources import STORE_NAME
@@ -84,7 +86,7 @@ def _session(source: Source) -> Session:
         try:
             build_store(source)
         except AnalysisError as error:
-            click.echo(f"{error}; answering from the files, which is slower", err=True)
+            click.echo(printable_message(f"note: {error}; answering from the files, which is slower"), err=True)
     return open_sources([source])
 
 
@@ -124,16 +126,13 @@ def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
         whose = f"   request {first['request']}" if first["request"] else ""
         where = f", position {first['position']}" if first["position"] >= 0 else ""
         when = f"forward {first['forward']}" if first["forward"] >= 0 else f"event {first['event']}"
-        lines.append(
-            printable(
-                f"first   {when}{whose}   slot {first['slot']} of group {first['pool_group']}{where}   {first['what']}"
-            )
-        )
+        slot = f"slot {first['slot']} of group {first['pool_group']}{where}"
+        lines.append(_line(f"first   {when}{_line(whose, MAX_NAME)}   {slot}   {first['what']}"))
     lines += _incident_lines(source, found)
     if not found.answers:
         lines.append("nothing was found, so there is nothing to ask")
     for number, answer in enumerate(found.answers, 1):
-        lines += ["", f"{number:2}  {answer.question}", f"    {printable(answer.words)}"]
+        lines += ["", f"{number:2}  {answer.question}", f"    {_line(answer.words)}"]
         for title, rows, columns, sql in (
             ("the first damage", answer.first, answer.first_columns, answer.first_sql),
             ("over all", answer.overall, answer.overall_columns, answer.overall_sql),
@@ -146,6 +145,14 @@ def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
     lines += [printable(f"lost    {lost_line(row)}") for row in found.lost]
     lines.append(f"next    kvcanary sql {printable(shlex.quote(str(source.report)))}")
     return lines
+
+
+def _line(text: str, most: int = MAX_LINE) -> str:
+    """Text on one line, cut where it is long: whoever names a request may send any name."""
+    from ...recorder.commands.text import printable
+
+    shown = printable(text)
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 
 def _incident_lines(source: Source, found: Triage) -> list[str]:

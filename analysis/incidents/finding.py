@@ -105,8 +105,10 @@ def incidents_fit(report: Path) -> bool:
     try:
         with (report / INCIDENTS_NAME).open("rb") as file:
             schema = pq.read_schema(file)
+        with (report / MEMBERS_NAME).open("rb") as file:
+            members = pq.read_schema(file)
         told = (schema.metadata or {}).get(STAMP_KEY)
-        fits = schema.equals(INCIDENT_SCHEMA) and (report / MEMBERS_NAME).is_file()
+        fits = schema.equals(INCIDENT_SCHEMA) and members.equals(MEMBER_SCHEMA)
     except (OSError, pa.ArrowException):
         return False
     return fits and told == _stamp(report)

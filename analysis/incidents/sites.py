@@ -16,6 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...replayer.findings import FINDING_SCHEMA
+from ...replayer.violations import VIOLATION_SCHEMA
 from ..errors import AnalysisError
 
 Int64Array = npt.NDArray[np.int64]
@@ -24,6 +26,9 @@ Int64Array = npt.NDArray[np.int64]
 MAX_SITES: Final = 2_000_000
 ROWS_AT_ONCE: Final = 65_536
 VIOLATION, FINDING = 0, 1
+NUMBERS: Final = {
+    field.name for schema in (VIOLATION_SCHEMA, FINDING_SCHEMA) for field in schema if pa.types.is_integer(field.type)
+}
 
 _VIOLATION_COLUMNS: Final = {
     "event": "event",
@@ -153,11 +158,17 @@ def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def require_columns(path: Path, file: pq.ParquetFile, names: Any) -> None:
-    """Raise `AnalysisError` where a column is not there."""
-    missing = sorted(set(names) - set(file.schema_arrow.names))
+    """Raise `AnalysisError` where a column is not there, or holds text where numbers belong."""
+    kinds = {field.name: field.type for field in file.schema_arrow}
+    missing = sorted(set(names) - set(kinds))
     if missing:
         raise AnalysisError(
             f"{path}: expected the columns of a report, {', '.join(missing)} missing; replay the trace again"
+        )
+    wrong = [name for name in names if name in NUMBERS and not pa.types.is_integer(kinds[name])]
+    if wrong:
+        raise AnalysisError(
+            f"{path}: expected numbers in {', '.join(wrong)}, came {kinds[wrong[0]]}; replay the trace again"
         )
 
 

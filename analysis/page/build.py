@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import AnalysisError
-from ..output import open_private, spare
+from ..output import private_output, spare
 from ..session import Session, open_sources
 from ..sources import Source
 from ..store import build_store, fresh_store
@@ -44,15 +44,8 @@ def build_page(source: Source, target: Path | None = None) -> Path:
         session.sql(f"set memory_limit = '{MEMORY_LIMIT}'")
         page = bounded_page(session, source, library)
     try:
-        with open_private(path) as file:
-            try:
-                file.write(page)
-                file.flush()
-            except (OSError, KeyboardInterrupt):
-                if path.is_file():  # half a page opens, and shows less than there is
-                    with contextlib.suppress(OSError):
-                        path.unlink()
-                raise
+        with private_output(path) as file:  # half a page would open, and show less than there is
+            file.write(page)
     except OSError as error:
         raise AnalysisError(f"{path}: cannot be written ({error.strerror or error}); name another with -o") from None
     return path

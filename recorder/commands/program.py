@@ -5,16 +5,17 @@ import errno
 import gc
 import io
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import click
 
 from .text import printable
 
 EXIT_FAILED: Final = 2
-EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT; above 127, so `git bisect run` stops
+_interrupted_by: int = signal.SIGINT  # the exit code is 128 more: above 127, so that `git bisect run` stops
 QUERY_INTERRUPTED: Final = "Query interrupted"  # DuckDB's RuntimeError for Ctrl-C while it computes
 EXIT_BROKEN_PIPE: Final = 141  # 128 + SIGPIPE, what a shell shows of any other program whose reader left
 
@@ -27,10 +28,13 @@ _COLLECTOR: Final = gc.get_threshold()
 def run_program(command: click.Command, program: str) -> None:
     """Run `command` with the process's arguments and exit; 1 and 125 come from the command alone.
 
-    Exits with 130 after Ctrl-C, with 141 when whoever read the output has left, and with 2 when the output cannot be
+    SIGTERM and a closed terminal end it as Ctrl-C does. Exits with 130 after that (143, 129), with 141 when whoever read the output has left, and with 2 when the output cannot be
     written or something happens that nobody foresaw.
     """
     _make_streams_safe()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # what the caller has us ignore (nohup) stays ignored
+            signal.signal(number, _interrupt)
     gc.set_threshold(_OBJECTS_WHILE_LOADING, *_COLLECTOR[1:])
     invoke, make_context = command.invoke, command.make_context
 
@@ -40,7 +44,7 @@ def run_program(command: click.Command, program: str) -> None:
             return make_context(*args, **named)
         except KeyboardInterrupt:
             _say("interrupted")
-            raise SystemExit(EXIT_INTERRUPTED) from None
+            raise SystemExit(128 + _interrupted_by) from None
 
     # Around `invoke`, not `main`: click itself would end an interrupt and a broken pipe with 1.
     def guarded(context: click.Context) -> Any:
@@ -59,13 +63,20 @@ def run_program(command: click.Command, program: str) -> None:
             raise SystemExit(EXIT_BROKEN_PIPE) from None
         except (KeyboardInterrupt, click.Abort):
             _say("interrupted")
-            raise SystemExit(EXIT_INTERRUPTED) from None
+            raise SystemExit(128 + _interrupted_by) from None
         except Exception as error:  # noqa: BLE001  # the last resort: its message without the traceback
             raise SystemExit(_tell(program, error)) from None
 
     command.invoke = guarded  # type: ignore[assignment, method-assign]  # of this one object
     command.make_context = parsed  # type: ignore[method-assign]  # as above
     command.main(prog_name=program)
+
+
+def _interrupt(number: int, _: object) -> NoReturn:
+    """End what is under way as Ctrl-C does: what it leaves behind is cleared away, a replay judges as far as it came."""
+    global _interrupted_by
+    _interrupted_by = number
+    raise KeyboardInterrupt
 
 
 def loaded() -> None:
@@ -98,7 +109,7 @@ def _tell(program: str, error: Exception) -> int:
         return EXIT_FAILED
     if isinstance(error, RuntimeError) and str(error) == QUERY_INTERRUPTED:
         _say("interrupted")
-        return EXIT_INTERRUPTED
+        return 128 + _interrupted_by
     _say(f"{program}: {unforeseen(error)}")
     return EXIT_FAILED
 

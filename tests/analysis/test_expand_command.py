@@ -1,8 +1,11 @@
 """`kvcanary expand`: the rows of a stepwise replay, from a report that has them merged."""
 
+import io
 import json
+import os
 import shutil
 import stat
+import threading
 
 import pyarrow as pa
 import pyarrow.compute
@@ -76,7 +79,7 @@ def test_of_a_stepwise_report_the_rows_are_copied(reports, tmp_path):
         (lambda report: pq.write_table(pa.table({"slot": [1]}), report / "violations.parquet"), "missing; replay"),
         (lambda report: (report / "summary.json").unlink(), "no summary.json"),
         (lambda report: (report.parent / "t.arrow").unlink(), "--trace"),
-        (lambda report: (report / "violation_forwards.parquet.partial").mkdir(), "cannot be written"),
+        (lambda report: (report / "violation_forwards.parquet").mkdir(), "cannot be written"),
         (lambda report: _one_more_forward(report / "violations.parquet"), "another trace"),
     ],
 )
@@ -87,7 +90,24 @@ def test_what_cannot_be_done_is_told(reports, spoil, words):
     assert result.exit_code == 2
     assert words in result.output
     assert "Traceback" not in result.output
-    assert not (report / "violation_forwards.parquet").exists()
+    assert not (report / "violation_forwards.parquet").is_file()
+
+
+def test_a_device_is_written_and_never_replaced(reports, tmp_path):
+    _, report = reports
+    device, result = tmp_path / "device", []
+    os.mkfifo(device)
+    reader = threading.Thread(target=lambda: result.append(device.read_bytes()))
+    reader.start()
+    assert run(report, "-o", device).exit_code == 0
+    reader.join()
+    assert stat.S_ISFIFO(device.stat().st_mode)
+    assert pq.read_table(io.BytesIO(result[0])).num_rows > 0
+    link = tmp_path / "link"
+    link.symlink_to("/dev/full")
+    done = run(report, "-o", link)
+    assert (done.exit_code, "No space left on device" in done.output, link.is_symlink()) == (2, True, True)
+    assert not [*report.parent.rglob("*.part"), *tmp_path.glob("*.part")]
 
 
 def _one_more_forward(path):

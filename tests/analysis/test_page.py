@@ -355,7 +355,7 @@ def test_a_page_that_cannot_be_opened_stays(report, tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(build, "plot_library", lambda: LIBRARY)
-    monkeypatch.setattr(build, "open_private", refused)
+    monkeypatch.setattr(build, "private_output", refused)
     (tmp_path / "page.html").write_text("another user's")
     with pytest.raises(AnalysisError, match="Permission denied"):
         build_page(source_of(report("kv_flip")), tmp_path / "page.html")

@@ -5,9 +5,11 @@ import io
 import json
 import os
 import pty
+import signal
 import stat
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -79,6 +81,83 @@ def test_formats(trace, tmp_path):
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
     piped = run("sql", trace, QUERY, "--format", "arrow")
     assert pa.ipc.open_file(piped.raw).read_all().to_pylist() == expected
+
+
+LATE = "select case when range = 350000 then error('too late') else range end as a from range(400000)"
+
+
+@pytest.mark.parametrize("form", ["table", "csv", "json", "parquet", "arrow"])
+def test_a_query_that_fails_under_way_says_so_and_spares_the_file_that_was_there(trace, tmp_path, form):
+    out = tmp_path / "o"
+    out.write_text("of yesterday")
+    done = run("sql", trace, LATE, "--format", form, "-o", out)
+    assert (done.returncode, "Error: Invalid Input Error: too late" in done.stderr) == (2, True)
+    assert "cannot be written" not in done.stderr
+    assert out.read_text() == "of yesterday"
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".part"] == []
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_half_a_result_in_a_pipe_never_looks_whole(trace, form):
+    done = run("sql", trace, LATE, "--format", form)
+    assert done.returncode == 2
+    with pytest.raises(pa.ArrowException):
+        (pq.read_table if form == "parquet" else pa.ipc.open_file)(io.BytesIO(done.raw))
+
+
+def test_a_link_stays_and_half_a_result_behind_it_goes(trace, tmp_path):
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(file)
+    assert run("sql", trace, "select 1 as a", "-o", link).returncode == 0
+    assert file.read_text().splitlines()[0] == "a"
+    assert run("sql", trace, LATE, "--format", "csv", "-o", link).returncode == 2
+    assert (link.is_symlink(), file.read_bytes()) == (True, b"")
+
+
+def test_a_file_that_others_could_read_is_this_users_afterwards(trace, tmp_path):
+    out = tmp_path / "o.csv"
+    out.touch(0o644)
+    assert run("sql", trace, "from tokens", "--format", "csv", "-o", out).returncode == 0
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "select count(*) from range(1000000000) a, range(1000000000) b where a.range * b.range = 7",  # no first row
+        "from range(100000000000)",  # rows without end
+    ],
+)
+def test_ctrl_c_ends_a_query_wherever_it_is_and_leaves_no_file(trace, tmp_path, query):
+    code = """
+import sys
+from kvcanary.analysis import session
+from kvcanary.cli import kvcanary_main
+begun = session.Session._begin
+session.Session._begin = lambda self, query: (print("begun", flush=True) if "range" in query else 0, begun(self, query))[1]
+kvcanary_main()
+"""
+    out = tmp_path / "o.csv"
+    out.write_text("of yesterday")
+    command = [sys.executable, "-c", code, "sql", trace, query, "--format", "csv", "-o", out]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(2)  # DuckDB looks for a signal at first, and then no longer
+        process.send_signal(signal.SIGINT)
+        try:
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, said.splitlines()[-1]) == (130, "interrupted")
+    assert out.read_text() == "of yesterday"
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".part"] == []
+
+
+def test_json_is_json_and_loses_no_column(trace):
+    query = "select 1 as x, 2 as x, 3 as x_1, 'nan'::double as n, [1 / 0, 2] as l, {'a': '-inf'::double} as s"
+    text = run("sql", trace, query, "--format", "json").stdout
+    expected = [{"x": 1, "x_2": 2, "x_1": 3, "n": None, "l": [None, 2.0], "s": {"a": None}}]
+    assert json.loads(text, parse_constant=pytest.fail) == expected
 
 
 def test_losses_are_told_whatever_the_format(trace):

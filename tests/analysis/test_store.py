@@ -9,12 +9,14 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from kvcanary.analysis import build_store, open_report, open_traces
 from kvcanary.analysis.errors import AnalysisError, SqlError
 from kvcanary.analysis.library import BASE, DERIVED
 from kvcanary.analysis.session import open_sources
 from kvcanary.analysis.sources import find_sources
 from kvcanary.analysis.store import fresh_store
+from kvcanary.cli import main
 from kvcanary.recorder.recovery import recover
 from kvcanary.replayer.replay import ReplaySettings, replay
 
@@ -291,3 +293,40 @@ def test_a_replay_after_the_store_is_seen(report, tmp_path):
     with open_report(folder) as session:
         assert not session.stored
     assert Path(folder / "report.duckdb").exists()
+
+
+@pytest.mark.parametrize("name", ["violations", "findings"])
+@pytest.mark.parametrize("command", ["triage", "page", "sql", "incidents", "expand"])
+def test_a_column_that_is_missing_or_text_is_told(report, name, command):
+    folder = report("free_too_early")
+    path = folder / f"{name}.parquet"
+    whole = pq.read_table(path)
+    arguments = [command, str(folder), *(["from damage"] if command == "sql" else [])]
+    read_by = {"violations": whole.column_names, "findings": [] if command == "expand" else ["slot", "group", "event"]}
+    for column in {"forward", "group", "slot", "event"} & {*read_by[name]}:
+        at = whole.column_names.index(column)
+        text = whole.set_column(at, column, pa.array(["it's no number"] * whole.num_rows))
+        for spoilt, said in ((whole.drop_columns([column]), "missing"), (text, "expected numbers in")):
+            pq.write_table(spoilt, path)
+            done = CliRunner().invoke(main, arguments, catch_exceptions=False)
+            assert done.exit_code == 2
+            assert said in done.stderr
+            assert "replay the trace again" in done.stderr
+
+
+def test_a_report_from_before_rows_were_merged_is_answered_from(report):
+    folder = report("kv_flip")
+    path = folder / "violations.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["first_forward", "last_forward", "num_forwards"]), path)
+    with open_report(folder) as session:
+        [row] = session.sql("select forward, first_forward, last_forward, num_forwards from violations").to_pylist()
+    assert {*row.values()} == {row["forward"], 1}
+
+
+def test_a_torn_trace_beside_its_report_is_what_is_told(report, tmp_path):
+    folder = report("table_swap")
+    trace = tmp_path / "other.arrow"
+    (tmp_path / "table_swap.arrow").rename(trace)
+    folder = folder.rename(tmp_path / "other.report")
+    trace.write_bytes(trace.read_bytes()[:100])
+    assert "other.arrow: torn within its header" in source_of(folder).problem

@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis import open_report
 from kvcanary.analysis.answers import ANSWERS
@@ -172,6 +174,19 @@ def test_where_report_duckdb_cannot_be_written(report):
     assert done.returncode == 0
     assert "answering from the files, which is slower" in done.stderr
     assert "held by request shared-b" in done.stdout
+
+
+def test_a_name_as_long_as_a_page_is_cut(report):
+    path = report("table_swap") / "violations.parquet"
+    table = pq.read_table(path)
+    for column in ("request", "writer_request"):
+        at = table.column_names.index(column)
+        table = table.set_column(at, column, pa.array(["x" * 100_000] * table.num_rows))
+    pq.write_table(table, path)
+    lines = run("triage", path.parent).stdout.splitlines()
+    assert max(map(len, lines)) <= 520
+    [first] = [line for line in lines if line.startswith("first ")]
+    assert first.endswith("...   slot 608 of group 0, position 40   VERIFY_CHAIN_HASH+VERIFY_TOKEN")
 
 
 @pytest.mark.parametrize("what", ["trace", "nothing", "empty folder"])

@@ -74,13 +74,28 @@ def test_any_name_in_any_locale(traces):
         assert "\\udcff.arrow" in out
 
 
-def test_ctrl_c_is_no_verdict():
-    process = start(own("print('ready', flush=True); import time; time.sleep(60)"))
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_a_command_is_no_verdict_and_leaves_nothing_behind(sent, tmp_path):
+    body = f"import pathlib, tempfile, time\n    with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}): print('ready', flush=True); time.sleep(60)"  # fmt: skip
+    process = start(own(body))
     assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     err = process.communicate()[1]
-    assert process.returncode == 130
+    assert process.returncode == 128 + sent
     assert err == "interrupted\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_closed_terminal_ends_nothing_that_was_told_to_go_on():
+    process = start(own("print('ready', flush=True); import time; time.sleep(1)"), preexec_fn=ignore_hangups)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    process.communicate()
+    assert process.returncode == 0
+
+
+def ignore_hangups():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def test_what_nobody_foresaw_is_one_line_and_no_verdict():

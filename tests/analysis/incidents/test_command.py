@@ -123,6 +123,32 @@ def test_the_command_without_the_trace(replayed):
     assert (result.exit_code, result.stderr) == (0, "")
 
 
+def test_a_trace_torn_since_takes_nothing_away(replayed):
+    _, report = replayed("table_swap")
+    trace = report.parent / "table_swap.arrow"
+    trace.write_bytes(trace.read_bytes()[:40_000])  # before the forward in which the table was wrong
+    before = (report / "incidents.parquet").read_bytes()
+    result = run("incidents", report)
+    assert (result.exit_code, "#1  Stale table entry   req_to_token" in result.stdout) == (0, True)
+    assert "table_swap.arrow: torn, and was whole when it was replayed, so what was found before" in result.stderr
+    assert (report / "incidents.parquet").read_bytes() == before
+    (report / "incidents.parquet").unlink()
+    result = run("incidents", report)
+    assert (result.exit_code, "so the kinds are less certain" in result.stderr) == (0, True)
+
+
+def test_torn_members_are_found_anew(replayed):
+    _, report = replayed("table_swap")
+    members = report / "incident_members.parquet"
+    members.write_bytes(members.read_bytes()[:700])
+    with open_report(report) as session:
+        assert session.sql("from incidents").num_rows == 0
+    assert "no incidents in this report yet" in run("triage", report).stdout
+    assert run("incidents", report).exit_code == 0
+    with open_report(report) as session:
+        assert session.sql("from incident_members").num_rows == 36
+
+
 def test_a_full_disk_leaves_what_was_there(replayed):
     _, report = replayed("kv_flip")
     before = {path.name: path.read_bytes() for path in report.iterdir()}

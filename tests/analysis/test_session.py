@@ -1,0 +1,46 @@
+"""A session as Python code meets it: errors under way, one query after another."""
+
+import pytest
+from kvcanary.analysis import open_traces
+from kvcanary.analysis.errors import AnalysisError, SqlError
+
+from .hand_made import write
+
+LATE = "select case when range = 350000 then error('too late') else range end as a from range(400000)"
+
+
+@pytest.fixture
+def session(tmp_path):
+    with open_traces(write(tmp_path / "trace.arrow")) as opened:
+        yield opened
+
+
+def test_what_fails_under_way_is_an_sql_error_with_duckdbs_message(session):
+    for ask in (session.sql, session.polars):
+        with pytest.raises(SqlError, match="too late"):
+            ask(LATE)
+    read = 0
+    with pytest.raises(SqlError, match="too late"):
+        for batch in session.batches(LATE):
+            read += batch.num_rows
+    assert read < 350_000
+    assert session.sql("select 1 as a").to_pylist() == [{"a": 1}]
+
+
+def test_the_next_query_closes_a_stream_that_is_not_read_to_its_end(session):
+    stream = session.batches("from range(400000)")
+    assert stream.read_next_batch().num_rows
+    assert session.sql("select 1 as a").to_pylist() == [{"a": 1}]
+    with pytest.raises(SqlError, match="closed"):
+        stream.read_all()
+
+
+def test_a_stream_is_read_to_its_end(session):
+    assert sum(batch.num_rows for batch in session.batches("from range(400001)")) == 400_001
+    assert session.sql("from range(400001)").num_rows == 400_001
+    assert session.sql("select 1 as a where false").num_rows == 0
+
+
+def test_no_trace_at_all_is_told():
+    with pytest.raises(AnalysisError, match="name at least one trace"):
+        open_traces()
