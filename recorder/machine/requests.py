@@ -1,6 +1,7 @@
 """The requests that a trace has named so far."""
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ from ..batch import TraceBatch
 from ..reader import EventView
 
 Int64Array = npt.NDArray[np.int64]
+MOST_CHARACTERS: Final = 1000  # of a name in a report, whose every row may hold one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +46,12 @@ class RequestBook:
             self.facts[request_id] = RequestFacts(name=name, prompt_len=prompt_len, room=room)
 
     def name(self, request_id: int) -> str:
-        """Return a request's name, or its number where no request event named it."""
+        """Return a request's name, or its number where no request event named it; of a name of pages its beginning."""
         known = self.facts.get(request_id)
-        return (known.name if known else "") or (str(request_id) if request_id >= 0 else "")
+        name = (known.name if known else "") or (str(request_id) if request_id >= 0 else "")
+        if len(name) > MOST_CHARACTERS:
+            return f"{name[:MOST_CHARACTERS]}... ({len(name):,} characters, request {request_id})"
+        return name
 
     def name_column(self, request_ids: Int64Array) -> pa.Array:
         """Return the names of many requests."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from kvcanary.recorder.errors import UnreadableTraceError
 from kvcanary.recorder.event import TraceEvent
@@ -209,3 +210,30 @@ def test_a_report_path_need_not_be_utf8(tmp_path: Path) -> None:
 def test_a_foreign_header_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnreadableTraceError, match="runner"):
         TraceHeader.from_json('{"format_major": 1, "groups": [], "tables": [], "runners": []}')
+
+
+def test_names_as_long_as_books(tmp_path: Path) -> None:
+    """Whoever sends a request chooses its name, which stands in every row of a report that speaks of it."""
+    engine = ToyEngine(SHAPES["full"], seed=2, forwards=16)
+    event = engine.events[8]
+    event.ints["positions"] = event.ints["positions"] + 1
+    ids = [int(i) for i in event.ints["request_ids"] if i >= 0]
+    names = [
+        TraceEvent(
+            kind="request", scalars={"request_id": i, "name": "n" * 2_000_000 + str(i), "prompt_len": -1, "room": -1}
+        )
+        for i in ids
+    ]
+    path = tmp_path / "t.arrow"
+    with TraceWriter(path, engine.header) as writer:
+        for told in (*names, *engine.events):
+            assert writer.append(told)
+    result = run(path)
+    assert result.exit_code == 1, result.output
+    report = tmp_path / "t.report"
+    table = pq.read_table(report / "violations.parquet", columns=["request"])
+    shown = {name for name in table["request"].to_pylist() if name.startswith("nnn")}
+    assert {name[1000:] for name in shown} <= {f"... (2,000,00{len(str(i))} characters, request {i})" for i in ids}
+    assert shown
+    assert (report / "summary.json").stat().st_size < 100_000
+    assert len(result.output) < 20_000
