@@ -155,6 +155,8 @@ def open_sources(sources: Sequence[Source], *, use_store: bool = True) -> Sessio
                 for statement in relation_statements(stored=False):
                     connection.execute(statement)
         except duckdb.Error as error:
+            if "KeyboardInterrupt" in str(error):  # Ctrl-C while DuckDB asks us for a relation
+                raise KeyboardInterrupt from None
             cause = (str(error).splitlines() or [""])[0]  # what follows shows our own SQL
             raise AnalysisError(
                 f"{_named(sources)}: cannot be opened: {cause}; where a report's file is damaged, replay the trace again"

@@ -37,6 +37,8 @@ def recording_name(paths: Sequence[Path]) -> str:
 def traces_in(folder: Path) -> list[Path]:
     """Return the trace files of a folder, not of those in it; of a recovered trace the recovered file alone.
 
+    Where a trace has been written to since, by an engine that was still running, it is the trace alone.
+
     Raises:
         TraceError: it cannot be read, or there are none.
     """
@@ -44,11 +46,20 @@ def traces_in(folder: Path) -> list[Path]:
         found = sorted(path for path in folder.iterdir() if path.suffix == ".arrow" and not path.name.startswith("."))
     except OSError as error:
         raise TraceError(f"{folder}: cannot be read: {error.strerror}") from None
-    recovered = {path.name.removesuffix(RECOVERED) for path in found if path.name.endswith(RECOVERED)}
-    found = [path for path in found if path.name.removesuffix(".arrow") not in recovered]
+    recovered = {path.name.removesuffix(RECOVERED): path for path in found if path.name.endswith(RECOVERED)}
+    pairs = [(torn, recovered[torn.stem]) for torn in found if torn.stem in recovered]
+    passed_over = {made if _newer(torn, made) else torn for torn, made in pairs}
+    found = [path for path in found if path not in passed_over]
     if not found:
         raise TraceError(f"{folder}: holds no .arrow file; name a folder with traces in it")
     return found
+
+
+def _newer(path: Path, than: Path) -> bool:
+    try:
+        return path.stat().st_mtime_ns > than.stat().st_mtime_ns
+    except OSError:  # gone meanwhile
+        return False
 
 
 def group_recordings(paths: Iterable[Path]) -> tuple[list[Recording], list[str]]:

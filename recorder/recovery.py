@@ -50,12 +50,12 @@ def recover(
     """
     source, target = Path(source), Path(target)
     with TraceReader(source) as reader:
-        if target.exists():
-            if source.samefile(target):
+        if target.exists() or target.is_symlink():
+            if target.exists() and source.samefile(target):
                 raise TraceError(f"{target}: is the trace to recover itself; name another file")
             if not overwrite:
                 raise TraceError(f"{target}: cannot be written: it exists; pass --force or choose another name")
-            if not target.is_file():
+            if target.exists() and not target.is_file():
                 raise TraceError(f"{target}: cannot be written: it is not a regular file; name another file")
         # A name that nobody has, and short: the target's own may be as long as a name can be.
         partial = target.with_name(f".kvcanary-{uuid.uuid4().hex}.part")

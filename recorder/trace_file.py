@@ -160,6 +160,7 @@ def _create(path: Path, overwrite: bool) -> int:
     if not overwrite:
         return os.open(path, flags | os.O_EXCL, 0o600)
     with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISREG(path.lstat().st_mode):
-            path.unlink()  # not truncated: a reader may have the old file mapped
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode) or stat.S_ISLNK(mode):
+            path.unlink()  # not truncated: a reader may have the old file, or what the link leads to, mapped
     return os.open(path, flags, 0o600)

@@ -154,8 +154,10 @@ class EventReplay:
             return at
         reached = self._keyframes.take_requests(batch, at)
         if reached > at:
-            summary = self._summary
+            summary, times = self._summary, batch.scalar_ints("time_ns")[at:reached]
             summary.events["keyframe"] = summary.events.get("keyframe", 0) + reached - at
+            summary.first_time_ns = summary.first_time_ns or next((int(t) for t in times if t), 0)
+            summary.last_time_ns = max(summary.last_time_ns, int(times.max()))
         return reached
 
     @property

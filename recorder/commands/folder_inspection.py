@@ -106,6 +106,7 @@ def show_folder(console: "Console", found: FolderInspection) -> None:
     console.print(table)
     lines = [f"missing {r.name}: segments {', '.join(map(str, r.missing))}" for r in found.recordings if r.missing]
     for recording in found.recordings:
+        lines += [_loss(one, loss) for one in recording.files for loss in one.losses]
         lines += [f"gap     {gap['reason']}" for one in recording.files for gap in one.gaps]
     lines += [f"error   {message}" for message in found.unreadable.values()]
     lines += [f"note    {note}" for note in found.notes]
@@ -142,6 +143,11 @@ def _seconds(one: TraceInspection) -> str:
     if one.first_ns is None or one.last_ns is None:
         return ""
     return f"{(one.last_ns - one.first_ns) / 1e9:,.1f}"
+
+
+def _loss(one: TraceInspection, loss: dict[str, Any]) -> str:
+    count = "an unknown number of" if loss["lost_events"] < 0 else f"{loss['lost_events']:,}"
+    return f"loss    {Path(one.path).name}: event {loss['event']}: {count} events lost: {loss['note']}"
 
 
 def _lost(one: TraceInspection) -> str:

@@ -15,7 +15,6 @@ import click
 from .text import printable
 
 EXIT_FAILED: Final = 2
-_interrupted_by: int = signal.SIGINT  # the exit code is 128 more: above 127, so that `git bisect run` stops
 QUERY_INTERRUPTED: Final = "Query interrupted"  # DuckDB's RuntimeError for Ctrl-C while it computes
 EXIT_BROKEN_PIPE: Final = 141  # 128 + SIGPIPE, what a shell shows of any other program whose reader left
 
@@ -24,15 +23,18 @@ EXIT_BROKEN_PIPE: Final = 141  # 128 + SIGPIPE, what a shell shows of any other 
 _OBJECTS_WHILE_LOADING: Final = 400_000
 _COLLECTOR: Final = gc.get_threshold()
 
+_ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_interrupted_by: int = signal.SIGINT  # the exit code is 128 more: above 127, so that `git bisect run` stops
+
 
 def run_program(command: click.Command, program: str) -> None:
     """Run `command` with the process's arguments and exit; 1 and 125 come from the command alone.
 
-    SIGTERM and a closed terminal end it as Ctrl-C does. Exits with 130 after that (143, 129), with 141 when whoever read the output has left, and with 2 when the output cannot be
-    written or something happens that nobody foresaw.
+    SIGTERM and a closed terminal end it as Ctrl-C does. Exits with 130 after that (143, 129), with 141 when whoever read
+    the output has left, and with 2 when the output cannot be written or something happens that nobody foresaw.
     """
     _make_streams_safe()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in _ENDINGS[1:]:
         if signal.getsignal(number) is signal.SIG_DFL:  # what the caller has us ignore (nohup) stays ignored
             signal.signal(number, _interrupt)
     gc.set_threshold(_OBJECTS_WHILE_LOADING, *_COLLECTOR[1:])
@@ -43,8 +45,7 @@ def run_program(command: click.Command, program: str) -> None:
         try:
             return make_context(*args, **named)
         except KeyboardInterrupt:
-            _say("interrupted")
-            raise SystemExit(128 + _interrupted_by) from None
+            raise SystemExit(_interrupted()) from None
 
     # Around `invoke`, not `main`: click itself would end an interrupt and a broken pipe with 1.
     def guarded(context: click.Context) -> Any:
@@ -62,8 +63,7 @@ def run_program(command: click.Command, program: str) -> None:
             _drop_output()
             raise SystemExit(EXIT_BROKEN_PIPE) from None
         except (KeyboardInterrupt, click.Abort):
-            _say("interrupted")
-            raise SystemExit(128 + _interrupted_by) from None
+            raise SystemExit(_interrupted()) from None
         except Exception as error:  # noqa: BLE001  # the last resort: its message without the traceback
             raise SystemExit(_tell(program, error)) from None
 
@@ -77,6 +77,14 @@ def _interrupt(number: int, _: object) -> NoReturn:
     global _interrupted_by
     _interrupted_by = number
     raise KeyboardInterrupt
+
+
+def _interrupted() -> int:
+    """Say so, and return the exit code; one more Ctrl-C is ignored, since nothing is left but to clear away."""
+    for number in _ENDINGS:
+        signal.signal(number, signal.SIG_IGN)
+    _say("interrupted")
+    return 128 + _interrupted_by
 
 
 def loaded() -> None:
@@ -108,8 +116,7 @@ def _tell(program: str, error: Exception) -> int:
             _say("the disk is full; make room, then run the same command again")
         return EXIT_FAILED
     if isinstance(error, RuntimeError) and str(error) == QUERY_INTERRUPTED:
-        _say("interrupted")
-        return 128 + _interrupted_by
+        return _interrupted()
     _say(f"{program}: {unforeseen(error)}")
     return EXIT_FAILED
 
@@ -138,7 +145,8 @@ def _drop_output() -> None:
 
 
 def _say(line: str) -> None:
-    click.echo(printable(line), err=True)
+    with contextlib.suppress(OSError):  # nobody is there to read it: the exit code says it too
+        click.echo(printable(line), err=True)
 
 
 def _place(error: BaseException) -> str:

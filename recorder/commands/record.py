@@ -65,6 +65,8 @@ def record_command(
         if json_path is not None:  # known before an engine has run for hours
             with json_path.open("a"):
                 pass
+    except FileExistsError as error:
+        _fail(f"{error.filename}: is a file, expected a folder for the traces; name another")
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}")
     except ValueError as error:

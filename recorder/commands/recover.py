@@ -94,9 +94,15 @@ def _recover_folder(folder: Path, *, force: bool, as_json: bool) -> int:
         fail(folder, error)
     for path in paths:
         target = path.with_name(f"{path.stem}{RECOVERED}")
+        renewed = target.exists()
+        if renewed and not force:
+            older = f"{target}: is older than {path.name}, which was written since; pass --force to renew it"
+            fail(path, TraceError(older))
+            continue
         try:
             with TraceReader(path) as reader:
-                if reader.complete and all(isinstance(item, TraceBatch) for item in reader.stream()):
+                complete = reader.complete and not renewed
+                if complete and all(isinstance(item, TraceBatch) for item in reader.stream()):
                     whole += 1
                     continue
             result = recover(path, target, overwrite=force)

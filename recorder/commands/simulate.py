@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -160,35 +160,46 @@ def simulate_command(  # one parameter an option
             engines = [runs]
         with runs:
             seconds = _run(runs, engines, quiet=as_json)
-    except (ValueError, OSError, WorkloadError, TraceError) as error:
-        click.echo(f"Error: {printable(str(error))}", err=True)
-        sys.exit(2)
+    except (ValueError, WorkloadError, TraceError) as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename or output}: cannot be written: {error.strerror or error}")
+    except MemoryError as error:
+        _fail(f"{error}: less memory is needed with a smaller --pool-tokens, --max-running or --prompt-tokens")
+    for engine in engines:
+        if engine.unwritten:
+            _fail(f"{engine.recorder.path}: torn: {engine.unwritten}; make room, then run it again with --force")
     if as_json:
         import json
 
-        told = [_as_json(engine, seconds) for engine in engines]
+        told = [_as_json(engine, seconds, _files(engine, segment_bytes)) for engine in engines]
         click.echo(json.dumps(told[0] if not pd else {"prefill": told[0], "decode": told[1]}, indent=2))
         return
     for engine in engines:
-        _show(engine, seconds)
-    traces = [str(path) for engine in engines for path in _files(engine)]
+        _show(engine, seconds, _files(engine, segment_bytes))
+    traces = [str(path) for engine in engines for path in _files(engine, segment_bytes)]
     click.echo(f"next    {printable(shlex.join(['kvcanary-replay', *traces]))}")
 
 
-def _as_json(engine: SimulatedEngine, seconds: float) -> dict[str, Any]:
+def _fail(message: str) -> NoReturn:
+    from .text import printable
+
+    click.echo(f"Error: {printable(message)}", err=True)
+    sys.exit(2)
+
+
+def _as_json(engine: SimulatedEngine, seconds: float, files: list[Path]) -> dict[str, Any]:
     stats, counters, path = engine.recorder.stats(), engine.counters, engine.recorder.path
-    files = _files(engine)
     found = {"trace": str(path), "seconds": seconds, "bytes": _size(files), "simulated_seconds": engine.clock_s}
     found |= {"segments": [str(file) for file in files]} if files != [path] else {}
     found |= {"tokens_per_second": counters.tokens / seconds, "dropped_events": stats.dropped_events}
     return found | {"recorder_seconds": stats.engine_thread_ns / 1e9, "counters": counters.to_json()}
 
 
-def _show(engine: SimulatedEngine, seconds: float) -> None:
+def _show(engine: SimulatedEngine, seconds: float, files: list[Path]) -> None:
     from .text import printable
 
     stats, counters, path = engine.recorder.stats(), engine.counters, engine.recorder.path
-    files = _files(engine)
     cut = f"   {len(files):,} segments" if files != [path] else ""
     click.echo(f"wrote   {printable(str(path))}   {_size(files) / 1e6:,.1f} MB{cut}   {counters.forwards:,} forwards")
     click.echo(
@@ -201,15 +212,18 @@ def _show(engine: SimulatedEngine, seconds: float) -> None:
     if counters.refused:
         click.echo(f"left    {counters.refused:,} requests out that no row or pool could hold; see --pool-tokens")
     if stats.dropped_events:
-        click.echo(f"lost    {stats.dropped_events:,} events: the disk was too slow")
+        events = "event" if stats.dropped_events == 1 else "events"
+        click.echo(f"lost    {stats.dropped_events:,} {events}: the disk was too slow")
 
 
-def _files(engine: SimulatedEngine) -> list[Path]:
+def _files(engine: SimulatedEngine, segment_bytes: int) -> list[Path]:
     """Return what was written: the trace, or its segments."""
     from ..segment_names import base_name, glob_escape
 
     path = engine.recorder.path
-    return sorted(path.parent.glob(f"{glob_escape(base_name(path))}.[0-9]*.arrow")) or [path]
+    if not segment_bytes:
+        return [path]  # and what else is called like its segments is an earlier recording's
+    return sorted(path.parent.glob(f"{glob_escape(base_name(path))}.[0-9]*.arrow"))
 
 
 def _size(files: list[Path]) -> int:

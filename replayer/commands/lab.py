@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ..lab.trial import Outcome, Trial
 
 EXIT_CLAIM_FAILED = 1
-EXIT_INTERRUPTED = 130
 WIDE = 120
+MAX_SEEDS = 100_000  # what is planned is held in memory
 
 _EPILOG = """\b
 Examples:
@@ -103,6 +103,9 @@ def run_command(fault_name: str, config: str | None, seed: int, output: Path, fo
     except TraceError as error:
         click.echo(f"Error: {printable(str(error))}", err=True)
         sys.exit(2)
+    except OSError as error:  # the folder of a pair
+        click.echo(f"Error: {printable(f'{output}: cannot be written: {error.strerror or error}')}", err=True)
+        sys.exit(2)
     if as_json:
         import dataclasses
         import json
@@ -162,8 +165,8 @@ def _story(trial: Trial, outcome: Outcome) -> list[str]:
 @lab_command.command("matrix")
 @click.option("--faults", default="all", show_default=True, metavar="NAMES", help="Names joined by commas, or none.")
 @click.option("--configs", default="all", show_default=True, metavar="NAMES", help="Names joined by commas.")
-@click.option("--seeds", type=click.IntRange(min=0), default=20, show_default=True, help="Trials of each fault.")
-@click.option("--clean-seeds", type=click.IntRange(min=0), help="Clean runs. [default: ten times --seeds]")
+@click.option("--seeds", type=click.IntRange(0, MAX_SEEDS), default=20, show_default=True, help="Trials of each fault.")
+@click.option("--clean-seeds", type=click.IntRange(0, 10 * MAX_SEEDS), help="Clean runs. [default: ten times --seeds]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes. [default: one a core]")
 @click.option(
     "-o",
@@ -192,6 +195,8 @@ def matrix_command(
     A fault's seeds are taken in turns over its configurations. Exit code 1 if an effect went undetected or was detected
     later than in the first forward that reads it, or if anything was reported without a fault.
     """
+    from concurrent.futures.process import BrokenProcessPool
+
     from ...recorder.commands.text import printable
     from ..lab.claims import make_claims
     from ..lab.configurations import CONFIGURATIONS
@@ -207,6 +212,8 @@ def matrix_command(
         seeds=seeds,
         clean_seeds=clean_seeds,
     )
+    if markdown is not None and not markdown.absolute().parent.is_dir():  # known before hours of trials
+        raise click.BadParameter(f"there is no folder {markdown.parent}", param_hint="--markdown")
     if not planned:
         raise click.UsageError("nothing to try: none of the faults goes with any of the configurations, or no seeds")
     try:
@@ -215,8 +222,17 @@ def matrix_command(
         click.echo(f"Error: {printable(str(error))}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        click.echo(f"stopped; {output} keeps what is done, the same command goes on", err=True)
-        sys.exit(EXIT_INTERRUPTED)
+        click.echo(printable(f"stopped; {output} keeps what is done, the same command goes on"), err=True)
+        raise
+    except BrokenProcessPool:
+        click.echo(
+            printable(
+                f"Error: a worker was killed, perhaps for want of memory; {output} keeps what is done, the same command "
+                "goes on, with fewer --jobs"
+            ),
+            err=True,
+        )
+        sys.exit(2)
     claims = make_claims(rows)
     if as_json:
         import json
@@ -243,7 +259,7 @@ def _names(text: str, known: list[str], option: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise click.BadParameter(f"no {', '.join(unknown)}; there are {', '.join(known)}", param_hint=option)
+        raise click.BadParameter(f"no {', '.join(map(repr, unknown))}; there are {', '.join(known)}", param_hint=option)
     return names
 
 

@@ -19,9 +19,9 @@ Key = tuple[str, str, int]
 def plan_trials(*, faults: Iterable[str], configs: Iterable[str], seeds: int, clean_seeds: int) -> list[Key]:
     """Return what is to be tried: `seeds` trials of each fault, in turns over its configurations, and clean ones.
 
-    Faults that exist in none of `configs` are left out.
+    Faults that exist in none of `configs` are left out; what is named twice is tried once.
     """
-    chosen = list(configs)
+    chosen, faults = list(dict.fromkeys(configs)), dict.fromkeys(faults)
     planned: list[Key] = []
     for fault in faults:
         mine = [name for name in FAULTS[fault].configs if name in chosen]
@@ -48,7 +48,8 @@ def run_matrix(
         KeyboardInterrupt: after `output` is written.
     """
     rows = {row.key: row for row in load(output, force=force)}
-    todo = [key for key in planned if key not in rows]
+    # Where the lab itself failed, as on a full disk, it is tried again.
+    todo = [key for key in planned if key not in rows or rows[key].error]
     done = len(planned) - len(todo)
     on_progress(done, len(planned), None)
     saved = time.monotonic()

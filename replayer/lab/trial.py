@@ -10,6 +10,7 @@ import numpy as np
 
 from ...recorder.engines.simulated.engine import SimulatedEngine
 from ...recorder.engines.simulated.pd_pair import PdPair
+from ...recorder.errors import TraceError
 from .configurations import CONFIGURATIONS
 from .effect import Clock, Effect, Probe
 from .fault import Bench, Fault
@@ -50,7 +51,7 @@ def run_trial(trial: Trial, target: Path, *, overwrite: bool = False) -> Outcome
     """Run one trial and record its trace, or of a pair both traces, `target` being the folder.
 
     Raises:
-        TraceError: a trace cannot be created.
+        TraceError: a trace cannot be created, or not be written to its end.
     """
     configuration = CONFIGURATIONS[trial.config]
     config, workload = configuration.engine_config(trial.seed), configuration.requests(trial.seed)
@@ -70,6 +71,9 @@ def run_trial(trial: Trial, target: Path, *, overwrite: bool = False) -> Outcome
         probes = [Probe(engine, clock) for engine in engines]
         bench = _bench(trial, engines[0], probes[0], clock, pair)
         broke_down = _run(step, bench)
+    for engine in engines:
+        if engine.unwritten:  # half a trace says nothing of what a replay sees
+            raise TraceError(f"{engine.recorder.path}: torn: {engine.unwritten}; make room, then run it again")
     effects = [probe.first for probe in probes if probe.first is not None]
     return Outcome(
         traces=tuple(Path(engine.recorder.path) for engine in engines),

@@ -37,5 +37,6 @@ def as_they_come(function: Callable[[_Task], _Result], todo: Sequence[_Task], jo
 
 
 def _ignore_interrupt() -> None:
-    # Ctrl-C goes to the whole process group; the parent ends its workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # They go to the whole process group, from a terminal or a service manager; the parent ends its workers itself.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

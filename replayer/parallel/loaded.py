@@ -4,7 +4,7 @@ import sys
 import warnings
 from types import TracebackType
 
-from .worker import load
+from .worker import ignore_endings, load
 
 
 def _silent(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -12,6 +12,7 @@ def _silent(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 sys.excepthook = _silent
+ignore_endings()
 # Said of threads that a library keeps for itself and ends around each fork.
 warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
 load()

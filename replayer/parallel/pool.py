@@ -21,7 +21,7 @@ from .jobs import Job, Plan, group_bytes
 from .server import start_server, start_worker
 from .sharing import usable_cores
 from .stretch_replay import drop_parts
-from .worker import STOP, Begun, Done, Troubled, work
+from .worker import ENDINGS, STOP, Begun, Done, Troubled, work
 
 _NOTHING: Final = Progress(bytes_read=0, bytes_total=0, forwards=0, tokens=0, violations=0)
 
@@ -67,7 +67,7 @@ class _Worker:
         self.connection, theirs = multiprocessing.Pipe()
         try:
             self.process = start_worker(work, theirs, threads)
-        except OSError:
+        except BaseException:  # Ctrl-C too: a worker that has begun already ends without it
             self.connection.close()
             raise
         finally:
@@ -77,15 +77,16 @@ class _Worker:
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C; to hold it back in one thread would leave it to the others, which libraries have made."""
+def _endings_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C and the like; to hold it back in one thread would leave it to the others, which libraries have made."""
     main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS} if main else {}
     try:
         yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            if handler is not None:  # not Python's own
+                signal.signal(number, handler)
 
 
 class _Pool:
@@ -112,12 +113,12 @@ class _Pool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with _interrupts_ignored():  # another Ctrl-C would leave processes and files behind
+        with _endings_ignored():  # another Ctrl-C would leave processes and files behind
             for worker in self._workers:
                 if worker.group is None:
                     _send(worker.connection, None)
                 else:
-                    worker.process.terminate()
+                    worker.process.kill()
             for worker in self._workers:
                 worker.process.join(5)
                 if worker.process.is_alive():

@@ -5,10 +5,11 @@ Where it cannot run, or cannot fork, each worker is a new process that loads for
 """
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, spawn, util
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
@@ -22,18 +23,17 @@ def start_server(functions: Iterable[Callable[..., Any]] = ()) -> None:
         functions: what workers will call; their modules are loaded too.
     """
     modules = sorted({function.__module__ for function in functions})
-    with _interrupts_held():  # for good in that process and its children: loading, they would end in tracebacks
-        try:
+    try:
+        with _starting():  # Ctrl-C is held back for good in that process and its children
             multiprocessing.set_forkserver_preload([*modules, _LOADED])
             forkserver.ensure_running()
-        except OSError:  # whoever starts a worker does without
-            return
+    except OSError:  # whoever starts a worker does without
+        return
 
 
 def start_worker(target: Callable[..., None], *arguments: object) -> BaseProcess:
     """Start a process that calls `target`, forked from the server if that works; raise `OSError` if none can be started."""
-    with _interrupts_held():
-        resource_tracker.ensure_running()  # started with the first process, it would let interrupts through again
+    with _starting():
         try:
             return _started("forkserver", target, arguments)
         except (OSError, EOFError):  # the second is what is left of a server that ended
@@ -43,14 +43,38 @@ def start_worker(target: Callable[..., None], *arguments: object) -> BaseProcess
 def _started(method: str, target: Callable[..., None], arguments: tuple[object, ...]) -> BaseProcess:
     process: BaseProcess = multiprocessing.get_context(method).Process(target=target, args=arguments, daemon=True)  # type: ignore[attr-defined]
     process.start()
+    util.Finalize(None, process.kill, exitpriority=0)  # at our end, where nobody did before; it ignores what is kinder
     return process
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold back Ctrl-C, which a terminal sends to the processes that are started meanwhile too."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _starting() -> Iterator[None]:
+    """Hold back Ctrl-C, which a terminal sends to what is started meanwhile too: loading, it would end in a traceback."""
+    with _same_modules():
+        resource_tracker.ensure_running()  # started with the first process, it would let interrupts through again
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _same_modules() -> Iterator[None]:
+    """Have processes that are started meanwhile find the modules that this one finds.
+
+    Not every version of Python tells a server where to look: it would look into the current folder first, which may hold
+    anybody's files.
+    """
+    path = [str(folder) for folder in spawn.get_preparation_data("")["sys_path"] if folder]
+    told = {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

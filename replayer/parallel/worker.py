@@ -12,6 +12,7 @@ from ..settings import Progress
 from .group_replay import GroupResult, GroupTask, replay_group
 from .jobs import Job
 
+ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what a user, or the system, ends a program with
 STOP: Final = "stop"  # the user wants an end: what is being replayed is judged as far as it came
 _PROGRESS_SECONDS: Final = 0.1
 
@@ -46,8 +47,7 @@ class Done:
 
 def work(connection: Connection, threads: int) -> None:
     """Replay what comes through `connection`, `(jobs, task)` each, with `threads` threads to read; None is the end."""
-    # Ctrl-C goes to the whole process group; the parent tells its workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_endings()
     try:
         failed = load(threads)
         while (given := connection.recv()) is not None:
@@ -58,6 +58,12 @@ def work(connection: Connection, threads: int) -> None:
                 gc.collect()  # its pools hang in a circle, and those of two do not fit everywhere
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone: nobody wants to know
         return
+
+
+def ignore_endings() -> None:
+    """Ignore Ctrl-C, SIGTERM and a closed terminal, which go to the whole process group; the parent tells its workers."""
+    for number in ENDINGS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def load(threads: int | None = None) -> str:

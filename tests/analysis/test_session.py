@@ -2,6 +2,7 @@
 
 import pytest
 from kvcanary.analysis import open_traces
+from kvcanary.analysis import session as session_module
 from kvcanary.analysis.errors import AnalysisError, SqlError
 
 from .hand_made import write
@@ -44,3 +45,18 @@ def test_a_stream_is_read_to_its_end(session):
 def test_no_trace_at_all_is_told():
     with pytest.raises(AnalysisError, match="name at least one trace"):
         open_traces()
+
+
+def test_ctrl_c_while_duckdb_asks_for_a_relation_is_no_damaged_file(tmp_path, monkeypatch):
+    """DuckDB makes an error of its own of it."""
+
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    def make_raw_relations(connection, *_):
+        connection.create_function("interrupted", interrupted)
+        connection.execute("select interrupted()")
+
+    monkeypatch.setattr(session_module, "make_raw_relations", make_raw_relations)
+    with pytest.raises(KeyboardInterrupt):
+        open_traces(write(tmp_path / "trace.arrow"))

@@ -105,6 +105,10 @@ def test_a_lossy_trace(traces):
     found = json.loads(done.stdout)
     assert (found["state"], found["lost_events"], found["unknown_losses"], found["num_losses"]) == ("lossy", 4, 1, 2)
     assert "loss    event 0: 4 events lost: queue full" in run(path).stdout
+    shown = run(traces.folder).stdout  # the folder says so too
+    assert "loss    lossy.arrow: event 0: 4 events lost: queue full\n" in shown
+    assert "loss    lossy.arrow: event 1: an unknown number of events lost: who knows\n" in shown
+    assert "nothing lost" not in shown
 
 
 def test_many_marks_are_counted_and_some_listed(traces):

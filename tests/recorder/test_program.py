@@ -86,6 +86,28 @@ def test_what_ends_a_command_is_no_verdict_and_leaves_nothing_behind(sent, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_one_more_changes_nothing_and_is_no_traceback(sent):
+    body = "import atexit, time; atexit.register(time.sleep, 1); print('ready', flush=True); time.sleep(60)"
+    process = start(own(body))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(sent)
+    assert process.stderr.readline() == "interrupted\n"
+    process.send_signal(sent)
+    assert process.communicate()[1] == ""
+    assert process.returncode == 128 + sent
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_an_interrupt_that_cannot_be_told_is_no_verdict():
+    with Path("/dev/full").open("w") as full:
+        process = start(own("print('ready', flush=True); import time; time.sleep(60)"), stderr=full)
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        process.communicate()
+    assert process.returncode == 128 + signal.SIGHUP
+
+
 def test_a_closed_terminal_ends_nothing_that_was_told_to_go_on():
     process = start(own("print('ready', flush=True); import time; time.sleep(1)"), preexec_fn=ignore_hangups)
     assert process.stdout.readline() == "ready\n"

@@ -277,7 +277,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         (["-o", "traces", "--", "no-such-engine"], "no-such-engine: cannot be started: No such file or directory"),
         (["-o", "traces", "--", "./text"], "./text: cannot be started: Permission denied"),
         (["-o", "text/traces", "--", "true"], "text/traces: Not a directory"),
-        (["-o", "text", "--", "true"], "text: File exists"),
+        (["-o", "text", "--", "true"], "text: is a file, expected a folder for the traces; name another"),
         (["--", "true"], "no folder for the traces: name one with -o"),
         (["-o", "traces", "--json", "nowhere/run.json", "true"], "nowhere/run.json: No such file"),
         (["-o", "traces", "--sweep-every", "x", "true"], "--sweep-every is 'x', expected a whole number"),

@@ -10,6 +10,7 @@ from kvcanary.recorder.commands.recover import recover_command
 from kvcanary.recorder.encode import batch_metadata
 from kvcanary.recorder.errors import TraceError, UnreadableTraceError
 from kvcanary.recorder.reader import TraceReader
+from kvcanary.recorder.recordings import traces_in
 from kvcanary.recorder.recovery import recover
 
 
@@ -151,3 +152,34 @@ def test_names_that_are_no_utf8(traces):
     assert run.exit_code == 0, run.output
     assert "\\udcff" in run.output
     assert traces.read(traces.folder / os.fsdecode(b"bad\xff.recovered.arrow"))[2]
+
+
+def test_a_link_into_nowhere_is_kept_unless_forced(traces):
+    source, link = damaged(traces), traces.folder / "link.arrow"
+    link.symlink_to("nowhere")
+    with pytest.raises(TraceError, match=r"link\.arrow: cannot be written: it exists"):
+        recover(source, link)
+    assert link.is_symlink()
+    assert recover(source, link, overwrite=True).kept_events == 3
+    assert not link.is_symlink() and not (traces.folder / "nowhere").exists()
+
+
+def test_a_folder_tells_of_a_recovered_file_that_its_trace_has_outgrown(traces):
+    """As where it was recovered while its engine was still running."""
+    source, whole = traces.folder / "t.arrow", traces.write("whole", batches=(2, 3, 1)).read_bytes()
+    source.write_bytes(whole[: traces.read(traces.folder / "whole")[0][0].end_byte])
+    command = [str(traces.folder)]
+    assert "2 events kept" in CliRunner().invoke(recover_command, command).output
+    assert CliRunner().invoke(recover_command, command).exit_code == 0
+    source.write_bytes(whole)
+    target = traces.folder / "t.recovered.arrow"
+    earlier = source.stat().st_mtime_ns - 10**9
+    os.utime(target, ns=(earlier, earlier))
+    run = CliRunner().invoke(recover_command, command)
+    assert run.exit_code == 2
+    assert f"{target}: is older than t.arrow, which was written since; pass --force to renew it" in run.stderr
+    assert source in traces_in(traces.folder) and target not in traces_in(traces.folder)
+    run = CliRunner().invoke(recover_command, [*command, "--force"])
+    assert run.exit_code == 0
+    assert f"wrote   {target}   6 events kept, 0 lost" in run.stdout
+    assert target in traces_in(traces.folder) and source not in traces_in(traces.folder)

@@ -388,6 +388,16 @@ def test_an_overwritten_trace_is_private_too(traces):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_link_is_replaced_and_what_it_leads_to_left_alone(traces):
+    """Written through, a longer file would keep its end behind the trace's."""
+    path, longer = traces.folder / "t.arrow", traces.folder / "longer"
+    longer.write_bytes(b"x" * 1_000_000)
+    path.symlink_to(longer)
+    TraceWriter(path, traces.header(), overwrite=True).close()
+    assert not path.is_symlink() and traces.read(path)[2]
+    assert longer.read_bytes() == b"x" * 1_000_000
+
+
 def test_a_clock_that_was_set_back_does_not_date_what_was_lost_last(traces, monkeypatch):
     path = traces.folder / "t.arrow"
     writer = TraceWriter(path, traces.header())

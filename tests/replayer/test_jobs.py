@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from kvcanary.replayer.parallel import sharing
 from kvcanary.replayer.parallel.group_replay import GroupTask
 from kvcanary.replayer.parallel.jobs import Job, plan_jobs
 from kvcanary.replayer.parallel.pool import replay_in_workers
+from kvcanary.replayer.parallel.server import start_server
 from kvcanary.replayer.settings import ReplaySettings
 
 from .test_against_published import SHAPES, record
@@ -193,6 +194,31 @@ def test_a_server_that_cannot_fork_is_done_without(
     assert capfd.readouterr().err == ""
 
 
+def test_nothing_is_imported_from_the_current_folder(tmp_path: Path) -> None:
+    here, script = tmp_path / "here", tmp_path / "replay.py"
+    here.mkdir()
+    for module in ("kvcanary", "numba", "pyarrow"):
+        (here / f"{module}.py").write_text("import sys\nsys.stderr.write(f'{__name__} from here\\n')\n")
+    script.write_text("from kvcanary.cli import replay_main\nif __name__ == '__main__':\n    replay_main()\n")
+    done = subprocess.run(
+        [
+            sys.executable,
+            script,
+            "--jobs",
+            "2",
+            "-q",
+            "--no-report",
+            DATA / "clean_llama.arrow",
+            DATA / "kv_flip.arrow",
+        ],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 @pytest.mark.usefixtures("no_server")
 def test_a_server_that_was_killed_is_started_again() -> None:
     task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False)
@@ -202,12 +228,15 @@ def test_a_server_that_was_killed_is_started_again() -> None:
         os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
 
 
-def test_ctrl_c_judges_what_was_under_way_and_leaves_out_the_rest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_judges_what_was_under_way_and_leaves_out_the_rest(sent: signal.Signals, tmp_path: Path) -> None:
+    """And so do SIGTERM and a closed terminal, which come to the workers too."""
     traces = [record(ToyEngine(SHAPES["full"], seed=4, forwards=3000), tmp_path / "0.arrow")]
     traces += [Path(shutil.copy(traces[0], tmp_path / f"{number}.arrow")) for number in (1, 2)]
     code = (
-        "from kvcanary.cli import main; "
-        f"main(['replay', '--jobs', '2', '-q', '--backend', 'reference', *{[str(trace) for trace in traces]!r}])"
+        "import sys; from kvcanary.cli import replay_main; "
+        f"sys.argv[1:] = ['--jobs', '2', '-q', '--backend', 'reference', *{[str(trace) for trace in traces]!r}]; "
+        "replay_main()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -219,7 +248,7 @@ def test_ctrl_c_judges_what_was_under_way_and_leaves_out_the_rest(tmp_path: Path
     )
     begun = [tmp_path / f"{number}.report" / "violations.parquet.partial" for number in (0, 1)]
     wait_until_under_way(process, begun, cpu_seconds=0.3)  # within the first of three batches, at whose end they look
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, sent)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 125, (out, err)
     assert out.count("interrupted after") == 2
@@ -255,6 +284,15 @@ def test_ctrl_c_while_workers_load_ends_without_tracebacks(tmp_path: Path) -> No
     out, err = process.communicate(timeout=60)
     assert "Traceback" not in err
     assert (process.returncode, out) == (130, "")
+
+
+@pytest.mark.usefixtures("no_server")
+def test_ctrl_c_never_reaches_the_server() -> None:
+    resource_tracker._resource_tracker._stop()  # so that it is started with the server, as in every command
+    start_server()
+    status = Path(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read_text()
+    blocked = next(line for line in status.splitlines() if line.startswith("SigBlk:")).split()[1]
+    assert int(blocked, 16) & 1 << (signal.SIGINT - 1)
 
 
 def test_workers_only_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,12 @@ class SimulatedEngine:
         )
         return request
 
+    @property
+    def unwritten(self) -> str:
+        """Why the trace was not written to its end, as where the disk is full; empty where nothing stopped the writer."""
+        off = self.recorder.off
+        return off if off.startswith("the writer stopped") else ""
+
     def close(self) -> None:
         """Close the trace."""
         self.recorder.close()

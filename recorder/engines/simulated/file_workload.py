@@ -5,6 +5,7 @@ are made from the hashes, so that equal blocks are equal tokens.
 import csv
 import json
 import math
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,6 +22,7 @@ from .requests import RequestSpec
 BLOCK_TOKENS: Final = 512
 MAX_TOKENS: Final = 1 << 22  # of one request; more is a damaged line
 MAX_LINE_BYTES: Final = 1 << 20
+MAX_HASH: Final = (1 << 62) - 1
 AZURE_COLUMNS: Final = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
@@ -72,6 +74,9 @@ class FileWorkload:
         """Yield `(arrival in seconds, block hashes, prompt tokens, answer tokens)`."""
         read = self._mooncake if self.path.suffix == ".jsonl" else self._azure
         try:
+            # It is read twice, the first time for the longest request: a pipe would be empty then, or wait for ever.
+            if not stat.S_ISREG(self.path.stat().st_mode):
+                raise WorkloadError(f"{self.path}: not a regular file; it is read twice, so copy it to one first")
             with self.path.open("rb") as file:
                 for number, entry in enumerate(read(file)):
                     if self.limit and number >= self.limit:
@@ -112,14 +117,19 @@ class FileWorkload:
                 raise self._bad(number, "a timestamp in milliseconds", repr(stamp))
             blocks = -(-tokens // BLOCK_TOKENS)
             if not isinstance(hashes, list) or len(hashes) < blocks or not all(_is_hash(h) for h in hashes):
-                came = f"{len(hashes)} entries" if isinstance(hashes, list) else repr(hashes)
-                raise self._bad(number, f"hash_ids with {blocks} numbers, one for each 512 tokens", came)
+                too_few = isinstance(hashes, list) and len(hashes) < blocks
+                came = f"{len(hashes or ())} entries" if too_few else repr(hashes)
+                wanted = f"hash_ids with {blocks} numbers, one for each 512 tokens, each from 0 to {MAX_HASH:,}"
+                raise self._bad(number, wanted, came)
             yield stamp / 1000, np.array(hashes[:blocks], np.int64), tokens, answer
 
     def _azure(self, file: BinaryIO) -> Iterator[tuple[float, npt.NDArray[np.int64] | None, int, int]]:
         first: datetime | None = None
         for number, line in self._lines(file):
-            fields = next(csv.reader([line]))
+            try:
+                fields = next(csv.reader([line]))
+            except csv.Error:  # a field of more than 128 KiB
+                raise self._bad(number, "fields of ordinary length", line) from None
             if number == 1:
                 if fields != AZURE_COLUMNS:
                     raise self._bad(number, f"the columns {','.join(AZURE_COLUMNS)}", line)
@@ -158,4 +168,4 @@ def block_tokens(hashes: npt.NDArray[np.int64], *, seed: int, vocab_size: int) -
 
 
 def _is_hash(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_HASH

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from .requests import NEVER, RequestSpec
+
+MAX_PRIORITIES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +51,10 @@ class RandomWorkload:
         for name in ("sharing", "abort_rate", "fork_rate"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 0 to 1")
-        if self.arrival_rate <= 0:
+        if not self.arrival_rate > 0:  # nor is NaN, under which nobody would ever arrive
             raise ValueError(f"arrival_rate is {self.arrival_rate}, expected more than 0")
+        if self.priorities > MAX_PRIORITIES:
+            raise ValueError(f"priorities is {self.priorities}, expected at most {MAX_PRIORITIES:,}")
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens is {self.max_tokens}, expected at least 2: a prompt and an answer")
 

@@ -1,6 +1,8 @@
 """`kvcanary simulate`."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.commands.simulate import simulate_command
+from kvcanary.recorder.engines.simulated.pools import KvPool
+from kvcanary.recorder.trace_file import TraceFile
 from kvcanary.replayer.replay import ReplaySettings, replay_joined
 
 from .engines import judge
@@ -94,6 +98,8 @@ def test_usage_errors_exit_2_and_leave_no_trace(tmp_path):
         (["--chunk-tokens", "4", "--page-size", "8"], "chunk_tokens"),
         (["--shape", "gqa"], "gqa"),
         (["--fraction", "0"], "fraction"),
+        (["--arrival-rate", "nan"], "arrival_rate is nan, expected more than 0"),
+        (["--priorities", 1 << 70], "priorities is 1180591620717411303424, expected at most"),
     ):
         result = run("-o", path, *options)
         assert result.exit_code == 2, result.output
@@ -136,3 +142,45 @@ def test_one_of_a_kind_is_named_as_one(tmp_path):
     shown = run("-o", tmp_path / "trace.arrow", "--requests", "1", "--prompt-tokens", "20", "--output-tokens", "4")
     assert "1 idle forward," in shown.stdout
     assert "cache hit" not in shown.stdout
+
+
+def test_segments_of_an_earlier_recording_are_not_taken_for_its_own(tmp_path):
+    path = tmp_path / "trace.arrow"
+    assert run("-o", path, *SMALL, "--segment-bytes", "1").exit_code == 0
+    told = json.loads(run("-o", path, *SMALL, "--json").stdout)
+    assert "segments" not in told
+    assert told["bytes"] == path.stat().st_size
+    assert f"next    kvcanary-replay {path}\n" in run("-o", path, *SMALL, "--force").stdout
+    cut = run("-o", path, *SMALL, "--segment-bytes", "1", "--force", "--json")
+    assert json.loads(cut.stdout)["segments"] == [str(tmp_path / "trace.000000.arrow")]
+
+
+@pytest.mark.parametrize("options", [[], ["--pd"], ["--json"]])
+def test_a_trace_that_could_not_be_written_is_no_success(tmp_path, monkeypatch, options):
+    monkeypatch.setattr(TraceFile, "write", full)
+    result = run("-o", tmp_path / "t", *SMALL, *options)
+    assert result.exit_code == 2
+    assert "No space left on device; make room, then run it again with --force" in result.stderr
+    assert "too slow" not in result.stdout
+    assert "next" not in result.stdout
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    assert run("-o", path, *SMALL, "--pd").stderr == f"Error: {path}: cannot be written: File exists\n"
+    assert path.read_text() == "mine"
+
+
+def test_too_little_memory_is_told_with_a_way_out(tmp_path, monkeypatch):
+    def none(*_, **__):
+        raise MemoryError("Unable to allocate 9 TiB")
+
+    monkeypatch.setattr(KvPool, "__init__", none)
+    result = run("-o", tmp_path / "t", *SMALL)
+    assert result.exit_code == 2
+    assert "Error: Unable to allocate 9 TiB: less memory is needed with a smaller --pool-tokens" in result.stderr

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,8 @@ def test_fraction_and_limit(tmp_path):
         ({**GOOD, "input_length": 1 << 40}, "input_length from 1"),
         ({**GOOD, "output_length": 1.5}, "output_length from 1"),
         ({**GOOD, "hash_ids": [1, 2]}, "3 numbers"),
+        ({**GOOD, "hash_ids": [1, 2]}, "came 2 entries"),
+        ({**GOOD, "hash_ids": [1, 2, -3]}, "each from 0 to 4,611,686,018,427,387,903, came [1, 2, -3]"),
         ({**GOOD, "hash_ids": [1, 2, "x"]}, "3 numbers"),
         ({**GOOD, "hash_ids": [1, 2, 1 << 70]}, "3 numbers"),
         ({**GOOD, "hash_ids": None}, "3 numbers"),
@@ -97,6 +100,7 @@ def test_bad_mooncake_lines_name_file_and_line(tmp_path, line, expected):
         (AZURE + "2023-11-16 18:17:03.97,1,1\n2023-11-16 18:17:03.97,1,0\n", 3),
         (AZURE + "2023-11-16 18:17:03,1,1\n2023-11-16 18:17:03+00:00,1,1\n", 3),
         (AZURE + "\udcff\n", 2),
+        (AZURE + "2023-11-16 18:17:03," + "1" * 200_000 + ",1\n", 2),
     ],
 )
 def test_bad_azure_lines_name_file_and_line(tmp_path, text, line):
@@ -115,6 +119,13 @@ def test_endless_line_and_missing_file(tmp_path):
         list(FileWorkload(path=tmp_path / "none.csv"))
     with pytest.raises(WorkloadError, match=r"expected a name that ends in \.jsonl"):
         FileWorkload(path=tmp_path / "w.parquet")
+
+
+def test_a_pipe_is_refused(tmp_path):
+    path = tmp_path / "w.jsonl"
+    os.mkfifo(path)  # without anybody at its other end, for which a reader would wait
+    with pytest.raises(WorkloadError, match="not a regular file; it is read twice"):
+        FileWorkload(path=path).longest()
 
 
 def test_random_workload_shares_prefixes_within_its_bounds():

@@ -1,13 +1,19 @@
 """`kvcanary lab`: list, run, and the matrix with its results file."""
 
+import errno
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures.process import BrokenProcessPool
 
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.reader import TraceReader
+from kvcanary.recorder.trace_file import TraceFile
 from kvcanary.replayer.commands.lab import lab_command
 from kvcanary.replayer.commands.replay import replay_command
 from kvcanary.replayer.lab import matrix, results
@@ -89,8 +95,8 @@ def test_run_of_a_clean_engine(tmp_path):
         (("run", "--fault", "nonsense"), "no fault 'nonsense'; see kvcanary lab list"),
         (("run", "--fault", "stale_swa_mapping", "--config", "mha"), "stale_swa_mapping takes swa"),
         (("run", "--fault", "clean", "--config", "nonsense"), "not 'nonsense'"),
-        (("matrix", "--faults", "kv_used,nonsense"), "no nonsense; there are"),
-        (("matrix", "--configs", "nonsense"), "no nonsense; there are mha"),
+        (("matrix", "--faults", "kv_used,nonsense"), "no 'nonsense'; there are"),
+        (("matrix", "--configs", "nonsense"), "no 'nonsense'; there are mha"),
         (("matrix", "--faults", "kv_used", "--configs", "pd", "--clean-seeds", 0), "nothing to try"),
     ],
 )
@@ -164,10 +170,93 @@ def test_interrupted_matrix_keeps_what_is_done(tmp_path, monkeypatch):
 
     monkeypatch.setattr(matrix, "try_one", interrupted)
     result = matrix_run(tmp_path / "m.parquet", "--jobs", 1)
-    assert result.exit_code == 130
+    assert result.exit_code == 1  # click's own; a program's is below
     assert "keeps what is done" in result.stderr
     (row,) = pq.read_table(tmp_path / "m.parquet").to_pylist()
     assert (row["fault"], row["forwards"]) == ("req_to_token", 77)
+
+
+def test_a_signal_to_all_processes_stops_a_matrix_in_order(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "kvcanary", "lab", "matrix", "--faults", "kv_used"]
+    command += ["--seeds", "5000", "--jobs", "2"]
+    environ = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=pipe, text=True, start_new_session=True) as matrix:
+        until = time.monotonic() + 120
+        while len(list((tmp_path / "tmp").glob("kvcanary-lab-*"))) < 2 and time.monotonic() < until:
+            time.sleep(0.02)  # until both processes are at work
+        os.killpg(matrix.pid, signal.SIGTERM)
+        _, told = matrix.communicate(timeout=120)
+    assert matrix.returncode == 143
+    assert told == "stopped; matrix.parquet keeps what is done, the same command goes on\ninterrupted\n"
+    assert (tmp_path / "matrix.parquet").exists()
+    assert not list((tmp_path / "tmp").glob("kvcanary-lab-*"))
+
+
+def test_a_killed_worker_is_told_with_a_way_out(tmp_path, monkeypatch):
+    def killed(*_):
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(matrix, "as_they_come", killed)
+    result = matrix_run(tmp_path / "m.parquet", "--jobs", 2)
+    assert result.exit_code == 2
+    assert "Error: a worker was killed" in result.stderr
+    assert "the same command goes on, with fewer --jobs" in result.stderr
+
+
+def test_a_trial_that_the_lab_failed_at_is_tried_again(tmp_path, monkeypatch):
+    options = ("--faults", "none", "--clean-seeds", 1, "--jobs", 1, "-o", tmp_path / "m.parquet")
+    with monkeypatch.context() as full:
+        full.setattr(TraceFile, "write", no_space)
+        result = run("matrix", *options)
+        assert result.exit_code == 1
+        assert "the lab failed: TraceError" in result.stdout
+        assert "No space left on device" in result.stdout
+    result = run("matrix", *options)
+    assert "every claim holds   1 trial" in result.stdout
+
+
+def test_run_that_could_not_be_written_is_no_success(tmp_path, monkeypatch):
+    monkeypatch.setattr(TraceFile, "write", no_space)
+    result = run("run", "--fault", "double_free", "-o", tmp_path / "t.arrow")
+    assert result.exit_code == 2
+    assert "No space left on device; make room" in result.stderr
+    assert not result.stdout
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_run_of_a_pair_names_the_folder_that_cannot_be_made(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    result = run("run", "--fault", "clean", "--config", "pd", "-o", path)
+    assert result.exit_code == 2
+    assert result.stderr == f"Error: {path}: cannot be written: File exists\n"
+
+
+def test_what_is_named_twice_is_tried_once(tmp_path):
+    options = ("--faults", "kv_used, kv_used", "--seeds", 1, "--clean-seeds", 0, "--jobs", 1)
+    assert "1 trial " in run("matrix", *options, "-o", tmp_path / "m.parquet").stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seeds", 10**13], "not in the range 0<=x<=100000"),
+        (["--markdown", "none/page.md"], "there is no folder none"),
+        (["--faults", ""], "no ''; there are kv_used"),
+    ],
+)
+def test_matrix_refuses_before_it_begins(options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(matrix, "try_one", lambda _: pytest.fail("it has begun"))
+    result = run("matrix", "--jobs", 1, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 WRONG = {
