@@ -190,8 +190,8 @@ def test_for_people(tmp_path):
 def test_a_folder_is_read_as_a_replay_reads_it(bisect, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
+    torn("clean_llama", folder / "trace.arrow", "1.0")  # what was recovered afterwards stands for it
     saved("clean_llama", folder / "trace.recovered.arrow", "1.0")
-    torn("clean_llama", folder / "trace.arrow", "1.0")  # what was recovered stands for it
     (folder / "._trace.arrow").write_text("what some systems leave beside every file")
     found = bisect(folder, saved("table_swap", tmp_path / "b.arrow", "1.1"), code=0)
     assert found["judged"][0]["outcome"] == "good"
