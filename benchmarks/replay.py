@@ -14,8 +14,9 @@ and findings, or no ratio is printed and the exit status is 2; it is 1 where a t
 
 With --device cuda the same traces are replayed on a GPU, beside the published canary's kernels stepped over the same
 forwards there (see published_stepping.py), and the same workload, recorded in segments, by 4, 8 and 16 workers, by the
-last without compression too; rows are compared first, on a damaged trace too. Every figure is told on stderr as it comes; where a command's time is limited,
---fractions 0.001 and --runs 1 come first, then one larger fraction a command: traces and compiled code stay.
+last without compression too; rows are compared first, on a damaged trace too. Every figure is told on stderr as it
+comes; where a command's time is limited, --fractions 0.001 and --runs 1 come first, then one larger fraction a command:
+traces and compiled code stay.
 """
 
 import argparse

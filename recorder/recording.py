@@ -34,6 +34,7 @@ logger = logging.getLogger("kvcanary")
 
 # A thread that has not come back from the recorder for so long, from a device that hangs say, will not: nobody else
 # shall wait for it, least of all a process that is about to end.
+WRITER_STOPPED: Final = "the writer stopped"  # how a reason to be off begins that lies with the file
 LOCK_PATIENCE_S: Final = 10.0
 SHORT_PATIENCE_S: Final = 1.0  # of whoever goes on without the lock
 
@@ -153,7 +154,7 @@ class Recording:
         except Exception:
             logger.exception("kvcanary: the trace %s could not be closed", self.path)
         if self._outbox.failed and self._off == "closed":
-            self._off = f"the writer stopped: {self._outbox.failed}"
+            self._off = f"{WRITER_STOPPED}: {self._outbox.failed}"
         self._kv.clear()  # the engine's pools must not live on through our views of them
 
     def _take_lock(self, patience_s: float) -> None:
@@ -232,7 +233,7 @@ class Recording:
         if self._outbox.put(event):
             return True
         if self._outbox.failed:  # the writer has logged it
-            self._off = f"the writer stopped: {self._outbox.failed}"
+            self._off = f"{WRITER_STOPPED}: {self._outbox.failed}"
         return False
 
     def switch_off(self, reason: str, error: BaseException | None = None) -> None:

@@ -109,11 +109,11 @@ def _torn_since(summary: dict[str, Any], traces: list[Path]) -> str:
     for path in traces:
         try:
             with TraceReader(path) as reader:
-                if reader.complete:
-                    continue
+                whole = reader.complete
         except TraceError:
-            pass
-        return f"{path}: torn, and was whole when it was replayed"
+            whole = False
+        if not whole:
+            return f"{path}: torn, and was whole when it was replayed"
     return ""
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
+from ..endings import ENDINGS, ignore_endings
 from .text import printable
 
 EXIT_FAILED: Final = 2
@@ -23,7 +24,6 @@ EXIT_BROKEN_PIPE: Final = 141  # 128 + SIGPIPE, what a shell shows of any other 
 _OBJECTS_WHILE_LOADING: Final = 400_000
 _COLLECTOR: Final = gc.get_threshold()
 
-_ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _interrupted_by: int = signal.SIGINT  # the exit code is 128 more: above 127, so that `git bisect run` stops
 
 
@@ -34,7 +34,7 @@ def run_program(command: click.Command, program: str) -> None:
     the output has left, and with 2 when the output cannot be written or something happens that nobody foresaw.
     """
     _make_streams_safe()
-    for number in _ENDINGS[1:]:
+    for number in ENDINGS:
         if signal.getsignal(number) is signal.SIG_DFL:  # what the caller has us ignore (nohup) stays ignored
             signal.signal(number, _interrupt)
     gc.set_threshold(_OBJECTS_WHILE_LOADING, *_COLLECTOR[1:])
@@ -81,8 +81,7 @@ def _interrupt(number: int, _: object) -> NoReturn:
 
 def _interrupted() -> int:
     """Say so, and return the exit code; one more Ctrl-C is ignored, since nothing is left but to clear away."""
-    for number in _ENDINGS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_endings()
     _say("interrupted")
     return 128 + _interrupted_by
 

@@ -165,7 +165,9 @@ def simulate_command(  # one parameter an option
     except OSError as error:
         _fail(f"{error.filename or output}: cannot be written: {error.strerror or error}")
     except MemoryError as error:
-        _fail(f"{error}: less memory is needed with a smaller --pool-tokens, --max-running or --prompt-tokens")
+        _fail(
+            f"{str(error) or 'no memory is left'}: less memory is needed with a smaller --pool-tokens, --max-running or --prompt-tokens"
+        )
     for engine in engines:
         if engine.unwritten:
             _fail(f"{engine.recorder.path}: torn: {engine.unwritten}; make room, then run it again with --force")

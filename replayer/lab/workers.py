@@ -1,10 +1,11 @@
 """A function over many trials, in as many processes as asked for; each result as it comes."""
 
 import multiprocessing
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from typing import TypeVar
+
+from ...recorder.endings import ignore_endings
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
@@ -22,7 +23,7 @@ def as_they_come(function: Callable[[_Task], _Result], todo: Sequence[_Task], jo
         yield from map(function, todo)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context, initializer=_ignore_interrupt) as pool:
+    with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context, initializer=ignore_endings) as pool:
         try:
             waiting = list(reversed(todo))
             running = {pool.submit(function, waiting.pop()) for _ in range(min(2 * jobs, len(waiting)))}
@@ -34,9 +35,3 @@ def as_they_come(function: Callable[[_Task], _Result], todo: Sequence[_Task], jo
                     yield future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _ignore_interrupt() -> None:
-    # They go to the whole process group, from a terminal or a service manager; the parent ends its workers itself.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)

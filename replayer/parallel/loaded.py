@@ -4,7 +4,8 @@ import sys
 import warnings
 from types import TracebackType
 
-from .worker import ignore_endings, load
+from ...recorder.endings import ignore_endings
+from .worker import load
 
 
 def _silent(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

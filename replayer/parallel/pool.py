@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
 
+from ...recorder.endings import ENDINGS
 from ..interval.lane import LARGE_BYTES, compile_lane
 from ..settings import Progress
 from .group_replay import GroupResult, GroupTask
@@ -21,7 +22,7 @@ from .jobs import Job, Plan, group_bytes
 from .server import start_server, start_worker
 from .sharing import usable_cores
 from .stretch_replay import drop_parts
-from .worker import ENDINGS, STOP, Begun, Done, Troubled, work
+from .worker import STOP, Begun, Done, Troubled, work
 
 _NOTHING: Final = Progress(bytes_read=0, bytes_total=0, forwards=0, tokens=0, violations=0)
 

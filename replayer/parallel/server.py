@@ -41,7 +41,7 @@ def start_worker(target: Callable[..., None], *arguments: object) -> BaseProcess
 
 
 def _started(method: str, target: Callable[..., None], arguments: tuple[object, ...]) -> BaseProcess:
-    process: BaseProcess = multiprocessing.get_context(method).Process(target=target, args=arguments, daemon=True)  # type: ignore[attr-defined]
+    process: BaseProcess = multiprocessing.get_context(method).Process(target=target, args=arguments, daemon=True)  # type: ignore[attr-defined]  # every context has it
     process.start()
     util.Finalize(None, process.kill, exitpriority=0)  # at our end, where nobody did before; it ignores what is kinder
     return process

@@ -1,18 +1,17 @@
 """What a worker process does: it replays the groups that it is given, one after another, until it is told to end."""
 
 import gc
-import signal
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Final
 
+from ...recorder.endings import ignore_endings
 from ..schedule import ScheduleLog
 from ..settings import Progress
 from .group_replay import GroupResult, GroupTask, replay_group
 from .jobs import Job
 
-ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what a user, or the system, ends a program with
 STOP: Final = "stop"  # the user wants an end: what is being replayed is judged as far as it came
 _PROGRESS_SECONDS: Final = 0.1
 
@@ -58,12 +57,6 @@ def work(connection: Connection, threads: int) -> None:
                 gc.collect()  # its pools hang in a circle, and those of two do not fit everywhere
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone: nobody wants to know
         return
-
-
-def ignore_endings() -> None:
-    """Ignore Ctrl-C, SIGTERM and a closed terminal, which go to the whole process group; the parent tells its workers."""
-    for number in ENDINGS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def load(threads: int | None = None) -> str:

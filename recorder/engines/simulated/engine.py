@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...recorder import Recorder
+from ...recording import WRITER_STOPPED
 from .batch import Batch, BatchBuilder
 from .config import EngineConfig
 from .counters import Counters
@@ -161,7 +162,7 @@ class SimulatedEngine:
     def unwritten(self) -> str:
         """Why the trace was not written to its end, as where the disk is full; empty where nothing stopped the writer."""
         off = self.recorder.off
-        return off if off.startswith("the writer stopped") else ""
+        return off if off.startswith(WRITER_STOPPED) else ""
 
     def close(self) -> None:
         """Close the trace."""
