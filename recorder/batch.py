@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from .checksum import column_forms
 from .event import Int64Array, Uint8Array
+from .schema import ADDED, BYTE_LISTS, SCALARS
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +105,8 @@ class TraceBatch:
         return torch.from_dlpack(pa.array(values)), torch.from_dlpack(pa.array(offsets))
 
     def _column(self, name: str) -> pa.Array:
+        if name in ADDED and name not in self.record_batch.schema.names:
+            return _unused_column(name, self.num_events)  # from before there was such a column
         return self.record_batch.column(name)
 
     def _list(self, name: str) -> tuple[npt.NDArray[Any], Int64Array]:
@@ -122,6 +125,13 @@ class TraceBatch:
             offsets.flags.writeable = False
             found = self._cache[name] = (values, offsets)
         return found
+
+
+def _unused_column(name: str, num_events: int) -> pa.Array:
+    if name in SCALARS:
+        kind, default = SCALARS[name]
+        return pa.array([default] * num_events, kind)
+    return pa.array([[]] * num_events, pa.large_list(pa.uint8()) if name in BYTE_LISTS else pa.list_(pa.int64()))
 
 
 class EventView:
@@ -153,8 +163,7 @@ class EventView:
         batch = self.batch
         found = batch._cache.get(name)
         if found is None:
-            is_text = pa.types.is_string(batch.record_batch.schema.field(name).type)
-            found = batch.strings(name) if is_text else batch.scalar_ints(name)
+            found = batch.strings(name) if pa.types.is_string(SCALARS[name][0]) else batch.scalar_ints(name)
         value = found[self.index]
         return value if isinstance(value, str) else int(value)
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from .errors import UnreadableTraceError
 from .json_text import json_text, whole_text
-from .schema import FORMAT_MAJOR, FORMAT_MINOR, ROLES, SLOT_HISTORIES, TOKENS
+from .schema import FORMAT_MAJOR, FORMAT_MINOR, INT_LISTS, NOT_WATCHED, ROLES, SLOT_HISTORIES, TOKENS
 
 MAX_KV_SOURCES = 4
 
@@ -59,7 +59,9 @@ class PoolGroup:
     `kind` is "full" or "swa"; `window` is the number of positions before the prefix's end that a forward reads (0
     for full). `table` indexes `TraceHeader.tables`, `lut` indexes `TraceHeader.lut_lens` (-1: slots are this pool's
     own). `reads_before_write` says that a forward reads its prefix before its own writes land (ring buffers).
-    `host_num_slots` is the size of the offload tier, 0 without one.
+    `host_num_slots` is the size of the offload tier, 0 without one. `padding_slots` take writes that nobody reads, and
+    are never verified. `num_layers` is the number of layers whose KV lies in this group, 0 where nobody said; the
+    streams say which of them are watched.
     """
 
     name: str
@@ -74,6 +76,8 @@ class PoolGroup:
     streams: tuple[KvStream, ...] = ()
     reads_before_write: bool = False
     host_num_slots: int = 0
+    padding_slots: tuple[int, ...] = (0,)
+    num_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +91,28 @@ class StateTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runner:
-    """A model runner; an EAGLE draft reads truth tokens at `token_offset` 1."""
+    """A model runner; an EAGLE draft reads truth tokens at `token_offset` 1.
+
+    `derived` names the columns of this runner's forwards that the recorder worked out instead of observing them. They
+    are replayed, and nothing is judged from them.
+    """
 
     name: str = "target"
     token_offset: int = 0
+    derived: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotWatched:
+    """Something that the engine has and that this recording does not look at.
+
+    `what` is one of `NOT_WATCHED`, `name` says which one in the engine's own words, `reason` why, in a sentence's words
+    without its full stop.
+    """
+
+    what: str
+    name: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +165,7 @@ class TraceHeader:
     "prefill" or "decode" where the two are engines of their own. `slot_history` "complete" promises that every alloc, free, evict,
     hand-over to the prefix cache and request status is told. `sweep_interval`: the prefix cache is walked every so many
     forwards of the first runner, 0 never. `tokens` is "hashed" where salted hashes stand in place of token ids. `segment`
-    is None for a trace of one file.
+    is None for a trace of one file. `not_watched` lists what the verdict must not speak for.
     """
 
     format_major: int = FORMAT_MAJOR
@@ -168,6 +190,7 @@ class TraceHeader:
     tokens: str = "plain"
     capture: CaptureInfo = field(default_factory=CaptureInfo)
     segment: Segment | None = None
+    not_watched: tuple[NotWatched, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -272,6 +295,8 @@ MAX_SLOTS = 1 << 31
 MAX_TABLE_CELLS = 1 << 36
 MAX_TOKEN_BYTES = 1 << 24
 MAX_PARTS = 64
+MAX_NOT_WATCHED = 1024
+MAX_PADDING_SLOTS = 1024
 
 
 def _check_header(header: TraceHeader) -> None:
@@ -301,6 +326,13 @@ def _check_header(header: TraceHeader) -> None:
     for runner in header.runners:
         if runner.token_offset not in (0, 1):
             raise ValueError(f"runner {runner.name}: token_offset {runner.token_offset}, expected 0 or 1 (EAGLE draft)")
+        if not set(runner.derived) <= set(INT_LISTS):
+            raise ValueError(f"runner {runner.name}: derived {runner.derived}, expected names of list columns")
+    if len(header.not_watched) > MAX_NOT_WATCHED:
+        raise ValueError(f"{len(header.not_watched)} entries of not_watched, expected at most {MAX_NOT_WATCHED}")
+    for entry in header.not_watched:
+        if entry.what not in NOT_WATCHED:
+            raise ValueError(f"not_watched says {entry.what!r}, expected one of {', '.join(NOT_WATCHED)}")
     for number, group in enumerate(header.groups):
         where = f"group {number} ({group.name})"
         if group.kind not in ("full", "swa"):
@@ -315,8 +347,14 @@ def _check_header(header: TraceHeader) -> None:
             raise ValueError(f"{where}: full-to-SWA table {group.lut} of {len(header.lut_lens)}")
         if not 0 < group.num_slots <= MAX_SLOTS or not 0 <= group.host_num_slots <= MAX_SLOTS:
             raise ValueError(f"{where}: {group.num_slots} slots, {group.host_num_slots} host slots")
-        if group.page_size < 1:
-            raise ValueError(f"{where}: page_size {group.page_size}")
+        if group.page_size < 1 or group.num_layers < 0:
+            raise ValueError(f"{where}: page_size {group.page_size}, {group.num_layers} layers")
+        if len(group.padding_slots) > MAX_PADDING_SLOTS or not all(
+            0 <= s < group.num_slots for s in group.padding_slots
+        ):
+            raise ValueError(
+                f"{where}: padding_slots {group.padding_slots[:8]}, expected at most {MAX_PADDING_SLOTS} of its own slots"
+            )
         if not group.halves or not set(group.halves) <= {"K", "V"} or len(set(group.halves)) != len(group.halves):
             raise ValueError(f"{where}: halves {group.halves}, expected K or K and V")
         for half in group.halves:

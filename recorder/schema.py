@@ -10,7 +10,7 @@ from typing import Final
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 2
+FORMAT_MINOR: Final = 3
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -54,6 +54,7 @@ SCALARS: Final[dict[str, tuple[pa.DataType, int | str]]] = {
     "lost_events": (pa.int64(), 0),
     "note": (pa.utf8(), ""),
     "labels": (pa.utf8(), ""),
+    "attention_watched": (pa.int64(), 0),
 }
 
 # int64 list columns, in groups that share their lengths.
@@ -111,6 +112,15 @@ INT_LISTS: Final = (
     # rows of the array that a part of a keyframe holds, as runs; their bytes are in state_bytes
     "state_start",
     "state_count",
+    # what the attention kernels of a forward got, [bs] each, or nothing where it was not observed
+    "attention_seq_lens",
+    "attention_query_lens",
+    # where the slots that attention got differ from req_to_token, as runs over a request's positions
+    "attention_table",
+    "attention_request",
+    "attention_start",
+    "attention_count",
+    "attention_slots",
 )
 
 # Those by which any event may change a table.
@@ -123,10 +133,28 @@ BYTE_LISTS: Final = (
     "kv_bytes",  # written slots: [stream][token][capture_bytes], streams in header order, the runner's own only
     "kv_change_bytes",
     "state_bytes",  # a part of a keyframe: rows of the array named by `note`, one after another
+    "kv_submitted_bytes",  # what the model handed to the cache for the written slots, laid out as kv_bytes
 )
 
 # Columns that came after 1.0, with the minor version: an older trace does not have them, and no event of it uses them.
-ADDED: Final[dict[str, int]] = {"state_start": 2, "state_count": 2, "state_bytes": 2}
+ADDED: Final[dict[str, int]] = {
+    "state_start": 2,
+    "state_count": 2,
+    "state_bytes": 2,
+    "attention_watched": 3,
+    "attention_seq_lens": 3,
+    "attention_query_lens": 3,
+    "attention_table": 3,
+    "attention_request": 3,
+    "attention_start": 3,
+    "attention_count": 3,
+    "attention_slots": 3,
+    "kv_submitted_bytes": 3,
+}
+
+# `attention_watched` of a forward, or-ed: what was read where the attention kernels take it.
+ATTENTION_LENS: Final = 1  # attention_seq_lens and attention_query_lens
+ATTENTION_SLOTS: Final = 2  # the slots; the runs of attention_slots are all that differ from req_to_token
 
 PHASE_BEFORE: Final = 0  # an observed KV change seen before the forward ran
 PHASE_AFTER: Final = 1  # ... seen after it
@@ -155,6 +183,9 @@ TRANSFER_DIRECTIONS: Final = (SEND, RECEIVE)
 # cache and request status is told.
 SLOT_HISTORIES: Final = ("", "complete")
 ROLES: Final = ("", "prefill", "decode")
+# What a recording may leave unwatched: layers of a group, bytes of a slot, a whole pool, a runner's forwards (drafts),
+# steps inside a CUDA graph, slots filled from outside, requests, or anything else.
+NOT_WATCHED: Final = ("layers", "bytes", "pool", "runner", "graph", "slots", "requests", "other")
 TOKENS: Final = ("plain", "hashed")  # token ids, or salted hashes in their place
 
 # `status` of a keyframe event: it begins; a part of it: an array, a request that the arrays name, a forward whose

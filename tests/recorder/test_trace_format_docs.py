@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.header import CaptureInfo, KvStream, PoolGroup, TraceHeader
+from kvcanary.recorder.header import CaptureInfo, KvStream, NotWatched, PoolGroup, Runner, TraceHeader
 from kvcanary.recorder.schema import BYTE_LISTS, EVENT_KINDS, FORMAT_MAJOR, FORMAT_MINOR, INT_LISTS, SCALARS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "trace-format.md").read_text()
@@ -58,7 +58,7 @@ def test_every_column_and_kind_is_described(name):
     assert re.search(rf"^\|.*`{name}`", TEXT, re.MULTILINE)
 
 
-@pytest.mark.parametrize("kind", [TraceHeader, PoolGroup, KvStream, CaptureInfo])
+@pytest.mark.parametrize("kind", [TraceHeader, PoolGroup, KvStream, CaptureInfo, Runner, NotWatched])
 def test_every_header_field_is_described(kind):
     for field in dataclasses.fields(kind):
         assert f"`{field.name}`" in TEXT, field.name
