@@ -93,6 +93,51 @@ def write_rows(
     select(_write_rows_loops, backend)(rows, starts, counts, values, shadow)
 
 
+def run_differences(
+    *,
+    starts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    values: npt.NDArray[np.int64],
+    held_starts: npt.NDArray[np.int64],
+    held_counts: npt.NDArray[np.int64],
+    held: npt.NDArray[np.int64],
+    runs: RowRuns,
+    sizes: npt.NDArray[np.int64],
+    backend: str = "cpu",
+) -> None:
+    """List where `values` differ from what is held at the same positions, as runs of neighbouring positions.
+
+    Args:
+        starts: `[bs] int64`, the position of each request's first value.
+        counts: `[bs] int64`; a negative count is none.
+        values: `[sum(max(counts, 0))] int64`; positions of which nothing is held are passed over.
+        held_starts: `[bs] int64`.
+        held_counts: `[bs] int64`; a negative count is none.
+        held: `[sum(max(held_counts, 0))] int64`; a negative one holds nothing.
+        runs: where the runs go, with room for `values.size` of them; `rows` gets the index of the request.
+        sizes: `[2] int64`: the number of runs and of values written.
+        backend: "cpu" or "reference".
+
+    Raises:
+        ValueError: the counts ask for more values than there are.
+    """
+    _require_values(counts, values)
+    _require_values(held_counts, held)
+    select(_run_differences_loops, backend)(
+        starts,
+        counts,
+        values,
+        held_starts,
+        held_counts,
+        held,
+        runs.rows,
+        runs.starts,
+        runs.counts,
+        runs.values,
+        sizes,
+    )
+
+
 def new_slots(
     *,
     slots: npt.NDArray[np.int64],
@@ -190,6 +235,7 @@ def prepare(backend: str) -> None:
     """Compile what there is to compile now, so that no engine waits for it later."""
     for loops in (_row_changes_loops, _write_rows_loops, _new_slots_loops, _cell_changes_loops):
         select(loops, backend)
+    select(_run_differences_loops, backend)
     select(_kv_changes_loops, backend)
     select(_kv_same_loops, backend)
 
@@ -256,6 +302,55 @@ def _row_changes_loops(
                 run_values[num_values] = values[offset + i]
                 num_values += 1
         offset += count
+    sizes[0] = num_runs
+    sizes[1] = num_values
+
+
+def _run_differences_loops(
+    starts: In64,
+    counts: In64,
+    values: In64,
+    held_starts: In64,
+    held_counts: In64,
+    held: In64,
+    run_rows: Out64,
+    run_starts: Out64,
+    run_counts: Out64,
+    run_values: Out64,
+    sizes: Out64,
+) -> None:
+    num_runs = 0
+    num_values = 0
+    offset = 0
+    held_offset = 0
+    for r in range(starts.shape[0]):
+        count = max(counts[r], 0)
+        held_count = max(held_counts[r], 0)
+        start = starts[r]
+        held_start = held_starts[r]
+        first = max(start, held_start)
+        end = min(start + count, held_start + held_count)
+        # Told of what lies beyond any position, the sums above may pass an int64's end.
+        if start < 0 or held_start < 0 or start + count < start or held_start + held_count < held_start:
+            end = first
+        in_run = False
+        for position in range(first, end):
+            expected = held[held_offset + position - held_start]
+            value = values[offset + position - start]
+            if expected < 0 or value == expected:
+                in_run = False
+                continue
+            if not in_run:
+                run_rows[num_runs] = r
+                run_starts[num_runs] = position
+                run_counts[num_runs] = 0
+                num_runs += 1
+                in_run = True
+            run_counts[num_runs - 1] += 1
+            run_values[num_values] = value
+            num_values += 1
+        offset += count
+        held_offset += held_count
     sizes[0] = num_runs
     sizes[1] = num_values
 

@@ -33,6 +33,7 @@ def forward_event(
         "positions": forward.positions,
         "sampled_tokens": sampled_tokens,
         **forward.changes,
+        **forward.attention,
     }
     if forward.out_cache_loc:
         ints["out_cache_loc"] = np.concatenate(forward.out_cache_loc)
@@ -51,6 +52,7 @@ def forward_event(
         "runner": forward.runner,
         "mode": forward.mode,
         "kv_watched": int(forward.kv_watched),
+        "attention_watched": forward.attention_watched,
         "note": forward.note,
     }
     return TraceEvent(

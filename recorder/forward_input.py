@@ -50,6 +50,24 @@ class TruthTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionInput:
+    """What attention got in one forward, read where its kernels take it. Arrays as `ForwardInput` has them.
+
+    Attributes:
+        seq_lens: `[bs]` tokens of KV that attention reads for each request, those that this forward writes included:
+            prefix + extend in a healthy engine. Negative where it was not observed; None: nowhere.
+        query_lens: `[bs]` query tokens of each request: its extend. Negative and None as in `seq_lens`.
+        slots: for each of the header's groups the slots that attention got, in the group's own numbering; None where
+            they were not observed, empty where none were. Positions that the forward neither reads nor writes, as
+            `ForwardInput.reads` and `extend_lens` have it, are passed over.
+    """
+
+    seq_lens: Any | None = None
+    query_lens: Any | None = None
+    slots: tuple[TableRead | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInput:
     """One forward, told before it runs. Arrays are numpy or torch on any device, any integer type, copied at once.
 
@@ -67,6 +85,7 @@ class ForwardInput:
         reads: one for each table: the `[rows, width]` req_to_token tensor itself, or a `TableRead`.
         luts: one full-to-SWA tensor `[length]` for each of the header's `lut_lens`.
         truth: the scheduler's tokens, or None where the engine cannot tell.
+        attention: what attention gets, where that is known before the forward; else `Recorder.attention`.
     """
 
     mode: str
@@ -81,6 +100,7 @@ class ForwardInput:
     reads: tuple[Any, ...]
     luts: tuple[Any, ...] = ()
     truth: TruthTokens | None = None
+    attention: AttentionInput | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +152,9 @@ class CopiedForward:
     changes: dict[str, Int64Array] = field(default_factory=dict)
     kv_watched: bool = False
     kv_changes: list[KvChange] = field(default_factory=list)
+    attention: dict[str, Int64Array] = field(default_factory=dict)  # event columns
+    attention_watched: int = 0  # as in the trace
+    attention_groups: set[int] = field(default_factory=set)  # whose slots attention has been seen to get
     note: str = ""
 
 
@@ -217,13 +240,19 @@ def translate(lut: Any, slots: Int64Array) -> Int64Array:
 
 def _window_slots(forward: CopiedForward, read: RowValues, window: int) -> Int64Array:
     """Return the slots of the prefix positions that a group with this window reads (0: all of them)."""
+    low, counts = window_positions(forward, read, window)
+    if np.array_equal(low, read.starts) and np.array_equal(counts, read.counts):
+        return read.values
+    offsets = np.cumsum(read.counts) - read.counts
+    return read.values[ragged_index(offsets + low - read.starts, counts)]
+
+
+def window_positions(forward: CopiedForward, read: RowValues, window: int) -> tuple[Int64Array, Int64Array]:
+    """Return `[bs]` the first prefix position that a group with this window reads, and `[bs]` how many of them."""
     first = np.maximum(forward.prefix_lens - window, 0) if window else np.zeros_like(forward.prefix_lens)
     low = np.maximum(read.starts, first)
     high = np.minimum(read.starts + read.counts, forward.prefix_lens)
-    if np.array_equal(low, read.starts) and np.array_equal(high, read.starts + read.counts):
-        return read.values
-    offsets = np.cumsum(read.counts) - read.counts
-    return read.values[ragged_index(offsets + low - read.starts, np.maximum(high - low, 0))]
+    return low, np.maximum(high - low, 0)
 
 
 def _first_read(header: TraceHeader, table: int, prefix_lens: Int64Array) -> Int64Array:

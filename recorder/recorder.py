@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from .attention import take_attention
 from .captured import CapturedRecording
 from .engine_events import (
     sample_event,
@@ -20,7 +21,7 @@ from .engine_events import (
     transfer_event,
 )
 from .forward_event import forward_event
-from .forward_input import ForwardInput, copy_forward
+from .forward_input import AttentionInput, ForwardInput, copy_forward
 from .host_arrays import Int64Array, own_int64
 from .json_text import json_text
 from .kv_watch import of_runner, take_forward, watch
@@ -87,9 +88,21 @@ class Recorder(CapturedRecording):
         forward.changes = self._state.changes(forward)
         every = self._kv_watch_every
         forward.kv_watched = every > 0 and forward.number % every == 0 and any(kv.sources for kv in self._kv)
+        if told.attention is not None:
+            take_attention(forward, told.attention, self.header)
         self._pending = forward
         if forward.kv_watched:
             watch(forward, self._kv, PHASE_BEFORE)
+
+    @guarded
+    def attention(self, told: AttentionInput) -> None:
+        """Take down what attention gets in the forward that `before_forward` began, once its metadata is there.
+
+        A second call in a forward adds to the first: what either saw differ is recorded, and the last lengths are.
+        """
+        if self._pending is None:
+            raise ValueError("attention without before_forward")
+        take_attention(self._pending, told, self.header)
 
     @guarded
     def after_forward(self, *, sampled_tokens: Any = (), sampled_lens: Any = (), note: str = "") -> None:

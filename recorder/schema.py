@@ -115,8 +115,9 @@ INT_LISTS: Final = (
     # what the attention kernels of a forward got, [bs] each, or nothing where it was not observed
     "attention_seq_lens",
     "attention_query_lens",
-    # where the slots that attention got differ from req_to_token, as runs over a request's positions
-    "attention_table",
+    # where the slots that attention got differ from what the forward was told to read and write, as runs over a
+    # request's positions, in a group's own slots
+    "attention_group",
     "attention_request",
     "attention_start",
     "attention_count",
@@ -144,7 +145,7 @@ ADDED: Final[dict[str, int]] = {
     "attention_watched": 3,
     "attention_seq_lens": 3,
     "attention_query_lens": 3,
-    "attention_table": 3,
+    "attention_group": 3,
     "attention_request": 3,
     "attention_start": 3,
     "attention_count": 3,
@@ -154,7 +155,7 @@ ADDED: Final[dict[str, int]] = {
 
 # `attention_watched` of a forward, or-ed: what was read where the attention kernels take it.
 ATTENTION_LENS: Final = 1  # attention_seq_lens and attention_query_lens
-ATTENTION_SLOTS: Final = 2  # the slots; the runs of attention_slots are all that differ from req_to_token
+ATTENTION_SLOTS: Final = 2  # the slots, of all groups of the runner; attention_slots holds all that differ
 
 PHASE_BEFORE: Final = 0  # an observed KV change seen before the forward ran
 PHASE_AFTER: Final = 1  # ... seen after it
