@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..kernels.constants import KvHashMode
+from ..kernels.constants import KV_ALIGN_BYTES, KvHashMode
 from ..recorder.errors import TraceError
 from ..recorder.header import TraceHeader
 from .checks import CHECK_NAMES
@@ -15,11 +15,11 @@ EXECUTORS: Final = ("interval", "stepwise")
 class ReplaySettings:
     """How to replay.
 
-    `kv_hash` is "auto" (partial where bytes were captured), "none", "partial" or "all"; `checks` names the history
-    checks to run; `executor` is "interval", which looks at a prefix position again only where something may have changed,
-    or "stepwise", which looks at every one in every forward, and finds the same; `device` is "cpu", or "cuda" or "cuda:N", which steps
-    whatever `executor` says; `merge_rows` says whether violations that last are one row,
-    None for what the executor has.
+    `kv_hash` is "auto" (every captured byte), "none", "partial" (the first 16, as the published canary does by default)
+    or "all" (every byte of a slot, refused where the trace holds fewer); `checks` names the history checks to run;
+    `executor` is "interval", which looks at a prefix position again only where something may have changed, or "stepwise",
+    which looks at every one in every forward, and finds the same; `device` is "cpu", or "cuda" or "cuda:N", which steps
+    whatever `executor` says; `merge_rows` says whether violations that last are one row, None for what the executor has.
     """
 
     kv_hash: str = "auto"
@@ -75,7 +75,10 @@ def resolve_kv_hash(name: str, header: TraceHeader) -> KvHashMode:
     """Resolve `kv_hash` against what the trace holds; raise `TraceError` where it holds too little."""
     streams = [stream for group in header.groups for stream in group.streams]
     if name == "auto":
-        return KvHashMode.PARTIAL if streams else KvHashMode.NONE
+        if not streams:
+            return KvHashMode.NONE
+        # The two modes hash the same where no stream has more than PARTIAL's bytes.
+        return KvHashMode.ALL if max(s.capture_bytes for s in streams) > KV_ALIGN_BYTES else KvHashMode.PARTIAL
     mode = KvHashMode[name.upper()]
     if mode is KvHashMode.NONE:
         return mode

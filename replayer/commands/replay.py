@@ -60,8 +60,8 @@ Examples:
     type=click.Choice(["auto", "none", "partial", "all"]),
     default="auto",
     show_default=True,
-    help="Which KV bytes of a slot are hashed: none, its first 16 (partial), or all that were captured. "
-    "auto: partial where the trace holds bytes.",
+    help="Which KV bytes of a slot are hashed: all that were captured (auto), none, its first 16 (partial, as the "
+    "published canary), or every byte of the slot, refused where the trace holds fewer (all).",
 )
 @click.option(
     "--checks",

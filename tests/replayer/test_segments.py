@@ -104,7 +104,7 @@ def test_after_losses_a_keyframe_says_what_is_unknown(listed: bool, tmp_path: Pa
     assert together.summary.unknown_entries
 
 
-@pytest.mark.parametrize("kv_hash", ["none", "partial", "all"])
+@pytest.mark.parametrize("kv_hash", ["auto", "none", "partial", "all"])
 def test_which_bytes_are_hashed_is_for_the_replay_to_choose(kv_hash: str, tmp_path: Path) -> None:
     engine = ToyEngine(Shape(window=5, sources=2, capture=32), seed=4, fault="kv", forwards=40)
     trace = tmp_path / "t.arrow"

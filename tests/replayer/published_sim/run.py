@@ -81,7 +81,7 @@ def run(name: str, seed: int, folder: Path, fault: str | None = None) -> Run:
 
 def settings(kv_hash: str) -> ReplaySettings:
     """Return how to replay a run that the published canary has judged with a KV hash mode."""
-    return ReplaySettings(kv_hash="auto" if kv_hash == "PARTIAL" else kv_hash.lower(), checks=(), merge_rows=False)
+    return ReplaySettings(kv_hash=kv_hash.lower(), checks=(), merge_rows=False)
 
 
 def compared(spy: Spy, summary: Summary, trace: Path, report: Path, *, injected: int) -> Run:
