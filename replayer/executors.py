@@ -1,11 +1,12 @@
 """Which executor steps a replay, and which lane takes what is ordinary past it."""
 
+import logging
 from typing import TYPE_CHECKING
 
 from ..kernels.constants import KvHashMode
 from ..recorder.header import TraceHeader
 from ..recorder.machine.requests import RequestBook
-from .checks import CHECK_NAMES, make_checks
+from .checks import CHECK_NAMES, Covered, covered_by, make_checks
 from .health import Health
 from .interval.executor import IntervalExecutor
 from .interval.lane import Lane, open_lane
@@ -18,13 +19,24 @@ from .takings import Takings
 if TYPE_CHECKING:
     from .device.quiet import QuietLane
 
+_log = logging.getLogger("kvcanary")
+
 
 def make_executor(
     header: TraceHeader, settings: ReplaySettings, *, kv_hash_mode: KvHashMode, book: RequestBook, takings: Takings
 ) -> StepwiseExecutor:
-    """Return the executor that the settings name; raise `MemoryError` where its pools and tables find no room."""
+    """Return the executor that the settings name, or the one that the definition is, where a check asks for that.
+
+    Raises:
+        MemoryError: its pools and tables find no room.
+    """
     checks = make_checks(settings.checks, header=header, book=book, backend=settings.backend)
-    if settings.device != "cpu":
+    uncovered = [name for name, ways in covered_by(settings.checks).items() if ways < Covered.INCREMENTAL]
+    if uncovered and (settings.device != "cpu" or settings.executor != "stepwise"):
+        _log.info(
+            "replaying step by step on the CPU: %s does not say that it is covered otherwise", ", ".join(uncovered)
+        )
+    if settings.device != "cpu" and not uncovered:
         from .device.executor import DeviceExecutor  # which needs torch
 
         return DeviceExecutor(
@@ -37,7 +49,7 @@ def make_executor(
             checks=checks,
             device=settings.device,
         )
-    kind = IntervalExecutor if settings.executor == "interval" else StepwiseExecutor
+    kind = IntervalExecutor if settings.executor == "interval" and not uncovered else StepwiseExecutor
     return kind(
         header,
         kv_hash_mode=kv_hash_mode,
@@ -73,6 +85,12 @@ def make_lane(
         book,
         request_ids,
         sinks.merging,
-        every_check=set(settings.checks) == set(CHECK_NAMES) and not compared and settings.max_violations != 0,
+        every_check=_passes_by(settings.checks) and not compared and settings.max_violations != 0,
         backend=settings.backend,
     )
+
+
+def _passes_by(checks: tuple[str, ...]) -> bool:
+    """Whether a lane may take events past the chosen checks; it stops where any of its own finds something."""
+    ways = covered_by(checks)
+    return set(CHECK_NAMES) <= set(ways) and min(ways.values()) is Covered.COMPILED

@@ -1,19 +1,40 @@
 """What a history check is: something that looks at every event, in order, and says what contradicts what came before."""
 
+from enum import IntEnum
 from typing import ClassVar
 
 from ...recorder.reader import EventView
 from ..findings import Finding
+from .history import History
 from .view import ForwardView
+
+
+class Covered(IntEnum):
+    """By which of the faster ways of replaying a check finds what it finds in stepwise replay; each includes those before.
+
+    NOTHING: by none. INCREMENTAL: it is called for every forward, but the plans may leave out prefix entries that it was
+    given before, did not mark, and to which nothing has happened since; of the records only the first half's TAIL is kept,
+    without its KV hash. COMPILED: it need not be called for what the compiled pass takes, since `kernels/lane` stops in
+    front of every event in which it finds or has to remember something.
+    """
+
+    NOTHING = 0
+    INCREMENTAL = 1
+    COMPILED = 2
 
 
 class HistoryCheck:
     """A check that finds nothing; each check overrides what it looks at.
 
-    `judges` names the kinds of event, beside forwards, that `event` looks at.
+    `judges` names the kinds of event, beside forwards, that `event` looks at. `covered` says by which faster ways of
+    replaying it finds the same; one that does not say has every forward of its replays stepped, with all that it reads.
     """
 
     judges: ClassVar[frozenset[str]] = frozenset()
+    covered: ClassVar[Covered] = Covered.NOTHING
+
+    def __init__(self, history: History) -> None:
+        self._history = history
 
     def forward(self, view: ForwardView) -> list[Finding]:
         """Judge a forward that is about to run; tables and pools are as it finds them."""

@@ -11,18 +11,15 @@ from ...kernels.ledger import CACHED, HELD, OWNER, STATE
 from ...recorder.machine.slot_events import SlotEvent
 from ...recorder.reader import EventView
 from ..findings import Finding
-from .check import HistoryCheck
-from .history import History
+from .check import Covered, HistoryCheck
 from .reporting import by_row, changed_hands, event_finding, holder
 
 
 class ForeignSlotFreed(HistoryCheck):
     """Looks at everything that is given back."""
 
+    covered = Covered.COMPILED
     judges = frozenset({"free", "evict"})
-
-    def __init__(self, history: History) -> None:
-        self._history = history
 
     def event(self, view: EventView) -> list[Finding]:
         """Return a finding for each holder whose slots somebody else gives back."""

@@ -12,18 +12,15 @@ import numpy as np
 from ...recorder.machine.slot_events import SlotEvent
 from ...recorder.reader import EventView
 from ..findings import Finding
-from .check import HistoryCheck
-from .history import History
+from .check import Covered, HistoryCheck
 from .reporting import by_row, event_finding
 
 
 class FreedDuringTransfer(HistoryCheck):
     """Looks at everything that changes hands."""
 
+    covered = Covered.COMPILED
     judges = frozenset({"alloc", "free", "evict"})
-
-    def __init__(self, history: History) -> None:
-        self._history = history
 
     def event(self, view: EventView) -> list[Finding]:
         """Return a finding for each transfer whose slots this event gives away."""

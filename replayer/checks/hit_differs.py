@@ -16,7 +16,7 @@ from ...kernels.arrays import record_words
 from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN
 from ...kernels.ledger import DIFFERS
 from ..findings import Finding
-from .check import HistoryCheck
+from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, read_findings
 from .view import ForwardView
@@ -25,8 +25,10 @@ from .view import ForwardView
 class HitDiffers(HistoryCheck):
     """Looks at the prefix slots that are new to their reader."""
 
+    covered = Covered.COMPILED
+
     def __init__(self, history: History) -> None:
-        self._history = history
+        super().__init__(history)
         self._repeats = Repeats()
 
     def forward(self, view: ForwardView) -> list[Finding]:

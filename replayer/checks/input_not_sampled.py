@@ -15,8 +15,7 @@ from ...recorder.machine.sample_book import FORWARD, POSITION, REQUEST, TOKEN, T
 from ...recorder.machine.slot_events import SampleEvent
 from ...recorder.reader import EventView
 from ..findings import Finding
-from .check import HistoryCheck
-from .history import History
+from .check import Covered, HistoryCheck
 from .reporting import input_finding
 from .view import ForwardView
 
@@ -24,10 +23,8 @@ from .view import ForwardView
 class InputNotSampled(HistoryCheck):
     """Compares what each target forward was fed with what was sampled last for its rows, and moves that book on."""
 
+    covered = Covered.COMPILED
     judges = frozenset({"sample"})
-
-    def __init__(self, history: History) -> None:
-        self._history = history
 
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each input token that is not the one sampled for its position."""

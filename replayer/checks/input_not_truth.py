@@ -10,7 +10,7 @@ import numpy as np
 
 from ...recorder.machine.tables import UNKNOWN_TOKEN
 from ..findings import Finding
-from .check import HistoryCheck
+from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import input_finding
 from .view import ForwardView
@@ -19,9 +19,11 @@ from .view import ForwardView
 class InputNotTruth(HistoryCheck):
     """Compares each forward's input tokens with the truth tokens, which are the state tables' own."""
 
+    covered = Covered.COMPILED
+
     def __init__(self, history: History) -> None:
+        super().__init__(history)
         self._token_offsets = tuple(runner.token_offset for runner in history.header.runners)
-        self._history = history
 
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each input token that contradicts the truth tokens."""

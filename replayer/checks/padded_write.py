@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...kernels.ledger import CACHED, HELD, PADDED, PADDED_LIVE, PADDED_WRITTEN, SHARED, STATE
 from ..findings import Finding
-from .check import HistoryCheck
+from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, happened, holder, read_findings, write_findings
 from .view import ForwardView
@@ -23,8 +23,10 @@ from .view import ForwardView
 class PaddedWrite(HistoryCheck):
     """Looks at the tokens behind those of the last request."""
 
+    covered = Covered.COMPILED
+
     def __init__(self, history: History) -> None:
-        self._history = history
+        super().__init__(history)
         self._writes = Repeats()
         self._reads = Repeats()
 

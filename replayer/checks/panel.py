@@ -14,6 +14,7 @@ class Panel(HistoryCheck):
     """Asks each check about the forwards and the kinds of event that it judges; `history` is what they share."""
 
     def __init__(self, history: History, checks: Sequence[HistoryCheck]) -> None:
+        super().__init__(history)
         self.history = history
         self._checks = checks
         self._of_forwards = [check for check in checks if type(check).forward is not HistoryCheck.forward]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ...kernels.ledger import ALLOC, OWNER, READ_FOREIGN, READ_RECYCLED
 from ..findings import Finding
-from .check import HistoryCheck
+from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, happened, read_findings
 from .view import ForwardView
@@ -24,8 +24,10 @@ from .view import ForwardView
 class ReadOfForeignSlot(HistoryCheck):
     """Looks at every prefix slot."""
 
+    covered = Covered.COMPILED
+
     def __init__(self, history: History) -> None:
-        self._history = history
+        super().__init__(history)
         self._repeats = Repeats()
 
     def forward(self, view: ForwardView) -> list[Finding]:

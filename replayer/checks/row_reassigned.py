@@ -10,7 +10,7 @@ import numpy as np
 
 from ...recorder.machine.row_book import EVENT, GIVEN, HOLDER
 from ..findings import Finding
-from .check import HistoryCheck
+from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import forward_finding
 from .view import ForwardView
@@ -19,8 +19,10 @@ from .view import ForwardView
 class RowReassigned(HistoryCheck):
     """Compares each forward's rows with what the status events gave out."""
 
+    covered = Covered.COMPILED
+
     def __init__(self, history: History) -> None:
-        self._history = history
+        super().__init__(history)
         self._told: dict[int, tuple[int, int]] = {}  # by row: the status event and the request reported last
 
     def forward(self, view: ForwardView) -> list[Finding]:

@@ -12,8 +12,7 @@ import numpy as np
 
 from ...recorder.machine.row_book import END, PREFIX, SAMPLED_END, SEEN, VERIFY
 from ..findings import Finding
-from .check import HistoryCheck
-from .history import History
+from .check import Covered, HistoryCheck
 from .reporting import forward_finding
 from .view import ForwardView
 
@@ -21,8 +20,7 @@ from .view import ForwardView
 class SeqLenBackwards(HistoryCheck):
     """Compares each target forward with the one before it on the same row."""
 
-    def __init__(self, history: History) -> None:
-        self._history = history
+    covered = Covered.COMPILED
 
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each request whose length is less than it was."""

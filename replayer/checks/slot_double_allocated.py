@@ -10,18 +10,15 @@ from ...kernels.ledger import HELD, OWNER, STATE
 from ...recorder.machine.slot_events import SlotEvent
 from ...recorder.reader import EventView
 from ..findings import Finding
-from .check import HistoryCheck
-from .history import History
+from .check import Covered, HistoryCheck
 from .reporting import by_row, changed_hands, event_finding, holder
 
 
 class SlotDoubleAllocated(HistoryCheck):
     """Looks at every allocation."""
 
+    covered = Covered.COMPILED
     judges = frozenset({"alloc"})
-
-    def __init__(self, history: History) -> None:
-        self._history = history
 
     def event(self, view: EventView) -> list[Finding]:
         """Return a finding for each holder whose slots an allocation gives out again."""

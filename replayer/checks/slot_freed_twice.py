@@ -10,18 +10,15 @@ from ...kernels.ledger import ALLOC, LEFT
 from ...recorder.machine.slot_events import SlotEvent
 from ...recorder.reader import EventView
 from ..findings import Finding
-from .check import HistoryCheck
-from .history import History
+from .check import Covered, HistoryCheck
 from .reporting import by_row, event_finding
 
 
 class SlotFreedTwice(HistoryCheck):
     """Looks at everything that is given back."""
 
+    covered = Covered.COMPILED
     judges = frozenset({"free", "evict"})
-
-    def __init__(self, history: History) -> None:
-        self._history = history
 
     def event(self, view: EventView) -> list[Finding]:
         """Return a finding for each earlier event that freed what this one frees."""

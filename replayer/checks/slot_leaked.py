@@ -14,8 +14,7 @@ from ...kernels.ledger import ALLOC
 from ...recorder.machine.slot_events import StatusEvent
 from ...recorder.reader import EventView
 from ..findings import Finding
-from .check import HistoryCheck
-from .history import History
+from .check import Covered, HistoryCheck
 from .reporting import event_finding, forward_finding
 from .view import ForwardView
 
@@ -25,10 +24,8 @@ Int64Array = npt.NDArray[np.int64]
 class SlotLeaked(HistoryCheck):
     """Looks at requests that leave, and at table entries that are overwritten."""
 
+    covered = Covered.COMPILED
     judges = frozenset({"status"})
-
-    def __init__(self, history: History) -> None:
-        self._history = history
 
     def event(self, view: EventView) -> list[Finding]:
         """Return a finding for each group in which a request that leaves still holds slots."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...kernels.swa_partners import shared_halves
 from ..findings import Finding
-from .check import HistoryCheck
+from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, entry_findings, happened
 from .view import ForwardView, GroupReads
@@ -24,8 +24,10 @@ Int64Array = npt.NDArray[np.int64]
 class SwaMappingStale(HistoryCheck):
     """Looks at every group that is reached through a full-to-SWA table."""
 
+    covered = Covered.COMPILED
+
     def __init__(self, history: History) -> None:
-        self._history = history
+        super().__init__(history)
         self._serial = 0
         groups = history.header.groups
         self._partners = {

@@ -12,18 +12,15 @@ from ...recorder.machine.slot_events import TransferEvent
 from ...recorder.reader import EventView
 from ...recorder.schema import SEND
 from ..findings import Finding
-from .check import HistoryCheck
-from .history import History
+from .check import Covered, HistoryCheck
 from .reporting import by_row, changed_hands, event_finding
 
 
 class TransferNotHeld(HistoryCheck):
     """Looks at transfers that start and at those that land."""
 
+    covered = Covered.COMPILED
     judges = frozenset({"transfer"})
-
-    def __init__(self, history: History) -> None:
-        self._history = history
 
     def event(self, view: EventView) -> list[Finding]:
         """Return a finding for each holder, or none, whose slots a transfer takes part in."""

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from ...kernels.arrays import record_words
 from ..findings import Finding
-from .check import HistoryCheck
-from .history import History
+from .check import Covered, HistoryCheck
 from .reporting import forward_finding
 from .view import ForwardView, GroupReads
 
@@ -24,8 +23,7 @@ ByteArray = npt.NDArray[np.uint8]
 class WriteLost(HistoryCheck):
     """Compares what each write left with what was there before."""
 
-    def __init__(self, history: History) -> None:
-        self._history = history
+    covered = Covered.COMPILED
 
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each request whose tokens left no trace in some of their slots."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...kernels.ledger import CACHED, FREE, OWNER, STATE, WRITE_CACHED, WRITE_FOREIGN, WRITE_FREE, WRITTEN_TWICE
 from ..findings import Finding
-from .check import HistoryCheck
+from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, changed_hands, write_findings
 from .view import ForwardView
@@ -22,8 +22,10 @@ from .view import ForwardView
 class WriteToForeignSlot(HistoryCheck):
     """Looks at every written slot."""
 
+    covered = Covered.COMPILED
+
     def __init__(self, history: History) -> None:
-        self._history = history
+        super().__init__(history)
         self._repeats = Repeats()
         self._bits = WRITTEN_TWICE
         if history.complete:

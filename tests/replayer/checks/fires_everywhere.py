@@ -1,0 +1,70 @@
+"""A history check that was added as CONTRIBUTING.md says, declares nothing, and finds something in all that it is given.
+
+As a program it is the replay command with this check among the others: `fires_everywhere.py REPLAY ARGUMENTS`. Processes
+that the command starts read this file too, and so have the check.
+"""
+
+from kvcanary.recorder.reader import EventView
+from kvcanary.replayer import checks, executors, findings
+from kvcanary.replayer.checks.check import HistoryCheck
+from kvcanary.replayer.checks.reporting import forward_finding
+from kvcanary.replayer.checks.view import ForwardView
+from kvcanary.replayer.findings import Finding
+from kvcanary.replayer.interval import lane
+
+NAME = "fires_everywhere"
+
+
+class FiresEverywhere(HistoryCheck):
+    """Looks at every forward, all that each of its requests reads, and every change of hands."""
+
+    judges = frozenset({"alloc", "free", "status"})
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        offsets = view.groups[0].plan.request_offsets
+        return [
+            forward_finding(
+                NAME,
+                view.forward,
+                self._history.book,
+                request=r,
+                group=0,
+                position=-1,
+                slot=int(view.groups[0].slots.sum()),
+                detail="is there",
+                count=int(offsets[r + 1] - offsets[r]),
+            )
+            for r in range(len(view.forward.request_ids))
+        ]
+
+    def event(self, view: EventView) -> list[Finding]:
+        numbers = dict.fromkeys(("runner", "group", "req_pool_idx", "position", "slot"), -1)
+        return [
+            Finding(
+                kind=NAME,
+                event=view.number,
+                forward=self._history.last_forward,
+                time_ns=view.time_ns,
+                request_id=int(view.scalar("request_id")),
+                request="",
+                detail=view.kind,
+                **numbers,
+            )
+        ]
+
+
+def register() -> None:
+    """Add the check to those that there are, and have the compiled pass take small traces."""
+    checks._CHECKS[NAME] = FiresEverywhere
+    checks.CHECK_NAMES = executors.CHECK_NAMES = (*checks.CHECK_NAMES, NAME)
+    findings.FINDING_KINDS[NAME] = "something happened"
+    lane.WARM_UP_EVENTS = 0
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    register()
+
+if __name__ == "__main__":
+    from kvcanary.replayer.commands.replay import replay_command
+
+    replay_command()

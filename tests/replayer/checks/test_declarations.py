@@ -1,0 +1,136 @@
+"""What a check declares of the faster ways of replaying holds; one that declares nothing is stepped, and loses nothing."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from kvcanary.replayer import checks, executors
+from kvcanary.replayer.checks import CHECK_NAMES, Covered
+from kvcanary.replayer.interval import lane
+from kvcanary.replayer.interval.lane import Lane
+from kvcanary.replayer.lab.faults import FAULTS
+from kvcanary.replayer.lab.trial import Trial, run_trial
+from kvcanary.replayer.replay import ReplaySettings, replay
+
+from ...recorder.segmented import cut
+from ..equality.both_ways import check
+from ..equality.histories import write_raw
+from ..on_device.raw import read_raw
+from .fires_everywhere import NAME, FiresEverywhere
+from .scene import Scene
+
+DATA = Path(__file__).parents[3] / "data"
+SCRIPT = Path(__file__).with_name("fires_everywhere.py")
+# Faults of the lab that every check but one fires for, and on which engine.
+FIRES = {
+    "row_reassigned_in_flight": (
+        "mha",
+        {"hit_differs", "hit_never_written", "read_of_foreign_slot", "row_reassigned", "write_to_foreign_slot"},
+    ),
+    "double_free": ("mha", {"foreign_slot_freed", "slot_double_allocated", "slot_freed_twice"}),
+    "page_given_twice": ("mha", {"read_after_free"}),
+    "page_leaked": ("mha", {"slot_leaked"}),
+    "kv_write_lost": ("mha", {"write_lost"}),
+    "pad_rows_keep_last_blocks": ("mha", {"padded_write"}),
+    "seq_len_backwards": ("mha", {"seq_len_backwards", "input_not_truth"}),
+    "swa_window_off_by_one": ("swa", {"swa_mapping_stale"}),
+    "abort_frees_during_transfer": ("pd", {"freed_during_transfer"}),
+    "future_map_overrun": ("overlap", {"input_not_sampled"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _lane_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The check that fires everywhere is one of the checks, whose names these are."""
+    names = (*CHECK_NAMES, NAME)
+    monkeypatch.setitem(checks._CHECKS, NAME, FiresEverywhere)
+    monkeypatch.setattr(executors, "CHECK_NAMES", names)
+    return names
+
+
+def found(trace: Path, folder: Path, names: tuple[str, ...], **settings: str) -> list[dict]:
+    folder.mkdir()
+    summary = replay(trace, settings=ReplaySettings(checks=names, **settings), report=folder)
+    assert summary.violations == 0
+    return pq.read_table(folder / "findings.parquet").to_pylist()
+
+
+def test_a_check_that_declares_nothing_finds_the_same_whatever_replays_it(
+    added: tuple[str, ...], tmp_path: Path
+) -> None:
+    header, events = read_raw(DATA / "simulated" / "clean_eagle.arrow")
+    trace = write_raw(tmp_path / "t.arrow", header, events[:60])
+    expected = found(trace, tmp_path / "stepwise", added, executor="stepwise")
+    forwards = sum(event.kind == "forward" for event in events[:60])
+    assert len({row["forward"] for row in expected}) == forwards > 10
+    assert {row["detail"] for row in expected} >= {"alloc", "status"}
+    assert found(trace, tmp_path / "interval", added, executor="interval") == expected
+    assert found(trace, tmp_path / "device", added, device="interpreter") == expected
+
+
+def test_processes_beside_one_another_find_the_same(tmp_path: Path) -> None:
+    (tmp_path / "cut").mkdir()
+    cut(DATA / "clean_llama.arrow", tmp_path / "cut" / "t.arrow", seed=1, least=100, most=200)
+    rows = []
+    for ways in (("--executor", "stepwise", "--jobs", "1"), ("--jobs", "1"), ("--jobs", "2")):
+        report = tmp_path / "".join(ways)
+        ran = subprocess.run(
+            [sys.executable, SCRIPT, tmp_path / "cut", *ways, "--report", report],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 1, ran.stderr
+        (table,) = report.rglob("findings.parquet")
+        rows.append(pq.read_table(table).to_pylist())
+    assert len({row["forward"] for row in rows[0]}) > 50
+    assert rows[1] == rows[0]
+    assert rows[2] == rows[0]
+
+
+@pytest.mark.parametrize("ways", list(Covered))
+def test_a_check_is_called_as_it_declares(
+    ways: Covered, added: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FiresEverywhere, "covered", ways)
+    taken = []
+    run = Lane.run
+    monkeypatch.setattr(Lane, "run", lambda self, batch, at: taken.append(at) or run(self, batch, at))
+    rows = found(DATA / "clean_llama.arrow", tmp_path / "r", added)
+    assert bool(taken) == (ways is Covered.COMPILED)
+    assert bool(rows) == (ways is not Covered.COMPILED)
+    whole = found(DATA / "clean_llama.arrow", tmp_path / "whole", added, executor="stepwise")
+    reads = [sum(row["count"] for row in some) for some in (rows, whole)]
+    assert (reads[0] == reads[1]) == (ways is Covered.NOTHING)
+
+
+@pytest.mark.parametrize("fault", FIRES)
+def test_a_check_that_fires_finds_the_same_past_the_compiled_pass(fault: str, tmp_path: Path) -> None:
+    config, kinds = FIRES[fault]
+    outcome = run_trial(Trial(fault=FAULTS[fault], config=config, seed=0), tmp_path / "trace")
+    replays = check([[trace] for trace in outcome.traces], tmp_path, incidents=False)
+    tables = [one.table("findings") for one in replays]
+    assert kinds <= {kind for table in tables if table is not None for kind in table["kind"].to_pylist()}
+
+
+def test_so_does_one_that_no_fault_of_the_lab_is_for(make_scene: Callable[..., Scene], tmp_path: Path) -> None:
+    scene = make_scene()
+    scene.start(7, 1, [3, 4, 5])
+    scene.transfer("start", "send", [6, 7])
+    scene.recorder.close()
+    (found,) = check([scene.path], tmp_path, incidents=False)
+    fires = {"transfer_not_held"}
+    assert fires <= set(found.table("findings")["kind"].to_pylist())
+    assert set(CHECK_NAMES) == fires.union(*(kinds for _, kinds in FIRES.values()))
+
+
+def test_every_check_says_by_what_it_is_covered() -> None:
+    assert {name for name in CHECK_NAMES if "covered" not in vars(checks._CHECKS[name])} == set()
