@@ -13,6 +13,7 @@ from .dispatch import In8, In8x2, In32x2, In64, InU64x2, Out8x2, Out32x2, Out64,
 from .kv_source import KvSource
 
 WORD_BYTES: Final = 8
+FAR: Final = 1 << 40  # beyond any position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,10 +330,10 @@ def _run_differences_loops(
         start = starts[r]
         held_start = held_starts[r]
         first = max(start, held_start)
-        end = min(start + count, held_start + held_count)
-        # Told of what lies beyond any position, the sums above may pass an int64's end.
-        if start < 0 or held_start < 0 or start + count < start or held_start + held_count < held_start:
-            end = first
+        end = first
+        # No sum is taken of what may be near an int64's end.
+        if 0 <= start < FAR and 0 <= held_start < FAR:
+            end = min(start + count, held_start + held_count)
         in_run = False
         for position in range(first, end):
             expected = held[held_offset + position - held_start]
