@@ -7,6 +7,7 @@ ANCHOR: Final = 0xC0FFEE1234567890  # a chain head's prev_hash is splitmix64(ANC
 
 PADDING_SLOT: Final = 0  # takes padded writes, is never verified; a zeroed table points here
 PADDING_ROW: Final = 0  # the padding row of req_to_token
+UNKNOWN_TOKEN: Final = -1  # stored and chained as it is, never compared
 
 # What plan writes in place of a slot that a table does not have: beyond any pool, never negative (that means "none").
 SLOT_OUT_OF_RANGE: Final = 1 << 62

@@ -6,7 +6,7 @@ import numpy as np
 
 from .forward_event import forward_event
 from .forward_input import CopiedForward
-from .host_arrays import ByteArray, Int64Array
+from .host_arrays import ByteArray, Int64Array, wrapped
 from .kv_watch import take_forward
 from .recording import Recording
 
@@ -45,7 +45,7 @@ class CapturedRecording(Recording):
                 return False
             forward.input_ids = self._hash_tokens(forward.input_ids)
             if "truth_tokens" in forward.changes:
-                forward.changes["truth_tokens"] = self._hash_tokens(forward.changes["truth_tokens"])
+                forward.changes["truth_tokens"] = wrapped(self._hash_tokens(forward.changes["truth_tokens"]))
             self._forwards = forward.number + 1
             if not self._put(forward_event(forward, _NOTHING, _NOTHING, gathered)):
                 return False

@@ -17,6 +17,7 @@ from .host_arrays import (
     read_cells,
     read_runs,
     saturated,
+    wrapped,
 )
 
 _NOTHING = np.empty(0, np.int64)
@@ -284,8 +285,7 @@ def _copy_truth(truth: TruthTokens, rows: Int64Array, hash_tokens: Callable[[Int
     flat = hash_tokens(own_int64(truth.flat))
     _check_length("TruthTokens.lens", lens.size, rows.size, "one for each of req_pool_indices")
     _check_length("TruthTokens.flat", flat.size, int(np.maximum(lens, 0).sum()), "sum(lens)")
-    values = flat if _is_int32(truth.flat) else saturated(flat)
-    return RowValues(rows=rows, starts=np.zeros_like(lens), counts=np.maximum(lens, 0), values=values)
+    return RowValues(rows=rows, starts=np.zeros_like(lens), counts=np.maximum(lens, 0), values=wrapped(flat))
 
 
 def _is_int32(told: Any) -> bool:

@@ -2,12 +2,13 @@
 
 The oracle's tokens are known wherever the engine generates: the inputs of decodes, wherever they stand, and of a draft
 model's extends past the prompt. A prompt that is extended, a draft model's own guesses and what a target verifies are
-taken as fed, as the published canary takes them.
+taken as fed, as the published canary takes them; so is an unknown token.
 """
 
 import numpy as np
 import numpy.typing as npt
 
+from ..kernels.constants import UNKNOWN_TOKEN
 from ..kernels.oracle import generalized_ids, oracle_tokens
 from ..recorder.header import TraceHeader
 from ..recorder.machine.batch_tokens import batch_tokens
@@ -46,5 +47,6 @@ def expected_tokens(forward: Forward, header: TraceHeader, book: RequestBook, *,
     if forward.mode == "draft_extend":  # its inputs may be the prompt's
         known &= (prompts >= 0)[tokens.request] & (at >= prompts[tokens.request])
     expected = forward.input_ids.copy()
+    known &= expected[: len(at)] != UNKNOWN_TOKEN
     expected[: len(at)][known] = foretold[known]
     return expected

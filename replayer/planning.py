@@ -3,9 +3,11 @@
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.constants import PADDING_SLOT
+from ..kernels.arrays import record_words
+from ..kernels.constants import PADDING_SLOT, RECORD_TOKEN, UNKNOWN_TOKEN
 from ..kernels.intervals.looks import ForwardLook
 from ..kernels.plan import VerifyPlan, WritePlan, plan
+from ..kernels.tokens import contradicting
 from ..recorder.header import TraceHeader
 from ..recorder.machine.forward import Forward
 from ..recorder.machine.pools import GroupPool
@@ -84,6 +86,7 @@ class Planner:
         )
         step.looked_beyond = bool(self._out_of_range[0])
         step.reads = int(step.verify_plan.num_valid[0])
+        expect_stored_tokens(pool, step.verify_plan)
         if pool.any_unknown:
             step.unknown_entries = int(leave_out_unknown(pool, step.verify_plan).sum())
             part_from_unknown(pool, step.write_plan, bs)
@@ -108,3 +111,16 @@ def leave_out_unknown(pool: GroupPool, verify_plan: VerifyPlan) -> npt.NDArray[n
     slots[hit] = PADDING_SLOT
     prevs[which_unknown(pool, prevs)] = PADDING_SLOT
     return hit
+
+
+def expect_stored_tokens(pool: GroupPool, verify_plan: VerifyPlan) -> None:
+    """Expect of plan entries the very token that their slot holds, where that does not contradict the truth token.
+
+    A truth table has 32 bits of a token, a slot's record has 64, and an unknown one contradicts nothing.
+    """
+    count = int(verify_plan.num_valid[0])
+    slots, expected = verify_plan.slots[:count], verify_plan.expected_tokens[:count]
+    asked = np.flatnonzero((expected != UNKNOWN_TOKEN) & (slots > 0) & (slots < pool.num_slots))
+    stored = record_words(pool.pool.tail[pool.group.halves[0]], written=False)[slots[asked], RECORD_TOKEN]
+    agree = ~contradicting(expected[asked], stored)
+    expected[asked[agree]] = stored[agree]

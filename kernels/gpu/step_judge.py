@@ -7,7 +7,7 @@ the KV hashes are each half's own. Entries never meet memory: an entry is found,
 import triton
 import triton.language as tl
 
-from ..constants import VERIFY_CHAIN_HASH, VERIFY_POSITION, VERIFY_TOKEN
+from ..constants import UNKNOWN_TOKEN, VERIFY_CHAIN_HASH, VERIFY_POSITION, VERIFY_TOKEN
 from . import step
 from .hashing import CHAIN_SEED, hash_chain, signed, unsigned
 from .step_prepare import current, request_of, through_lut, words_at
@@ -15,6 +15,7 @@ from .step_prepare import current, request_of, through_lut, words_at
 _CHAIN_HASH = tl.constexpr(VERIFY_CHAIN_HASH)
 _POSITION = tl.constexpr(VERIFY_POSITION)
 _TOKEN = tl.constexpr(VERIFY_TOKEN)
+_UNKNOWN_TOKEN = tl.constexpr(UNKNOWN_TOKEN)
 
 _PIECE_STATS = tl.constexpr(step.PIECE_STATS)
 _PIECE_LOG = tl.constexpr(step.PIECE_LOG)
@@ -117,17 +118,19 @@ def _verify_tile(number, piece, result, at, machine, pool, group, request, part,
     chained = tl.load(records + tl.maximum(prev, 0) * 4 + 3, mask=looked & (prev > 0), other=0)
     seed = signed(tl.full([TILE], CHAIN_SEED, tl.uint64))
     expected_hash = tl.where(prev > 0, chained, tl.where(prev < 0, seed, prev_hash))
-    expected_token = position * 0 - 1
+    expected_token = position * 0 + _UNKNOWN_TOKEN
     truth_lens = tl.load(at + _STEP_TRUTH_LENS)
     if truth_lens != 0:
         place = position + tl.load(machine + _MACHINE_TOKEN_OFFSET)
         known = looked & (place < tl.load(words_at(truth_lens) + request))
         truth = tl.load(machine + _MACHINE_TRUTH).to(tl.pointer_type(tl.int32))
         truth += row * tl.load(machine + _MACHINE_TRUTH_WIDTH)
-        expected_token = tl.load(truth + place, mask=known, other=-1).to(tl.int64)
+        expected_token = tl.load(truth + place, mask=known, other=_UNKNOWN_TOKEN).to(tl.int64)
+        agree = (token == _UNKNOWN_TOKEN) | (token.to(tl.int32).to(tl.int64) == expected_token)
+        expected_token = tl.where((expected_token != _UNKNOWN_TOKEN) & agree, token, expected_token)
     reason = tl.where(looked & (prev_hash != expected_hash), _CHAIN_HASH, 0)
     reason |= tl.where(looked & (stored_position != position), _POSITION, 0)
-    reason |= tl.where(looked & (expected_token != -1) & (token != expected_token), _TOKEN, 0)
+    reason |= tl.where(looked & (expected_token != _UNKNOWN_TOKEN) & (token != expected_token), _TOKEN, 0)
     kv = tl.where(_half_differs(pool, 0, slot, looked), 1, 0) | tl.where(_half_differs(pool, 1, slot, looked), 2, 0)
     failed = (reason | kv) != 0
     count = tl.sum(failed.to(tl.int64))

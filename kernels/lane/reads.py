@@ -8,6 +8,7 @@ from ..dispatch import In8x2, In32x2, In64, In64x2, InU64x2, Out8x2, Out32, Out3
 from ..hashing import as_i64, as_u64, chain_seed, slot_hash, splitmix64
 from ..intervals.cells import EVENT, FIRST, LO, TRUTH, link_entry, next_pending, settle, watch
 from ..ledger import ALLOC, CONTENT, FREE, HELD, JOINER, LEFT, OWNER, STAMP, STATE
+from ..tokens import contradicts
 from .rows import SEEN, fresh_from, same_request
 
 
@@ -125,10 +126,9 @@ def record_clean(
     """
     if records[slot, RECORD_POSITION] != position:
         return 0
-    if position + offset < known:
-        wanted = int(truth[row, position + offset])
-        if wanted != -1 and wanted != records[slot, RECORD_TOKEN]:
-            return 0
+    place = position + offset
+    if place < known and contradicts(int(truth[row, place]), records[slot, RECORD_TOKEN]) != 0:
+        return 0
     expected = slot_hash(records, prev) if prev >= 0 else chain_seed()
     return 1 if records[slot, RECORD_PREV_HASH] == as_i64(expected) else 0
 

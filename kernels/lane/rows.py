@@ -5,8 +5,10 @@ The columns are those of `recorder.machine.row_book` and `recorder.machine.sampl
 
 from typing import Final
 
+from ..constants import UNKNOWN_TOKEN
 from ..dispatch import In32x2, In64, In64x2, Out64x2, primitive
 from ..hashing import as_i64, as_u64, splitmix64
+from ..tokens import contradicts
 from .layout import (
     ADMITTED,
     DECODE,
@@ -91,13 +93,13 @@ def inputs_ordinary(
     if settings[HAS_TRUTH] != 0:
         first = prefix + offset
         for i in range(min(count, known - first)):
-            wanted = int(truth[row, first + i])
-            others += 1 if wanted not in (-1, inputs[i]) else 0
+            others += contradicts(int(truth[row, first + i]), inputs[i])
     if others != 0:
         return 0
     if runner == 0 and samples[row, SAMPLE_TOLD] > 0 and samples[row, SAMPLE_REQUEST] == request:
         i = samples[row, SAMPLE_POSITION] - prefix
-        if 0 <= i < count and inputs[i] != samples[row, SAMPLE_TOKEN]:
+        token = samples[row, SAMPLE_TOKEN]
+        if 0 <= i < count and token != UNKNOWN_TOKEN and inputs[i] not in (UNKNOWN_TOKEN, token):
             return 0
     if settings[VOCAB] > 0 and (mode == DRAFT_EXTEND or (mode == DECODE and offset == 0)):
         place = place_of(facts, request)
@@ -107,7 +109,7 @@ def inputs_ordinary(
                 begin = count if facts[place, PROMPT_LEN] < 0 else max(0, facts[place, PROMPT_LEN] - prefix - offset)
             for i in range(begin, count):
                 word = splitmix64(as_u64(facts[place, VALUE]) ^ as_u64(prefix + i + offset))
-                if as_i64(word % as_u64(settings[VOCAB])) != inputs[i]:
+                if inputs[i] not in (UNKNOWN_TOKEN, as_i64(word % as_u64(settings[VOCAB]))):
                     return 0
     return 1
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..header import StateTable
-from ..host_arrays import Int64Array, saturated
+from ..host_arrays import Int64Array
 from .forward import TokenSource
 
 _NOTHING = np.empty(0, np.int64)
@@ -26,7 +26,7 @@ class TruthBook:
     def changes(
         self, rows: Int64Array, truth: Sequence[TokenSource] | None, lens: Sequence[int]
     ) -> dict[str, Int64Array]:
-        """Return a forward's truth columns; nothing where the engine cannot tell.
+        """Return a forward's truth columns, its tokens as they are; nothing where the engine cannot tell.
 
         Args:
             rows: `[bs]`; row 0 is padding.
@@ -57,7 +57,7 @@ class TruthBook:
             "truth_row": np.array(at, np.int64),
             "truth_start": np.array(starts, np.int64),
             "truth_count": np.array(counts, np.int64),
-            "truth_tokens": saturated(np.concatenate(tokens)) if tokens else _NOTHING,
+            "truth_tokens": np.concatenate(tokens) if tokens else _NOTHING,
         }
 
     def forget(self) -> None:

@@ -7,13 +7,12 @@ slots and sampled tokens, so what is left in the trace is what the engine did be
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.constants import UNKNOWN_TOKEN
 from ...kernels.sparse import sparse_zeros
 from ...kernels.state import apply_forward, apply_runs
 from ..header import TraceHeader
 from ..reader import EventView
 from .forward import Forward, UnusableEventError
-
-UNKNOWN_TOKEN = -1
 
 
 class StateTables:

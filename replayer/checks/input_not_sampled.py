@@ -4,11 +4,13 @@ Invariant: when a request samples a token for position p, the next forward of th
 that token. Evidence: the forward that sampled, the event that told of it where it came later (overlapped scheduling),
 and the forward that was fed; no special sampler and no truth tokens are needed. Legitimate exceptions: a request that
 starts over (retracted, resumed, forked) is fed the same tokens again and so still agrees; drafts are not samples, so
-only the target runner is judged, and what a target-verify forward accepts is judged by the truth tokens instead.
+only the target runner is judged, and what a target-verify forward accepts is judged by the truth tokens instead; an
+unknown token (-1), fed or sampled, is compared with nothing.
 """
 
 import numpy as np
 
+from ...kernels.constants import UNKNOWN_TOKEN
 from ...recorder.machine.batch_tokens import BatchTokens
 from ...recorder.machine.forward import Forward
 from ...recorder.machine.sample_book import FORWARD, POSITION, REQUEST, TOKEN, TOLD
@@ -62,6 +64,7 @@ class InputNotSampled(HistoryCheck):
         if only >= 0:
             due &= last[:, TOLD] == only + 1
         fed = forward.input_ids[: len(rows)]
+        due &= (fed != UNKNOWN_TOKEN) & (last[:, TOKEN] != UNKNOWN_TOKEN)
         wrong = np.flatnonzero(due & (fed != last[:, TOKEN]))
         return [
             input_finding(

@@ -3,12 +3,14 @@
 Invariant: the input token at position p of a request is the truth token at p (p + 1 for an EAGLE draft), wherever the
 scheduler knows that position already. Evidence: the forward's `input_ids` and the truth tokens recorded with it; the
 canary's own token check sees the same only when a later forward reads the slot. Legitimate exceptions: positions past
-what the scheduler has committed (drafted tokens, an overlapped step's own token) are not compared.
+what the scheduler has committed (drafted tokens, an overlapped step's own token) are not compared; nor are unknown
+tokens (-1), and of a token beyond 32 bits only those.
 """
 
 import numpy as np
 
-from ...recorder.machine.tables import UNKNOWN_TOKEN
+from ...kernels.constants import UNKNOWN_TOKEN
+from ...kernels.tokens import contradicting
 from ..findings import Finding
 from .check import Covered, HistoryCheck
 from .history import History
@@ -38,7 +40,7 @@ class InputNotTruth(HistoryCheck):
         expected = np.full(len(at), UNKNOWN_TOKEN, dtype=np.int64)
         expected[known] = truth[rows[known], at[known]]
         fed = forward.input_ids[: len(at)]
-        wrong = np.flatnonzero((expected != UNKNOWN_TOKEN) & (fed != expected))
+        wrong = np.flatnonzero(contradicting(expected, fed))
         return [
             input_finding(
                 "input_not_truth",

@@ -3,14 +3,15 @@
 Invariant: what a forward leaves in a slot that it writes is not, byte for byte, what another token had left there. A
 kernel that skips a token shows here and nowhere else: the stale bytes are recorded as those written, and record and
 bytes agree from then on. Evidence: the forward, and the write before it. Legitimate exceptions: the same token written
-again, since the first layer's V depends on nothing else; slots that hold only zeros; slots that nobody has written in
-this trace.
+again, since the first layer's V depends on nothing else; unknown tokens (-1); slots that hold only zeros; slots that
+nobody has written in this trace.
 """
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import record_words
+from ...kernels.constants import RECORD_TOKEN, UNKNOWN_TOKEN
 from ..findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import forward_finding
@@ -42,8 +43,9 @@ class WriteLost(HistoryCheck):
         known = (slots > 0) & (slots < group.pool.num_slots)
         at = np.where(known, slots, 0)
         known &= (pool.writers[at, 0] > 0) & ~pool.unknown[at]
-        tokens = record_words(pool.tail[group.pool.group.halves[0]], written=False)[at, 0]
-        other = np.flatnonzero(known & (tokens != forward.input_ids[: len(slots)]))
+        tokens = record_words(pool.tail[group.pool.group.halves[0]], written=False)[at, RECORD_TOKEN]
+        fed = forward.input_ids[: len(slots)]
+        other = np.flatnonzero(known & (tokens != fed) & (tokens != UNKNOWN_TOKEN) & (fed != UNKNOWN_TOKEN))
         if not len(other):
             return []
         stale = np.zeros(len(other), np.bool_)

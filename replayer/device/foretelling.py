@@ -7,6 +7,7 @@ since what is known of the requests stays the same meanwhile.
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.constants import UNKNOWN_TOKEN
 from ...kernels.oracle import generalized_ids, oracle_tokens
 from ...recorder.batch import TraceBatch
 from ...recorder.header import TraceHeader
@@ -88,4 +89,5 @@ def _foretell(
     modes = batch.strings("mode")
     drafts = np.repeat(np.array([modes[event] == "draft_extend" for event in events.tolist()], np.bool_), written)
     known &= ~drafts | ((prompts >= 0)[known_as] & (at >= prompts[known_as]))
+    known &= out[places - begin] != UNKNOWN_TOKEN
     out[places[known] - begin] = tokens[known]

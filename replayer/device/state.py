@@ -7,12 +7,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import record_words
-from ...kernels.constants import RECORD_KV_HASH, KvHashMode
+from ...kernels.constants import RECORD_KV_HASH, UNKNOWN_TOKEN, KvHashMode
 from ...kernels.gpu import step
 from ...kernels.kv_source import fold_kv
 from ...recorder.header import TraceHeader
 from ...recorder.machine.pools import GroupPool
-from ...recorder.machine.tables import UNKNOWN_TOKEN, StateTables
+from ...recorder.machine.tables import StateTables
 from .host_hashes import carried_hashes
 
 Int64Array = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ from ...recorder.machine.kv_changes import KvChanges
 from ...recorder.machine.pools import GroupPool
 from ...recorder.machine.tables import StateTables
 from ...recorder.machine.write_planning import own_slots, part_from_unknown, readable_prefixes
-from ..planning import GroupStep, Planner, leave_out_unknown
+from ..planning import GroupStep, Planner, expect_stored_tokens, leave_out_unknown
 from .watch import Watch
 
 Int64Array = npt.NDArray[np.int64]
@@ -86,6 +86,7 @@ class IntervalPlanner(Planner):
             backend=self._backend,
         )
         step.looked_beyond = bool(self._out_of_range[0])
+        expect_stored_tokens(pool, step.verify_plan)
         if pool.any_unknown:
             unknown = leave_out_unknown(pool, step.verify_plan)
             step.unknown_entries = int(unknown.sum())
