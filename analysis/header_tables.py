@@ -1,4 +1,4 @@
-"""A trace's header as tables: traces, pool groups, streams, block tables; and its gaps."""
+"""A trace's header as tables: traces, pool groups, streams, block tables; its gaps; what a replay watched of it."""
 
 import dataclasses
 from pathlib import Path
@@ -65,7 +65,20 @@ HEADER_SCHEMAS: Final[dict[str, pa.Schema]] = {
     ),
     "_tables": pa.schema({"trace": _TEXT, "table_index": _INT}),
     "_gaps": pa.schema({"trace": _TEXT, "after_event": _INT, "missing_events": _INT, "kind": _TEXT, "reason": _TEXT}),
+    "_coverage": pa.schema(
+        {
+            "trace": _TEXT,
+            "what": _TEXT,
+            "name": _TEXT,
+            "watched": _INT,
+            "total": _INT,
+            "share": pa.float64(),
+            "reason": _TEXT,
+            "words": _TEXT,
+        }
+    ),
 }
+_KINDS: Final = {_TEXT: str, _INT: int, pa.float64(): float}
 
 
 def header_rows(
@@ -132,3 +145,21 @@ def summary_rows(name: str, summary: dict[str, Any]) -> dict[str, list[dict[str,
         "present": False,
     }
     return {"_traces": [facts]}
+
+
+def coverage_rows(name: str, summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a report's summary says of how much was watched; nothing of an older report, or of what is no row."""
+    schema = HEADER_SCHEMAS["_coverage"]
+    rows = summary.get("coverage")
+    return [
+        {field.name: _value(row.get(field.name), field.type) for field in schema} | {"trace": name}
+        for row in (rows if isinstance(rows, list) else [])
+        if isinstance(row, dict)
+    ]
+
+
+def _value(value: Any, kind: pa.DataType) -> Any:
+    """Return a value of a report that anybody may have written, None where it is not of its column's type."""
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return None
+    return value if isinstance(value, _KINDS[kind]) else None

@@ -15,6 +15,7 @@ BASE: Final = (
     "pool_groups",
     "streams",
     "gaps",
+    "coverage",
     "events",
     "forwards",
     "forward_requests",

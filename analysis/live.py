@@ -11,7 +11,7 @@ from ..recorder.schema import trace_schema
 from ..replayer.findings import FINDING_SCHEMA
 from ..replayer.violations import VIOLATION_SCHEMA
 from .errors import AnalysisError
-from .header_tables import HEADER_SCHEMAS, header_rows, summary_rows
+from .header_tables import HEADER_SCHEMAS, coverage_rows, header_rows, summary_rows
 from .incidents.finding import incidents_fit
 from .incidents.schema import INCIDENT_SCHEMA, MEMBER_SCHEMA
 from .sources import Source
@@ -47,6 +47,7 @@ def make_raw_relations(connection: Any, sources: Sequence[Source], resources: Ex
             connection.register(f"raw_events_{number}", scan.events)
             events.append(f"select {quoted(source.name)} as trace, * from raw_events_{number}")
             found = header_rows(source.name, source.trace, scan.header, complete=scan.complete, gaps=scan.gaps)
+        found["_coverage"] = coverage_rows(source.name, source.summary or {})
         for name, new in found.items():
             rows[name] += new
     connection.register("_no_events", trace_schema().empty_table())

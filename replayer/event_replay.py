@@ -19,6 +19,7 @@ from ..recorder.machine.pulse import Pulse
 from ..recorder.machine.requests import RequestBook
 from ..recorder.reader import EventView, TraceBatch, TraceGap
 from ..recorder.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_GOES_ON, SLOTS_LISTED
+from .coverage import count_forwards
 from .exchange import Exchange
 from .executors import make_executor, make_lane
 from .health import Health
@@ -194,6 +195,7 @@ class EventReplay:
         summary.verified = executor.verified
         summary.written = executor.written
         summary.unknown_entries = executor.unknown_entries
+        summary.entries_read = executor.entries_read
         if executor.num_on_host is not None:
             summary.settings["forwards_on_cpu"] = executor.num_on_host
         summary.swa_divergence = executor.divergence.to_json()
@@ -266,6 +268,7 @@ class EventReplay:
         summary.forwards += 1
         summary.forwards_by_mode[forward.mode] = summary.forwards_by_mode.get(forward.mode, 0) + 1
         summary.forwards_watched += forward.kv_watched
+        count_forwards(summary.figures, view.batch, np.array([view.index]), summary.header)
         summary.tokens += forward.num_tokens
         self._request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
         self._takings.findings(self._health.forward(forward))

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..recorder.commands.text import printable
+from .coverage import not_watched
 from .findings import FINDING_KINDS
 from .incident_blocks import show_incidents
 from .summary import Summary
@@ -39,6 +40,7 @@ def show(console: Console, summary: Summary) -> None:
         console.print(Text(line, style="dim"), soft_wrap=True)
     console.print()
     console.print(_verdict(summary), soft_wrap=True)
+    console.print(_not_watched(summary))
     if summary.incidents:
         console.print()
         total = summary.num_incidents or len(summary.incidents)
@@ -79,6 +81,9 @@ def one_line(summary: Summary) -> str:
         line += f"   {summary.findings:,} findings, first in forward {finding['forward']:,}: {finding['kind']}"
     if summary.doubts:
         line += f"   ({'; '.join(summary.doubts)})"
+    left_out = not_watched(summary.coverage)
+    if left_out:
+        line += f"   not watched: {'; '.join(left_out)}"
     return printable(line)
 
 
@@ -142,11 +147,15 @@ def _verdict(summary: Summary) -> Text:
         hit = f"{len(summary.requests_hit):,} of {_count(summary.requests, 'request')} hit"
         text.append("   " + ", ".join([*found, hit]), style="default not bold")
     if verdict is Verdict.CLEAN:
-        text.append("   no violation; complete, nothing lost", style="default not bold")
+        text.append(f" in what was watched   no violation in {_count(summary.forwards, 'forward')}", "default not bold")
     elif summary.doubts:
         joint = "   but not the whole story: " if verdict is Verdict.CORRUPT else "   "
         text.append(joint + "; ".join(summary.doubts), style="default not bold")
     return text
+
+
+def _not_watched(summary: Summary) -> Table:
+    return _grid([("not watched", "; ".join(not_watched(summary.coverage)) or "nothing that this recording tells of")])
 
 
 def _grid(rows: list[tuple[str, str]]) -> Table:

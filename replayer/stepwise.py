@@ -42,7 +42,8 @@ class StepwiseExecutor:
     """Steps forwards and sweeps through plan, verify and write on rebuilt pools.
 
     `launcher` holds the canary's own health counters; `verified` and `written` count what those launches looked at;
-    `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot;
+    `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot,
+    `entries_read` all entries of prefixes and sweeps, once for a pool group;
     `history` is what the history checks share, None without any; `num_on_host` counts the forwards that a replay on a GPU
     left to the CPU, None where there is no GPU.
     """
@@ -70,6 +71,7 @@ class StepwiseExecutor:
         self.verified = 0
         self.written = 0
         self.unknown_entries = 0
+        self.entries_read = 0
         self.num_on_host: int | None = None
         self._backend = backend
         self._book = book
@@ -86,6 +88,7 @@ class StepwiseExecutor:
         self.tables.apply_changes(view)
         steps = [self._plan(pool, forward, changes) for pool in self.pools if pool.group.runner == forward.runner]
         self.unknown_entries += sum(step.unknown_entries for step in steps)
+        self.entries_read += sum(step.reads for step in steps)
         self._check(forward, steps)
         expected = expected_tokens(forward, self.header, self._book, backend=self._backend)
         if len(forward.req_pool_indices):
@@ -114,6 +117,7 @@ class StepwiseExecutor:
             pool = self.pools[index]
             unknown = int(leave_out_unknown(pool, plan).sum()) if pool.any_unknown else 0
             self.unknown_entries += unknown
+            self.entries_read += int(plan.num_valid[0])
             for half in pool.group.halves:
                 log = self.launcher.verify("SWEEP", half, pool, plan, check_tokens=False)
                 self.verified += int(plan.num_valid[0]) - unknown
@@ -133,6 +137,7 @@ class StepwiseExecutor:
 
     def launched(self, pool: GroupPool, *, forwards: int, reads: int, written: int) -> None:
         """Count launches on a group's buffers that were carried out elsewhere: its entries read, records written."""
+        self.entries_read += reads
         for endpoint in ENDPOINTS:
             for half in pool.group.halves:
                 tag = launch_tag(endpoint, half, pool.group.kind)

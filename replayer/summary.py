@@ -11,16 +11,21 @@ import pyarrow as pa
 
 from ..kernels.constants import FailReason, LaunchTag
 from ..recorder.header import TraceHeader
+from .coverage import Watched, coverage, no_figures, not_watched
 from .findings import Finding
 from .verdict import Verdict
 
 MAX_LISTED = 100
 NOBODY = -1
+_NOT_IN_JSON = frozenset({"header", "figures"})
 
 
 @dataclass(slots=True, kw_only=True)
 class Summary:
-    """A replay's result; `to_json` gives the layout of `summary.json`, described in docs/replay.md."""
+    """A replay's result; `to_json` gives the layout of `summary.json`, described in docs/replay.md.
+
+    `figures` counts what was seen of each runner's forwards, see `coverage.FIGURES`.
+    """
 
     trace: str
     header: TraceHeader
@@ -44,6 +49,8 @@ class Summary:
     verified: int = 0
     written: int = 0
     unknown_entries: int = 0
+    entries_read: int = 0
+    figures: npt.NDArray[np.int64] = field(init=False)
     swa_divergence: dict[str, Any] | None = None
     transfers_sent: int = 0
     transfers_received: int = 0
@@ -73,6 +80,23 @@ class Summary:
     num_marks: int = 0
     seconds: float = 0.0
     report: str | None = None
+
+    def __post_init__(self) -> None:
+        """Begin the counts with nothing."""
+        self.figures = no_figures(self.header)
+
+    @property
+    def coverage(self) -> list[Watched]:
+        """How much was watched of what the verdict may be taken to speak for."""
+        return coverage(
+            self.header,
+            self.figures,
+            recorded=self.events.get("forward", 0),
+            judged=self.forwards,
+            entries_read=self.entries_read,
+            unknown_entries=self.unknown_entries,
+            settings=self.settings,
+        )
 
     @property
     def doubts(self) -> list[str]:
@@ -116,12 +140,17 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "header"}
+        values = {
+            item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name not in _NOT_IN_JSON
+        }
         values["requests_hit"] = list(self.requests_hit.values())[:MAX_LISTED]
+        rows = self.coverage
         return {
             "verdict": self.verdict.value,
             "exit_code": self.verdict.exit_code,
             "doubts": self.doubts,
+            "coverage": [row.to_json() for row in rows],
+            "not_watched": not_watched(rows),
             "num_requests_hit": len(self.requests_hit),
             "engine": dataclasses.asdict(self.header.engine),
             "model": dataclasses.asdict(self.header.model),

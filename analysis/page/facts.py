@@ -33,6 +33,7 @@ def verdict(source: Source) -> dict[str, Any]:
     return {
         "verdict": plain(str(summary.get("verdict", "unknown"))),
         "doubts": [plain(doubt) for doubt in _list(summary.get("doubts"))],
+        "not_watched": [plain(words) for words in _list(summary.get("not_watched"))],
         "stopped": plain(str(summary.get("stopped") or "")),
         "trace": plain(source.name),
         "engine": plain(replayed),

@@ -173,6 +173,7 @@ class DeviceExecutor(StepwiseExecutor):
             reads, written = int(piece.reads[steps, number].sum()), int(piece.written[steps].sum())
             unknown = int(piece.stats[steps, number, STAT_UNKNOWN].sum())
             self.unknown_entries += unknown
+            self.entries_read += reads
             for half in group.halves:
                 for endpoint in _ENDPOINTS:
                     tag = launch_tag(endpoint, half, group.kind)
@@ -308,6 +309,7 @@ class DeviceExecutor(StepwiseExecutor):
             step.unknown_entries = int(found.stats[number, STAT_UNKNOWN])
             steps.append(step)
         self.unknown_entries += sum(step.unknown_entries for step in steps)
+        self.entries_read += sum(step.reads for step in steps)
         if len(forward.req_pool_indices):
             for step in steps:
                 for half in step.pool.group.halves:

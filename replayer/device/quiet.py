@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ...recorder.batch import TraceBatch
 from ...recorder.machine.forward import read_forward
+from ..coverage import count_forwards
 from ..health import Health
 from ..summary import Summary
 from .executor import DeviceExecutor
@@ -72,6 +73,7 @@ class QuietLane:
         for event in forwards:
             summary.forwards_by_mode[modes[event]] = summary.forwards_by_mode.get(modes[event], 0) + 1
         summary.forwards += len(forwards)
+        count_forwards(summary.figures, batch, np.array(forwards), summary.header)
         summary.forwards_watched += int((batch.scalar_ints("kv_watched")[forwards] != 0).sum())
         summary.tokens += int(np.diff(batch.offsets("input_ids"))[forwards].sum())
         rows, ids = (gathered(batch, name, np.array(forwards)) for name in ("req_pool_indices", "request_ids"))

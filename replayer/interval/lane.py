@@ -51,6 +51,7 @@ from ...recorder.machine.forward import read_forward
 from ...recorder.machine.requests import RequestBook
 from ..checks.history import History
 from ..checks.panel import Panel
+from ..coverage import count_forwards
 from ..health import Health
 from ..merged.merging import MergingSink
 from ..summary import Summary
@@ -318,6 +319,7 @@ class Lane:
         for mode, count in Counter(modes[index] for index in forwards.tolist()).items():
             summary.forwards_by_mode[mode] = summary.forwards_by_mode.get(mode, 0) + count
         summary.forwards += len(forwards)
+        count_forwards(summary.figures, batch, forwards, self._header)
         summary.forwards_watched += int(np.count_nonzero(batch.scalar_ints("kv_watched")[forwards]))
         summary.tokens += int(np.diff(batch.offsets("input_ids"))[forwards].sum())
 

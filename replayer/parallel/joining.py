@@ -23,7 +23,8 @@ from .jobs import Job
 from .stretch_replay import Part, drop_parts
 
 _SUMS: Final = (
-    *("forwards", "forwards_watched", "tokens", "verified", "written", "unknown_entries", "num_marks"),
+    *("forwards", "forwards_watched", "tokens", "verified", "written", "unknown_entries", "entries_read", "num_marks"),
+    "figures",
     *("transfers_sent", "transfers_received", "transfers_unmatched"),
 )
 _COUNTS: Final = ("events", "forwards_by_mode", "slot_counters", "kernel_counters")

@@ -15,7 +15,7 @@ KEPT = (
     "swa_divergence", "transfers_sent", "transfers_received", "transfers_unmatched", "violations",
     "violations_by_reason", "violations_by_launch", "first_violation", "first_violation_forward",
     "last_violation_forward", "forwards_hit", "slots_hit", "requests_hit", "findings", "findings_by_kind",
-    "first_finding", "marks",
+    "first_finding", "marks", "entries_read", "not_watched",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ function drawHead() {
       ...(numbers["first bad forward"].v === null ? [] : [", first in forward ", number(numbers["first bad forward"], { label: "first bad forward" })]),
       ".",
     ],
-    clean: ["Every forward was judged, nothing was found, nothing was lost."],
+    clean: ["Nothing was found in what was watched, and nothing was lost."],
     inconclusive: [head.doubts.length ? `Nothing was found, but: ${head.doubts.join("; ")}.` : "Nothing was found, and not everything could be judged."],
   }[verdict] ?? ["The report does not say."];
   fill(
@@ -32,6 +32,7 @@ function drawHead() {
       el("h1", { id: "verdict-word" }, verdict.toUpperCase()),
       el("p", { class: "sentence" }, sentence),
       verdict !== "inconclusive" && head.doubts.length > 0 && el("p", { class: "doubts" }, `Doubts: ${head.doubts.join("; ")}.`),
+      head.not_watched.length > 0 && el("p", { class: "soft" }, `Not watched: ${head.not_watched.join("; ")}.`),
       el("dl", { class: "tiles" }, tiles(numbers)),
       lostNote(unknown),
     ),

@@ -1,0 +1,109 @@
+"""What the verdict says that it does not speak for: the same from every executor, and nothing is left out in silence."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from kvcanary.recorder.header import KvStream, NotWatched, PoolGroup, Runner, StateTable, TraceHeader
+from kvcanary.replayer.checks import CHECK_NAMES
+from kvcanary.replayer.coverage import Watched, coverage, no_figures, not_watched
+from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.replayer.screen import one_line, show
+from kvcanary.replayer.summary import Summary
+from rich.console import Console
+
+DATA = Path(__file__).parent.parent.parent / "data"
+SETTINGS = ReplaySettings().to_json() | {"kv_hash": "partial"}
+
+
+def _group(name: str = "full", *, layers: int = 4, runner: int = 0, captured: int = 32) -> PoolGroup:
+    streams = tuple(KvStream(half=half, bytes_per_token=64, capture_bytes=captured) for half in "KV")
+    return PoolGroup(name=name, num_slots=64, streams=streams, num_layers=layers, runner=runner)
+
+
+def _header(**changes: object) -> TraceHeader:
+    header = TraceHeader(
+        groups=(_group(),), tables=(StateTable(rows=4, width=16),), truth_table=StateTable(rows=4, width=16)
+    )
+    return dataclasses.replace(header, **changes)  # type: ignore[arg-type]  # fields of a header
+
+
+def _rows(header: TraceHeader, *, seen: int = 10, settings: dict[str, object] | None = None) -> list[Watched]:
+    figures = no_figures(header)
+    figures[:] = [10, seen, seen, seen, seen, 100, 0]
+    return coverage(
+        header,
+        figures,
+        recorded=10,
+        judged=10,
+        entries_read=50,
+        unknown_entries=0,
+        settings=SETTINGS if settings is None else settings,
+    )
+
+
+def test_layers_bytes_and_history_are_named() -> None:
+    words = not_watched(_rows(_header()))
+    assert words == ["layers 1-3", "96 of a slot's 128 bytes (--kv-hash partial)", "who held a slot (no slot history)"]
+
+
+def test_a_recording_that_watches_everything_names_nothing() -> None:
+    header = _header(groups=(_group(layers=1, captured=64),), slot_history="complete")
+    assert not not_watched(_rows(header, settings=SETTINGS | {"kv_hash": "all"}))
+
+
+def test_what_no_forward_showed_is_named_for_each_runner() -> None:
+    header = _header(
+        groups=(_group(), _group("draft", runner=1)), runners=(Runner(), Runner(name="draft", derived=("positions",)))
+    )
+    figures = no_figures(header)
+    figures[0] = [10, 10, 10, 10, 10, 100, 3]
+    figures[1] = [8, 4, 0, 8, 8, 80, 0]
+    rows = coverage(header, figures, recorded=20, judged=18, entries_read=50, unknown_entries=5, settings=SETTINGS)
+    words = not_watched(rows)
+    assert "2 of 20 forwards, which were left out" in words
+    assert "KV bytes of prefixes in 4 of 8 forwards of draft" in words
+    assert "what attention was given of draft" in words
+    assert "positions (derived) of draft" in words
+    assert "3 of 180 input tokens, which are unknown" in words
+    assert "5 of 50 slots read: nobody knows what they must hold" in words
+    assert next(row for row in rows if (row.what, row.name) == ("bytes_watched", "draft")).share == 0.5
+
+
+def test_what_the_recorder_leaves_out_is_named_with_its_reason() -> None:
+    left_out = (
+        NotWatched(what="pool", name="the mamba pool", reason="its states have no slots"),
+        NotWatched(what="layers", name="full", reason="layer 2 has no cache of its own"),
+    )
+    rows = _rows(_header(not_watched=left_out))
+    assert "the mamba pool" in not_watched(rows)
+    assert [row.reason for row in rows if row.what == "layers"] == ["layer 2 has no cache of its own"]
+
+
+def test_an_older_recording_says_that_it_does_not_say() -> None:
+    words = not_watched(_rows(_header(format_minor=2, groups=(_group(layers=0),))))
+    assert "other pools, draft models, CUDA graphs (not said by this recording)" in words
+    assert "every layer but 0" in words
+
+
+def test_settings_that_leave_something_out_are_named() -> None:
+    settings = SETTINGS | {"kv_hash": "none", "checks": [name for name in CHECK_NAMES if name != "write_lost"]}
+    words = not_watched(_rows(_header(), settings=settings))
+    assert "128 of a slot's 128 bytes (--kv-hash none)" in words
+    assert "the checks write_lost (--checks)" in words
+
+
+@pytest.mark.parametrize("trace", ["sglang/clean_eagle_h200.arrow", "simulated/overlap_future_map_overrun.arrow"])
+def test_executors_agree_and_every_screen_says_it(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found: list[Summary] = [
+        replay(DATA / trace, settings=ReplaySettings(executor=executor), report=None)
+        for executor in ("interval", "stepwise")
+    ]
+    rows = [[row.to_json() for row in summary.coverage] for summary in found]
+    assert rows[0] == rows[1] == found[0].to_json()["coverage"]
+    show(Console(width=80), found[0])
+    said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    at = next(number for number, line in enumerate(said) if line.startswith("not watched  "))
+    assert all(len(line) <= 80 for line in said[at : at + 6])
+    assert "not watched: " in one_line(found[0])
+    assert "nothing lost" not in "\n".join(said)
