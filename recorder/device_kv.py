@@ -1,5 +1,7 @@
 """KV bytes of a pool on a device: gathered there with torch, then brought to the host; this waits for the device."""
 
+from typing import Any
+
 import numpy as np
 
 from ..kernels.kv_source import KvSource
@@ -27,3 +29,15 @@ def gather_device(source: KvSource, slots: Int64Array, capture_bytes: int) -> By
     columns = first[:, None] + torch.arange(capture_bytes, device=tensor.device)
     out[inside] = tensor[rows[:, None], columns].cpu().numpy()
     return out
+
+
+def as_rows(value: Any) -> ByteArray:
+    """Return an array, numpy's or torch's, as `[T, bytes of a token] uint8` on the host."""
+    if hasattr(value, "detach"):
+        import torch
+
+        value = value.detach()
+        value = value.reshape(value.shape[0], int(np.prod(value.shape[1:], dtype=np.int64))).contiguous()
+        return np.asarray(value.view(torch.uint8).cpu().numpy())
+    array = np.ascontiguousarray(value)
+    return array.reshape(array.shape[0], int(np.prod(array.shape[1:], dtype=np.int64))).view(np.uint8)

@@ -41,6 +41,8 @@ def forward_event(
     content = [rows.reshape(-1) for streams in gathered.values() for rows in streams]
     if content:
         payload["kv_bytes"] = np.concatenate(content)
+    if forward.kv_submitted is not None:
+        payload["kv_submitted_bytes"] = forward.kv_submitted
     if forward.kv_changes:
         changes = forward.kv_changes
         ints["kv_change_stream"] = np.concatenate([np.full(c.slots.size, c.stream, np.int64) for c in changes])
@@ -53,6 +55,7 @@ def forward_event(
         "mode": forward.mode,
         "kv_watched": int(forward.kv_watched),
         "attention_watched": forward.attention_watched,
+        "submitted_watched": forward.submitted_watched,
         "note": forward.note,
     }
     return TraceEvent(

@@ -153,6 +153,8 @@ class CopiedForward:
     changes: dict[str, Int64Array] = field(default_factory=dict)
     kv_watched: bool = False
     kv_changes: list[KvChange] = field(default_factory=list)
+    submitted_watched: int = 0  # streams whose submitted bytes were compared with the stored ones
+    kv_submitted: ByteArray | None = None  # as the event's column; None where they were the same
     attention: dict[str, Int64Array] = field(default_factory=dict)  # event columns
     attention_watched: int = 0  # as in the trace
     attention_groups: set[int] = field(default_factory=set)  # whose slots attention has been seen to get

@@ -29,6 +29,7 @@ from .outbox import RecorderStats
 from .recording import guarded, prepare_kernels
 from .schema import PHASE_AFTER, PHASE_BEFORE, SEND, TIER_POOL
 from .slot_runs import runs_to_slots
+from .submitted import Submitted, take_submitted
 
 MAX_NAME: Final = 1024  # characters of a request's name: whoever sends a request may choose it
 
@@ -105,13 +106,17 @@ class Recorder(CapturedRecording):
         take_attention(self._pending, told, self.header)
 
     @guarded
-    def after_forward(self, *, sampled_tokens: Any = (), sampled_lens: Any = (), note: str = "") -> None:
+    def after_forward(
+        self, *, sampled_tokens: Any = (), sampled_lens: Any = (), note: str = "", submitted: Submitted | None = None
+    ) -> None:
         """Complete the event of the forward that `before_forward` began.
 
         Args:
             sampled_tokens: `[sum(sampled_lens)]`, request by request.
             sampled_lens: `[bs]` how many tokens each request got, or nothing where sampling is told otherwise.
             note: kept in the event; for a forward that failed, how.
+            submitted: for each `(group, stream)` whose K or V was seen on its way to the cache, `[T, ...]` what the model
+                handed in, a token's bytes in the order in which the pool stores them; compared with what is stored.
         """
         if self._pending is None:
             raise ValueError("after_forward without before_forward")
@@ -122,7 +127,7 @@ class Recorder(CapturedRecording):
                 f"length {self._pending.rows.size} or 0 and {tokens.size} tokens"
             )
         self._pending.note = note
-        self._finish_forward(tokens, lens)
+        self._finish_forward(tokens, lens, submitted)
 
     @guarded
     def slots(
@@ -335,12 +340,16 @@ class Recorder(CapturedRecording):
         if self._pending is not None:
             self.after_forward(note=note)
 
-    def _finish_forward(self, sampled_tokens: Int64Array, sampled_lens: Int64Array) -> None:
+    def _finish_forward(
+        self, sampled_tokens: Int64Array, sampled_lens: Int64Array, submitted: Submitted | None = None
+    ) -> None:
         forward, self._pending = self._pending, None
         if forward is None:
             return
         mine = of_runner(self._kv, forward.runner)
         gathered = {n: [kv.gather(s, forward.written[n]) for s in range(len(kv.sources))] for n, kv in mine}
+        if submitted:
+            take_submitted(forward, submitted, self._kv, gathered)
         if forward.kv_watched:
             watch(forward, self._kv, PHASE_AFTER)
         event = forward_event(forward, sampled_tokens, sampled_lens, gathered)

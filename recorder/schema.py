@@ -56,6 +56,7 @@ SCALARS: Final[dict[str, tuple[pa.DataType, int | str]]] = {
     "note": (pa.utf8(), ""),
     "labels": (pa.utf8(), ""),
     "attention_watched": (pa.int64(), 0),
+    "submitted_watched": (pa.int64(), 0),
 }
 
 # int64 list columns, in groups that share their lengths.
@@ -135,7 +136,7 @@ BYTE_LISTS: Final = (
     "kv_bytes",  # written slots: [stream][token][capture_bytes], streams in header order, the runner's own only
     "kv_change_bytes",
     "state_bytes",  # a part of a keyframe: rows of the array named by `note`, one after another
-    "kv_submitted_bytes",  # what the model handed to the cache for the written slots, laid out as kv_bytes
+    "kv_submitted_bytes",  # what the model handed to the cache, laid out as kv_bytes, where that differs
 )
 
 # Columns that came after 1.0, with the minor version: an older trace does not have them, and no event of it uses them.
@@ -152,6 +153,7 @@ ADDED: Final[dict[str, int]] = {
     "attention_count": 3,
     "attention_slots": 3,
     "kv_submitted_bytes": 3,
+    "submitted_watched": 3,
 }
 
 # `attention_watched` of a forward, or-ed: what was read where the attention kernels take it.

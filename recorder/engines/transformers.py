@@ -196,6 +196,14 @@ class Attachment:
         cached = [list(allocator.ledger.cached_blocks) for allocator in cache.cache_allocators.values()]
         return lambda _, __: session.evicted_blocks(cached)
 
+    def _on_update(
+        self, cache: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]
+    ) -> Finish | None:
+        session = self._sessions.get(cache)
+        if session is not None and kwargs.get("block_table") is None:  # else attention itself stores K and V
+            session.submits(cache, key_states, value_states, layer_idx)
+        return None
+
     def _on_fork(self, cache: Any, src_state: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         session = self._sessions.get(cache)
         return None if session is None else lambda forked, _: session.forked(src_state, list(forked or ()))
@@ -286,6 +294,7 @@ def attach(
     kv_watch_every: int = 1,
     capture_bytes: int = 16,
     layers: tuple[int, ...] | None = None,
+    submitted: bool = True,
     **writer_options: Any,
 ) -> Attachment:
     """Record every batch processor that steps from now on, until `detach`.
@@ -296,6 +305,8 @@ def attach(
         kv_watch_every: look for KV bytes that changed without a write every N forwards; 0 never.
         capture_bytes: leading bytes of each token's K and V to keep, a multiple of 16; 0 for none.
         layers: whose KV bytes to keep, at most 4 of a group; None for the first layer of each group.
+        submitted: compare what those layers hand to the cache with what it holds after the forward; costs a copy of
+            their K and V of each forward.
         writer_options: `compression`, `flush_bytes`, `flush_interval_ns`, `max_queued_bytes`, `overwrite`.
 
     Raises:
@@ -321,6 +332,7 @@ def attach(
             "layers": layers,
             "capture_bytes": capture_bytes,
             "kv_watch_every": kv_watch_every,
+            "submitted": submitted,
             "writer_options": writer_options,
         },
     )
@@ -333,6 +345,7 @@ def attach(
             (cache_allocator.CacheAllocator, "free_blocks", attachment._on_free),
             (cache_allocator.CacheAllocator, "mark_complete_blocks", attachment._on_complete),
             (cache.PagedAttentionCache, "evict_cached_blocks", attachment._on_evict),
+            (cache.PagedAttentionCache, "update", attachment._on_update),
             (cache.PagedAttentionCache, "prepare_fork_request", attachment._on_fork),
             (cache.PagedAttentionCache, "perform_cache_copy", attachment._on_copy),
             (offloading, "offload_requests", attachment._because("offload")),

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ..device_kv import as_rows
 from ..forward_input import ForwardInput, TableRead, TruthTokens
 from ..host_arrays import Int64Array, own_int64, ragged_index
 from ..recorder import Recorder
@@ -19,7 +20,7 @@ class Session:
     Methods may raise: the hooks that call them catch it, and switch the recorder off.
     """
 
-    __slots__ = ("_forward", "_layouts", "_requests", "reason", "recorder")
+    __slots__ = ("_forward", "_layouts", "_requests", "_streams", "_submitted", "_tokens", "reason", "recorder")
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class Session:
         layers: tuple[int, ...] | None,
         capture_bytes: int,
         kv_watch_every: int,
+        submitted: bool,
         writer_options: dict[str, Any],
     ) -> None:
         if processor.use_async_batching:
@@ -39,6 +41,13 @@ class Session:
         header, self._layouts, sources = describe_engine(processor, layers=layers, capture_bytes=capture_bytes)
         self._requests = KnownRequests(num_rows=header.tables[0].rows, num_groups=len(self._layouts))
         self._forward = -1
+        self._tokens = 0
+        self._submitted: dict[tuple[int, int], Any] = {}
+        self._streams: dict[tuple[int, str], tuple[int, int]] = {
+            (stream.layer, stream.half): (group, number)
+            for group, pool in enumerate(header.groups if submitted else ())
+            for number, stream in enumerate(pool.streams)
+        }
         self.reason = "finish"
         self.recorder = Recorder(path, header, kv_sources=sources, kv_watch_every=kv_watch_every, **writer_options)
         if self._has_history(processor):
@@ -71,7 +80,8 @@ class Session:
             for request, future in zip(requests, batch, strict=True)
         ]
         prompt_lens = np.array([len(future.state.initial_tokens) for future in batch], np.int64)
-        tokens = int(io.total_seqlen_q)
+        self._submitted.clear()
+        self._tokens = tokens = int(io.total_seqlen_q)
         self.recorder.before_forward(
             ForwardInput(
                 mode=_mode(extend, prefix, prompt_lens),
@@ -89,13 +99,25 @@ class Session:
 
     def after_step(self, processor: Any, error: BaseException | None) -> None:
         """Complete the forward with the tokens that it sampled, or with what the model raised."""
+        submitted = {key: as_rows(states)[: self._tokens] for key, states in self._submitted.items()}
+        self._submitted.clear()
         if error is not None:
             self.recorder.after_forward(note=f"the model raised {self.recorder.error_text(error)}")
             return
         io = processor.inputs_and_outputs
         sampled_lens = np.array([int(future.has_new_token) for future in io.requests_in_batch], np.int64)
         sampled = io.output_ids[0, : int(sampled_lens.sum())]
-        self.recorder.after_forward(sampled_tokens=sampled, sampled_lens=sampled_lens)
+        self.recorder.after_forward(sampled_tokens=sampled, sampled_lens=sampled_lens, submitted=submitted)
+
+    def submits(self, cache: Any, keys: Any, values: Any, layer: int) -> None:
+        """Keep what a layer hands to the cache, `[1, heads, T, head_dim]`, until the forward has ended.
+
+        A view would do if nobody wrote into it; what damages the pool may well do that, so the bytes are copied.
+        """
+        for half, states in (("K", keys), ("V", values)):
+            key = self._streams.get((layer, half))
+            if key is not None and states.dtype == cache.dtype:
+                self._submitted[key] = states[0].transpose(0, 1).detach().clone()
 
     def _known(self, state: Any) -> KnownRequest:
         request = self._requests.get(state.request_id)

@@ -26,7 +26,8 @@ class Forward:
     """A forward event's arrays; `bs` requests, `tokens` tokens.
 
     `out_cache_loc` holds one `[tokens] int64` per state table, `kv_bytes` one `[tokens, capture_bytes] uint8` per
-    stream of the runner. `truth_lens` is None where the engine gave no truth tokens.
+    stream of the runner, `kv_submitted` the same of what the model handed to the cache, nothing where it is no other.
+    `truth_lens` is None where the engine gave no truth tokens.
     """
 
     event: int
@@ -46,6 +47,7 @@ class Forward:
     positions: Int64Array
     out_cache_loc: tuple[Int64Array, ...]
     kv_bytes: tuple[ByteArray, ...]
+    kv_submitted: tuple[ByteArray, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -87,6 +89,7 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
         raise UnusableEventError(
             f"sampled_tokens has {len(sampled_tokens)} entries, sampled_lens add up to another number"
         )
+    submitted = view.bytes("kv_submitted_bytes")
     return Forward(
         event=int(view.scalar("event")),
         forward=int(view.scalar("forward")),
@@ -101,7 +104,8 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
         input_ids=input_ids,
         positions=positions,
         out_cache_loc=tuple(slots),
-        kv_bytes=_kv_bytes(view, header, runner, tokens),
+        kv_bytes=_stream_bytes("kv_bytes", view.bytes("kv_bytes"), header, runner, tokens),
+        kv_submitted=_stream_bytes("kv_submitted_bytes", submitted, header, runner, tokens) if len(submitted) else (),
         **per_request,
     )
 
@@ -113,11 +117,10 @@ def _ints_of_length(view: EventView, name: str, length: int) -> Int64Array:
     return values
 
 
-def _kv_bytes(view: EventView, header: TraceHeader, runner: int, tokens: int) -> tuple[ByteArray, ...]:
-    data = view.bytes("kv_bytes")
+def _stream_bytes(name: str, data: ByteArray, header: TraceHeader, runner: int, tokens: int) -> tuple[ByteArray, ...]:
     widths = [stream.capture_bytes for _, stream in header.streams(runner)]
     if len(data) != tokens * sum(widths):
-        raise UnusableEventError(f"kv_bytes has {len(data)} bytes, expected {tokens * sum(widths)}")
+        raise UnusableEventError(f"{name} has {len(data)} bytes, expected {tokens * sum(widths)}")
     parts = []
     at = 0
     for width in widths:

@@ -201,6 +201,7 @@ class KeyframeLoader:
             sampled_tokens=nothing,
             out_cache_loc=(slots,) if self._state.header.tables else (),
             kv_bytes=(),
+            kv_submitted=(),
             **columns,
         )
         self._state.history.samples.put_back(forward, batch_tokens(forward), told=bool(view.scalar("note")))

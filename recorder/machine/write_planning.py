@@ -6,6 +6,7 @@ import numpy.typing as npt
 from ...kernels.constants import PADDING_SLOT
 from ...kernels.plan import MAX_PLAN_ENTRIES, WritePlan, plan_capacity
 from ...kernels.state import translate
+from ..header import PoolGroup
 from .forward import Forward, UnusableEventError
 from .pools import GroupPool
 from .tables import StateTables
@@ -50,3 +51,10 @@ def which_unknown(pool: GroupPool, slots: Int64Array) -> npt.NDArray[np.bool_]:
     unknown = pool.pool.unknown
     inside = (slots >= 0) & (slots < len(unknown))
     return inside & unknown[np.where(inside, slots, 0)]
+
+
+def stays(slots: Int64Array, group: PoolGroup) -> npt.NDArray[np.bool_]:
+    """Say of each token, `[n] bool`, whether its slot is one of the pool's, no padding, and no later token takes it."""
+    found = np.zeros(slots.size, np.bool_)
+    found[slots.size - 1 - np.unique(slots[::-1], return_index=True)[1]] = True
+    return found & (slots >= 0) & (slots < group.num_slots) & ~np.isin(slots, group.padding_slots)

@@ -24,6 +24,7 @@ from .slot_freed_twice import SlotFreedTwice
 from .slot_leaked import SlotLeaked
 from .swa_mapping_stale import SwaMappingStale
 from .transfer_not_held import TransferNotHeld
+from .write_damaged import WriteDamaged
 from .write_lost import WriteLost
 from .write_to_foreign_slot import WriteToForeignSlot
 
@@ -40,6 +41,7 @@ _CHECKS: Final[dict[str, type[HistoryCheck]]] = {
     "write_to_foreign_slot": WriteToForeignSlot,
     "padded_write": PaddedWrite,
     "write_lost": WriteLost,
+    "write_damaged": WriteDamaged,
     "row_reassigned": RowReassigned,
     "hit_never_written": HitNeverWritten,
     "hit_differs": HitDiffers,

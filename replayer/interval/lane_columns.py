@@ -37,6 +37,7 @@ _UNUSUAL_LISTS: Final = (
     "kv_change_slot",
     "kv_change_phase",
     "kv_change_bytes",
+    "kv_submitted_bytes",
 )
 
 

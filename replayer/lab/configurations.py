@@ -143,6 +143,11 @@ _CONFIGURATIONS: Final = (
         engine={"sweep_interval": 8, "num_pages": 200, "eagle": True},
     ),
     Configuration(
+        name="submitted",
+        summary="what the model hands to the pools is recorded beside what they hold",
+        engine={"submitted": True, "shape": "swa", "window": 16, "swa_num_pages": 70},
+    ),
+    Configuration(
         name="overlap", summary="a forward is launched before the one before it is heard of", engine={"overlap": True}
     ),
     Configuration(

@@ -8,6 +8,7 @@ import torch
 from kvcanary.recorder.engines.transformers import attach, attach_from_environment
 from kvcanary.recorder.reader import TraceReader, read_events
 from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from .documented_engine import contents, judged
 from .hooked_engine import assert_clean, event_notes, hooked_methods
@@ -240,3 +241,34 @@ def test_a_model_that_raises_leaves_a_note(tmp_path: Path, monkeypatch: pytest.M
     notes = [event.scalar("note") for event in read_events(tmp_path / "trace.arrow") if event.kind == "forward"]
     assert notes[-1] == "the model raised RuntimeError: out of memory"
     assert judged(tmp_path / "trace.arrow").violations == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_layers_hand_in_is_compared_with_what_the_cache_holds(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attach(tmp_path / "clean.arrow", capture_bytes=32):
+        generate(model(name))
+    assert_clean(tmp_path / "clean.arrow")
+    forwards = [event for event in read_events(tmp_path / "clean.arrow") if event.kind == "forward"]
+    with TraceReader(tmp_path / "clean.arrow") as reader:
+        streams = len(reader.header.streams(0))
+        first = reader.header.streams(0)[0][1].layer
+    assert {event.scalar("submitted_watched") for event in forwards} == {streams}
+    assert not any(len(event.bytes("kv_submitted_bytes")) for event in forwards)
+
+    update, calls = PagedAttentionCache.update, []
+
+    def damaging(cache: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: Any) -> Any:
+        """Store one token's V of the first layer otherwise than it was handed in."""
+        calls.append(layer_idx)
+        if layer_idx == first and calls.count(first) == 5:
+            value_states = value_states.clone()
+            value_states[0, 0, -1, 3] += 1
+        return update(cache, key_states, value_states, layer_idx, kwargs)
+
+    monkeypatch.setattr(PagedAttentionCache, "update", damaging)
+    with attach(tmp_path / "trace.arrow", capture_bytes=32):
+        generate(model(name))
+    summary = judged(tmp_path / "trace.arrow")
+    assert (summary.violations, dict(summary.findings_by_kind)) == (0, {"write_damaged": 1})

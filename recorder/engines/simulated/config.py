@@ -48,6 +48,7 @@ class EngineConfig:
         sweep_interval: target forwards between two walks of the prefix cache, 0 for none.
         overlap: a forward is launched before the host has seen what the one before it sampled.
         role: "prefill" or "decode" for the half of a pair, "" for an engine that does both.
+        submitted: the recorder gets what the model hands to the pools, beside what they hold after the forward.
     """
 
     seed: int = 0
@@ -77,6 +78,7 @@ class EngineConfig:
     sweep_interval: int = 0
     overlap: bool = False
     role: str = ""
+    submitted: bool = False
 
     def __post_init__(self) -> None:
         """Raise `ValueError` on anything the engine could not run with."""

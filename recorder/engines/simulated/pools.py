@@ -35,6 +35,7 @@ class KvPool:
         self.host_content: WordArray = np.zeros(group.host_num_slots, np.uint64)
         self._words = [np.zeros((group.num_slots, s.bytes_per_token // 8), np.uint64) for s in group.streams]
         self._host_words = [np.zeros((group.host_num_slots, s.bytes_per_token // 8), np.uint64) for s in group.streams]
+        self.submitted: dict[int, WordArray] = {}  # what was handed in last, `[n, words]` for each stream
         self._salts = [
             scramble((np.arange(words.shape[1], dtype=np.uint64) + np.uint64(1 + 97 * number)) * _GAMMA)
             for number, words in enumerate(self._words)
@@ -63,9 +64,9 @@ class KvPool:
         `slots` `[n] int64`, `content`, `noise` `[n] uint64`. Where a slot comes twice, the last write stays.
         """
         self.content[slots] = content
-        for words, salt in zip(self._words, self._salts, strict=True):
+        for number, (words, salt) in enumerate(zip(self._words, self._salts, strict=True)):
             rows = scramble(content[:, None] ^ salt)
-            words[slots] = rows if noise is None else rows ^ noise[:, None]
+            self.submitted[number] = words[slots] = rows if noise is None else rows ^ noise[:, None]
 
     def copy(self, src: Int64Array, dst: Int64Array) -> None:
         """Copy whole slots within the pool."""

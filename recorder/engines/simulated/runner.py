@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from ...forward_input import ForwardInput, TruthTokens
 from ...recorder import Recorder
+from ...submitted import Submitted
 from .batch import Batch
 from .counters import Counters
 from .layout import TARGET
@@ -34,16 +35,24 @@ class ForwardRunner:
         """Run one forward; `pick` samples from it."""
         self.tell(batch)
         content = self._model.run(batch) if batch.input_ids.size else np.empty(0, np.uint64)
+        submitted = self._submitted(batch)
         if pick is None:
-            self._recorder.after_forward()
+            self._recorder.after_forward(submitted=submitted)
         else:
             tokens, lens = pick(content)
-            self._recorder.after_forward(sampled_tokens=tokens, sampled_lens=lens)
+            self._recorder.after_forward(sampled_tokens=tokens, sampled_lens=lens, submitted=submitted)
         self._counters.forwards += 1
         self._counters.padded_forwards += batch.rows.size > len(batch.requests)
         if batch.runner == TARGET:
             self._counters.target_forwards += 1
             self._counters.tokens += batch.num_tokens
+
+    def _submitted(self, batch: Batch) -> Submitted:
+        """Return what the model handed to the pools in the forward that just ran, where that is to be recorded."""
+        if not self._memory.config.submitted or not batch.input_ids.size:
+            return {}
+        pools = [pool for pool in self._memory.pools if pool.group.runner == batch.runner]
+        return {(pool.index, stream): rows for pool in pools for stream, rows in pool.submitted.items()}
 
     def tell(self, batch: Batch) -> None:
         """Tell the recorder what is about to run."""

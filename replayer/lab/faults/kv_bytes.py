@@ -73,6 +73,28 @@ def kv_post_forward(bench: Bench) -> None:
     around(bench.engine.runner, "run", run)
 
 
+def kv_write_damaged(bench: Bench) -> None:
+    """Flip a byte of a slot within the forward that writes it, after the model has handed its KV in."""
+    running: list[Batch] = []
+
+    def run(original: Any, batch: Batch, *args: Any, **kwargs: Any) -> None:
+        running[:] = [batch]
+        original(batch, *args, **kwargs)
+
+    def write(pool: KvPool, original: Any, slots: Any, *args: Any) -> None:
+        original(slots, *args)
+        batch = running[0]
+        found = np.flatnonzero(slots[: batch.num_tokens])
+        if bench.due and found.size:
+            token = int(bench.pick(found.tolist()))
+            bench.inject(slot=int(slots[token]), position=int(batch.positions[token]), group=pool.index)
+            _flip(bench, pool, int(slots[token]))
+
+    around(bench.engine.runner, "run", run)
+    for pool in bench.engine.memory.pools:
+        around(pool, "write", partial(write, pool))
+
+
 def kv_write_lost(bench: Bench) -> None:
     """Let a forward write nothing for one token, in one pool; its slot keeps what another token left there.
 
@@ -203,6 +225,13 @@ FAULTS: Final = (
         reference="lab",
         configs=_ALL,
         arm=kv_write_lost,
+    ),
+    Fault(
+        name="kv_write_damaged",
+        summary="a byte of a slot is flipped within the forward that writes it",
+        reference="lab",
+        configs=("submitted",),
+        arm=kv_write_damaged,
     ),
     Fault(
         name="groups_alias",

@@ -12,6 +12,7 @@ from kvcanary.analysis.sources import find_sources
 TRIALS = {
     "kv_changed": ("kv_used", "mha_page16", 2),
     "kv_write_lost": ("kv_write_lost", "mha_page16", 3),
+    "kv_write_damaged": ("kv_write_damaged", "submitted", 3),
     "groups_alias": ("groups_alias", "eagle", 3),
     "req_to_token": ("req_to_token", "mha_page16", 3),
     "row_reassigned_in_flight": ("row_reassigned_in_flight", "mha_page16", 2),

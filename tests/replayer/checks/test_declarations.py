@@ -34,6 +34,7 @@ FIRES = {
     "page_given_twice": ("mha", {"read_after_free"}),
     "page_leaked": ("mha", {"slot_leaked"}),
     "kv_write_lost": ("mha", {"write_lost"}),
+    "kv_write_damaged": ("submitted", {"write_damaged"}),
     "pad_rows_keep_last_blocks": ("mha", {"padded_write"}),
     "seq_len_backwards": ("mha", {"seq_len_backwards", "input_not_truth"}),
     "swa_window_off_by_one": ("swa", {"swa_mapping_stale"}),
