@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from ..recorder.private_files import is_regular
 from ..recorder.schema import trace_schema
 from ..replayer.findings import FINDING_SCHEMA
 from ..replayer.violations import VIOLATION_SCHEMA
@@ -31,12 +32,16 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def make_raw_relations(connection: Any, sources: Sequence[Source], resources: ExitStack) -> None:
+def make_raw_relations(connection: Any, sources: Sequence[Source], resources: ExitStack) -> list[str]:
     """Give a connection `raw_events`, `raw_violations`, `raw_findings` and the header's tables, of all sources.
+
+    Returns:
+        The files that DuckDB itself goes on reading.
 
     Raises:
         AnalysisError: a trace or a report cannot be read.
     """
+    plain = {s.report: plain_path(s.report, resources) for s in sources if s.report is not None}
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in HEADER_SCHEMAS}
     events: list[str] = []
     for number, source in enumerate(sources):
@@ -58,11 +63,12 @@ def make_raw_relations(connection: Any, sources: Sequence[Source], resources: Ex
     for name, schema in _REPORT_FILES.items():
         connection.register(f"_no_{name}", schema.empty_table())
         parts = [
-            f"select {quoted(s.name)} as trace, * from {_parquet(s, name, resources)}" for s in sources if s.report
+            f"select {quoted(s.name)} as trace, * from {_parquet(plain[s.report], name)}" for s in sources if s.report
         ]
         for source in sources:
             if source.report:
-                _check_columns(connection, source.report / f"{name}.parquet", _parquet(source, name, resources), name)
+                relation = _parquet(plain[source.report], name)
+                _check_columns(connection, source.report / f"{name}.parquet", relation, name)
         parts.append(f"select ''::varchar as trace, *, 0::bigint as file_row_number from _no_{name}")
         _view(connection, f"_all_{name}", parts)
         connection.execute(
@@ -72,20 +78,26 @@ def make_raw_relations(connection: Any, sources: Sequence[Source], resources: Ex
     with_incidents = [s for s in sources if s.report is not None and incidents_fit(s.report)]
     for name, schema in _INCIDENT_FILES.items():
         connection.register(f"_no_{name}", schema.empty_table())
-        parts = [f"select {quoted(s.name)} as trace, * from {_file(s, name, resources)}" for s in with_incidents]
+        parts = [
+            f"select {quoted(s.name)} as trace, * from {_file(plain[s.report], name)}"
+            for s in with_incidents
+            if s.report
+        ]
         parts.append(f"select ''::varchar as trace, * from _no_{name}")
         _view(connection, f"raw_{name}", parts)
+    names = (*_REPORT_FILES, *_INCIDENT_FILES)
+    return [str(folder / f"{name}.parquet") for folder in plain.values() for name in names]
 
 
 def _view(connection: Any, name: str, parts: list[str]) -> None:
     connection.execute(f"create temp view {name} as " + "\nunion all by name\n".join(parts))
 
 
-def _parquet(source: Source, name: str, resources: ExitStack) -> str:
-    path = (source.report or Path()) / f"{name}.parquet"
-    if not path.is_file():
-        raise AnalysisError(f"{path}: missing; the report is incomplete, so replay the trace again")
-    return f"read_parquet({quoted(str(plain_path(path, resources)))}, file_row_number = true)"
+def _parquet(report: Path, name: str) -> str:
+    path = report / f"{name}.parquet"
+    if not is_regular(path):
+        raise AnalysisError(f"{path}: missing, or no regular file; the report is incomplete, so replay the trace again")
+    return f"read_parquet({quoted(str(path))}, file_row_number = true)"
 
 
 def _check_columns(connection: Any, path: Path, relation: str, name: str) -> None:
@@ -106,6 +118,5 @@ def _check_columns(connection: Any, path: Path, relation: str, name: str) -> Non
         )
 
 
-def _file(source: Source, name: str, resources: ExitStack) -> str:
-    path = (source.report or Path()) / f"{name}.parquet"
-    return f"read_parquet({quoted(str(plain_path(path, resources)))})"
+def _file(report: Path, name: str) -> str:
+    return f"read_parquet({quoted(str(report / f'{name}.parquet'))})"

@@ -9,13 +9,14 @@ import math
 import os
 import stat
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..recorder.commands.text import printable
 from .errors import AnalysisError
 from .text_table import text_table
 
@@ -23,7 +24,9 @@ FORMATS: Final = ("table", "csv", "json", "parquet", "arrow")
 BINARY_FORMATS: Final = ("parquet", "arrow")
 
 
-def write_result(reader: pa.RecordBatchReader, sink: IO[bytes], form: str, *, max_rows: int | None) -> None:
+def write_result(
+    reader: pa.RecordBatchReader, sink: IO[bytes], form: str, *, max_rows: int | None, on_screen: bool = False
+) -> None:
     """Write a result to a binary stream in one of `FORMATS`.
 
     Args:
@@ -31,6 +34,7 @@ def write_result(reader: pa.RecordBatchReader, sink: IO[bytes], form: str, *, ma
         sink: where to.
         form: a name of `FORMATS`.
         max_rows: in a text table, how many rows are shown; None for all.
+        on_screen: a terminal reads along: nothing in a cell may steer it.
 
     Raises:
         OSError: `sink` cannot be written.
@@ -42,8 +46,10 @@ def write_result(reader: pa.RecordBatchReader, sink: IO[bytes], form: str, *, ma
         text = io.TextIOWrapper(sink, encoding="utf-8", errors="backslashreplace", write_through=True)
         if form == "table":
             _table(reader, text, max_rows)
+        elif form == "csv":
+            _csv(reader, text, printable if on_screen else str)
         else:
-            (_csv if form == "csv" else _json)(reader, text)
+            _json(reader, text)
         text.flush()
         text.detach()
 
@@ -141,11 +147,13 @@ def _binary(reader: pa.RecordBatchReader, sink: _Cuttable, form: str) -> None:
             raise
 
 
-def _csv(reader: pa.RecordBatchReader, text: IO[str]) -> None:
+def _csv(reader: pa.RecordBatchReader, text: IO[str], shown: Callable[[str], str]) -> None:
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(reader.schema.names)
+    writer.writerow([shown(name) for name in reader.schema.names])
     for batch in reader:
-        writer.writerows([_flat(value) for value in row] for row in _rows(batch))
+        for row in _rows(batch):
+            cells = (_flat(value) for value in row)
+            writer.writerow([shown(cell) if isinstance(cell, str) else cell for cell in cells])
 
 
 def _json(reader: pa.RecordBatchReader, text: IO[str]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import duckdb
 import pyarrow as pa
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 ROWS_PER_BATCH = 100_000
+MEMORY_LIMIT: Final = "4GB"  # of a query; what does not fit is spilled
+_MAX_THREADS: Final = 8
 
 
 class Session:
@@ -112,48 +114,57 @@ class Session:
         self.close()
 
 
-def open_report(path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> Session:
-    """Open a report folder, from its report.duckdb where there is one that fits, else from the files themselves.
+def open_report(
+    path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None, unlocked: bool = False
+) -> Session:
+    """Open a report folder, from its report.duckdb where this user made one that fits, else from the files themselves.
 
     Args:
         path: the folder that kvcanary-replay wrote.
         trace: where its trace is now, if it has moved.
+        unlocked: let the SQL read and write files, load extensions and change DuckDB's settings.
 
     Raises:
         AnalysisError: no report, or no readable one.
     """
     report = Path(path)
     read_summary(report)  # says so where a trace was given
-    return open_sources(find_sources([report], trace=None if trace is None else Path(trace)))
+    return open_sources(find_sources([report], trace=None if trace is None else Path(trace)), unlocked=unlocked)
 
 
-def open_traces(*paths: str | os.PathLike[str]) -> Session:
-    """Open traces and report folders together; the column `trace` says which is which.
+def open_traces(*paths: str | os.PathLike[str], unlocked: bool = False) -> Session:
+    """Open traces and report folders together; the column `trace` says which is which. `unlocked` as in `open_report`.
 
     Raises:
         AnalysisError: a path is neither a trace nor a report, or none is given.
     """
     if not paths:
         raise AnalysisError("no trace is given; name at least one trace or report folder")
-    return open_sources(find_sources([Path(path) for path in paths]))
+    return open_sources(find_sources([Path(path) for path in paths]), unlocked=unlocked)
 
 
-def open_sources(sources: Sequence[Source], *, use_store: bool = True) -> Session:
+def open_sources(
+    sources: Sequence[Source], *, use_store: bool = True, unlocked: bool = False, memory_limit: str = MEMORY_LIMIT
+) -> Session:
     """Open sources: from their stores if each has one that fits, else from their files.
+
+    Unless `unlocked`, what the SQL can reach is what was opened: no other file, no extension, no setting.
 
     Raises:
         AnalysisError: a trace or report cannot be read.
     """
     with ExitStack() as resources:
-        connection = connect(":memory:", resources)
+        connection = connect(":memory:", resources, memory_limit)
         stores = [fresh_store(source) for source in sources] if use_store else [None]
         try:
             if all(stores):
-                _attach(connection, list(zip(sources, stores, strict=True)), resources)
+                opened = _attach(connection, list(zip(sources, stores, strict=True)), resources)
             else:
-                make_raw_relations(connection, sources, resources)
+                opened = make_raw_relations(connection, sources, resources)
                 for statement in relation_statements(stored=False):
                     connection.execute(statement)
+            if not unlocked:
+                _lock(connection, opened)
         except duckdb.Error as error:
             if "KeyboardInterrupt" in str(error):  # Ctrl-C while DuckDB asks us for a relation
                 raise KeyboardInterrupt from None
@@ -164,7 +175,7 @@ def open_sources(sources: Sequence[Source], *, use_store: bool = True) -> Sessio
         return Session(connection, sources, resources.pop_all(), stored=all(stores))
 
 
-def connect(database: str, resources: ExitStack) -> Any:
+def connect(database: str, resources: ExitStack, memory_limit: str = MEMORY_LIMIT) -> Any:
     """Return a DuckDB connection that fetches nothing from outside and spills into a private folder."""
     connection = duckdb.connect(
         database, config={"autoinstall_known_extensions": False, "python_enable_replacements": False}
@@ -172,16 +183,29 @@ def connect(database: str, resources: ExitStack) -> Any:
     resources.callback(connection.close)
     spill = resources.enter_context(private_folder())
     connection.execute(f"set temp_directory = {quoted(spill)}")
+    connection.execute(f"set memory_limit = {quoted(memory_limit)}")
+    connection.execute(f"set threads = {min(os.cpu_count() or 1, _MAX_THREADS)}")
     connection.execute(NO_LOOP_JOIN)
     return connection
 
 
-def _attach(connection: Any, stores: Sequence[tuple[Source, Path | None]], resources: ExitStack) -> None:
-    """One view a base relation, over all stores."""
+def _lock(connection: Any, opened: Sequence[str]) -> None:
+    """Let SQL reach the files that were opened and no others, and change no setting any more."""
+    spill = connection.execute("select current_setting('temp_directory')").fetchone()[0]
+    connection.execute(f"set allowed_directories = [{quoted(spill)}]")
+    connection.execute(f"set allowed_paths = [{', '.join(map(quoted, opened))}]")
+    connection.execute("set autoload_known_extensions = false")
+    connection.execute("set enable_external_access = false")
+    connection.execute("set lock_configuration = true")
+
+
+def _attach(connection: Any, stores: Sequence[tuple[Source, Path | None]], resources: ExitStack) -> list[str]:
+    """Make one view a base relation, over all stores; return the stores' paths."""
+    opened = []
     for number, (_, store) in enumerate(stores):
         if store is not None:
-            plain = plain_path(store.parent, resources) / store.name
-            connection.execute(f"attach {quoted(str(plain))} as store_{number} (read_only)")
+            opened.append(str(plain_path(store.parent, resources) / store.name))
+            connection.execute(f"attach {quoted(opened[-1])} as store_{number} (read_only)")
     for name in BASE:
         parts = [
             f"select * replace ({quoted(source.name)} as trace) from store_{number}.{name}"
@@ -190,6 +214,7 @@ def _attach(connection: Any, stores: Sequence[tuple[Source, Path | None]], resou
         connection.execute(f"create view {name} as " + " union all by name ".join(parts))
     for statement in derived_statements():
         connection.execute(statement)
+    return opened
 
 
 def _named(sources: Sequence[Source]) -> str:

@@ -11,13 +11,11 @@ from typing import Any, Final
 from ..recorder.errors import TraceError
 from ..recorder.reader import TraceReader
 from ..recorder.segments import split_segment_name
+from ..recorder.small_file import read_regular_file
+from ..replayer.report import REPORT_FILES, SUMMARY_NAME
 from .errors import AnalysisError
 
-STORE_NAME = "report.duckdb"
-REPORT_FILES: Final = (
-    *("summary.json", "violations.parquet", "findings.parquet", "incidents.parquet", "incident_members.parquet"),
-    *("swa_divergence.parquet", STORE_NAME),
-)
+MAX_SUMMARY_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +69,9 @@ def find_sources(paths: Sequence[Path], *, trace: Path | None = None) -> list[So
 
 def read_summary(report: Path) -> dict[str, Any]:
     """Return a report's summary; raise `AnalysisError` where the folder is no report."""
-    path = report / "summary.json"
+    path = report / SUMMARY_NAME
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = json.loads(read_regular_file(path, MAX_SUMMARY_BYTES))
     except FileNotFoundError:
         what = "no report: it has no summary.json" if report.is_dir() else "no such folder"
         raise AnalysisError(f"{report}: {what}; name the folder that kvcanary-replay wrote") from None

@@ -1,6 +1,8 @@
 """`report.duckdb`: the library's base as tables, its views and macros, in one file that any DuckDB client opens."""
 
 import contextlib
+import hashlib
+import os
 import shlex
 import shutil
 from contextlib import ExitStack
@@ -10,12 +12,16 @@ from typing import Any
 
 import duckdb
 
+from ..kernels.user_cache import is_own, user_cache
+from ..recorder.private_files import is_regular, replace_file
+from ..recorder.small_file import read_small_file
+from ..replayer.report import STORE_NAME, check_report_folder
 from .errors import AnalysisError
 from .incidents.schema import INCIDENTS_NAME
 from .interrupting import Interruptible
-from .library import comment_statements, library_hash, relation_statements
+from .library import BASE, comment_statements, library_hash, relation_statements
 from .live import NO_LOOP_JOIN, make_raw_relations, quoted
-from .sources import STORE_NAME, Source
+from .sources import Source
 from .trace_scan import is_plain, plain_path, private_folder
 
 # What the build may hold in memory; what does not fit goes to the temporary folder.
@@ -38,6 +44,7 @@ def build_store(source: Source) -> Path:
         )
     if source.trace is None:
         raise AnalysisError(f"{source.problem}; name the place that it has moved to with --trace")
+    check_writable(source.report)
     return write_store(source, source.report / STORE_NAME)
 
 
@@ -55,6 +62,7 @@ def write_store(source: Source, target: Path) -> Path:
                 shutil.move(elsewhere, made)
             made.chmod(0o600)
             made.replace(target)
+            _keep_stamp(target)
     except OSError as error:
         raise AnalysisError(f"{target}: cannot be written ({error.strerror or error})") from None
     except duckdb.Error as error:
@@ -63,22 +71,67 @@ def write_store(source: Source, target: Path) -> Path:
     return target
 
 
+def check_writable(report: Path) -> None:
+    """Raise `AnalysisError` where a report folder is not one that this user's replays write to."""
+    try:
+        check_report_folder(report)
+    except OSError as error:
+        raise AnalysisError(
+            f"{report}: not written to: {error.strerror or error}; replay the trace again with --report DIR"
+        ) from None
+
+
 def fresh_store(source: Source) -> Path | None:
-    """Return a report's store if it was made of these very files by this library, else None."""
+    """Return a report's store if this user's build made it, of these very files by this library, else None.
+
+    A store that came with a report is never opened: it may hold anything under the names of our tables.
+    """
     if source.report is None:
         return None
     store = source.report / STORE_NAME
-    if not store.is_file():
-        return None
     try:
+        if not is_regular(store) or is_regular(_log_of(store)) or _kept_stamp(store) != _identity(store):
+            return None
         with ExitStack() as resources:
             plain = plain_path(store.parent, resources) / store.name
-            connection = resources.enter_context(contextlib.closing(duckdb.connect(str(plain), read_only=True)))
+            connection: Any = duckdb.connect(str(plain), read_only=True, config={"autoload_known_extensions": False})
+            resources.callback(connection.close)
+            connection.execute("set enable_external_access = false")
             found = dict(connection.execute("select key, value from store_info").fetchall())
+            tables = {name for (name,) in connection.execute("select table_name from duckdb_tables()").fetchall()}
     except (duckdb.Error, OSError, UnicodeError):
         return None
     expected = _stamp(source)
-    return store if all(found.get(key) == value for key, value in expected.items()) else None
+    fits = tables >= {*BASE} and all(found.get(key) == value for key, value in expected.items())
+    return store if fits else None
+
+
+def _log_of(store: Path) -> Path:
+    """Return the write-ahead log that DuckDB would apply to a store; ours is closed without one."""
+    return store.with_name(f"{store.name}.wal")
+
+
+def _keep_stamp(store: Path) -> None:
+    """Note in this user's own folder that this file was made here."""
+    with contextlib.suppress(OSError):
+        _note_of(store).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(_note_of(store), _identity(store).encode())
+
+
+def _kept_stamp(store: Path) -> str:
+    note = _note_of(store)
+    return read_small_file(note).decode("utf-8", "replace") if is_own(note.parent.lstat()) else ""
+
+
+def _note_of(store: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(store.resolve())).hexdigest()
+    return user_cache() / "stores" / name
+
+
+def _identity(store: Path) -> str:
+    """Return what tells this very file from any that could take its place."""
+    found = store.stat()
+    return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
 
 
 def _fill(path: Path, source: Source, resources: ExitStack) -> None:

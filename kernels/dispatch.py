@@ -12,9 +12,12 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import logging
 import os
+import sys
 import threading
 import typing
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from . import native
+from .user_cache import is_own, user_cache
+
+_log = logging.getLogger("kvcanary")
 
 BACKENDS: Final = ("reference", "cpu", "triton")
 
@@ -159,7 +165,7 @@ def _compile(loops: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _numba_form(loops: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `loops` with numba, or load what numba keeps of it."""
-    import numba
+    numba = _import_numba()
     from numba.core import config
 
     with _compile_lock:
@@ -177,6 +183,26 @@ def _numba_form(loops: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             config.CACHE_DIR = before
         return function
+
+
+def _import_numba() -> Any:
+    """Import numba, unless an engine has, so that nothing of the current folder configures it.
+
+    numba takes settings from a file there, the place of its cache among them, out of which it unpickles.
+    """
+    if "numba" not in sys.modules:
+        yaml = sys.modules.get("yaml")
+        sys.modules["yaml"] = None  # type: ignore[assignment]  # without it numba reads no such file
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it says so
+                config = importlib.import_module("numba.core.config")
+        finally:
+            del sys.modules["yaml"]
+            if yaml is not None:
+                sys.modules["yaml"] = yaml
+        config._config_fname = os.devnull  # no regular file: not looked at again
+    return importlib.import_module("numba")
 
 
 @contextlib.contextmanager
@@ -281,20 +307,23 @@ def _cache_folder(numba_version: str, user_choice: str) -> Path | None:
 
     numba's own key for a cached function is its file's date and size, which misses a change in a function that it
     calls; so the folder's name is a digest of every source file of this package. It lies in `user_choice`
-    (`NUMBA_CACHE_DIR`) where that is set, else beside the package, else in the user's cache.
+    (`NUMBA_CACHE_DIR`) where that is set, else beside the package, else in the user's cache; never where another user
+    may have put code.
     """
     here = Path(__file__).resolve().parent
     digest = hashlib.sha256(numba_version.encode())
     for source in sorted(here.rglob("*.py")):
         digest.update(str(source.relative_to(here)).encode() + b"\0" + source.read_bytes() + b"\0")
-    user_cache = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    parents = [Path(user_choice)] if user_choice else [here / "__pycache__", Path(user_cache) / "kvcanary"]
+    parents = [Path(user_choice)] if user_choice else [here / "__pycache__", user_cache()]
     for parent in parents:
         folder = parent / f"numba-{digest.hexdigest()[:16]}"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            trusted = is_own(folder.lstat())
         except OSError:
             continue
-        if os.access(folder, os.W_OK | os.X_OK):
+        if not trusted:
+            _log.warning("kvcanary: %s is not used: another user may write to it; compiled code is not kept", folder)
+        elif os.access(folder, os.W_OK | os.X_OK):
             return folder
     return None

@@ -65,7 +65,7 @@ Parameter = Array | None | tuple[Array, int]
 def usable() -> bool:
     """Return whether this process may do without numba: nobody has asked for other settings, and memory is laid out so."""
     asked = any(name.startswith("NUMBA_") and name != "NUMBA_CACHE_DIR" for name in os.environ)
-    return not asked and not Path(".numba_config.yaml").exists() and _laid_out_so()
+    return not asked and _laid_out_so()
 
 
 def load(

@@ -100,9 +100,12 @@ class FreezeSignal:
 
 
 def _identity(path: Path) -> _Identity | None:
-    """Return what tells a file from others; a folder is none, and must not be renamed: it may hold the traces."""
+    """Return what tells a file from others; a folder is none, and must not be renamed: it may hold the traces.
+
+    A link is looked at, and never what it leads to.
+    """
     try:
-        found = path.stat()
+        found = path.lstat()
     except OSError:
         return None
     return None if stat.S_ISDIR(found.st_mode) else (found.st_ino, found.st_mtime_ns)
@@ -110,8 +113,8 @@ def _identity(path: Path) -> _Identity | None:
 
 def _first_line(path: Path) -> str:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # a link too: its target's first line would stand in the engine's log
         return ""
     try:
         return os.read(descriptor, MAX_NOTE).decode("utf-8", "replace").partition("\n")[0].strip()

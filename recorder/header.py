@@ -166,7 +166,8 @@ class TraceHeader:
     `run_id` is the same for all processes of one server, empty where they do not know of one another. `role` is
     "prefill" or "decode" where the two are engines of their own. `slot_history` "complete" promises that every alloc, free, evict,
     hand-over to the prefix cache and request status is told. `sweep_interval`: the prefix cache is walked every so many
-    forwards of the first runner, 0 never. `tokens` is "hashed" where salted hashes stand in place of token ids. `segment`
+    forwards of the first runner, 0 never. `tokens` is "hashed" where salted hashes stand in place of token ids; `salt_id` is the same for all traces that were
+    hashed with one salt. `segment`
     is None for a trace of one file. `not_watched` lists what the verdict must not speak for.
     """
 
@@ -190,6 +191,7 @@ class TraceHeader:
     slot_history: str = ""
     sweep_interval: int = 0
     tokens: str = "plain"
+    salt_id: str = ""
     capture: CaptureInfo = field(default_factory=CaptureInfo)
     segment: Segment | None = None
     not_watched: tuple[NotWatched, ...] = ()

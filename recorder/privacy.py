@@ -1,6 +1,8 @@
-"""Salted hashes in place of token ids and request names, put in where the recorder is told of them.
+"""Salted hashes in place of token ids, request names and KV bytes; the salt is never written.
 
-What two hashes say is whether two tokens are the same, which is all that a replay asks; the salt is never written.
+What two hashes say is whether two tokens are the same, which is all that a replay asks. KV bytes are computed from tokens,
+and whoever has the model's weights could tell the tokens from them; so a trace with hashed tokens has keyed digests of
+them, which still show that bytes changed.
 """
 
 import dataclasses
@@ -11,12 +13,15 @@ from typing import Final
 
 import numpy as np
 
+from ..kernels.keyed_digest import DIGEST_BYTES, KEY_BYTES, keyed_digests
+from .event import TraceEvent
 from .header import TraceHeader
 from .host_arrays import Int64Array
 from .small_file import read_small_file
 
 MIN_SALT_BYTES: Final = 16
 TABLE_TOKENS: Final = 1 << 18  # above every vocabulary known; a token beyond it costs a hash each time
+_NO_CHANGES: Final = np.empty(0, np.int64)
 _PER_DIGEST: Final = 16
 _MASK: Final = (1 << 31) - 1
 
@@ -31,12 +36,14 @@ class Privacy:
     Raises `ValueError` for a salt of fewer than 16 bytes.
     """
 
-    __slots__ = ("_key", "_table", "names", "tokens")
+    __slots__ = ("_key", "_kv_key", "_table", "names", "salt_id", "tokens")
 
     def __init__(self, salt: bytes, *, tokens: bool = True, names: bool = False) -> None:
         if len(salt) < MIN_SALT_BYTES:
             raise ValueError(f"the salt has {len(salt)} bytes, expected at least {MIN_SALT_BYTES} random ones")
         self._key = hashlib.blake2b(salt, digest_size=32, person=b"kvcanary").digest()
+        self._kv_key = hashlib.blake2b(digest_size=KEY_BYTES, key=self._key, person=b"kv-bytes").digest()
+        self.salt_id = hashlib.blake2b(digest_size=8, key=self._key, person=b"salt-id").hexdigest()
         self.tokens = tokens
         self.names = names
         self._table = self._hashes(np.arange(TABLE_TOKENS // _PER_DIGEST)).reshape(-1) if tokens else None
@@ -62,6 +69,24 @@ class Privacy:
         text = name.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(text, digest_size=8, key=self._key, person=b"name").hexdigest()
 
+    def hash_kv(self, event: TraceEvent, header: TraceHeader) -> None:
+        """Put digests in place of an event's KV bytes: 16 bytes over each row, repeated to the row's width.
+
+        Rows of zeros, which stand for slots without bytes, stay zeros.
+        """
+        for column, widths in _kv_widths(event, header).items():
+            data = event.bytes.get(column)
+            if data is None or not self.tokens:
+                continue
+            hashed, at = np.zeros_like(data), 0
+            for width, count in widths:
+                rows = data[at : at + width * count].reshape(count, width)
+                digests = np.tile(keyed_digests(rows=rows, key=self._kv_key), width // DIGEST_BYTES)
+                digests[~rows.any(axis=1)] = 0
+                hashed[at : at + width * count] = digests.reshape(-1)
+                at += width * count
+            event.bytes[column] = hashed
+
     def _hashes(self, numbers: Int64Array) -> Int64Array:
         """Return the 16 hashes that each digest holds, `[n, 16] int64`."""
         places = numbers.astype("<i8").tobytes()
@@ -70,6 +95,23 @@ class Privacy:
             for at in range(0, len(places), 8)
         ]
         return np.frombuffer(b"".join(digests), "<u4").reshape(-1, _PER_DIGEST).astype(np.int64) & _MASK
+
+
+def _kv_widths(event: TraceEvent, header: TraceHeader) -> dict[str, list[tuple[int, int]]]:
+    """Return for each column of KV bytes its runs of rows, `(capture_bytes, rows)`, as docs/trace-format.md lays them out."""
+    if not event.bytes:
+        return {}
+    of_runner = [stream.capture_bytes for _, stream in header.streams(int(event.scalars.get("runner", 0)))]
+    changed = [(of_runner[stream], 1) for stream in event.ints.get("kv_change_stream", _NO_CHANGES).tolist()]
+    if changed and len(set(of_runner)) == 1:
+        changed = [(of_runner[0], len(changed))]
+    if event.kind == "transfer":
+        group = header.groups[int(event.ints["slot_group"][0])]
+        count, widths = int(event.ints["slot_count"].sum()), [stream.capture_bytes for stream in group.streams]
+    else:
+        count, widths = event.ints["input_ids"].size if "input_ids" in event.ints else 0, of_runner
+    written = [(width, count) for width in widths]
+    return {"kv_bytes": written, "kv_submitted_bytes": written, "kv_change_bytes": changed}
 
 
 def new_salt() -> bytes:
@@ -99,14 +141,11 @@ def with_privacy(header: TraceHeader, privacy: Privacy) -> TraceHeader:
     """Return the header of a trace with hashes in it: what is hashed stands there, and no oracle foretells a hash."""
     notes = header.notes
     if any(group.streams for group in header.groups) and privacy.tokens:
-        notes = (
-            *notes,
-            "whoever has the model's weights can tell tokens from the KV bytes; capture_bytes=0 leaves them out",
-        )
+        notes = (*notes, "the KV bytes are keyed digests")
     if privacy.names:
         notes = (*notes, "the requests' names are salted hashes")
     if not privacy.tokens:
-        return dataclasses.replace(header, notes=notes)
+        return dataclasses.replace(header, notes=notes, salt_id=privacy.salt_id)
     if header.oracle is not None:
         notes = (*notes, f"tokens are salted hashes: the engine's {header.oracle.kind} oracle is not checked against")
-    return dataclasses.replace(header, tokens="hashed", oracle=None, notes=notes)
+    return dataclasses.replace(header, tokens="hashed", oracle=None, notes=notes, salt_id=privacy.salt_id)

@@ -230,6 +230,8 @@ class Recording:
         )
 
     def _put(self, event: TraceEvent) -> bool:
+        if self._privacy is not None:
+            self._privacy.hash_kv(event, self.header)
         if self._outbox.put(event):
             return True
         if self._outbox.failed:  # the writer has logged it

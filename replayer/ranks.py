@@ -56,18 +56,19 @@ def _whole_runs(recordings: Sequence[Recording], members: Sequence[int]) -> tupl
 def replayed_together(recordings: Sequence[Recording]) -> list[list[int]]:
     """Return which recordings exchange transfers: prefill and decode sides, rank by rank; the others are alone.
 
-    Where the two sides have as many tensor-parallel ranks, each rank sends to its like; else all are one.
+    What was hashed with another salt cannot be compared, and is no other side. Where the two sides have as many tensor-parallel ranks, each rank sends to its like; else all are one.
     """
     sides = [r.header for r in recordings if r.header is not None and r.header.role]
     alike = len({header.ranks.tp_size for header in sides}) == 1
-    joined: dict[tuple[int, int], list[int]] = {}
+    joined: dict[tuple[str, str, int, int], list[int]] = {}
     groups: list[list[int]] = []
     for index, recording in enumerate(recordings):
         header = recording.header
         if header is None or not header.role:
             groups.append([index])
             continue
-        key = (header.ranks.tp_rank, header.ranks.pp_rank) if alike else (0, 0)
+        rank = (header.ranks.tp_rank, header.ranks.pp_rank) if alike else (0, 0)
+        key = (header.tokens, header.salt_id, *rank)
         if key not in joined:
             joined[key] = []
             groups.append(joined[key])

@@ -1,30 +1,63 @@
 """The files of a report directory: those that grow during a replay, and the summary at its end."""
 
-from contextlib import ExitStack, suppress
+import json
+import stat
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 from ..recorder.header import TraceHeader
+from ..recorder.private_files import ForeignFolderError, check_folder, replace_file
+from ..recorder.small_file import read_small_file
 from .divergence import DIVERGENCE_SCHEMA
 from .findings import FINDING_SCHEMA
 from .merged.merging import MergingSink
 from .summary import Summary
 from .violations import VIOLATION_SCHEMA, TableSink
 
+SUMMARY_NAME: Final = "summary.json"
+STORE_NAME: Final = "report.duckdb"
+PAGE_NAME: Final = "report.html"
+# What a report holds, but for its page; analysis/ makes some of it.
+REPORT_FILES: Final = (
+    *(SUMMARY_NAME, "violations.parquet", "findings.parquet", "incidents.parquet", "incident_members.parquet"),
+    *("swa_divergence.parquet", STORE_NAME),
+)
+STRETCH_PREFIX: Final = ".stretch-"  # folders of a report while its recording's stretches are replayed
+_OWN_PREFIX: Final = ".kvcanary-"  # what is being made beside its place
 
-def write_summary(summary: Summary, report: Path) -> None:
-    """Write a report's `summary.json` beside its place and rename it, so that a full disk leaves what was there.
+
+def check_report_folder(report: Path) -> None:
+    """Check that a folder may be written to: it is empty, or a report of ours.
 
     Raises:
-        OSError: it cannot be written.
+        ForeignFolderError: it is somebody else's, a link, or holds what no replay wrote; `strerror` says so.
+        OSError: it cannot be read.
     """
-    partial = report / "summary.json.partial"
+    check_folder(report, _is_ours)
     try:
-        partial.write_text(summary.to_json_text(), encoding="utf-8")
-        partial.replace(report / "summary.json")
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
+        summary = json.loads(read_small_file(report / SUMMARY_NAME))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, RecursionError):  # too large, or damaged
+        return
+    if not isinstance(summary, dict) or not {"trace", "trace_id", "verdict"} <= summary.keys():
+        raise ForeignFolderError(f"its {SUMMARY_NAME} is not kvcanary's")
+
+
+def _is_ours(name: str, mode: int) -> bool:
+    if stat.S_ISDIR(mode):
+        return name.startswith((STRETCH_PREFIX, _OWN_PREFIX))
+    if not stat.S_ISREG(mode):
+        return False
+    known = name.removesuffix(".partial") in (*REPORT_FILES, PAGE_NAME) or name.startswith(_OWN_PREFIX)
+    return known or name.endswith(".arrow")  # a trace may lie beside its report's files
+
+
+def write_summary(summary: Summary, report: Path) -> None:
+    """Write a report's `summary.json`; raises `OSError`."""
+    replace_file(report / SUMMARY_NAME, summary.to_json_text().encode())
 
 
 class ReportSinks:

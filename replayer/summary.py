@@ -112,9 +112,10 @@ class Summary:
         if self.cut_short:
             doubts.append(self.cut_short)
         if self.transfers_unmatched:
+            salted = " (hashed with one KVCANARY_TOKEN_SALT_FILE)" if self.header.tokens == "hashed" else ""
             doubts.append(
                 f"{self.transfers_unmatched:,} transfer(s) received whose sender is in no trace given; replay them "
-                "together: kvcanary-replay prefill.arrow decode.arrow"
+                f"together: kvcanary-replay prefill.arrow decode.arrow{salted}"
             )
         if self.unknown_before and self.unknown_entries:
             doubts.append(

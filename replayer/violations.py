@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from ..kernels.constants import FailReason, LaunchTag
 from ..recorder.machine.requests import RequestBook
+from ..recorder.private_files import new_private_file
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -155,7 +156,7 @@ class TableSink:
         self._pending: list[pa.Table] = []
         self._num_pending = 0
         # Opened here, not by pyarrow, which takes no path that is not UTF-8.
-        self._file = None if path is None else path.open("wb")
+        self._file = None if path is None else new_private_file(path)
         self._writer = None if self._file is None else pq.ParquetWriter(self._file, schema, compression="zstd")
 
     def append(self, table: pa.Table) -> None:

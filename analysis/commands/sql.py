@@ -51,6 +51,11 @@ Exit codes: 0 answered, 2 wrong usage, an unreadable file, or an SQL error. docs
 @click.option(
     "--live", is_flag=True, help="Read the files even where report.duckdb fits; raw_events is there only then."
 )
+@click.option(
+    "--unlocked",
+    is_flag=True,
+    help="Let the SQL read and write files, load extensions and change DuckDB's settings.",
+)
 def sql_command(
     arguments: tuple[str, ...],
     form: str,
@@ -60,10 +65,11 @@ def sql_command(
     trace: Path | None,
     save: bool,
     live: bool,
+    unlocked: bool,
 ) -> None:
     """Ask traces and reports anything, in SQL.
 
-    Nothing is imported: DuckDB reads the files where they lie. A report beside a trace (trace.report beside
+    Nothing is imported: DuckDB reads the files where they lie, and unless --unlocked no others. A report beside a trace (trace.report beside
     trace.arrow) goes with it. Without a query a prompt opens, or SQL is read from a pipe.
     """
     from ...recorder.commands.text import printable_message
@@ -75,7 +81,7 @@ def sql_command(
     if form in ("parquet", "arrow") and output is None and sys.stdout.isatty():
         raise click.UsageError(f"--format {form} is not for a terminal; name a file with -o")
     try:
-        _run(paths, query, script, output, form, rows, trace, save, live)
+        _run(paths, query, script, output, form, rows, trace, save, live, unlocked)
     except AnalysisError as error:
         click.echo(f"Error: {printable_message(str(error))}", err=True)
         sys.exit(EXIT_FAILED)
@@ -108,7 +114,9 @@ def _run(
     trace: Path | None,
     save: bool,
     live: bool,
+    unlocked: bool,
 ) -> None:
+    from ...recorder.commands.text import printable
     from ..output import spare
     from ..session import open_sources
     from ..sources import find_sources
@@ -119,11 +127,11 @@ def _run(
         spare([path for source in sources for path in source.kept] + ([script] if script else []), output)
     if save:
         for source in sources:
-            click.echo(f"wrote   {build_store(source)}", err=True)
+            click.echo(printable(f"wrote   {build_store(source)}"), err=True)
         if query is None and script is None:
             return
     text = query if query is not None else _read_script(script)
-    with open_sources(sources, use_store=not live) as session:
+    with open_sources(sources, use_store=not live, unlocked=unlocked) as session:
         _tell_problems(sources, session)
         if text is None:
             _prompt(session, form, rows)
@@ -193,7 +201,7 @@ def _show(session: Session, query: str, form: str, rows: int, output: Path | Non
     try:
         if output is None:
             sys.stdout.flush()
-            write_result(reader, sys.stdout.buffer, form, max_rows=rows or None)
+            write_result(reader, sys.stdout.buffer, form, max_rows=rows or None, on_screen=sys.stdout.isatty())
             return
         with private_output(output) as sink:
             write_result(reader, sink, form, max_rows=None)

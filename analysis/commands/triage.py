@@ -72,9 +72,9 @@ def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bo
 def _session(source: Source) -> Session:
     """Open the report's store, made first where there is none that fits; without one where it cannot be written."""
     from ...recorder.commands.text import printable_message
+    from ...replayer.report import STORE_NAME
     from ..errors import AnalysisError
     from ..session import open_sources
-    from ..sources import STORE_NAME
     from ..store import build_store, fresh_store
 
     if fresh_store(source) is None:

@@ -101,7 +101,9 @@ def _same_tokens(a: TraceHeader, b: TraceHeader, notes: list[str]) -> None:
         raise NotComparableError(
             f"the tokens of A are {a.tokens}, those of B {b.tokens}: record both alike, hashed with the same salt"
         )
-    if a.tokens == "hashed":
+    if a.salt_id and b.salt_id and a.salt_id != b.salt_id:
+        raise NotComparableError("the tokens of both are hashed, by different salts: record both with one salt file")
+    if a.tokens == "hashed" and not (a.salt_id and b.salt_id):
         notes.append("tokens are hashed in both traces: taken for hashed with the same salt")
 
 

@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 
 from ...recorder.errors import TraceError
 from ...recorder.header import PoolGroup
+from ...recorder.private_files import is_regular, new_private_file
+from ...replayer.report import check_report_folder
 from ..errors import AnalysisError
 from .building import incident_rows
 from .facts import MAX_PLACES, Facts
@@ -74,10 +76,11 @@ def write_incidents(report: Path, found: Incidents) -> None:
     schema = INCIDENT_SCHEMA.with_metadata({STAMP_KEY: _stamp(report)})
     members, rows = (report / f"{name}.partial" for name in (MEMBERS_NAME, INCIDENTS_NAME))
     try:
-        with members.open("wb") as file, pq.ParquetWriter(file, MEMBER_SCHEMA, compression="zstd") as writer:
+        check_report_folder(report)
+        with new_private_file(members) as file, pq.ParquetWriter(file, MEMBER_SCHEMA, compression="zstd") as writer:
             for table in _members(report, found):
                 writer.write_table(table)
-        with rows.open("wb") as file:
+        with new_private_file(rows) as file:
             pq.write_table(pa.Table.from_pylist(found.rows, schema=schema), file, compression="zstd")
         members.replace(report / MEMBERS_NAME)
         rows.replace(report / INCIDENTS_NAME)
@@ -102,6 +105,8 @@ def read_incidents(report: Path) -> list[dict[str, Any]] | None:
 
 def incidents_fit(report: Path) -> bool:
     """Whether a report has incidents, made of the violations and findings that it has now."""
+    if not (is_regular(report / INCIDENTS_NAME) and is_regular(report / MEMBERS_NAME)):
+        return False
     try:
         with (report / INCIDENTS_NAME).open("rb") as file:
             schema = pq.read_schema(file)

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from ...replayer.report import PAGE_NAME
 from ..errors import AnalysisError
 from ..output import private_output, spare
 from ..session import Session, open_sources
 from ..sources import Source
-from ..store import build_store, fresh_store
+from ..store import build_store, check_writable, fresh_store
 from .ask import Limits
 from .content import page_content
 from .document import page_document
-from .finishing import PAGE_NAME
 from .plots import plot_library
 
 MAX_BYTES: Final = 5_000_000
@@ -39,9 +39,10 @@ def build_page(source: Source, target: Path | None = None) -> Path:
     if not path.parent.is_dir():
         raise AnalysisError(f"{path.parent}: no such folder; make it, or name another place with -o")
     spare(source.kept, path)
+    if target is None:
+        check_writable(source.report)
     library = plot_library()  # what is missing is said before any work
     with _session(source) as session:
-        session.sql(f"set memory_limit = '{MEMORY_LIMIT}'")
         page = bounded_page(session, source, library)
     try:
         with private_output(path) as file:  # half a page would open, and show less than there is
@@ -67,5 +68,5 @@ def _session(source: Source) -> Iterator[Session]:
     if source.trace is not None and fresh_store(source) is None:
         with contextlib.suppress(AnalysisError):  # a folder that cannot be written: slower, the same answers
             build_store(source)
-    with open_sources([source]) as session:
+    with open_sources([source], memory_limit=MEMORY_LIMIT) as session:
         yield session

@@ -32,7 +32,7 @@ def page_document(content: Mapping[str, Any], library: str) -> str:
     """Return the whole page; `content` is data only, and cannot become markup or script."""
     style = _asset("page.css")
     script = "\n".join(_asset(name) for name in _SCRIPTS)
-    library = _inside_script(library)
+    library = _inside_script(f"/*!\n{_asset('licences.txt')}*/\n{library}")
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
         f"script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}"

@@ -4,11 +4,11 @@ import shlex
 from pathlib import Path
 from typing import Final
 
+from ...replayer.report import PAGE_NAME
 from ...replayer.summary import Summary
 from ..errors import AnalysisError
 from .plots import NoPlotLibraryError
 
-PAGE_NAME: Final = "report.html"
 # Above this report.duckdb takes minutes: nobody should wait for that who only wants the verdict.
 MAX_TOKENS_AT_ONCE: Final = 20_000_000
 

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+from ...kernels.user_cache import user_cache
 from ..errors import AnalysisError
 
 _SNIPPET: Final = "window.vegaEmbed = vegaEmbed;"
@@ -31,16 +32,12 @@ def plot_library() -> str:
         raise NoPlotLibraryError(
             "the page needs vl-convert-python, which carries the plot library: pip install 'kvcanary[page]'"
         ) from None
-    kept = _cache_folder() / f"plots-{version('vl-convert-python')}.js"
+    kept = user_cache() / f"plots-{version('vl-convert-python')}.js"
     library = _kept(kept)
     if library is None:
         library = str(vl_convert.javascript_bundle(_SNIPPET))
         _keep(kept, library)
     return library
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "kvcanary"
 
 
 def _kept(path: Path) -> str | None:

@@ -1,5 +1,7 @@
 """`kvcanary record`: run an engine with the recorder on, and say what came of it."""
 
+import os
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,8 +65,7 @@ def record_command(
         if settings is not None:
             _make_folder(settings.folder)
         if json_path is not None:  # known before an engine has run for hours
-            with json_path.open("a"):
-                pass
+            os.close(_open_private(json_path, emptied=False))
     except FileExistsError as error:
         _fail(f"{error.filename}: is a file, expected a folder for the traces; name another")
     except OSError as error:
@@ -90,8 +91,6 @@ def _environ(output: Path | None, config: Path | None, options: dict[str, str | 
     Raises:
         ValueError: an option that cannot be.
     """
-    import os
-
     from ..run_identity import give_run_id
 
     environ = dict(os.environ)
@@ -117,9 +116,18 @@ def _make_folder(folder: Path) -> None:
         pass
 
 
+def _open_private(path: Path, *, emptied: bool) -> int:
+    """Open a file for writing that only this user can read: a command line may hold keys. Raises `OSError`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.fchmod(descriptor, 0o600)
+        if emptied:
+            os.ftruncate(descriptor, 0)
+    return descriptor
+
+
 def _new_salt() -> Path:
     """Return a file with a fresh salt, for all processes of this run and nobody else."""
-    import os
     import tempfile
 
     from ..privacy import new_salt
@@ -127,7 +135,27 @@ def _new_salt() -> Path:
     file, path = tempfile.mkstemp(prefix="kvcanary-salt-")  # mode 0600
     with os.fdopen(file, "w", encoding="ascii") as out:
         out.write(new_salt().hex())
+    _remove_at_our_end(path)
     return Path(path)
+
+
+def _remove_at_our_end(path: str) -> None:
+    """Have a process of its own remove a file once this one is gone, however it ends: SIGKILL lets nobody clear away."""
+    end, kept = os.pipe()  # the writing end closes with us, and no child has it
+    if os.fork():
+        os.close(end)
+        return
+    try:
+        os.setsid()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number, other in ((0, nowhere), (1, nowhere), (2, nowhere), (3, end)):
+            os.dup2(other, number)
+        os.closerange(4, max(end, kept, nowhere, 256) + 1)  # who waits for the end of a pipe must not wait for us
+        while os.read(3, 1):
+            pass
+        Path(path).unlink(missing_ok=True)
+    finally:
+        os._exit(0)
 
 
 def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_path: Path | None) -> None:
@@ -173,7 +201,8 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
             "advice": advice,
         }
         try:
-            json_path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+            with os.fdopen(_open_private(json_path, emptied=True), "w", encoding="utf-8") as file:
+                file.write(json.dumps(told, indent=2) + "\n")
         except OSError as error:
             click.echo(f"Error: {printable(str(json_path))}: {error.strerror}", err=True)
             sys.exit(code or 2)

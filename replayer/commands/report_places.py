@@ -33,6 +33,9 @@ def report_folders(recordings: list[Recording], report: Path | None, no_report: 
     if report and len(recordings) == 1:
         return [report]
     named = [_report_name(recording) for recording in recordings]
+    for number, recording in enumerate(recordings):  # a file that has the name of a recording's segments
+        if named.count(named[number]) > 1 and split_segment_name(recording.paths[0]) is None:
+            named[number] = Path(recording.name)
     folders = [(report or trace.parent) / f"{trace.name}.report" for trace in named]
     shared = next((folder for folder in folders if folders.count(folder) > 1), None)
     if shared:

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from ...recorder.header import TraceHeader
 from ...recorder.machine.forward import Forward
+from ...recorder.private_files import new_private_file
 from ..sweep import Sweep
 from ..violations import VIOLATION_SCHEMA, LaunchViolations, TableSink
 from .launch_order import SWEEP_TAGS, are_writes, first_places, out_of_order
@@ -173,7 +174,7 @@ class MergingSink:
         with (
             self._partial.open("rb") as source,
             pq.ParquetFile(source) as read,
-            self._path.open("wb") as target,
+            new_private_file(self._path) as target,
             pq.ParquetWriter(target, VIOLATION_SCHEMA, compression="zstd") as written,
         ):
             row = 0

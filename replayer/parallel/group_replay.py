@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...recorder.errors import TraceError
 from ..replay import replay_joined
+from ..report import check_report_folder
 from ..segment_stream import SegmentStream
 from ..settings import Progress, ReplaySettings, resolve_kv_hash
 from ..summary import Summary
@@ -115,9 +116,10 @@ def report_candidates(target: Path, *, explicit: bool) -> list[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a report directory where there is none; raise `OSError` where nothing can be written to it."""
+    """Make a report directory where there is none; raise `OSError` where nothing can, or shall, be written to it."""
     # Its files hold tokens and names of requests, as the trace does.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_report_folder(folder)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -134,7 +136,7 @@ def _place(trace: Path, target: Path | None, *, explicit: bool, notes: list[str]
             failure = error
             continue
         if folder != target:
-            notes.append(f"{target} cannot be written; the report goes to {folder}")
+            notes.append(f"{target} cannot be written ({failure.strerror}); the report goes to {folder}")
         return folder
     raise TraceError(
         f"{trace}: the report directory {candidates[-1]} cannot be written ({failure.strerror}); name another with "

@@ -10,13 +10,13 @@ from typing import Final
 from ...recorder.errors import TraceError
 from ...recorder.reader import TraceReader
 from ..replay import ReplayRun
+from ..report import STRETCH_PREFIX
 from ..settings import Progress, ReplaySettings
 from ..summary import Summary
 from .jobs import Stretch
 
-# Folders of a report while its recording's stretches are replayed.
-_PART: Final = ".stretch-{:04d}"
-_PARTS: Final = ".stretch-*"
+_PART: Final = STRETCH_PREFIX + "{:04d}"
+_PARTS: Final = STRETCH_PREFIX + "*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

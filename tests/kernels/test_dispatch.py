@@ -129,6 +129,42 @@ def test_the_cache_folder_follows_every_source_file(tmp_path: Path, monkeypatch:
     assert dispatch._cache_folder("1.0", "") != before
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_no_code_from_where_another_user_may_have_put_it(tmp_path: Path, mode: int, caplog: Any) -> None:
+    folder = dispatch._cache_folder("1.0", str(tmp_path))
+    assert folder is not None
+    folder.chmod(mode)
+    assert dispatch._cache_folder("1.0", str(tmp_path)) is None
+    assert "another user may write to it" in caplog.text
+    folder.chmod(0o700)
+    assert dispatch._cache_folder("1.0", str(tmp_path)) == folder
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, 12345)
+        assert dispatch._cache_folder("1.0", str(tmp_path)) is None
+        os.chown(folder, 0, 0)
+    elsewhere = folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(elsewhere)
+    assert dispatch._cache_folder("1.0", str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("loaded", ["", "import yaml; "])
+def test_nothing_of_the_current_folder_configures_numba(tmp_path: Path, loaded: str) -> None:
+    (tmp_path / ".numba_config.yaml").write_text(f"cache_dir: {tmp_path}/pickles\ndisable_jit: 1\nopt: nonsense\n")
+    code = f"""{loaded}
+from kvcanary.kernels import dispatch
+dispatch._import_numba()
+from numba.core import config
+config.reload_config()
+import yaml
+print(repr(config.CACHE_DIR), config.DISABLE_JIT, yaml.safe_load("1"))
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, env=environment, text=True, capture_output=True
+    )
+    assert (run.stdout, run.stderr) == ("'' 0 1\n", "")
+
+
 PROBE = """
 import sys, numpy as np
 from kvcanary.kernels import oracle, plan, scatter, verify, write

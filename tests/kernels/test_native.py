@@ -32,10 +32,6 @@ def test_this_process_may_use_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert native.usable()
     monkeypatch.setenv("NUMBA_OPT", "0")
     assert not native.usable()
-    monkeypatch.delenv("NUMBA_OPT")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".numba_config.yaml").write_text("opt: 0\n")
-    assert not native.usable()
 
 
 @pytest.mark.parametrize("name", ["_HEADER", "_TUPLE_ITEMS"])

@@ -303,3 +303,9 @@ def test_a_folder_of_the_files_name_freezes_nothing_and_keeps_its_own(tmp_path: 
     (tmp_path / "freeze").rmdir()
     (tmp_path / "freeze").write_text("odd")
     assert trigger.asked() == "odd"
+
+
+def test_a_link_is_no_way_to_another_files_first_line(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a password\n")
+    (tmp_path / "freeze").symlink_to(tmp_path / "secret")
+    assert FreezeFile(tmp_path / "freeze").asked() == "file freeze"

@@ -18,7 +18,8 @@ from kvcanary.recorder.commands.simulate import simulate_command
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.pd_pair import PdPair
 from kvcanary.recorder.environment import read_environment
-from kvcanary.recorder.header import Oracle, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.event import TraceEvent
+from kvcanary.recorder.header import KvStream, Oracle, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.privacy import TABLE_TOKENS, Privacy, with_privacy
 from kvcanary.recorder.reader import TraceReader, read_events
 from kvcanary.replayer.lab import trial as trial_module
@@ -130,8 +131,46 @@ def test_the_same_salt_gives_the_same_trace_and_another_one_another(tmp_path: Pa
     assert told[0] == told[1]
     for one, other in zip(told[0], told[2], strict=True):
         differing = {name for name in one if one[name] != other[name]}
-        assert differing <= set(TOKEN_COLUMNS)
-        assert ("input_ids" in differing) == (one["kind"] == "forward")
+        assert differing <= {*TOKEN_COLUMNS, "kv_bytes"}
+        assert ("input_ids" in differing) == ("kv_bytes" in differing) == (one["kind"] == "forward")
+
+
+def test_kv_bytes_are_digests_that_show_which_are_equal(tmp_path: Path) -> None:
+    """Whoever has the model's weights computes K and V of every token: plain bytes would tell the tokens."""
+    rows = []
+    for number, privacy in enumerate([None, PRIVACY]):
+        path = tmp_path / f"{number}.arrow"
+        engine = toy_engine(path, privacy=privacy)
+        run_requests(engine)
+        engine.recorder.close()
+        events = [event.bytes("kv_bytes").copy() for event in read_events(path) if event.kind == "forward"]
+        rows.append([row.tobytes() for data in events for row in data.reshape(-1, 16)])
+    plain, hashed = rows
+    assert len(plain) == len(hashed) > 20
+    assert not {*plain} & {*hashed} - {bytes(16)}
+    assert len({*plain}) == len({*hashed}) == len({*zip(plain, hashed, strict=True)})
+
+
+def test_rows_of_several_widths_and_of_zeros() -> None:
+    streams = (
+        KvStream(half="K", bytes_per_token=64, capture_bytes=48),
+        KvStream(half="V", bytes_per_token=64, capture_bytes=16),
+    )
+    header = TraceHeader(
+        groups=(PoolGroup(name="full", num_slots=8, streams=streams),), tables=(StateTable(rows=2, width=8),)
+    )
+    data = np.arange(3 * 64, dtype=np.uint8)
+    data[48:96] = 0  # the second token's K
+    ints = {"input_ids": np.arange(3), "kv_change_stream": np.array([1, 0]), "kv_change_slot": np.array([3, 4])}
+    changed = np.concatenate([data[144:160], data[:48]])
+    event = TraceEvent(kind="forward", ints=ints, bytes={"kv_bytes": data, "kv_change_bytes": changed})
+    PRIVACY.hash_kv(event, header)
+    hashed, changes = event.bytes["kv_bytes"], event.bytes["kv_change_bytes"]
+    assert hashed.size == 192 and changes.size == 64
+    assert not hashed[48:96].any()
+    assert (hashed[:48].reshape(3, 16) == hashed[:16]).all()
+    assert (changes[:16] == hashed[144:160]).all() and (changes[16:] == hashed[:48]).all()
+    assert (event.ints["input_ids"] == np.arange(3)).all()
 
 
 CLEAN_RUNS = ("host", "eagle_swa", "pd")
@@ -242,7 +281,7 @@ def test_the_commands_know_it(tmp_path: Path) -> None:
     assert max(tokens) > 32_000, "above the simulated vocabulary"
     shown = CliRunner().invoke(inspect_command, [str(path)])
     assert "tokens hashed" in shown.output
-    assert "tell tokens from the KV bytes" in " ".join(shown.output.split())
+    assert "the KV bytes are keyed digests" in " ".join(shown.output.split())
     assert replay(path, settings=ReplaySettings(), report=None).verdict.value == "clean"
 
 

@@ -401,3 +401,25 @@ def test_a_full_disk_for_the_json_hides_no_exit_code(tmp_path: Path) -> None:
         )
         assert done.returncode == expected
         assert "Error: /dev/full: No space left on device" in done.stderr
+
+
+def test_the_salt_is_gone_however_the_command_ends_and_its_json_is_private(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    body = "print(os.environ['KVCANARY_TOKEN_SALT_FILE'], flush=True); time.sleep(20)"
+    told = tmp_path / "told.json"
+    mask = os.umask(0)
+    arguments = record_arguments(tmp_path / "traces", body, "--tokens", "hashed", "--json", str(told))
+    process = subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True)
+    os.umask(mask)
+    assert process.stdout is not None
+    with process.stdout:
+        salt = Path(process.stdout.readline().strip())
+        assert stat.S_IMODE(salt.stat().st_mode) == 0o600
+        assert stat.S_IMODE(told.stat().st_mode) == 0o600
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 60
+    while salt.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not salt.exists()

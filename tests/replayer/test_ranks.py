@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from kvcanary.recorder.header import PoolGroup, Ranks, StateTable, TraceHeader
 from kvcanary.recorder.recordings import Recording
-from kvcanary.replayer.ranks import ranks_together
+from kvcanary.replayer.ranks import ranks_together, replayed_together
 
 
 def folder(*told: str, tp_size: int = 2) -> list[Recording]:
@@ -40,3 +40,19 @@ def test_an_id_tells_servers_apart_where_all_ranks_are_there(told: tuple[str, ..
 
 def test_ranks_of_two_machines_are_not_torn_apart() -> None:
     assert ranks_together(folder("a:0", "a:1", "b:2", "b:3", tp_size=4)) == [[0, 1, 2, 3]]
+
+
+def test_sides_that_were_hashed_with_different_salts_are_not_compared() -> None:
+    def side(role: str, salt_id: str) -> Recording:
+        header = TraceHeader(
+            groups=(PoolGroup(name="full", num_slots=8),),
+            tables=(StateTable(rows=2, width=8),),
+            role=role,
+            tokens="hashed" if salt_id else "plain",
+            salt_id=salt_id,
+        )
+        return Recording(paths=(Path(f"{role}.arrow"),), header=header)
+
+    assert replayed_together([side("prefill", "aa"), side("decode", "aa")]) == [[0, 1]]
+    assert replayed_together([side("prefill", "aa"), side("decode", "bb")]) == [[0], [1]]
+    assert replayed_together([side("prefill", ""), side("decode", "bb")]) == [[0], [1]]

@@ -4,11 +4,13 @@ import errno
 import fcntl
 import os
 import resource
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from kvcanary.recorder.commands.simulate import simulate_command
 from kvcanary.recorder.recordings import group_recordings
 from kvcanary.replayer.commands.replay import replay_command
 from kvcanary.replayer.commands.report_places import reports_held
@@ -109,3 +111,67 @@ def test_a_folder_to_which_nothing_was_written_goes_again(tmp_path):
     for report in (tmp_path / "new", kept):
         assert CliRunner().invoke(replay_command, ["--report", str(report), str(trace)]).exit_code == 2
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["kept"]
+
+
+def replayed_into(report: Path, *options: str):
+    return CliRunner().invoke(replay_command, ["--quiet", "--report", str(report), *options, str(TRACE)])
+
+
+def test_links_in_a_folder_that_came_with_a_trace_lead_nowhere(tmp_path):
+    report, mine = tmp_path / "trace.report", tmp_path / "notes.txt"
+    mine.write_text("mine")
+    for name in ("summary.json.partial", "summary.json", "findings.parquet", "violations.parquet.partial"):
+        shutil.rmtree(report, ignore_errors=True)
+        report.mkdir()
+        (report / name).symlink_to(mine)
+        refused = replayed_into(report)
+        assert refused.exit_code == 2
+        assert f"holds '{name}', which kvcanary did not write" in refused.stderr
+        assert "--report DIR" in refused.stderr
+        assert mine.read_text() == "mine"
+
+
+def test_a_pipe_among_a_reports_files_does_not_hang_it(tmp_path):
+    os.mkfifo(tmp_path / "violations.parquet")
+    assert replayed_into(tmp_path).exit_code == 2
+
+
+def test_a_folder_that_is_a_link_or_somebody_elses_is_refused(tmp_path):
+    there = tmp_path / "there"
+    there.mkdir()
+    (tmp_path / "link.report").symlink_to(there)
+    assert "it is a link" in replayed_into(tmp_path / "link.report").stderr
+    if os.geteuid() == 0:
+        os.chown(there, 12345, 12345)
+        assert "belongs to another user" in replayed_into(there).stderr
+
+
+def test_a_strangers_summary_is_not_overwritten(tmp_path):
+    summary = tmp_path / "summary.json"
+    summary.write_text('{"results": 7}')
+    refused = replayed_into(tmp_path)
+    assert refused.exit_code == 2
+    assert "its summary.json is not kvcanary's" in refused.stderr
+    assert summary.read_text() == '{"results": 7}'
+
+
+def test_every_file_of_a_report_is_its_owners_alone(tmp_path):
+    mask = os.umask(0)
+    try:
+        report = tmp_path / "made.report"
+        assert replayed_into(report).exit_code == 1
+        assert replayed_into(report).exit_code == 1, "and it may be written again"
+    finally:
+        os.umask(mask)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in report.iterdir()}
+    assert modes
+    assert set(modes.values()) == {0o600}, modes
+
+
+def test_a_stray_file_with_a_recordings_name_stops_nobody(tmp_path):
+    made = ["-o", str(tmp_path / "trace.arrow"), "--requests", "40", "--segment-bytes", "16384"]
+    assert CliRunner().invoke(simulate_command, made).exit_code == 0
+    shutil.copy(TRACE, tmp_path / "trace.arrow")
+    done = CliRunner().invoke(replay_command, ["--quiet", str(tmp_path)])
+    assert done.exit_code == 1, done.stderr
+    assert {path.name for path in tmp_path.glob("*.report")} == {"trace.report", "trace.arrow.report"}

@@ -20,19 +20,25 @@ function number(item, { unit = "", label = "" } = {}) {
   );
 }
 
-// A here-document whose end stands nowhere in the text: what came with a report must not become a command.
+// What steers a terminal, or hides text from its reader: nothing of it leaves the page as it is.
+const UNSEEN = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g;
+
+// In SQL such characters stand only inside strings, which may be put together from parts.
+const plainSql = (text) => text.replace(UNSEEN, (char) => `' || chr(${char.codePointAt(0)}) || '`);
+
 function shellCommand(text) {
-  const lines = text.split("\n");
-  let end = "SQL";
-  while (lines.includes(end)) end += "_";
-  return `kvcanary sql ${shellQuoted(page.report)} -f - <<'${end}'\n${text}\n${end}`;
+  return `kvcanary sql ${shellQuoted(page.report)} ${shellQuoted(text)}`;
 }
 
-const shellQuoted = (text) => (/^[\w./+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+function shellQuoted(text) {
+  if (/^[\w./+-]+$/.test(text)) return text;
+  const escaped = (char) => `'$'\\u${char.codePointAt(0).toString(16).padStart(4, "0")}''`;
+  return `'${text.replaceAll("'", "'\\''").replace(UNSEEN, escaped)}'`;
+}
 
 function openSql(queries, title = "") {
   const dialog = byId("sql");
-  const texts = queries.map((query) => (typeof query === "number" ? page.queries[query] : query));
+  const texts = queries.map((query) => plainSql(typeof query === "number" ? page.queries[query] : query));
   fill(
     dialog,
     el(

@@ -1,0 +1,84 @@
+"""Files that hold what is private, made in folders where a stranger may have been before.
+
+Traces and reports travel. A folder that came with one may hold links, pipes and files of any name, so nothing is written
+through a name that is there already.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Final
+
+_NEW_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class ForeignFolderError(PermissionError):
+    """A folder that is not to be written to; `strerror` says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(errno.EPERM, reason)
+
+
+def new_private_file(path: Path) -> IO[bytes]:
+    """Make a file for writing that only this user can read, in place of a file or link that is there.
+
+    What is there is removed and never written to; its folder is opened first, and is no link.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path.name, dir_fd=folder)
+        return os.fdopen(os.open(path.name, _NEW_FILE, 0o600, dir_fd=folder), "wb")
+    finally:
+        os.close(folder)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a whole file beside its place and rename it, so that a full disk leaves what was there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with new_private_file(partial) as file:
+            file.write(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def is_regular(path: Path) -> bool:
+    """Whether a name is a file's own: no folder, pipe or device, and no link, wherever it leads."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def check_folder(folder: Path, is_ours: Callable[[str, int], bool]) -> None:
+    """Check that a folder is this user's own and holds nothing but what we would write there.
+
+    Args:
+        folder: an existing folder.
+        is_ours: whether an entry may be there, from its name and its mode (of the entry, not of what a link leads to).
+
+    Raises:
+        ForeignFolderError: it is a link, somebody else's, or holds something else.
+        OSError: it cannot be read.
+    """
+    status = folder.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise ForeignFolderError("it is a link; name the folder that it leads to")
+    if status.st_uid != os.geteuid():
+        raise ForeignFolderError("it belongs to another user")
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not is_ours(entry.name, entry.stat(follow_symlinks=False).st_mode):
+                raise ForeignFolderError(f"it holds {entry.name!r}, which kvcanary did not write")
