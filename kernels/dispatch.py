@@ -196,7 +196,7 @@ def _import_numba() -> Any:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it says so
-                config = importlib.import_module("numba.core.config")
+                config: Any = importlib.import_module("numba.core.config")
         finally:
             del sys.modules["yaml"]
             if yaml is not None:
