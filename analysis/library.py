@@ -19,6 +19,7 @@ BASE: Final = (
     "events",
     "forwards",
     "forward_requests",
+    "attention_slots",
     "statuses",
     "requests",
     "tokens",

@@ -54,6 +54,8 @@ FINDING_KINDS = {
     "ranks_disagree": "a tensor-parallel rank ran another forward than the rank it is compared with",
     "input_not_truth": "the model was fed a token that the scheduler does not have at that position",
     "input_not_sampled": "the model was fed another token than the one sampled for that position",
+    "attention_lens": "attention reads more or less than a request has, or computes other query tokens than it adds",
+    "attention_slots": "attention got another slot than the block table holds, at a position that it reads",
 }
 
 

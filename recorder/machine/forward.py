@@ -4,6 +4,7 @@ A trace is read from a file, so nothing in it is believed before its lengths fit
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,28 @@ Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
 MAX_PREFIX = 1 << 62
+_MAX_POSITION = 1 << 40
+ATTENTION_RUNS: Final = ("attention_group", "attention_request", "attention_start", "attention_count")
 
 
 class UnusableEventError(Exception):
     """An event whose columns contradict one another or the header; `str()` says which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """What was read where the attention kernels take it; -1 and empty where it was not.
+
+    `seq_lens`, `query_lens` `[bs]`, or `[0]` for none; `groups`, `requests`, `positions`, `slots` `[n]`: of each slot that
+    is another than the block table's, its pool group, its request in the batch, the position and the slot that came.
+    """
+
+    seq_lens: Int64Array
+    query_lens: Int64Array
+    groups: Int64Array
+    requests: Int64Array
+    positions: Int64Array
+    slots: Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +46,7 @@ class Forward:
 
     `out_cache_loc` holds one `[tokens] int64` per state table, `kv_bytes` one `[tokens, capture_bytes] uint8` per
     stream of the runner, `kv_submitted` the same of what the model handed to the cache, nothing where it is no other.
-    `truth_lens` is None where the engine gave no truth tokens.
+    `truth_lens` is None where the engine gave no truth tokens, `attention` where nobody read what attention got.
     """
 
     event: int
@@ -48,6 +67,7 @@ class Forward:
     out_cache_loc: tuple[Int64Array, ...]
     kv_bytes: tuple[ByteArray, ...]
     kv_submitted: tuple[ByteArray, ...] = ()
+    attention: Attention | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +126,7 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
         out_cache_loc=tuple(slots),
         kv_bytes=_stream_bytes("kv_bytes", view.bytes("kv_bytes"), header, runner, tokens),
         kv_submitted=_stream_bytes("kv_submitted_bytes", submitted, header, runner, tokens) if len(submitted) else (),
+        attention=_attention(view, header, bs),
         **per_request,
     )
 
@@ -115,6 +136,44 @@ def _ints_of_length(view: EventView, name: str, length: int) -> Int64Array:
     if len(values) != length:
         raise UnusableEventError(f"{name} has {len(values)} entries, expected {length}")
     return values
+
+
+def _attention(view: EventView, header: TraceHeader, bs: int) -> Attention | None:
+    """Return what a forward of `bs` requests says of attention, None for nothing.
+
+    Raises:
+        UnusableEventError: its columns do not fit one another, or name groups and requests that there are not.
+    """
+    seq_lens, query_lens = view.ints("attention_seq_lens"), view.ints("attention_query_lens")
+    runs = tuple(view.ints(name) for name in ATTENTION_RUNS)
+    slots = view.ints("attention_slots")
+    if not len(seq_lens) and not len(query_lens) and not len(slots) and not len(runs[0]):
+        return None
+    for name, lens in (("attention_seq_lens", seq_lens), ("attention_query_lens", query_lens)):
+        if len(lens) not in (0, bs):
+            raise UnusableEventError(f"{name} has {len(lens)} entries for {bs} requests")
+    if len({len(column) for column in runs}) > 1:
+        raise UnusableEventError("the attention_* columns of runs differ in length")
+    groups, requests, starts, counts = runs
+    runner = int(view.scalar("runner"))
+    known = {number for number, group in enumerate(header.groups) if group.runner == runner}
+    if not set(np.unique(groups).tolist()) <= known:
+        raise UnusableEventError("attention_group names a group that the forward's runner does not have")
+    if bool(((requests < 0) | (requests >= bs)).any()):
+        raise UnusableEventError(f"attention_request names a request that is none of the {bs}")
+    if bool(((starts < 0) | (starts > _MAX_POSITION) | (counts < 0) | (counts > len(slots))).any()):
+        raise UnusableEventError("a run of attention_slots begins or ends nowhere")
+    if int(counts.sum()) != len(slots):
+        raise UnusableEventError("the runs in attention_count do not add up to the values in attention_slots")
+    inside = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Attention(
+        seq_lens=seq_lens,
+        query_lens=query_lens,
+        groups=np.repeat(groups, counts),
+        requests=np.repeat(requests, counts),
+        positions=np.repeat(starts, counts) + inside,
+        slots=slots,
+    )
 
 
 def _stream_bytes(name: str, data: ByteArray, header: TraceHeader, runner: int, tokens: int) -> tuple[ByteArray, ...]:

@@ -202,6 +202,7 @@ class KeyframeLoader:
             out_cache_loc=(slots,) if self._state.header.tables else (),
             kv_bytes=(),
             kv_submitted=(),
+            attention=None,
             **columns,
         )
         self._state.history.samples.put_back(forward, batch_tokens(forward), told=bool(view.scalar("note")))

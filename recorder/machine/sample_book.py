@@ -144,4 +144,5 @@ def _slim_copy(forward: Forward) -> Forward:
         sampled_lens=nothing,
         sampled_tokens=nothing,
         kv_bytes=(),
+        attention=None,
     )

@@ -5,6 +5,8 @@ from typing import Final
 
 from ...recorder.header import TraceHeader
 from ...recorder.machine.requests import RequestBook
+from .attention_lens import AttentionLens
+from .attention_slots import AttentionSlots
 from .check import Covered, HistoryCheck
 from .foreign_slot_freed import ForeignSlotFreed
 from .freed_during_transfer import FreedDuringTransfer
@@ -51,6 +53,8 @@ _CHECKS: Final[dict[str, type[HistoryCheck]]] = {
     "transfer_not_held": TransferNotHeld,
     "input_not_sampled": InputNotSampled,
     "input_not_truth": InputNotTruth,
+    "attention_lens": AttentionLens,
+    "attention_slots": AttentionSlots,
 }
 
 CHECK_NAMES: Final = tuple(_CHECKS)

@@ -145,6 +145,9 @@ def _forwards_fit(batch: TraceBatch, header: TraceHeader, forwards: BoolArray) -
         fit &= _lens(batch, name) == bs
     fit &= (_lens(batch, "positions") == tokens) & (_lens(batch, "out_cache_loc") == tokens * len(header.tables))
     fit &= (tokens < _MAX_TOKENS) & ((bs > 0) | (tokens == 0))
+    for name in ("attention_seq_lens", "attention_query_lens"):
+        fit &= (_lens(batch, name) == 0) | (_lens(batch, name) == bs)
+    fit &= (_lens(batch, "attention_slots") == 0) & (_lens(batch, "attention_group") == 0)
     truth, sampled = _lens(batch, "truth_lens"), _lens(batch, "sampled_lens")
     fit &= (truth == 0) | (truth == bs)
     fit &= (sampled == 0) | (sampled == bs)

@@ -18,6 +18,8 @@ from ...kernels.lane.layout import (
     UNUSUAL,
 )
 from ...recorder.batch import TraceBatch
+from ...recorder.host_arrays import ragged_index
+from ...recorder.machine.forward import ATTENTION_RUNS
 from ...recorder.machine.slot_events import SHARED_NOTES
 
 Int64Array = npt.NDArray[np.int64]
@@ -38,6 +40,8 @@ _UNUSUAL_LISTS: Final = (
     "kv_change_phase",
     "kv_change_bytes",
     "kv_submitted_bytes",
+    *ATTENTION_RUNS,
+    "attention_slots",
 )
 
 
@@ -64,6 +68,7 @@ def lane_columns(batch: TraceBatch) -> LaneColumns:
         ends = batch.offsets(name)
         if ends[-1]:
             kind[np.diff(ends) > 0] = UNUSUAL
+    kind[_attention_differs(batch)] = UNUSUAL
     offsets = {name: batch.offsets(name) for name in LISTS}
     kv_offsets, kv = batch.offsets("kv_bytes"), batch.values("kv_bytes")
     if len(kv) % 8 or bool((kv_offsets % 8).any()):
@@ -85,6 +90,31 @@ def lane_columns(batch: TraceBatch) -> LaneColumns:
         most_requests=_most(offsets["req_pool_indices"]),
         most_changes=max(_most(offsets["table_slots"]), _most(offsets["truth_tokens"])),
     )
+
+
+def _attention_differs(batch: TraceBatch) -> npt.NDArray[np.bool_]:
+    """Say in which events attention got other lengths than the batch's, or lengths that do not fit it, `[events] bool`."""
+    bs, last = batch.offsets("req_pool_indices"), batch.num_events
+    found = np.zeros(last, np.bool_)
+    prefix, extend = batch.values("prefix_lens"), batch.values("extend_lens")
+    wholly = bool(np.array_equal(bs, batch.offsets("prefix_lens")) and np.array_equal(bs, batch.offsets("extend_lens")))
+    for name, expected in (
+        ("attention_seq_lens", prefix + extend if wholly else prefix),
+        ("attention_query_lens", extend),
+    ):
+        offsets, got = batch.offsets(name), batch.values(name)
+        if not len(got):
+            continue
+        lens = np.diff(offsets)
+        found |= (lens > 0) & ((lens != np.diff(bs)) | (not wholly))
+        if found.all():
+            continue
+        places = np.flatnonzero((lens > 0) & ~found)
+        at = ragged_index(bs[places], lens[places])
+        mine = got[ragged_index(offsets[places], lens[places])]
+        wrong = (mine >= 0) & (mine != expected[at]) & (batch.values("req_pool_indices")[at] != 0)
+        found[np.repeat(places, lens[places])[wrong]] = True
+    return found
 
 
 def _statuses(batch: TraceBatch, kind: Int64Array) -> Int64Array:

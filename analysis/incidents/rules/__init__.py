@@ -6,6 +6,8 @@ from ..case import Rule
 from . import (
     abort_frees_during_transfer,
     async_resume_wrong_input,
+    attention_seq_len_wrong,
+    attention_table_overwritten,
     chunk_tail_predicted_token,
     commit_beyond_allocation,
     double_free,
@@ -44,6 +46,8 @@ _MODULES: Final = (
     failed_load_counted_loaded,
     swa_window_off_by_one,
     stale_swa_mapping,
+    attention_table_overwritten,
+    attention_seq_len_wrong,
     double_free,
     page_given_twice,
     radix_insert_then_free,

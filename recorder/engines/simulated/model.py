@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from .attention import AttentionMetadata
 from .batch import Batch
 from .config import EngineConfig
 from .memory import KvMemory
@@ -22,8 +23,10 @@ class Model:
         self._memory = memory
         self._noise = np.random.default_rng([config.seed, 0x4E01]) if config.noise else None
 
-    def run(self, batch: Batch) -> WordArray:
+    def run(self, batch: Batch, attention: AttentionMetadata) -> WordArray:
         """Write the KV of each token in every pool of the batch's runner, and return what was computed.
+
+        What came before a token is read from where attention is told that it lies.
 
         Returns:
             `[T] uint64`, the content word of each token in the runner's first pool.
@@ -32,7 +35,7 @@ class Model:
         computed: WordArray | None = None
         for pool in self._memory.pools:
             if pool.group.runner == batch.runner:
-                content = self._content(pool, batch, words)
+                content = self._content(pool, batch, attention, words)
                 pool.write(self.pool_slots(pool, batch.slots), content, self._noise_bits(content.size))
                 computed = content if computed is None else computed
         return words if computed is None else computed
@@ -41,12 +44,13 @@ class Model:
         """Return slots of the full pool as the pool's own."""
         return self._memory.lut[slots] if pool.group.lut >= 0 else slots
 
-    def _content(self, pool: KvPool, batch: Batch, words: WordArray) -> WordArray:
+    def _content(self, pool: KvPool, batch: Batch, attention: AttentionMetadata, words: WordArray) -> WordArray:
         extend = batch.extend_lens
         sums = np.cumsum(words, dtype=np.uint64)
         first = np.cumsum(extend) - extend
-        seeds = self._memory.req_to_token[batch.rows, np.maximum(batch.prefix_lens - 1, 0)].astype(np.int64)
-        base = np.where(batch.prefix_lens > 0, pool.content[self.pool_slots(pool, seeds)], np.uint64(0))
+        seeds = attention.slot_before(pool.index)
+        reads = attention.seq_lens > attention.query_lens
+        base = np.where(reads, pool.content[seeds], np.uint64(0))
         return sums + np.repeat(base - sums[first] + words[first], extend)
 
     def _noise_bits(self, count: int) -> WordArray | None:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ...forward_input import ForwardInput, TruthTokens
+from ...forward_input import AttentionInput, ForwardInput, TruthTokens
 from ...recorder import Recorder
 from ...submitted import Submitted
+from .attention import AttentionBackend
 from .batch import Batch
 from .counters import Counters
 from .layout import TARGET
@@ -23,18 +24,19 @@ Pick = Callable[[WordArray], tuple[Int64Array, Int64Array]]
 
 
 class ForwardRunner:
-    """Runs batches of the target or the draft model under the recorder."""
+    """Runs batches of the target or the draft model under the recorder; `attention` says what its kernels get."""
 
     def __init__(self, recorder: Recorder, memory: KvMemory, model: Model, counters: Counters) -> None:
         self._recorder = recorder
         self._memory = memory
         self._model = model
+        self.attention = AttentionBackend(memory)
         self._counters = counters
 
     def run(self, batch: Batch, pick: Pick | None = None) -> None:
         """Run one forward; `pick` samples from it."""
         self.tell(batch)
-        content = self._model.run(batch) if batch.input_ids.size else np.empty(0, np.uint64)
+        content = self._compute(batch) if batch.input_ids.size else np.empty(0, np.uint64)
         submitted = self._submitted(batch)
         if pick is None:
             self._recorder.after_forward(submitted=submitted)
@@ -53,6 +55,13 @@ class ForwardRunner:
             return {}
         pools = [pool for pool in self._memory.pools if pool.group.runner == batch.runner]
         return {(pool.index, stream): rows for pool in pools for stream, rows in pool.submitted.items()}
+
+    def _compute(self, batch: Batch) -> WordArray:
+        attention = self.attention.plan(batch)
+        self._recorder.attention(
+            AttentionInput(seq_lens=attention.seq_lens, query_lens=attention.query_lens, slots=attention.reads)
+        )
+        return self._model.run(batch, attention)
 
     def tell(self, batch: Batch) -> None:
         """Tell the recorder what is about to run."""

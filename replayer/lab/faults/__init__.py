@@ -5,7 +5,19 @@ from types import ModuleType
 from typing import Final
 
 from ..fault import Fault
-from . import allocation, kv_bytes, overlap, padding, positions, prefix_cache, sliding, table, tokens, transfer
+from . import (
+    allocation,
+    attention,
+    kv_bytes,
+    overlap,
+    padding,
+    positions,
+    prefix_cache,
+    sliding,
+    table,
+    tokens,
+    transfer,
+)
 
 _FAMILIES: Final[tuple[ModuleType, ...]] = (
     kv_bytes,
@@ -14,6 +26,7 @@ _FAMILIES: Final[tuple[ModuleType, ...]] = (
     prefix_cache,
     sliding,
     positions,
+    attention,
     tokens,
     padding,
     overlap,

@@ -39,6 +39,8 @@ TRIALS = {
     "future_map_overrun": ("future_map_overrun", "overlap_swa", 3),
     "abort_frees_during_transfer": ("abort_frees_during_transfer", "pd_swa", 3),
     "transfer_wrong_stride": ("transfer_wrong_stride", "pd", 1),
+    "attention_table_overwritten": ("attention_table_overwritten", "mha_page16", 3),
+    "attention_seq_len_wrong": ("attention_prefix_lost", "mha", 3),
     "failed_load_counted_loaded": ("failed_load_counted_loaded", "pd", 3),
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from kvcanary.recorder.forward_input import ForwardInput, TruthTokens
+from kvcanary.recorder.forward_input import AttentionInput, ForwardInput, TruthTokens
 from kvcanary.recorder.header import PoolGroup, Runner, StateTable, TraceHeader
 from kvcanary.recorder.recorder import Recorder
 from kvcanary.replayer.replay import ReplaySettings, replay
@@ -97,6 +97,7 @@ class Scene:
         padding: tuple[int, ...] = (),
         inputs: dict[tuple[int, int], int] | None = None,
         sampled: tuple[list[int], list[int]] = ((), ()),
+        attention: AttentionInput | None = None,
     ) -> int:
         """Run the parts; `padding` slots come behind, `inputs[request, position]` is fed instead of the truth."""
         ids, positions, slots = [], [], []
@@ -127,6 +128,7 @@ class Scene:
                     flat=np.concatenate(known) if known else np.empty(0, np.int64),
                     lens=[len(part) for part in known] + [0] * pad,
                 ),
+                attention=attention,
             )
         )
         tokens, lens = sampled

@@ -39,6 +39,8 @@ FIRES = {
     "seq_len_backwards": ("mha", {"seq_len_backwards", "input_not_truth"}),
     "swa_window_off_by_one": ("swa", {"swa_mapping_stale"}),
     "abort_frees_during_transfer": ("pd", {"freed_during_transfer"}),
+    "attention_table_overwritten": ("mha", {"attention_slots"}),
+    "attention_seq_len_off_by_one": ("mha", {"attention_lens"}),
     "future_map_overrun": ("overlap", {"input_not_sampled"}),
 }
 

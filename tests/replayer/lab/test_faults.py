@@ -36,6 +36,8 @@ KNOWN = [
     "abort_frees_during_transfer",
     "transfer_wrong_stride",
     "failed_load_counted_loaded",
+    "attention_table_overwritten",
+    "attention_prefix_lost",
     "dedup_remap",
     "duplicate_prompt_numerics",
 ]
