@@ -62,7 +62,7 @@ from .layout import (
     Streams,
     Tables,
 )
-from .rows import learn_request, note_status, start_over
+from .rows import end_samples, learn_request, note_status, start_over
 from .slots import run_ordinary, status_ordinary, take_run
 from .take import take_forward
 
@@ -303,7 +303,9 @@ def lane_loops(
             if fine == 1:
                 for runner in range(words_of.shape[0]):
                     start_over(lasts[runner], request)
-                note_status(status, rows[0] if rows.shape[0] == 1 else -1, request, code, event)
+                row = rows[0] if rows.shape[0] == 1 else -1
+                end_samples(samples, row, request, event)
+                note_status(status, row, request, code, event)
         elif fine == 1 and kind == REQUEST_EVENT and settings[VOCAB] != 0:  # only the token oracle asks for it
             learn_request(facts, request, scalars[ROOM][index], scalars[PROMPT][index])
 

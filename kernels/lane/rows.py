@@ -154,6 +154,15 @@ def note_sample(
 
 
 @primitive()
+def end_samples(samples: Out64x2, row: int, request: int, event: int) -> None:
+    """Forget what was sampled for a request that begins or ends, as `SampleBook.take_status`; `event` is the number + 1."""
+    for other in range(samples.shape[0]):
+        mine = samples[other, SAMPLE_TOLD] > 0 and samples[other, SAMPLE_REQUEST] == request
+        if mine or (other == row and row > 0):
+            samples[other, SAMPLE_TOLD] = -event
+
+
+@primitive()
 def start_over(last: Out64x2, request: int) -> None:
     """Forget a request's forwards of one runner: it starts from nothing, or is gone."""
     for row in range(last.shape[0]):

@@ -13,7 +13,7 @@ from .sglang_hooks import not_applied, register_drafts
 from .sglang_host_cache import HostCache, controller_of
 from .sglang_layout import RunnerLayout
 from .sglang_requests import row_of
-from .sglang_session import Session, on_host
+from .sglang_session import Session, knows_allocator, on_host
 from .sglang_stages import StageResults, follow_stages
 from .sglang_transfers import to_nobody
 from .step_cost import StepCost
@@ -95,9 +95,10 @@ class Attachment:
         runners.sort(key=lambda runner: bool(runner.is_draft_worker))
         allocator = scheduler.token_to_kv_pool_allocator
         wanted = self._settings.history
-        history = wanted == "on" or (wanted == "auto" and on_host(allocator))
+        history = knows_allocator(allocator) and (wanted == "on" or (wanted == "auto" and on_host(allocator)))
         if not history:
-            self.notes.append("allocations and frees of slots are not told")
+            kind = "" if knows_allocator(allocator) else f", {type(allocator).__name__} is not known"
+            self.notes.append(f"allocations and frees of slots are not told{kind}")
         if any(runner.is_draft_worker for runner in runners):
             self.notes += register_drafts(self)
         session = Session(scheduler, runners, self._settings, (*self.notes, *not_applied()))
@@ -129,7 +130,7 @@ class Attachment:
         """Hook what goes to a host's pool and comes back, each copy or, where they cannot be told, each load-back."""
         if not getattr(scheduler, "enable_hierarchical_cache", False):
             return
-        if session.recorder.header.groups[0].host_num_slots:
+        if any(group.host_num_slots for group in session.recorder.header.groups):
             cache = HostCache(controller_of(scheduler), session.recorder, session.histories)
             hooks = (("write", cache.on_write, None), ("load", cache.on_load, self.on_load_back))
             if all(wrap_method(cache.controller, name, self._copies(*both), self.fault) for name, *both in hooks):
@@ -240,6 +241,8 @@ class Attachment:
             return None
         if batch.reqs != session.reqs:
             session.runs(batch.reqs or [])
+        if getattr(batch, "beam_tail", None) is not session.beam_tail:
+            session.runs_beams(batch)
         return session.ran
 
     def on_result(self, _scheduler: Any, _batch: Any, result: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
@@ -249,12 +252,12 @@ class Attachment:
             return None
         return session.took_result if session.takes_result(result) else None
 
-    def on_retract(self, *_args: Any, **_kwargs: Any) -> Finish | None:
+    def on_retract(self, *_args: Any, offload_kv: bool = True, **_kwargs: Any) -> Finish | None:
         """Call a row that is given back meanwhile a retracted request's."""
         session = self._live("on_retract")
         if session is None:
             return None
-        session.retracting = True
+        session.retracting, session.restores = True, offload_kv
 
         def finish(_: Any, __: BaseException | None) -> None:
             session.retracting = False

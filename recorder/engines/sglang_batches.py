@@ -3,7 +3,7 @@
 The engine's thread takes down objects alone; what they hold is read by the recorder's own thread, where there is one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -78,9 +78,11 @@ class KnownBatch:
     def truth(self) -> list[TokenLists] | None:
         """The requests' tokens, in the lists that the scheduler had when the batch was looked up; None for unknown."""
         if self._truth is None and self.outputs is not None:
-            parts = zip(self._requests, self._prompts, self.outputs, strict=True)
-            self._truth = [request.lists(prompt, output) for request, prompt, output in parts]
+            self._truth = [request.lists(prompt, output) for request, prompt, output in self._parts()]
         return self._truth
+
+    def _parts(self) -> Iterable[tuple[KnownRequest, Any, Any]]:
+        return zip(self._requests, self._prompts, self.outputs or (), strict=True)
 
     @property
     def known_lens(self) -> Int64Array:
@@ -100,10 +102,12 @@ class KnownBatch:
     def sampled(self, before: bytes, after: bytes) -> tuple[Int64Array, Int64Array]:
         """Return what each request has got from length `before` to `after`, one after another, and how many each."""
         spans = [np.frombuffer(lens, np.int64).tolist() for lens in (before, after)]
-        parts = zip(self.outputs or (), *spans, strict=True)
-        tokens = [output[first:last] for output, first, last in parts]
+        sources = [request.lists(prompt, output) for request, prompt, output in self._parts()]
+        prompts = map(len, self._prompts)
+        parts = zip(sources, prompts, *spans, strict=True)
+        tokens = [source.tokens(prompt + first, prompt + last) for source, prompt, first, last in parts]
         lens = np.array(list(map(len, tokens)), np.int64)
-        return np.array([token for part in tokens for token in part], np.int64), lens
+        return np.concatenate((np.empty(0, np.int64), *tokens)), lens
 
 
 class KnownBatches:

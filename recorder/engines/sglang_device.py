@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from ...kernels.constants import UNKNOWN_TOKEN
 from ..device.capture import DeviceCapture
 from ..device.forward import Lens
 from .sglang_batches import KnownBatch
-from .sglang_forward import MODES
+from .sglang_forward import MODES, has_embeddings
 
 
 class Telling:
@@ -24,15 +25,15 @@ class Telling:
         """Have a forward of `bs` requests taken down and return its number.
 
         Raises:
-            ValueError: a mode that the adapter does not know, a batch without token ids, or one on another device, whose
-                addresses a kernel must not be given.
+            ValueError: a mode that the adapter does not know, or a batch on another device, whose addresses a kernel must
+                not be given.
         """
         if batch.forward_mode is not self._engine_mode:
             self._look_up(batch.forward_mode)
         mode, rows, ids, positions = self._mode, batch.req_pool_indices, batch.input_ids, batch.positions
         loc = batch.out_cache_loc
-        if ids is None or positions is None or loc is None:
-            ids, positions, loc = _present(rows, ids, positions, loc)
+        if ids is None or positions is None or loc is None or has_embeddings(batch):
+            ids, positions, loc = _present(rows, None if has_embeddings(batch) else ids, positions, loc)
         if not (rows.is_contiguous() and ids.is_contiguous() and positions.is_contiguous() and loc.is_contiguous()):
             rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
         lens = None if self._by_position else _lens(batch, mode)
@@ -59,13 +60,12 @@ class Telling:
 
 
 def _present(rows: Any, ids: Any, positions: Any, loc: Any) -> tuple[Any, Any, Any]:
-    """Return token ids, positions and slots, empty where the batch has none."""
-    if ids is None and positions is not None and positions.numel():
-        raise ValueError("the batch has embeddings instead of token ids, which a trace cannot hold")
+    """Return token ids, positions and slots, empty where the batch has none; token ids are unknown without any."""
     nothing = rows[:0]
+    positions = nothing if positions is None else positions
     return (
-        nothing if ids is None else ids,
-        nothing if positions is None else positions,
+        positions.new_full(positions.shape, UNKNOWN_TOKEN) if ids is None else ids,
+        positions,
         nothing if loc is None else loc,
     )
 

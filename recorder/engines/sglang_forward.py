@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ...kernels.constants import UNKNOWN_TOKEN
 from ..forward_input import ForwardInput, TableRead, TruthTokens
 from ..host_arrays import Int64Array, own_int64
 from .sglang_layout import Layout, RunnerLayout
@@ -35,16 +36,16 @@ def forward_input(
         truth: the scheduler's tokens.
 
     Raises:
-        ValueError: a mode that the adapter does not know, or a batch without token ids.
+        ValueError: a mode that the adapter does not know.
     """
     mode = MODES.get(batch.forward_mode.name)
     if mode is None:
         raise ValueError(f"forward mode {batch.forward_mode.name}, expected one of {', '.join(MODES)}")
     rows = own_int64(batch.req_pool_indices)
     positions = own_int64(batch.positions if batch.positions is not None else [])
-    if batch.input_ids is None and positions.size:
-        raise ValueError("the batch has embeddings instead of token ids, which a trace cannot hold")
-    tokens = own_int64(batch.input_ids if batch.input_ids is not None else [])
+    tokens = own_int64(batch.input_ids) if batch.input_ids is not None else np.full_like(positions, UNKNOWN_TOKEN)
+    if has_embeddings(batch):
+        tokens[:] = UNKNOWN_TOKEN
     prefix, extend = prefix_and_extend(batch, mode, rows.size, positions)
     size = min(tokens.size, positions.size)
     written = _written(batch, size)
@@ -66,6 +67,11 @@ def forward_input(
         luts=tuple(layout.luts),
         truth=truth,
     )
+
+
+def has_embeddings(batch: Any) -> bool:
+    """Say whether a batch is fed embeddings: its token ids, if there are any, are placeholders."""
+    return getattr(batch, "input_embeds", None) is not None
 
 
 def prefix_and_extend(batch: Any, mode: str, bs: int, positions: Int64Array) -> tuple[Int64Array, Int64Array]:

@@ -66,7 +66,11 @@ TARGETS: Final = (
     ),
     Target(
         name="retract",
-        paths=("sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",),
+        paths=(
+            "sglang.srt.managers.schedule_batch.release_req",
+            "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
+            "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
+        ),
         without="a retracted request looks like an aborted one",
     ),
     Target(

@@ -8,15 +8,51 @@ first layer of each sub-pool, K and V.
 import dataclasses
 import importlib.metadata
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ...kernels.kv_source import KvSource
 from ..environment import RecordingSettings
-from ..header import EngineInfo, KvStream, ModelInfo, Oracle, PoolGroup, Ranks, Runner, StateTable, TraceHeader
+from ..header import (
+    EngineInfo,
+    KvStream,
+    ModelInfo,
+    NotWatched,
+    Oracle,
+    PoolGroup,
+    Ranks,
+    Runner,
+    StateTable,
+    TraceHeader,
+)
 from ..run_identity import run_id
 from .sglang_host_cache import host_slots
 
 ALIGN_BYTES: Final = 16
+
+# What is recorded of a pool, by its very class: where each half's layers are. A class derived from one of these may lay
+# out its memory otherwise, and is not recorded.
+POOLS: Final[dict[str, dict[str, str]]] = {
+    "MHATokenToKVPool": {"K": "k_buffer", "V": "v_buffer"},
+    "MHATokenToKVPoolFP4": {"K": "k_buffer", "V": "v_buffer"},
+    "MLATokenToKVPool": {"K": "kv_buffer"},
+    "MLATokenToKVPoolFP4": {"K": "kv_buffer"},
+    "DSATokenToKVPool": {"K": "kv_buffer"},
+    "NSATokenToKVPool": {"K": "kv_buffer"},  # what it was called before
+    "DeepSeekV4SingleKVPool": {"K": "kv_buffer"},
+}
+# What else these have for each token, which is not recorded.
+BESIDE: Final[dict[str, tuple[str, ...]]] = {
+    "MHATokenToKVPoolFP4": ("k_scale_buffer", "v_scale_buffer"),
+    "MLATokenToKVPoolFP4": ("kv_scale_buffer",),
+    "DSATokenToKVPool": ("index_k_with_scale_buffer",),
+    "NSATokenToKVPool": ("index_k_with_scale_buffer",),
+}
+
+
+class _SubPool(NamedTuple):
+    kind: str
+    pool: Any
+    lut: Any = None  # the full-to-SWA tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +81,7 @@ class Layout:
         self.sources: dict[tuple[int, int], KvSource] = {}
         self.runners: dict[int, RunnerLayout] = {}
         self.names: list[Runner] = []
-        self.notes: list[str] = []
+        self.not_watched: list[NotWatched] = []
         self._settings = settings
         for runner in model_runners:
             self._add_runner(runner)
@@ -60,9 +96,9 @@ class Layout:
         groups: dict[str, int] = {}
         pool = runner.token_to_kv_pool
         window = int(getattr(runner, "sliding_window_size", None) or 0)
-        for kind, sub_pool, lut in _sub_pools(pool):
+        for kind, sub_pool, lut in self._sub_pools(pool):
             if kind == "swa" and not window:
-                self.notes.append(f"{name}: a sliding-window pool without a window is not recorded")
+                self._not_watched("pool", sub_pool, "a sliding-window pool whose window the model does not say")
                 continue
             number = len(self.groups)
             groups[kind] = number
@@ -78,25 +114,50 @@ class Layout:
                     lut=_index_of(self.luts, lut) if lut is not None else -1,
                     num_slots=_num_slots(sub_pool),
                     page_size=int(getattr(sub_pool, "page_size", 1) or 1),
-                    halves=("K", "V") if hasattr(sub_pool, "v_buffer") else ("K",),
+                    halves=tuple(POOLS[type(sub_pool).__name__]),
                     streams=tuple(stream for stream, _ in streams),
+                    num_layers=len(_layers(sub_pool, "K")),
                 )
             )
-        if not groups:
-            self.notes.append(f"{name}: nothing is recorded of a pool of type {type(pool).__name__}")
         self.runners[id(runner)] = RunnerLayout(index=index, table=table, groups=groups, sampled=not draft)
+
+    def _sub_pools(self, pool: Any) -> list[_SubPool]:
+        """Return each group of a pool, and note what of it is not recorded."""
+        kind = type(pool).__name__
+        parts = [_SubPool("full", pool)]
+        if kind == "SWAKVPool":
+            parts = [_SubPool("full", pool.full_kv_pool), _SubPool("swa", pool.swa_kv_pool, _lut(pool))]
+        elif kind == "HybridLinearKVPool":
+            parts = [_SubPool("full", pool.full_kv_pool)]
+            self.not_watched.append(
+                NotWatched(what="pool", name="MambaPool", reason="states of linear attention are not recorded")
+            )
+        elif kind == "DeepSeekV4TokenToKVPool":
+            parts = [_SubPool("swa", pool.swa_kv_pool, _lut(pool))]
+            self._not_watched("pool", pool, "of its pools only that of the sliding window is recorded")
+        known = []
+        for part in parts:
+            if type(part.pool).__name__ not in POOLS or (part.kind == "swa") != (part.lut is not None):
+                self._not_watched("pool", part.pool, "the adapter does not know how this class lays out its slots")
+                continue
+            known.append(part)
+            for beside in BESIDE.get(type(part.pool).__name__, ()):
+                self._not_watched("bytes", part.pool, f"{beside} is not recorded")
+        return [part for part in known if _num_slots(part.pool)]
+
+    def _not_watched(self, what: str, of: Any, reason: str) -> None:
+        self.not_watched.append(NotWatched(what=what, name=type(of).__name__, reason=reason))
 
     def _streams(self, where: str, pool: Any) -> list[tuple[KvStream, KvSource]]:
         """Return the first layer's halves; none where no bytes are wanted or a token's are no one aligned row."""
         if not self._settings.capture_bytes:
             return []
-        halves = [("K", "k_buffer"), ("V", "v_buffer")] if hasattr(pool, "k_buffer") else [("K", "kv_buffer")]
         found = []
-        for half, attribute in halves:
-            buffer = (getattr(pool, attribute, None) or [None])[0]
-            rows = None if buffer is None else _as_rows(buffer, _num_slots(pool))
+        for half in POOLS[type(pool).__name__]:
+            layers = _layers(pool, half)
+            rows = _as_rows(layers[0], _num_slots(pool)) if layers else None
             if rows is None:
-                self.notes.append(f"{where}: bytes of {half} not captured, a token is no row of aligned bytes")
+                self._not_watched("bytes", pool, f"{where}: bytes of {half}: a token is no row of aligned bytes")
                 return []
             token_bytes = int(rows.shape[1])
             capture = min(self._settings.capture_bytes, token_bytes)
@@ -104,7 +165,7 @@ class Layout:
                 (
                     KvStream(
                         half=half,
-                        layer=int(getattr(pool, "start_layer", 0) or 0),
+                        layer=_first_layer(pool),
                         bytes_per_token=token_bytes,
                         capture_bytes=capture,
                     ),
@@ -148,7 +209,8 @@ def describe_engine(
         oracle=Oracle(vocab_size=vocab_size) if oracle else None,
         role=role if role in ("prefill", "decode") else "",
         sweep_interval=online_sweep_interval(target) or settings.sweep_every,
-        notes=(*notes, *layout.notes, *_online_canary(target)),
+        not_watched=tuple(layout.not_watched),
+        notes=(*notes, *_online_canary(target)),
     )
 
 
@@ -206,23 +268,27 @@ def _online_canary(target: Any) -> tuple[str, ...]:
     return (f"online canary: forward 0 is its step {step}",)
 
 
-def _sub_pools(pool: Any) -> list[tuple[str, Any, Any]]:
-    """Return `(kind, pool, full-to-SWA tensor)` of each group of a pool."""
-    lut = getattr(pool, "full_to_swa_index_mapping", None)
-    swa = getattr(pool, "swa_kv_pool", None)
-    if swa is not None and lut is not None:
-        full = getattr(pool, "full_kv_pool", None)
-        parts = [("full", full, None), ("swa", swa, lut)]
-        return [(kind, part, table) for kind, part, table in parts if part is not None and _num_slots(part)]
-    return [("full", pool, None)] if _num_slots(pool) else []
+def _lut(pool: Any) -> Any:
+    return getattr(pool, "full_to_swa_index_mapping", None)
+
+
+def _layers(pool: Any, half: str) -> Any:
+    return getattr(pool, POOLS[type(pool).__name__][half], None) or ()
+
+
+def _first_layer(pool: Any) -> int:
+    """Return the model's layer that is the first of a pool's."""
+    layers = getattr(pool, "model_layer_ids", None)
+    return int(layers[0] if layers else getattr(pool, "start_layer", 0) or 0)
 
 
 def _num_slots(pool: Any) -> int:
-    for attribute in ("k_buffer", "kv_buffer"):
-        buffers = getattr(pool, attribute, None)
-        if buffers is not None and len(buffers):
-            return int(buffers[0].shape[0])
-    return int(getattr(pool, "size", 0) or 0)
+    """Return how many slots a pool has, its first page of padding included: what it says, or more rows of tokens."""
+    said = int(getattr(pool, "size", 0) or 0)
+    said += int(getattr(pool, "page_size", 1) or 1) if said else 0
+    layers = _layers(pool, "K")
+    rows = int(layers[0].shape[0]) if len(layers) and layers[0].dim() == 3 else 0
+    return rows if rows >= said else said
 
 
 def _as_rows(buffer: Any, num_slots: int) -> Any:

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ...kernels.constants import UNKNOWN_TOKEN
 from ..forward_input import TruthTokens
 from ..host_arrays import Int64Array
 
@@ -36,32 +37,44 @@ def row_of(req: Any) -> int:
     return -1 if row is None else int(row)
 
 
+def has_placeholders(req: Any) -> tuple[bool, bool]:
+    """Say whether prompt and output of a request are placeholders: of embeddings, and of a beam search's tokens."""
+    return getattr(req, "input_embeds", None) is not None, getattr(req, "beam_group", None) is not None
+
+
 class TokenLists:
-    """A request's prompt and output, the very lists that the scheduler had when it was looked at: it only appends."""
+    """A request's prompt and output, the very lists that the scheduler had when it was looked at: it only appends.
 
-    __slots__ = ("__weakref__", "output", "prompt")
+    `placeholders` says which of the two hold none but placeholders, whose tokens are unknown.
+    """
 
-    def __init__(self, prompt: Any, output: Any) -> None:
+    __slots__ = ("__weakref__", "output", "placeholders", "prompt")
+
+    def __init__(self, prompt: Any, output: Any, placeholders: tuple[bool, bool] = (False, False)) -> None:
         self.prompt = prompt
         self.output = output
+        self.placeholders = placeholders
 
     def tokens(self, start: int, stop: int) -> Int64Array:
         """Return the tokens of positions `start` to before `stop`; fewer where the lists have become shorter."""
         split = len(self.prompt)
+        prompt = np.array(self.prompt[start:stop] if start < split else (), np.int64)
         output = np.array(self.output[max(start - split, 0) : max(stop - split, 0)], np.int64)
-        if start >= split:
-            return output
-        return np.concatenate((np.array(self.prompt[start:stop], np.int64), output))
+        for tokens, unknown in zip((prompt, output), self.placeholders, strict=True):
+            if unknown:
+                tokens[:] = UNKNOWN_TOKEN
+        return np.concatenate((prompt, output)) if prompt.size else output
 
 
 class KnownRequest:
     """One request and its tokens so far; only what is new since the last look is converted."""
 
-    __slots__ = ("_count", "_lists", "_prompt", "_tokens", "req", "request_id")
+    __slots__ = ("_count", "_lists", "_prompt", "_tokens", "placeholders", "req", "request_id")
 
     def __init__(self, req: Any, request_id: int) -> None:
         self.req = req
         self.request_id = request_id
+        self.placeholders = has_placeholders(req)
         self._prompt: Any = None
         self._tokens = np.empty(0, np.int64)
         self._count = 0
@@ -71,6 +84,8 @@ class KnownRequest:
         """Return prompt and output so far, as the scheduler holds them now, `[n] int64`; valid until the next call."""
         prompt, output = self.req.origin_input_ids, self.req.output_ids
         total = len(prompt) + len(output)
+        if True in self.placeholders:
+            return self.lists(prompt, output).tokens(0, total)
         if self._prompt is not prompt or total < self._count:
             self._prompt = prompt
             self._tokens = np.array(prompt, np.int64)
@@ -88,7 +103,7 @@ class KnownRequest:
         """Return the lists that the scheduler keeps its tokens in; another object once it has put another in a place."""
         lists = self._lists
         if lists is None or lists.prompt is not prompt or lists.output is not output:
-            lists = self._lists = TokenLists(prompt, output)
+            lists = self._lists = TokenLists(prompt, output, self.placeholders)
         return lists
 
 
@@ -126,6 +141,10 @@ class RequestBook:
     def get(self, rid: str) -> KnownRequest | None:
         """Return a known request."""
         return self._by_rid.get(rid)
+
+    def id_of(self, req: Any) -> int:
+        """Return the id of a request, also of one whose name another has by now."""
+        return request_id_of(req.rid, exact=self._exact)
 
     def drop(self, req: Any) -> None:
         """Forget a request that is over."""

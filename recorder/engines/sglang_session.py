@@ -18,7 +18,7 @@ from ..recording import beginning
 from .hooking import Finish
 from .sglang_batches import KnownBatch, KnownBatches
 from .sglang_device import Telling
-from .sglang_forward import forward_input
+from .sglang_forward import forward_input, has_embeddings
 from .sglang_history import GroupHistory
 from .sglang_layout import Layout, RunnerLayout, describe_engine
 from .sglang_requests import KnownRequest, RequestBook, row_of
@@ -29,6 +29,16 @@ logger = logging.getLogger("kvcanary")
 
 # Forwards whose samples may still be outstanding: overlap scheduling is one behind, pipelines a few.
 MAX_OUTSTANDING: Final = 64
+
+# Of those, what is given out and taken back is known. What is derived from them may number something else.
+ALLOCATORS: Final = frozenset(
+    {
+        "TokenToKVPoolAllocator",
+        "PagedTokenToKVPoolAllocator",
+        "SWATokenToKVPoolAllocator",
+        "PureSWATokenToKVPoolAllocator",
+    }
+)
 
 # A step's result, by weak reference, and its forward's number and requests. The reference tells a result from a later
 # one at the same address, and keeps no tensor alive.
@@ -58,6 +68,7 @@ class Session:
         self.histories: list[GroupHistory] = []
         self.transfers = Transfers(self.layout, self.recorder, self.histories)
         self.retracting = False
+        self.restores = True  # whether what is retracted meanwhile gets its KV back
         self._batches = KnownBatches(self._requests)
         device = self.recorder if isinstance(self.recorder, DeviceRecorder) else None
         # Bound once: each step would make them anew otherwise, and leave them to the collector of garbage.
@@ -72,6 +83,10 @@ class Session:
         self._mode: Any = None
         self._known: KnownBatch | None = None
         self.reqs: list[Any] = []
+        # Of the batch that runs, what says that its last rows are beams, and whose; and whose beam each row was last.
+        self.beam_tail: Any = None
+        self._members: list[str] = []
+        self._beams: dict[int, KnownRequest] = {}
         self._last_target: tuple[int, KnownBatch] | None = None
         # The result that is being taken over: its forward's number and requests, and how many tokens each had.
         self._taken: tuple[int, KnownBatch, bytes] | None = None
@@ -140,7 +155,8 @@ class Session:
             ValueError: a batch that cannot be recorded.
         """
         self._known = None
-        known = self._batches.of(batch.rids, bs)
+        rids = batch.rids if not self._members else [*(batch.rids or ()), *self._members]
+        known = self._batches.of(rids, bs)
         if getattr(batch, "spec_info", batch) is not None:  # a speculative worker may append what it has verified
             self._moment += 1
         if self._tell is not None:
@@ -152,7 +168,7 @@ class Session:
             self._tell_on_host(self.recorder, batch, layout, known)
         if layout.sampled:
             self._last_target = (number, known)
-            if self._tell is not None:
+            if self._tell is not None and not has_embeddings(batch):
                 self._mode, self._known = batch.forward_mode, known
 
     def again(self, batch: Any) -> Finish | None:
@@ -211,6 +227,19 @@ class Session:
         for req in reqs:
             self.see(req)
         self.reqs = list(reqs)
+
+    def runs_beams(self, batch: Any) -> None:
+        """Get to know the rows behind those of a batch's requests: beams, which have no name but their leader's."""
+        self.beam_tail = batch.beam_tail
+        self._members = []
+        for entry in () if self.beam_tail is None else self.beam_tail.entries:
+            leader = self.see(batch.reqs[entry.leader_idx])
+            rows = entry.group.member_rows_cpu.tolist()
+            self._members += [leader.req.rid] * len(rows)
+            for row in rows:
+                if self._beams.get(row) is not leader:
+                    self._beams[row] = leader
+                    self.recorder.request_status(request_id=leader.request_id, status="admitted", row=row, note="beam")
 
     def ran(self, result: Any, _: BaseException | None) -> None:
         """Note which forward a scheduler step's result belongs to."""
@@ -273,16 +302,16 @@ class Session:
 
     def gave_row_back(self, req: Any, row: int) -> None:
         """Tell what became of a request whose row is free again."""
-        known = self.see(req)
         self.transfers.forget(req)
-        if req.finished():
-            reason = type(req.finished_reason).__name__
+        finished, ends = req.finished(), getattr(req, "to_finish", None)
+        if finished or ends is not None:
+            reason = type(req.finished_reason if finished else ends).__name__
             status = "aborted" if "ABORT" in reason else "finished"
             self._requests.drop(req)
         else:
             status, reason = ("retracted", "") if self.retracting else ("aborted", "row freed before the end")
-        self.recorder.request_status(request_id=known.request_id, status=status, row=row, note=reason)
-        if status == "retracted" and self.recorder.header.role == "decode":
+        self.recorder.request_status(request_id=self._requests.id_of(req), status=status, row=row, note=reason)
+        if status == "retracted" and self.restores and self.recorder.header.role == "decode":
             self.recorder.lost("a decode engine restores a retracted request's KV from the host, which is not told")
 
 
@@ -301,6 +330,11 @@ def _allocators(allocator: Any) -> list[tuple[str, Any]]:
         return [("full", allocator)]
     full = allocator.full_attn_allocator
     return [("swa", swa)] if full is swa else [("full", full), ("swa", swa)]
+
+
+def knows_allocator(allocator: Any) -> bool:
+    """Say whether what an allocator, and those that it is made of, give out are slots of tokens: by their very classes."""
+    return {type(part).__name__ for part in (allocator, *(part for _, part in _allocators(allocator)))} <= ALLOCATORS
 
 
 def on_gpu(tensor: Any) -> bool:

@@ -12,11 +12,12 @@ from ..batch import TraceBatch
 from ..header import TraceHeader
 from .batch_tokens import BatchTokens, batch_tokens
 from .forward import Forward, UnusableEventError, read_forward
-from .slot_events import SampleEvent
+from .slot_events import SampleEvent, StatusEvent
 
 Int64Array = npt.NDArray[np.int64]
 
-# Columns of `SampleBook.last`; the event that told of it + 1 is 0 where nothing is known.
+# Columns of `SampleBook.last`; the event that told of it + 1 is 0 where nothing is known, and negative where nothing is
+# known since the row's request ended: - (that event + 1).
 REQUEST, POSITION, TOKEN, FORWARD, TOLD = range(5)
 
 # How many forwards back a sample event may reach: no engine overlaps that many.
@@ -105,6 +106,13 @@ class SampleBook:
         self._remember(sampler, event.lens, event.tokens, event.event)
         return list(known[at + 1 :])
 
+    def take_status(self, event: StatusEvent) -> None:
+        """Forget what was sampled for a request that begins or ends, and what will be told late of it: an id may come again."""
+        ended = (self.last[:, TOLD] > 0) & (self.last[:, REQUEST] == event.request_id)
+        if 0 < event.row < len(self.last):
+            ended[event.row] = True
+        self.last[ended, TOLD] = -(event.event + 1)
+
     def waiting(self) -> list[FedForward]:
         """Return the forwards from the first on whose samples are still to come; a sample event may speak of them."""
         fed = list(self.fed)
@@ -118,8 +126,9 @@ class SampleBook:
     def _remember(self, forward: Forward, counts: Int64Array, sampled: Int64Array, event: int) -> None:
         rows = forward.req_pool_indices
         inside = (rows > 0) & (rows < len(self.last))
-        # What was sampled by a later forward is news already.
-        inside &= self.last[np.where(inside, rows, 0), FORWARD] <= forward.forward
+        # What was sampled by a later forward is news already, and what was before the row's request ended is nobody's.
+        known = self.last[np.where(inside, rows, 0)]
+        inside &= (known[:, FORWARD] <= forward.forward) & (known[:, TOLD] > -(forward.event + 1))
         if forward.mode == "target_verify":
             self.last[rows[inside], TOLD] = 0
             return

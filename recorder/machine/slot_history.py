@@ -25,7 +25,7 @@ class SlotHistory:
     says nothing about slots; `last_forward` is the number of the last forward, -1 before the first; `had_gap` says that
     something was lost; `ended` holds the requests that are gone, with the event that said so; `samples` what was
     sampled last for each row, `dropped` what requests still held when it left their rows; these two are moved on by whoever
-    judges by them.
+    judges by them, and samples of a request end with it.
     """
 
     def __init__(self, header: TraceHeader, *, backend: str) -> None:
@@ -65,6 +65,7 @@ class SlotHistory:
             self.ledger.apply_transfer(known)
         elif isinstance(known, StatusEvent):
             self.rows.take_status(known)
+            self.samples.take_status(known)
             self.take_end(known.request_id, known.status, known.event)
             if self.complete and known.status != "admitted":  # what it still holds has leaked, which is said once
                 for part in self.ledger.held_slots(known.request_id):

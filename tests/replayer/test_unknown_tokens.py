@@ -1,6 +1,7 @@
 """A token of -1 is unknown and judged by nothing, and of a token beyond 32 bits those are judged that a table holds."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,13 @@ def _lane_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
 
 
-def record(path: Path, *, fed: Change, believed: Change, sampled: Change = list, oracle: bool = False) -> None:
-    """Two requests, the second of which starts from the first's prompt; what is fed and believed is changed."""
+def record(
+    path: Path, *, fed: Change, believed: Change, sampled: Change = list, oracle: bool = False, again: bool = False
+) -> None:
+    """Two requests, the second of which starts from the first's prompt; what is fed and believed is changed.
+
+    With `again`, the second has the first's name and row, and another prompt where the first sampled.
+    """
     header = TraceHeader(
         groups=(PoolGroup(name="full", num_slots=64, halves=("K",)),),
         tables=(StateTable(rows=4, width=32),),
@@ -37,14 +43,19 @@ def record(path: Path, *, fed: Change, believed: Change, sampled: Change = list,
     recorder = Recorder(path, header, kv_watch_every=0)
     table = np.zeros((4, 32), np.int32)
     for row, slots in ((1, [4, 5, 6, 7, 8, 9, 10]), (2, [4, 5, 6, 17, 18, 19, 20])):
+        tokens = PROMPT + NEW
+        ends = [0 if row == 1 else 3, 4, 5, 6, 7]
+        if again:
+            ends = [0, 4, 5] if row == 1 else [3, 7]
+            tokens = tokens if row == 1 else [*PROMPT[:3], 31, 32, 33, 34, 35]
+            row = 1
         recorder.request(request_id=row, name=str(row), prompt_len=4)
         recorder.request_status(request_id=row, status="admitted", row=row)
         table[row, : len(slots)] = slots
-        tokens = PROMPT + NEW
-        for begin, end in ((0 if row == 1 else 3, 4), (4, 5), (5, 6), (6, 7)):
+        for begin, end in pairwise(ends):
             recorder.before_forward(
                 ForwardInput(
-                    mode="decode" if begin >= 4 else "extend",
+                    mode="decode" if end - begin == 1 and begin >= 4 else "extend",
                     req_pool_indices=[row],
                     request_ids=[row],
                     prefix_lens=[begin],
@@ -100,6 +111,13 @@ def test_another_token_is_found(fed: Change, believed: Change, tmp_path: Path) -
     assert summary.violations > 0
     assert summary.findings_by_kind["input_not_truth"] == 1
     assert summary.findings_by_kind["hit_differs"] == 1
+
+
+def test_an_id_that_comes_again_in_the_same_row(tmp_path: Path) -> None:
+    path = tmp_path / "t.arrow"
+    record(path, fed=list, believed=list, again=True)
+    summary = found(path, tmp_path)
+    assert (summary.violations, summary.findings) == (0, 0)
 
 
 def test_the_oracle_foretells_no_unknown_token(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from kvcanary.recorder.environment import RecordingSettings
 ROWS, WIDTH, SLOTS, HEADS, DIM = 5, 64, 96, 2, 8
 
 
-class Allocator:
+class TokenToKVPoolAllocator:
     """Hands out slots (page size 1) or pages, in order; frees go to the end."""
 
     def __init__(self, size: int, page_size: int) -> None:
@@ -46,6 +46,19 @@ class Allocator:
         pending, self.free_group = self.free_group, None
         if pending:
             self.free(torch.cat(pending))
+
+
+# Pools are known by the names of their classes.
+class MHATokenToKVPool(SimpleNamespace):
+    """`k_buffer`, `v_buffer`: a tensor a layer, `[size + page_size, heads, dim]`."""
+
+
+class MLATokenToKVPool(SimpleNamespace):
+    """`kv_buffer`: a tensor a layer."""
+
+
+class SWAKVPool(SimpleNamespace):
+    """`full_kv_pool`, `swa_kv_pool` and the table from one to the other."""
 
 
 class RowPool:
@@ -87,7 +100,7 @@ class ModelRunner:
         self.server_args = SimpleNamespace(model_path="tiny", disaggregation_mode="null", tp_size=2)
         self.model_config = SimpleNamespace(vocab_size=97)
         self.req_to_token_pool = RowPool()
-        self.token_to_kv_pool = SimpleNamespace(
+        self.token_to_kv_pool: Any = MHATokenToKVPool(
             k_buffer=[torch.zeros(SLOTS, HEADS, DIM)], v_buffer=[torch.zeros(SLOTS, HEADS, DIM)], page_size=1
         )
         self.fail_at = -1
@@ -131,7 +144,7 @@ class Scheduler:
     tp_rank = 1
     enable_hierarchical_cache = False
 
-    def __init__(self, runner: ModelRunner, allocator: Allocator) -> None:
+    def __init__(self, runner: ModelRunner, allocator: TokenToKVPoolAllocator) -> None:
         self.runner, self.token_to_kv_pool_allocator = runner, allocator
         self.tree_cache = self.open_tree_cache()
         # of a decode engine
@@ -215,7 +228,7 @@ def hooked(monkeypatch: Any, settings: RecordingSettings) -> Attachment:
 def serve(page_size: int = 1) -> tuple[list[list[int]], ModelRunner]:
     """Run four requests on a new engine; return their output and the model runner."""
     runner = ModelRunner()
-    scheduler = Scheduler(runner, Allocator(SLOTS - page_size, page_size))
+    scheduler = Scheduler(runner, TokenToKVPoolAllocator(SLOTS - page_size, page_size))
     requests = [Request(f"r{i}", [i + 3, i + 5, 40, 41 + i], new_tokens=3 + 2 * i) for i in range(4)]
     for request in requests:
         scheduler.step([request])

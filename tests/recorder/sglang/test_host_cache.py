@@ -17,7 +17,7 @@ from kvcanary.replayer.replay import replay
 from kvcanary.replayer.settings import ReplaySettings
 from kvcanary.replayer.summary import Summary
 
-from .fake_engine import DIM, HEADS, SLOTS, Allocator, ModelRunner, Request, Scheduler, hooked
+from .fake_engine import DIM, HEADS, SLOTS, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 HOST_SLOTS = 64
@@ -26,7 +26,7 @@ HOST_SLOTS = 64
 class HiCacheController:
     """Copies at once what SGLang's controller of this name copies by streams."""
 
-    def __init__(self, runner: ModelRunner, allocator: Allocator) -> None:
+    def __init__(self, runner: ModelRunner, allocator: TokenToKVPoolAllocator) -> None:
         self.pool, self.allocator = runner.token_to_kv_pool, allocator
         self.enable_storage = False
         self.mem_pool_host = SimpleNamespace(size=HOST_SLOTS)
@@ -70,7 +70,7 @@ def served(
 
     patch.setattr(Scheduler, "enable_hierarchical_cache", True)
     patch.setattr(Scheduler, "open_tree_cache", open_tree_cache)
-    scheduler = Scheduler(ModelRunner(), Allocator(SLOTS - 1, 1))
+    scheduler = Scheduler(ModelRunner(), TokenToKVPoolAllocator(SLOTS - 1, 1))
     controller: HiCacheController = scheduler.tree_cache.cache_controller
     first = Request("first", list(PROMPT), new_tokens=4)
     scheduler.step([first])

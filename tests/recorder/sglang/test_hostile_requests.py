@@ -11,7 +11,7 @@ from kvcanary.recorder.reader import read_events
 from kvcanary.replayer.replay import replay
 from kvcanary.replayer.settings import ReplaySettings
 
-from .fake_engine import SLOTS, Allocator, ModelRunner, Request, Scheduler, hooked, serve
+from .fake_engine import SLOTS, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked, serve
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def served(rid: str, room: int | None) -> list[list[int]]:
     """Run a plain request, one with this name and room, and another plain one."""
-    scheduler = Scheduler(ModelRunner(), Allocator(SLOTS - 1, 1))
+    scheduler = Scheduler(ModelRunner(), TokenToKVPoolAllocator(SLOTS - 1, 1))
     requests = [Request(name, [i + 3, 5, 40], new_tokens=4) for i, name in enumerate(("first", rid, "last"))]
     requests[1].bootstrap_room = room
     for request in requests:

@@ -15,7 +15,7 @@ from kvcanary.recorder.reader import read_events
 from kvcanary.recorder.schema import BYTE_LISTS, INT_LISTS, SCALARS
 
 from ..gpu_path.interpreted import InterpretingDriver
-from .fake_engine import SLOTS, Allocator, ForwardBatch, ModelRunner, Request, Scheduler, hooked
+from .fake_engine import SLOTS, ForwardBatch, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
@@ -66,7 +66,7 @@ class Engine:
         self.attachment = hooked(patch, RecordingSettings(folder=folder, history="off", **options))
         self.runner = ModelRunner()
         self.draft: Any = Draft(self.runner.req_to_token_pool) if draft else None
-        self.scheduler = Scheduler(self.runner, Allocator(SLOTS - 1, 1))
+        self.scheduler = Scheduler(self.runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
         self.session: Any = self.attachment._session
         assert isinstance(self.session.recorder, DeviceRecorder)
 

@@ -16,7 +16,7 @@ from kvcanary.recorder.reader import read_events
 from kvcanary.replayer.replay import replay_joined
 from kvcanary.replayer.settings import ReplaySettings
 
-from .fake_engine import SLOTS, Allocator, ModelRunner, Request, Scheduler, hooked
+from .fake_engine import SLOTS, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked
 
 PROMPT = [5, 6, 7, 8, 9]
 Told = tuple[str, str, int]
@@ -50,7 +50,7 @@ class Side:
         self.attachment: Attachment = hooked(patch, RecordingSettings(folder=folder / role))
         runner = ModelRunner()
         runner.server_args.disaggregation_mode = role
-        self.scheduler = Scheduler(runner, Allocator(SLOTS - 1, 1))
+        self.scheduler = Scheduler(runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
         assert self.attachment._session is not None
         self.recorder = self.attachment._session.recorder
 

@@ -20,9 +20,10 @@ from kvcanary.recorder.engines.sglang_requests import KnownRequest, RequestBook,
 from kvcanary.recorder.engines.sglang_sweep import PrefixCacheWalk
 from kvcanary.recorder.engines.step_cost import PLACES, StepCost
 from kvcanary.recorder.environment import RecordingSettings
+from kvcanary.recorder.header import NotWatched
 from kvcanary.recorder.host_arrays import own_int64
 
-from .fake_engine import Allocator, ModelRunner
+from .fake_engine import SLOTS, MHATokenToKVPool, MLATokenToKVPool, ModelRunner, SWAKVPool, TokenToKVPoolAllocator
 
 
 class Told:
@@ -300,15 +301,11 @@ def test_a_forward_of_one_table_says_nothing_of_another() -> None:
     assert told.reads[1] is tables[1]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"), [({"input_ids": None}, "embeddings instead of token ids"), ({"mode": "FUTURE"}, "FUTURE")]
-)
-def test_a_batch_that_cannot_be_recorded_is_refused(fields: dict[str, Any], message: str) -> None:
-    mode = fields.pop("mode", "DECODE")
+def test_a_batch_of_an_unknown_mode_is_refused() -> None:
     layout: Any = SimpleNamespace(tables=[], luts=[])
     runner: Any = SimpleNamespace(index=0, table=0)
-    with pytest.raises(ValueError, match=message):
-        forward_input(batch(mode, **fields), runner=runner, layout=layout, request_ids=np.array([1, 2]), truth=None)
+    with pytest.raises(ValueError, match="FUTURE"):
+        forward_input(batch("FUTURE"), runner=runner, layout=layout, request_ids=np.array([1, 2]), truth=None)
 
 
 # Layouts
@@ -318,7 +315,7 @@ def test_a_hybrid_pool_has_two_groups_and_a_draft_its_own() -> None:
     target, draft = ModelRunner(), ModelRunner()
     full, swa = target.token_to_kv_pool, draft.token_to_kv_pool
     lut = torch.zeros(97, dtype=torch.int64)
-    target.token_to_kv_pool = SimpleNamespace(full_kv_pool=full, swa_kv_pool=swa, full_to_swa_index_mapping=lut)
+    target.token_to_kv_pool = SWAKVPool(full_kv_pool=full, swa_kv_pool=swa, full_to_swa_index_mapping=lut)
     target.sliding_window_size = 16
     draft.is_draft_worker = True
     draft.req_to_token_pool = target.req_to_token_pool
@@ -330,25 +327,58 @@ def test_a_hybrid_pool_has_two_groups_and_a_draft_its_own() -> None:
         ("draft_full", "full", 0, 1, 0, -1, 2),
     ]
     assert [(r.name, r.token_offset) for r in layout.names] == [("target", 0), ("draft", 1)]
-    assert (len(layout.tables), len(layout.luts), layout.notes) == (1, 1, [])
+    assert (len(layout.tables), len(layout.luts), layout.not_watched) == (1, 1, [])
+    assert [group.num_layers for group in layout.groups] == [1, 1, 1]
 
 
 def test_bytes_that_are_no_aligned_rows_are_not_captured_and_that_is_said() -> None:
     runner = ModelRunner()
-    runner.token_to_kv_pool = SimpleNamespace(kv_buffer=[torch.zeros(20, 1, 73, dtype=torch.float64)], page_size=1)
+    runner.token_to_kv_pool = MLATokenToKVPool(kv_buffer=[torch.zeros(20, 1, 73, dtype=torch.float64)], page_size=1)
     layout = Layout([runner], settings())
     assert (layout.groups[0].halves, layout.groups[0].streams, layout.sources) == (("K",), (), {})
-    assert layout.notes == ["target full: bytes of K not captured, a token is no row of aligned bytes"]
-    runner.token_to_kv_pool = SimpleNamespace(kv_buffer=[torch.zeros(20, 1, 72, dtype=torch.float64)], page_size=1)
+    reason = "target full: bytes of K: a token is no row of aligned bytes"
+    assert layout.not_watched == [NotWatched(what="bytes", name="MLATokenToKVPool", reason=reason)]
+    runner.token_to_kv_pool = MLATokenToKVPool(kv_buffer=[torch.zeros(20, 1, 72, dtype=torch.float64)], page_size=1)
     layout = Layout([runner], settings(capture_bytes=1024))
     assert [(s.half, s.bytes_per_token, s.capture_bytes) for s in layout.groups[0].streams] == [("K", 576, 576)]
 
 
-def test_a_pool_of_an_unknown_kind_is_named() -> None:
+def test_a_pool_of_an_unknown_class_is_named_and_not_guessed() -> None:
+    class PageMajorMHATokenToKVPool(MHATokenToKVPool):
+        """Derived from one that is known, and laid out otherwise."""
+
+    for pool in (object(), PageMajorMHATokenToKVPool(**vars(ModelRunner().token_to_kv_pool))):
+        runner = ModelRunner()
+        runner.token_to_kv_pool = pool
+        layout = Layout([runner], settings())
+        assert layout.groups == []
+        assert [(entry.what, entry.name) for entry in layout.not_watched] == [("pool", type(pool).__name__)]
+
+
+def test_of_a_hybrid_linear_pool_the_full_attention_is_recorded() -> None:
+    class HybridLinearKVPool(SimpleNamespace):
+        """Has no buffers of its own."""
+
     runner = ModelRunner()
-    runner.token_to_kv_pool = object()  # type: ignore[assignment]
+    full = MHATokenToKVPool(**vars(runner.token_to_kv_pool), size=SLOTS - 4, model_layer_ids=(3, 7))
+    full.page_size = 4
+    runner.token_to_kv_pool = HybridLinearKVPool(size=SLOTS - 4, page_size=4, full_kv_pool=full)
     layout = Layout([runner], settings())
-    assert (layout.groups, layout.notes) == ([], ["target: nothing is recorded of a pool of type object"])
+    (group,) = layout.groups
+    assert (group.num_slots, group.page_size, group.halves) == (SLOTS, 4, ("K", "V"))
+    assert [stream.layer for stream in group.streams] == [3, 3]
+    assert [(entry.what, entry.name) for entry in layout.not_watched] == [("pool", "MambaPool")]
+
+
+def test_bytes_beside_a_pools_own_are_named() -> None:
+    class DSATokenToKVPool(MLATokenToKVPool):
+        """Has an index of its own beside the latent rows."""
+
+    runner = ModelRunner()
+    runner.token_to_kv_pool = DSATokenToKVPool(kv_buffer=[torch.zeros(20, 1, 72, dtype=torch.float64)], page_size=1)
+    layout = Layout([runner], settings())
+    assert len(layout.groups) == 1
+    assert [(entry.what, entry.name) for entry in layout.not_watched] == [("bytes", "DSATokenToKVPool")]
 
 
 def test_ranks_are_found_wherever_a_version_keeps_them() -> None:
@@ -364,8 +394,8 @@ def test_ranks_are_found_wherever_a_version_keeps_them() -> None:
 # Slots
 
 
-def history(page_size: int, told: Told) -> tuple[Allocator, GroupHistory]:
-    allocator = Allocator(24 - page_size, page_size)
+def history(page_size: int, told: Told) -> tuple[TokenToKVPoolAllocator, GroupHistory]:
+    allocator = TokenToKVPoolAllocator(24 - page_size, page_size)
     kept = GroupHistory(allocator, (0,), 24, told)  # type: ignore[arg-type]
     hooks = {"alloc": kept.on_alloc, "free": kept.on_free, "free_page_ids": kept.on_free_page_ids}
     hooks |= {"free_group_end": kept.on_group_end, "clear": kept.on_clear}

@@ -11,7 +11,7 @@ from kvcanary.recorder.engines import sglang_attachment
 from kvcanary.recorder.environment import RecordingSettings
 from kvcanary.recorder.reader import read_events
 
-from .fake_engine import SLOTS, Allocator, Batch, ModelRunner, Request, Result, Scheduler, hooked
+from .fake_engine import SLOTS, Batch, ModelRunner, Request, Result, Scheduler, TokenToKVPoolAllocator, hooked
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
 class Stage(Scheduler):
     """One stage of two: it launches a micro-batch, and takes its result over when the next ones have been launched."""
 
-    def __init__(self, runner: ModelRunner, allocator: Allocator) -> None:
+    def __init__(self, runner: ModelRunner, allocator: TokenToKVPoolAllocator) -> None:
         self.pp_rank, self.pp_size = 0, 2
         self.waiting: list[tuple[Batch, torch.Tensor]] = []
         self.late = True
@@ -59,7 +59,7 @@ def stage(patch: pytest.MonkeyPatch, folder: Path, kind: type[Stage] = Stage) ->
     attachment = hooked(patch, RecordingSettings(folder=folder))
     runner = ModelRunner()
     runner.server_args.pp_size = 2
-    scheduler = kind(runner, Allocator(SLOTS - 1, 1))
+    scheduler = kind(runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
     assert attachment._session is not None
     return attachment._session.recorder, scheduler
 
@@ -105,7 +105,7 @@ def test_nothing_is_told_of_a_batch_that_ran_twice_before_a_result_came(
 class SpeculativeStage(Stage):
     """It keeps a copy of each batch as it was launched, and takes the result over for that, as 0.5.23 does."""
 
-    def __init__(self, runner: ModelRunner, allocator: Allocator) -> None:
+    def __init__(self, runner: ModelRunner, allocator: TokenToKVPoolAllocator) -> None:
         self.metadata: list[Any] = [None, None]
         super().__init__(runner, allocator)
 

@@ -14,7 +14,7 @@ from kvcanary.recorder.reader import read_events
 from kvcanary.replayer.replay import replay_joined
 from kvcanary.replayer.settings import ReplaySettings
 
-from .fake_engine import SLOTS, Allocator, ModelRunner, Request, Scheduler, hooked
+from .fake_engine import SLOTS, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -36,7 +36,7 @@ def start(patch: pytest.MonkeyPatch, folder: Path, role: str) -> tuple[Attachmen
     attachment = hooked(patch, RecordingSettings(folder=folder / role))
     runner = ModelRunner()
     runner.server_args.disaggregation_mode = role
-    return attachment, Scheduler(runner, Allocator(SLOTS - 1, 1))
+    return attachment, Scheduler(runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
 
 
 def end(attachment: Attachment) -> Path:

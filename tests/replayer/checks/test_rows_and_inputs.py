@@ -180,3 +180,17 @@ def test_a_sample_event_that_does_not_fit_its_forward_is_unusable(scene: Scene) 
 def test_wrong_inputs_against_the_truth_carry_their_forward_as_evidence(scene: Scene) -> None:
     found = scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)), inputs={(7, 1): 5})
     assert told(scene.judge("input_not_truth")) == [(0, 7, 4, 1, json.dumps([found]))]
+
+
+def test_what_was_sampled_for_a_request_ends_with_it(scene: Scene) -> None:
+    """An id may come again, in the same row, and what a request's last forward sampled be told after its end."""
+    scene.start(7, 1, [3, 4])
+    scene.forward(decode(7, 1, 2, 5), sampled=([900], [1]))
+    late = scene.last_forward
+    scene.status(7, "aborted", 1)
+    scene.sampled(late, [901], [1])
+    scene.status(7, "admitted", 1)
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4, 5, 6)), sampled=([999], [1]))
+    found = scene.forward(decode(7, 1, 4, 8))
+    rows = scene.judge("input_not_sampled")
+    assert [(row["forward"], row["evidence"]) for row in rows] == [(3, json.dumps([found - 1, found]))]

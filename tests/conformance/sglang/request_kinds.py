@@ -1,0 +1,364 @@
+"""Kinds of requests that a healthy SGLang serves: each run is recorded beside the online canary and must replay clean.
+
+    python tests/conformance/sglang/request_kinds.py                 # all of them
+    python tests/conformance/sglang/request_kinds.py --only beam
+
+Exit status 1 where one is not clean, or online and offline differ.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from engine import CPU_ENGINE, ENVIRONMENT, MODELS
+
+PICTURES = 490  # and the nine tokens behind it, see `use_placeholders`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What one run does with an engine, and with which options; `canary`: SGLang's own runs beside the recorder.
+
+    `tokens`: it checks tokens, too; `statuses` must be told of some request; `retracts`: SGLang retracts every few steps.
+    """
+
+    run: Callable[["Client"], Awaitable[None]]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    canary: bool = True
+    tokens: bool = True
+    model: str = "llama"
+    statuses: tuple[str, ...] = ()
+    retracts: bool = False
+
+
+class Client:
+    """Sends seeded requests to one engine."""
+
+    def __init__(self, engine: Any, seed: int = 1) -> None:
+        self.engine = engine
+        self.manager = engine.tokenizer_manager
+        self.rng = random.Random(seed)
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(3, 500) for _ in range(count)]
+
+    def embeddings(self, count: int) -> list[list[float]]:
+        return [[self.rng.uniform(-1, 1) for _ in range(64)] for _ in range(count)]
+
+    async def ask(self, prompt: list[int] | None = None, *, new: int = 12, **more: Any) -> Any:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True, **more.pop("sampling", {})}
+        asked = GenerateReqInput(input_ids=prompt, sampling_params=sampling, **more)
+        answer = await anext(self.manager.generate_request(asked, None))
+        for one in answer if isinstance(answer, list) else [answer]:
+            print("generated", one.get("output_ids"), one["meta_info"].get("finish_reason"), flush=True)
+        return answer
+
+    async def all(self, *asked: Awaitable[Any]) -> None:
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                print("refused", type(answer).__name__, answer, flush=True)
+
+
+async def plain(client: Client) -> None:
+    prompts = [client.tokens(n) for n in (30, 9, 50, 21)]
+    await client.all(*(client.ask(p) for p in prompts))
+    await client.all(*(client.ask(p + client.tokens(5)) for p in prompts))
+
+
+async def same_id(client: Client) -> None:
+    """One id for a whole conversation, and for a retry after an abort."""
+    for _ in range(3):
+        await client.ask(client.tokens(30), rid="conversation", new=9)
+    retried = asyncio.ensure_future(client.ask(client.tokens(25), rid="retried", new=100))
+    await asyncio.sleep(1.5)
+    client.manager.abort_request("retried")
+    await asyncio.gather(retried, return_exceptions=True)
+    await client.all(client.ask(client.tokens(28), rid="retried", new=8), client.ask(client.tokens(9)))
+    await client.all(client.ask(client.tokens(28), rid="retried", new=1), client.ask(client.tokens(9)))
+    await client.all(client.ask(client.tokens(28), rid="retried", new=2), client.ask(client.tokens(9)))
+
+
+async def beams(client: Client) -> None:
+    wide = {"sampling": {"beam_width": 3}}
+    await client.all(
+        client.ask(client.tokens(20), **wide),
+        client.ask(client.tokens(30), new=16),
+        client.ask(client.tokens(7), **wide),
+    )
+    await client.all(*(client.ask(client.tokens(12)) for _ in range(3)), client.ask(client.tokens(14), **wide))
+
+
+async def paused(client: Client) -> None:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    running = [asyncio.ensure_future(client.ask(client.tokens(n), new=60)) for n in (25, 40, 9)]
+    for mode in ("retract", "in_place", "retract"):
+        await asyncio.sleep(1.5)
+        await client.manager.pause_generation(PauseGenerationReqInput(mode=mode))
+        await asyncio.sleep(0.5)
+        await client.manager.continue_generation(ContinueGenerationReqInput())
+    await client.all(*running)
+
+
+async def preempted(client: Client) -> None:
+    low = [asyncio.ensure_future(client.ask(client.tokens(20), new=60, priority=1)) for _ in range(3)]
+    await asyncio.sleep(1.5)
+    high = [asyncio.ensure_future(client.ask(client.tokens(30), new=10, priority=100)) for _ in range(3)]
+    await client.all(*low, *high)
+
+
+async def embedded(client: Client) -> None:
+    await client.all(
+        *(client.ask(input_embeds=client.embeddings(n)) for n in (20, 50, 7)), client.ask(client.tokens(9))
+    )
+    await client.all(client.ask(client.tokens(30)), client.ask(input_embeds=client.embeddings(33), new=30))
+
+
+async def images(client: Client) -> None:
+    """Prompts that share a picture: see `use_placeholders`."""
+    picture, other = [PICTURES + i % 4 for i in range(12)], [PICTURES + 4 + i % 4 for i in range(12)]
+    head, tail = client.tokens(8), client.tokens(6)
+    await client.ask(head + picture + tail)
+    await client.all(client.ask(head + picture + client.tokens(9)), client.ask(head + other + tail))
+    await client.ask(head + picture + tail, new=20)
+
+
+async def sessions(client: Client) -> None:
+    session = await client.manager.open_session(_open_session())
+    rid = None
+    for n in (20, 7, 9):
+        params = {"id": session, "rid": rid, "offset": -1, "replace": False}
+        rid = (await client.ask(client.tokens(n), session_params=params))["meta_info"]["id"]
+    await client.ask(client.tokens(30))
+
+
+def _open_session() -> Any:
+    from sglang.srt.managers.io_struct import OpenSessionReqInput
+
+    return OpenSessionReqInput(capacity_of_str_len=1000)
+
+
+async def several(client: Client) -> None:
+    """n > 1, with sampling; log-probabilities; one token; stop tokens."""
+    hot = {"n": 3, "temperature": 1.0}
+    await client.all(client.ask(client.tokens(20), sampling=hot), client.ask(client.tokens(33), new=1))
+    await client.all(
+        client.ask(client.tokens(40), return_logprob=True, logprob_start_len=0, top_logprobs_num=2),
+        client.ask(client.tokens(40), sampling={"temperature": 1.0, "top_p": 0.9, "ignore_eos": False}),
+        client.ask(client.tokens(11), new=1, return_logprob=True, logprob_start_len=0),
+    )
+
+
+async def aborted(client: Client) -> None:
+    """While prefilling chunk by chunk, while decoding, while waiting."""
+    running = [asyncio.ensure_future(client.ask(client.tokens(150), rid=f"a{i}", new=100)) for i in range(4)]
+    for i in range(3):
+        await asyncio.sleep(0.4 + 0.5 * i)
+        client.manager.abort_request(f"a{i}")
+    await asyncio.sleep(1)
+    client.manager.abort_request(abort_all=True)
+    await client.all(*running)
+    await client.all(*(client.ask(client.tokens(20)) for _ in range(3)))
+
+
+async def flushed(client: Client) -> None:
+    prompt = client.tokens(40)
+    for _ in range(3):
+        await client.all(client.ask(prompt), client.ask(prompt[:20] + client.tokens(9)))
+        await client.manager.flush_cache()
+
+
+async def repeating(client: Client) -> None:
+    """What n-gram speculation guesses rightly: the same few tokens again and again."""
+    few = client.tokens(5)
+    await client.all(*(client.ask(few * 6, new=24) for _ in range(3)))
+    await client.all(client.ask(few * 4 + client.tokens(3), new=24), client.ask(client.tokens(20), new=9))
+
+
+OVERLAP: dict[str, Any] = {"disable_overlap_schedule": False}
+SMALL: dict[str, Any] = {"max_total_tokens": 200}
+NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+
+KINDS: dict[str, Kind] = {
+    "plain": Kind(run=plain),
+    "plain-overlap-page4": Kind(run=plain, options={**OVERLAP, "page_size": 4}),
+    "plain-no-radix": Kind(run=plain, options={"disable_radix_cache": True}),
+    "plain-hybrid-page4": Kind(run=plain, model="mellum_hybrid", options={"page_size": 4}),
+    "plain-hnd": Kind(run=plain, options={"page_size": 4}, environment={"SGLANG_USE_HND_KVCACHE": "1"}, canary=False),
+    "same-id": Kind(run=same_id),
+    "same-id-overlap": Kind(run=same_id, options=OVERLAP),
+    "beams": Kind(run=beams, tokens=False),
+    "beams-overlap": Kind(run=beams, options=OVERLAP, tokens=False),
+    "paused": Kind(run=paused, statuses=("retracted",)),
+    "paused-overlap": Kind(run=paused, options=OVERLAP, statuses=("retracted",)),
+    "preempted": Kind(
+        run=preempted,
+        options={
+            **SMALL,
+            "enable_priority_scheduling": True,
+            "enable_priority_preemption": True,
+            "priority_scheduling_preemption_threshold": 5,
+        },
+        statuses=("retracted",),
+    ),
+    "embedded": Kind(run=embedded, options={"disable_radix_cache": True}, tokens=False),
+    "embedded-overlap": Kind(run=embedded, options={"disable_radix_cache": True, **OVERLAP}, tokens=False),
+    "embedded-retracted": Kind(
+        run=embedded, options={"disable_radix_cache": True, "max_total_tokens": 160}, tokens=False, retracts=True
+    ),
+    "images": Kind(run=images, tokens=False),
+    "sessions": Kind(run=sessions),
+    "several": Kind(run=several),
+    "several-overlap": Kind(run=several, options=OVERLAP),
+    "aborted": Kind(run=aborted, options={"max_total_tokens": 512}),
+    "aborted-overlap": Kind(run=aborted, options={"max_total_tokens": 512, **OVERLAP}),
+    "flushed": Kind(run=flushed),
+    "chunked-retracted-overlap": Kind(
+        run=plain, options={**SMALL, **OVERLAP, "chunked_prefill_size": 8}, retracts=True
+    ),
+    "ngram": Kind(run=repeating, options=NGRAM, canary=False),
+}
+
+
+def serve(kind: Kind) -> None:
+    """Start an engine, let the run have it, and shut it down."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    canary = {"kv_canary": "log", "kv_canary_real_data": "partial", "kv_canary_sweep_interval": 4}
+    options = {
+        **CPU_ENGINE,
+        "disable_overlap_schedule": True,
+        "max_total_tokens": 512,
+        "random_seed": 1,
+        **(canary if kind.canary else {}),
+        **kind.options,
+    }
+    engine = Engine(model_path=str(MODELS / kind.model), **options)
+    engine.loop.run_until_complete(kind.run(Client(engine)))
+    time.sleep(0.5)
+    engine.shutdown()
+
+
+def use_placeholders() -> None:
+    """Put placeholders in the place of some tokens, as SGLang does for images: ids of 62 bits, that the model clamps."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.models.llama import LlamaModel
+
+    begin, forward = Req.__init__, LlamaModel.forward
+
+    def with_placeholders(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        for i, token in enumerate(self.origin_input_ids):
+            if token >= PICTURES:
+                self.origin_input_ids[i] = (1 << 61) + (token << 33) + 0x80000000 + token
+
+    def clamped(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, input_ids.clamp(0, self.vocab_size - 1), *args, **kwargs)
+
+    Req.__init__, LlamaModel.forward = with_placeholders, clamped
+
+
+def run_forked(kind: Kind, folder: Path, timeout_s: float) -> int:
+    """Run one kind; its log, the canary's ring and the trace go into `folder`. Return the exit status."""
+    from engine import forked, note_violations, retract_now_and_then
+
+    def run() -> None:
+        note_violations(folder / "ring")
+        if kind.retracts:
+            retract_now_and_then()
+        if kind.run is images:
+            use_placeholders()
+        serve(kind)
+
+    environment = {
+        "SGLANG_KV_CANARY_ENABLE_MHA_V": "1",
+        "SGLANG_KV_CANARY_RING_CAPACITY": "1000000",
+        "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": str(int(kind.tokens)),
+        "KVCANARY_TRACE": str(folder / "traces"),
+        **kind.environment,
+    }
+    return forked(folder, environment, run, timeout_s)
+
+
+def judge(folder: Path) -> dict[str, Any]:
+    """Return what the comparison with the online canary says, and how often which status was told."""
+    from collections import Counter
+
+    from compare import compare
+    from kvcanary.recorder.reader import read_events
+
+    (trace,) = (folder / "traces").glob("*.arrow")
+    told = Counter(view.scalar("status") for view in read_events(trace) if view.kind == "status")
+    found = dataclasses.asdict(compare(folder))
+    found["differences"] = [one for one in found["differences"] if not one.startswith("the engine answered")]
+    return {**found, "statuses": told}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--keep", type=Path, help="keep logs, traces and reports in this folder")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds a run")
+    parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.judge:
+        print(json.dumps(judge(args.judge)))
+        return 0
+    if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):  # read at the interpreter's start
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
+    from engine import import_engine
+
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="conformance-sglang-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    import_engine()
+    failed = 0
+    for name, kind in KINDS.items():
+        if args.only not in name:
+            continue
+        started = time.monotonic()
+        shutil.rmtree(folder / name, ignore_errors=True)
+        status = run_forked(kind, folder / name, args.timeout)
+        judged = subprocess.run(  # what a replay imports has threads, which a forked engine must not inherit
+            [sys.executable, __file__, "--judge", folder / name], capture_output=True, text=True, check=False
+        )
+        if judged.returncode:
+            print(f"{name}: not judged: {judged.stderr.strip()[-800:]}", flush=True)
+            failed += 1
+            continue
+        result = json.loads(judged.stdout.splitlines()[-1])
+        wrong = [one for one in result["differences"] if kind.canary] + [f"a healthy run is {result['verdict']}"] * (
+            result["verdict"] != "clean"
+        )
+        wrong += [f"the engine ended with {status}, see its log"] * (status != 0)
+        wrong += [f"no request was {said}" for said in kind.statuses if not result["statuses"].get(said)]
+        wrong += [f"{check}: {count}" for check, count in result["findings"].items()]
+        failed += bool(wrong)
+        print(
+            f"{name}: {'as it should be' if not wrong else 'WRONG'}   {result['forwards']} forwards, "
+            f"{result['online_rows']} online rows, {result['offline_rows']} offline, {result['statuses']}, "
+            f"{time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+        for one in wrong[:6]:
+            print(f"    {one}", flush=True)
+    if not args.keep:
+        shutil.rmtree(folder)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Requests whose tokens are placeholders, that come again, or whose rows are more than one: what is told of each."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvcanary.recorder.engines import sglang_attachment
+from kvcanary.recorder.engines.sglang_batches import KnownBatches
+from kvcanary.recorder.engines.sglang_device import Telling
+from kvcanary.recorder.engines.sglang_requests import RequestBook, request_id_of
+from kvcanary.recorder.environment import RecordingSettings
+from kvcanary.recorder.reader import read_events
+from kvcanary.replayer.replay import replay
+from kvcanary.replayer.settings import ReplaySettings
+
+from .fake_engine import SLOTS, ForwardBatch, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked
+
+ROW = 4  # of a beam
+
+
+@pytest.fixture
+def attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ("serve_stop", "stop_on_sigterm"):
+        monkeypatch.setattr(sglang_attachment, name, lambda stop: None)
+    monkeypatch.setattr(sglang_attachment, "not_applied", list)
+    return hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+
+
+def judged(attached: Any) -> tuple[Any, list[Any]]:
+    """End the recording; return what its replay says, and its events."""
+    recorder = attached._session.recorder
+    recorder.close()
+    return replay(recorder.path, settings=ReplaySettings(), report=None), list(read_events(recorder.path))
+
+
+def engine() -> Scheduler:
+    return Scheduler(ModelRunner(), TokenToKVPoolAllocator(SLOTS - 1, 1))
+
+
+def answer(scheduler: Scheduler, *requests: Any) -> None:
+    for request in requests:
+        scheduler.step([request])
+    while running := [request for request in requests if not request.finished()]:
+        scheduler.step(running)
+
+
+def test_an_id_that_comes_again_is_another_request(attached: Any) -> None:
+    scheduler = engine()
+    for tokens in ([5, 6, 7, 8], [9, 9, 9, 9, 9, 9, 9, 9], [5, 6, 7, 1, 2, 3]):
+        answer(scheduler, Request("again", tokens, new_tokens=3))
+    summary, _ = judged(attached)
+    assert (summary.verdict.value, summary.findings) == ("clean", 0)
+
+
+def test_who_gives_a_row_back_does_not_take_the_place_of_who_has_its_name(attached: Any) -> None:
+    scheduler = engine()
+    old, new = Request("r", [5, 6], new_tokens=1), Request("r", [7, 8], new_tokens=1)
+    answer(scheduler, old)
+    session = attached._session
+    session.got_row(new)
+    session.gave_row_back(old, 1)
+    assert session._requests.get("r").req is new
+
+
+@pytest.mark.parametrize(
+    ("to_finish", "retracting", "status"),
+    [(None, True, "retracted"), (None, False, "aborted"), (SimpleNamespace(), True, "finished")],
+)
+def test_a_row_that_is_released_is_retracted_where_nothing_ends_its_request(
+    attached: Any, to_finish: Any, retracting: bool, status: str
+) -> None:
+    scheduler = engine()
+    request: Any = Request("r", [5, 6], new_tokens=9)
+    request.to_finish = to_finish
+    scheduler.step([request])
+    leave = attached.on_retract(req=request, offload_kv=False) if retracting else None
+    scheduler.rows.free(request)
+    if leave:
+        leave(None, None)
+    _, events = judged(attached)
+    assert [view.scalar("status") for view in events if view.kind == "status"] == ["admitted", status]
+
+
+def test_embeddings_have_no_tokens(attached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their ids are made up, and the same slots hold others' tokens afterwards."""
+    scheduler, made_up = engine(), ForwardBatch.init_new
+
+    def with_embeddings(batch: Any, model_runner: Any) -> Any:
+        made = made_up(batch, model_runner)
+        if batch.fields["forward_mode"].name == "EXTEND" and hasattr(batch.reqs[0], "input_embeds"):
+            made.input_embeds = torch.zeros(len(made.input_ids), 8)
+        return made
+
+    monkeypatch.setattr(ForwardBatch, "init_new", with_embeddings)
+    first, second, plain = (Request(name, [1] * 6, new_tokens=4) for name in ("first", "second", "plain"))
+    first.input_embeds = second.input_embeds = [[0.0] * 8] * 6  # type: ignore[attr-defined]
+    plain.origin_input_ids = [7, 8, 9]
+    answer(scheduler, first, second, plain)
+    summary, events = judged(attached)
+    assert (summary.verdict.value, summary.findings) == ("clean", 0)
+    forwards = [view for view in events if view.kind == "forward"]
+    assert [view.ints("input_ids").tolist() for view in forwards[:3]] == [[-1] * 6, [-1] * 6, [7, 8, 9]]
+    assert forwards[0].ints("truth_tokens").tolist() == [-1] * 6
+    assert -1 not in forwards[3].ints("input_ids")
+
+
+def test_embeddings_have_no_tokens_on_a_device() -> None:
+    told: list[Any] = []
+    capture: Any = SimpleNamespace(
+        before=lambda *args: told.append(args) or 0, frames=SimpleNamespace(device="cpu", get_device=lambda: -1)
+    )
+    one = {
+        "forward_mode": SimpleNamespace(name="DECODE"),
+        "req_pool_indices": torch.tensor([1]),
+        "positions": torch.tensor([4, 5]),
+        "out_cache_loc": torch.tensor([8, 9]),
+    }
+    for ids, embeddings in ((torch.tensor([1, 1]), torch.zeros(2, 8)), (None, torch.zeros(2, 8)), (None, None)):
+        batch = SimpleNamespace(**one, input_ids=ids, input_embeds=embeddings)
+        Telling(capture).tell(0, batch, 1, None, b"")  # type: ignore[arg-type]
+        assert told[-1][4].tolist() == [-1, -1]
+
+
+def test_a_beams_tokens_are_unknown_and_its_rows_are_its_leaders(attached: Any) -> None:
+    scheduler = engine()
+    leader, other = Request("wide", [5, 6, 7], new_tokens=4), Request("other", [8, 9], new_tokens=4)
+    leader.beam_group = group = SimpleNamespace(member_rows_cpu=torch.tensor([ROW]))  # type: ignore[attr-defined]
+    scheduler.step([leader])
+    scheduler.step([other])
+    session = attached._session
+    tail = SimpleNamespace(entries=[SimpleNamespace(group=group, leader_idx=0)])
+    batch = SimpleNamespace(reqs=[leader, other], beam_tail=tail)
+    before = session._batches.of(["wide", "other"], 2).output_lens(7)
+    for _ in range(2):
+        attached.on_run(scheduler, batch)
+    rids = ["wide", "other", *session._members]
+    known = session._batches.of(rids, 3)
+    ids = [request_id_of(name, exact=False) for name in ("wide", "other", "wide")]
+    assert known.ids.tolist() == ids
+    assert [source.tokens(0, 4).tolist() for source in known.truth or ()] == [
+        [5, 6, 7, -1],
+        [8, 9, other.output_ids[0]],
+        [5, 6, 7, -1],
+    ]
+    assert len(before) == 16
+    tokens, lens = known.sampled(np.zeros(3, np.int64).tobytes(), known.output_lens(8))
+    assert (tokens.tolist(), lens.tolist()) == ([-1, other.output_ids[0], -1], [1, 1, 1])
+    attached.on_run(scheduler, SimpleNamespace(reqs=[leader, other], beam_tail=None))
+    assert session._members == []
+    _, events = judged(attached)
+    given = [view for view in events if view.kind == "status" and view.scalar("note") == "beam"]
+    assert [(view.scalar("request_id"), view.ints("req_pool_indices").tolist()) for view in given] == [(ids[0], [ROW])]
+
+
+def test_placeholders_are_unknown_to_the_truth() -> None:
+    book = RequestBook(exact_ids=False)
+    made = {"origin_input_ids": [1, 1], "output_ids": [6]}
+    for rid, more, truth in (
+        ("embedded", {"input_embeds": [[0.0]] * 2}, [-1, -1, 6]),
+        ("wide", {"beam_group": object()}, [1, 1, -1]),
+        ("plain", {"input_embeds": None, "beam_group": None}, [1, 1, 6]),
+    ):
+        book.see(SimpleNamespace(rid=rid, **made, **more))
+        found = book.truth([rid], 1)
+        assert found is not None
+        assert found.flat.tolist() == truth
+        (source,) = KnownBatches(book).of([rid], 1).truth or ()
+        assert source.tokens(1, 3).tolist() == truth[1:]
