@@ -53,6 +53,7 @@ class _SubPool(NamedTuple):
     kind: str
     pool: Any
     lut: Any = None  # the full-to-SWA tensor
+    first_layer: int | None = None  # of the model's, where the pool itself does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +97,14 @@ class Layout:
         groups: dict[str, int] = {}
         pool = runner.token_to_kv_pool
         window = int(getattr(runner, "sliding_window_size", None) or 0)
-        for kind, sub_pool, lut in self._sub_pools(pool):
+        for kind, sub_pool, lut, first_layer in self._sub_pools(pool):
             if kind == "swa" and not window:
                 self._not_watched("pool", sub_pool, "a sliding-window pool whose window the model does not say")
                 continue
             number = len(self.groups)
             groups[kind] = number
-            streams = self._streams(f"{name} {kind}", sub_pool)
+            layer = _first_layer(sub_pool) if first_layer is None else first_layer
+            streams = self._streams(f"{name} {kind}", sub_pool, layer)
             self.sources |= {(number, s): source for s, (_, source) in enumerate(streams)}
             self.groups.append(
                 PoolGroup(
@@ -128,7 +130,8 @@ class Layout:
         if kind == "SWAKVPool":
             parts = [_SubPool("full", pool.full_kv_pool), _SubPool("swa", pool.swa_kv_pool, _lut(pool))]
         elif kind == "HybridLinearKVPool":
-            parts = [_SubPool("full", pool.full_kv_pool)]
+            first = min(getattr(pool, "full_attention_layer_id_mapping", None) or (), default=None)
+            parts = [_SubPool("full", pool.full_kv_pool, first_layer=first)]
             self.not_watched.append(
                 NotWatched(what="pool", name="MambaPool", reason="states of linear attention are not recorded")
             )
@@ -148,7 +151,7 @@ class Layout:
     def _not_watched(self, what: str, of: Any, reason: str) -> None:
         self.not_watched.append(NotWatched(what=what, name=type(of).__name__, reason=reason))
 
-    def _streams(self, where: str, pool: Any) -> list[tuple[KvStream, KvSource]]:
+    def _streams(self, where: str, pool: Any, layer: int) -> list[tuple[KvStream, KvSource]]:
         """Return the first layer's halves; none where no bytes are wanted or a token's are no one aligned row."""
         if not self._settings.capture_bytes:
             return []
@@ -165,7 +168,7 @@ class Layout:
                 (
                     KvStream(
                         half=half,
-                        layer=_first_layer(pool),
+                        layer=layer,
                         bytes_per_token=token_bytes,
                         capture_bytes=capture,
                     ),

@@ -191,6 +191,7 @@ async def repeating(client: Client) -> None:
 
 OVERLAP: dict[str, Any] = {"disable_overlap_schedule": False}
 SMALL: dict[str, Any] = {"max_total_tokens": 200}
+EMBEDDED: dict[str, Any] = {"disable_radix_cache": True, "dtype": "bfloat16"}
 NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
 
 KINDS: dict[str, Kind] = {
@@ -198,7 +199,6 @@ KINDS: dict[str, Kind] = {
     "plain-overlap-page4": Kind(run=plain, options={**OVERLAP, "page_size": 4}),
     "plain-no-radix": Kind(run=plain, options={"disable_radix_cache": True}),
     "plain-hybrid-page4": Kind(run=plain, model="mellum_hybrid", options={"page_size": 4}),
-    "plain-hnd": Kind(run=plain, options={"page_size": 4}, environment={"SGLANG_USE_HND_KVCACHE": "1"}, canary=False),
     "same-id": Kind(run=same_id),
     "same-id-overlap": Kind(run=same_id, options=OVERLAP),
     "beams": Kind(run=beams, tokens=False),
@@ -210,15 +210,14 @@ KINDS: dict[str, Kind] = {
         options={
             **SMALL,
             "enable_priority_scheduling": True,
-            "enable_priority_preemption": True,
             "priority_scheduling_preemption_threshold": 5,
         },
         statuses=("retracted",),
     ),
-    "embedded": Kind(run=embedded, options={"disable_radix_cache": True}, tokens=False),
-    "embedded-overlap": Kind(run=embedded, options={"disable_radix_cache": True, **OVERLAP}, tokens=False),
+    "embedded": Kind(run=embedded, options=EMBEDDED, tokens=False),
+    "embedded-overlap": Kind(run=embedded, options={**EMBEDDED, **OVERLAP}, tokens=False),
     "embedded-retracted": Kind(
-        run=embedded, options={"disable_radix_cache": True, "max_total_tokens": 160}, tokens=False, retracts=True
+        run=embedded, options={**EMBEDDED, "max_total_tokens": 160}, tokens=False, retracts=True
     ),
     "images": Kind(run=images, tokens=False),
     "sessions": Kind(run=sessions),

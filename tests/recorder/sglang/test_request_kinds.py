@@ -16,7 +16,16 @@ from kvcanary.recorder.reader import read_events
 from kvcanary.replayer.replay import replay
 from kvcanary.replayer.settings import ReplaySettings
 
-from .fake_engine import SLOTS, ForwardBatch, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked
+from .fake_engine import (
+    SLOTS,
+    ForwardBatch,
+    MHATokenToKVPool,
+    ModelRunner,
+    Request,
+    Scheduler,
+    TokenToKVPoolAllocator,
+    hooked,
+)
 
 ROW = 4  # of a beam
 
@@ -169,3 +178,18 @@ def test_placeholders_are_unknown_to_the_truth() -> None:
         assert found.flat.tolist() == truth
         (source,) = KnownBatches(book).of([rid], 1).truth or ()
         assert source.tokens(1, 3).tolist() == truth[1:]
+
+
+def test_the_rest_is_recorded_beside_a_pool_of_an_unknown_class(attached: Any) -> None:
+    class PageMajorMHATokenToKVPool(MHATokenToKVPool):
+        """Of which the adapter knows nothing."""
+
+    runner = ModelRunner()
+    runner.token_to_kv_pool = PageMajorMHATokenToKVPool(**vars(runner.token_to_kv_pool))
+    requests = [Request(f"r{i}", [i + 3, i + 5, 40], new_tokens=3) for i in range(2)]
+    answer(Scheduler(runner, TokenToKVPoolAllocator(SLOTS - 1, 1)), *requests)
+    summary, events = judged(attached)
+    assert [(entry.what, entry.name) for entry in summary.header.not_watched] == [("pool", "PageMajorMHATokenToKVPool")]
+    assert (summary.violations, summary.findings, summary.verified) == (0, 0, 0)
+    assert summary.verdict.value == "inconclusive"  # nothing else of this engine holds a slot
+    assert {view.kind for view in events} >= {"forward", "sample", "status", "request"}
