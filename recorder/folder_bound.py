@@ -5,6 +5,8 @@ whose newest segment is locked is somebody's, also in another container. Where t
 recording is taken for somebody's, and nothing is deleted.
 """
 
+import contextlib
+import fcntl
 import logging
 import os
 import stat
@@ -12,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Final
 
-from .file_lock import is_locked
 from .schema import HEADER_KEY
 from .segment_names import split_segment_name
 from .trace_file import MAGIC
@@ -21,6 +22,12 @@ _BEGINNING_NS: Final = 10_000_000_000
 _BEGINNING_BYTES: Final = 1 << 16  # of a file, in which its header begins
 
 _log = logging.getLogger("kvcanary")
+
+
+def hold(descriptor: int) -> None:
+    """Lock a file that is being written, until it is closed."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
@@ -93,9 +100,12 @@ def _is_written(path: Path) -> bool:
     except OSError:
         return True
     try:
-        return is_locked(descriptor, unknown=True)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
     finally:
         os.close(descriptor)
+    return False
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:

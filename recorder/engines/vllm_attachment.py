@@ -3,18 +3,21 @@
 import logging
 import multiprocessing.util
 import weakref
-from typing import Any
+from typing import Any, Final
 
 from ..environment import RecordingSettings
 from ..error_text import error_text
 from ..recording import beginning
-from .hooking import Finish
+from .hooking import Finish, wrap_method
 from .stop_signal import stop_on_sigterm
 from .stop_socket import serve_stop, stop_tree
 from .vllm_session import Session, watch_result
 from .vllm_step import read_v1, read_v2
 
 logger = logging.getLogger("kvcanary")
+
+# Hooks without which what is recorded would be judged wrongly.
+ENDING: Final = ("on_execute", "on_forward", "on_prepared", "on_kv_update", "on_allocated", "on_finished", "on_draft")
 
 
 class Attachment:
@@ -45,7 +48,7 @@ class Attachment:
             logger.error("kvcanary: not recording: %s: %s", hook, error_text(error), exc_info=error)
         for session in live:
             reason = f"vLLM adapter, {hook}: {session.recorder.error_text(error)}"
-            if hook in ("on_execute", "on_forward", "on_prepared", "on_kv_update"):
+            if hook in ENDING:
                 session.recorder.switch_off(reason, error)
             else:
                 logger.error("kvcanary: %s is no longer told", reason, exc_info=error)
@@ -90,6 +93,7 @@ class Attachment:
         self._started += 1
         with beginning(session.recorder):
             session.attach(self.fault, lambda _, error: self.fault("history", error))
+            wrap_method(getattr(runner, "model_state", None), "prepare_attn", self.on_attention(runner), self.fault)
         self._sessions[runner] = session
         # Neither runs in all the ways in which vLLM's processes end; the recorder's own goodbye is a third.
         multiprocessing.util.Finalize(None, session.recorder.close, exitpriority=100)
@@ -155,7 +159,9 @@ class Attachment:
         session = self._live("on_forward", runner)
         if session is None or session.output is None:
             return None
-        session.before_model(read_v1(runner, session.output, session.layout.groups, input_ids, positions))
+        session.before_model(
+            read_v1(runner, session.output, session.layout.groups, input_ids, positions, session.attention)
+        )
         return lambda _, error: session.after_model(error)
 
     def on_prepared(self, runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
@@ -171,12 +177,29 @@ class Attachment:
 
         return finish
 
+    def on_attention(self, runner: Any) -> Any:
+        """Return a hook that records what the V2 runner's attention gets, around what makes its metadata."""
+
+        def on_attention(*_args: Any, **_kwargs: Any) -> Finish | None:
+            session = self._live("on_attention", runner)
+            if session is None or session.output is None:
+                return None
+            return lambda metadata, error: None if error else session.on_attention(metadata)
+
+        return on_attention
+
     def on_sample(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Tell what a step sampled."""
         session = self._live("on_sample", runner)
         if session is None:
             return None
-        return lambda result, error: None if error else self._take(session, result)
+
+        def finish(result: Any, error: BaseException | None) -> None:
+            session.after_drafts()
+            if error is None:
+                self._take(session, result)
+
+        return finish
 
     def _take(self, session: Session, result: Any) -> None:
         finish = session.took_result(result)

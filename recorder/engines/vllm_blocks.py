@@ -77,9 +77,19 @@ class CachedBlock:
 class BlockHistory:
     """The slot history of one scheduler; `attach` hooks it, `after_forward` is told by the session."""
 
-    def __init__(self, scheduler: Any, groups: Sequence[GroupLayout], book: RequestBook, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        groups: Sequence[GroupLayout],
+        book: RequestBook,
+        recorder: Recorder,
+        draft: GroupLayout | None = None,
+    ) -> None:
         self._coordinator = scheduler.kv_cache_manager.coordinator
-        self._groups = groups
+        # A draft's layers have blocks of their own, or those of a group of the target's: what is told of that is told
+        # of both.
+        self._twin = draft if draft is not None and any(group.gid == draft.gid for group in groups) else None
+        self._groups = (*groups, draft) if draft is not None and self._twin is None else tuple(groups)
         self._book = book
         self._recorder = recorder
         # Blocks that fill up in the coming forward and belong to the prefix cache then: (group, block) -> request.
@@ -246,9 +256,12 @@ class BlockHistory:
             return
         known = self._book.get(name) if name else None
         starts = np.array(blocks, np.int64) * group.block_size
+        index = np.full(starts.size, group.index, np.int64)
+        if self._twin is not None and self._twin.gid == group.gid:
+            starts, index = np.tile(starts, 2), np.append(index, np.full(index.size, self._twin.index))
         self._recorder.slots(
             kind,
-            group=group.index,
+            group=index,
             runs=(starts, np.full(starts.size, group.block_size, np.int64)),
             request_id=request_id_of(name) if name else -1,
             row=known.row if known is not None and known.row else -1,

@@ -6,12 +6,12 @@ Block 0 is the null block: nobody's, and never written.
 """
 
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from ..environment import RecordingSettings
-from ..header import EngineInfo, ModelInfo, PoolGroup, Ranks, StateTable, TraceHeader
+from ..header import EngineInfo, ModelInfo, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
 from ..run_identity import run_id
 from .vllm_kv import KvCapture
 
@@ -27,6 +27,11 @@ KINDS: Final = {
     "AttentionSpec": "",
     "KVCacheSpec": "",
 }
+
+
+DRAFT_RUNNER: Final = 1
+# What a draft layer's forward is told without having been seen.
+DRAFT_DERIVED: Final = ("prefix_lens", "positions", "input_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,26 +72,32 @@ class Layout:
         if shards > 1:
             raise ValueError("context parallelism spreads a request's slots over ranks, which a trace cannot hold")
         self.notes: list[str] = []
+        self.not_watched: list[NotWatched] = []
         self.groups: list[GroupLayout] = []
         config = runner.kv_cache_config
         self._drafts = draft_layers(runner)
-        for gid, group in enumerate(config.kv_cache_groups):
-            self._add(gid, group, int(config.num_blocks))
+        drafts = [self._add(gid, group, int(config.num_blocks)) for gid, group in enumerate(config.kv_cache_groups)]
+        # The one that holds a draft model's layers; vLLM keeps all of them in one.
+        self.draft = next((replace(one, index=len(self.groups)) for one in drafts if one is not None), None)
         if not self.groups:
             raise ValueError("no KV-cache group of this model can be recorded: " + "; ".join(self.notes))
         self.kv = KvCapture(runner, self.groups, settings.capture_bytes)
         self.notes += self.kv.notes
+        for group in self.groups:
+            if settings.capture_bytes and not self.kv.streams(group):
+                reason = "in a layout that is not known"
+                self.not_watched.append(NotWatched(what="bytes", name=f"KV of group {group.name}", reason=reason))
 
-    def _add(self, gid: int, group: Any, num_blocks: int) -> None:
+    def _add(self, gid: int, group: Any, num_blocks: int) -> GroupLayout | None:
+        """Add a group of the target's; return what the draft has of it."""
         spec = group.kv_cache_spec
         members = getattr(spec, "kv_cache_specs", None)  # layers of one type that differ in size share a group
         first = next(iter(members.values())) if members else spec
+        drafts = tuple(name for name in group.layer_names if name in self._drafts)
         why = ""
         kind = kind_of(first)
         window = int(first.sliding_window) - 1 if kind == SWA else 0
-        if self._drafts.issuperset(group.layer_names):
-            why = "only a draft model's layers write it"
-        elif not kind:
+        if not kind:
             why = f"its KV is a {type(first).__name__}, not one slot a token"
         elif getattr(first, "tokens_per_state", 1) != 1:
             why = "its states stand for several tokens each"
@@ -95,22 +106,39 @@ class Layout:
         elif getattr(group, "host_resident", False):
             why = "it lies in the host's memory"
         if why:
-            self.notes.append(f"KV-cache group {gid} ({', '.join(group.layer_names[:1])}) is not recorded: {why}")
-            return
-        same_kind = sum(other.kind == kind for other in self.groups)
-        self.groups.append(
-            GroupLayout(
-                index=len(self.groups),
-                gid=gid,
-                name=f"{kind}{same_kind or ''}",
-                kind=kind,
-                window=window,
-                block_size=int(spec.block_size),
-                num_blocks=num_blocks,
-                layers=tuple(name for name in group.layer_names if name not in self._drafts),
-                spec=first,
-            )
+            name = f"KV-cache group {gid} ({', '.join(group.layer_names[:1])})"
+            self.notes.append(f"{name} is not recorded: {why}")
+            self.not_watched.append(NotWatched(what="pool", name=name, reason=why))
+            return None
+        layout = GroupLayout(
+            index=0,
+            gid=gid,
+            name="draft",
+            kind=kind,
+            window=window,
+            block_size=int(spec.block_size),
+            num_blocks=num_blocks,
+            layers=drafts,
+            spec=first,
         )
+        layers = tuple(name for name in group.layer_names if name not in self._drafts)
+        same_kind = sum(other.kind == kind for other in self.groups)
+        if layers:
+            name = f"{kind}{same_kind or ''}"
+            self.groups.append(replace(layout, index=len(self.groups), name=name, layers=layers))
+        return layout if drafts else None
+
+
+def draft_group(group: GroupLayout) -> PoolGroup:
+    """Return the header's entry of a draft's pool group: nothing of it is read, and none of its bytes are captured."""
+    return PoolGroup(
+        name=group.name,
+        runner=DRAFT_RUNNER,
+        table=group.index,
+        num_slots=group.num_slots,
+        page_size=group.block_size,
+        num_layers=len(group.layers),
+    )
 
 
 def draft_layers(runner: Any) -> frozenset[str]:
@@ -137,6 +165,7 @@ def describe_engine(
     # As many rows again as can run: a request that is over keeps its row until the engine has said so.
     rows = 2 * int(config.scheduler_config.max_num_seqs) + 1
     width = int(model.max_model_len)
+    drafts = () if layout.draft is None else (layout.draft,)
     return TraceHeader(
         engine=EngineInfo(name="vllm", version=_version()),
         model=ModelInfo(name=Path(str(model.model)).name, dtype=str(model.dtype).removeprefix("torch.")),
@@ -150,15 +179,19 @@ def describe_engine(
                 page_size=group.block_size,
                 halves=layout.kv.halves(group),
                 streams=layout.kv.streams(group),
+                num_layers=len(group.layers),
             )
             for group in layout.groups
-        ),
-        tables=tuple(StateTable(name=group.name, rows=rows, width=width) for group in layout.groups),
+        )
+        + tuple(draft_group(group) for group in drafts),
+        tables=tuple(StateTable(name=group.name, rows=rows, width=width) for group in (*layout.groups, *drafts)),
+        runners=(Runner(), *(Runner(name="draft", derived=DRAFT_DERIVED) for _ in drafts)),
         truth_table=StateTable(name="truth", rows=rows, width=width + 1),
         ranks=ranks_of(config.parallel_config),
         run_id=run_id(),
         slot_history="complete" if history else "",
         sweep_interval=sweep_every,
+        not_watched=tuple(layout.not_watched),
         notes=(
             "slot = block * block_size + offset; block 0 is the null block",
             "a step in which requests read what others write in it is told as several forwards",

@@ -4,11 +4,14 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from ..forward_input import TruthTokens
 from ..host_arrays import Int64Array
+
+UNKNOWN_TOKEN: Final = -1  # of a position that was fed an embedding
 
 
 def request_id_of(name: str) -> int:
@@ -18,10 +21,21 @@ def request_id_of(name: str) -> int:
     )
 
 
+def prompt_of(request: Any) -> tuple[Int64Array, Int64Array]:
+    """Return a prompt's tokens `[n] int64` and the positions, ascending, that are fed an embedding in place of one."""
+    tokens, embeds = getattr(request, "prompt_token_ids", None), getattr(request, "prompt_embeds", None)
+    if tokens is None:
+        count = 0 if embeds is None else int(embeds.shape[0])
+        return np.full(count, UNKNOWN_TOKEN, np.int64), np.arange(count, dtype=np.int64)
+    mask = getattr(request, "prompt_is_token_ids", None)
+    unknown = np.flatnonzero(~np.array(mask, np.bool_)) if mask is not None else np.empty(0, np.int64)
+    return np.array(tokens, np.int64), unknown
+
+
 class KnownRequest:
     """One request: `row` 0 while it has none; its tokens are the prompt's and those that steps have sampled."""
 
-    __slots__ = ("_count", "_tokens", "fresh", "last_step", "name", "prompt_len", "request_id", "row")
+    __slots__ = ("_count", "_tokens", "fresh", "last_step", "name", "prompt_len", "request_id", "row", "unknown")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -29,6 +43,7 @@ class KnownRequest:
         self.row = 0
         self.last_step = -1
         self.prompt_len = 0
+        self.unknown: Int64Array = np.empty(0, np.int64)  # positions of the prompt that have no token
         self.fresh = True  # has not run since it was admitted
         self._tokens = np.empty(0, np.int64)
         self._count = 0
@@ -38,9 +53,10 @@ class KnownRequest:
         """How many tokens are known."""
         return self._count
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        """Start over from these tokens."""
+    def begin(self, tokens: Sequence[int] | Int64Array) -> None:
+        """Start over from these tokens; what the engine keeps in the place of an embedding is none."""
         self._tokens = np.array(tokens, np.int64)
+        self._tokens[self.unknown[self.unknown < self._tokens.size]] = UNKNOWN_TOKEN
         self._count = self._tokens.size
 
     def append(self, tokens: Sequence[int]) -> None:

@@ -3,22 +3,26 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..environment import RecordingSettings
-from ..forward_input import ForwardInput
-from ..header import TraceHeader
+from ..forward_input import AttentionInput
+from ..header import NotWatched, TraceHeader
 from ..new_trace import begin_new
 from ..recorder import Recorder
 from ..slot_runs import runs_to_slots
 from .hooking import Finish, Hook, wrap_method
+from .vllm_attention import AttentionReader, chosen_attention, same
 from .vllm_blocks import BlockHistory, caches_prefixes, why_no_history
+from .vllm_drafts import DraftWrites
+from .vllm_external import ExternalLoads, connector_of
+from .vllm_external import not_watched as connector_not_watched
 from .vllm_layout import Layout, describe_engine
-from .vllm_requests import KnownRequest, RequestBook
-from .vllm_step import Step, forwards_of
+from .vllm_requests import KnownRequest, RequestBook, prompt_of
+from .vllm_step import Step, StepForward, forwards_of
 from .vllm_sweep import PrefixCacheWalk
 
 logger = logging.getLogger("kvcanary")
@@ -38,7 +42,10 @@ class Session:
         self, runner: Any, scheduler: Any, settings: RecordingSettings, notes: tuple[str, ...], number: int
     ) -> None:
         self.layout = Layout(runner, settings)
-        notes = (*notes, *_not_recorded(runner), *_why_silent(self.layout, scheduler, settings))
+        draft = self.layout.draft
+        self.attention = AttentionReader(runner, self.layout.groups, len(self.layout.groups) + (draft is not None))
+        self.layout.not_watched += _not_watched(runner, self.attention)
+        notes = (*notes, *_why_silent(self.layout, scheduler, settings))
         history = scheduler is not None and not _why_silent(self.layout, scheduler, settings)
         sweep_every = settings.sweep_every if history and caches_prefixes(scheduler) else 0
         header = describe_engine(runner, self.layout, notes, history=history, sweep_every=sweep_every)
@@ -50,13 +57,18 @@ class Session:
             lambda path: Recorder(path, header, kv_sources=sources, kv_watch_every=every, **options),
         )
         self.book = RequestBook(header.tables[0].rows)
-        self.history = BlockHistory(scheduler, self.layout.groups, self.book, self.recorder) if history else None
+        self.history = BlockHistory(scheduler, self.layout.groups, self.book, self.recorder, draft) if history else None
+        self.drafts = DraftWrites(runner, self.layout, self.recorder)
+        connector = connector_of(runner.vllm_config)
+        self.external = ExternalLoads(connector, self.layout.groups, self.book, self.recorder, scheduler)
         self.sweep = PrefixCacheWalk(self.history, self.layout, header.sweep_interval, self.recorder)
         self.output: Any = None  # the scheduler's, of the step that is being executed
         self._step = 0
         self._open = False
         self._told: list[tuple[int, tuple[str, ...]]] = []
-        self._later: list[tuple[ForwardInput, tuple[str, ...]]] = []
+        self._now: Step | None = None
+        self._first = np.empty(0, np.int64)
+        self._later: list[StepForward] = []
         for note in (*self.layout.notes, *notes):
             logger.info("kvcanary: %s", note)
         logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
@@ -81,18 +93,20 @@ class Session:
             for name in gone:
                 self.left(name, "retracted")
         self._tell_copies(getattr(output, "kv_cache_block_copies", None) or ())
+        self.external.begin_step(output.num_scheduled_tokens)
         with self.book.lock:
             for new in output.scheduled_new_reqs:
-                tokens = new.prompt_token_ids or ()
-                known = self.see(new.req_id, len(tokens))
-                known.prompt_len = len(tokens)
+                tokens, unknown = prompt_of(new)
+                known = self.see(new.req_id, tokens.size)
+                known.prompt_len, known.unknown = tokens.size, unknown
                 known.begin(getattr(new, "prefill_token_ids", None) or tokens)
             self._see_cached(output.scheduled_cached_reqs)
             for name in output.num_scheduled_tokens:
                 if self.book.get(name) is None:  # running since before the recording began
-                    state = getattr(runner, "requests", {}).get(name)
-                    tokens = getattr(state, "prompt_token_ids", None) or ()
-                    self.see(name, len(tokens)).begin(tokens)
+                    tokens, unknown = prompt_of(getattr(runner, "requests", {}).get(name))
+                    known = self.see(name, tokens.size)
+                    known.unknown = unknown
+                    known.begin(tokens)
 
     def _tell_copies(self, copies: Any) -> None:
         """Tell of blocks that the step copies before its forward: a prefix hit that ends inside a block gets its own.
@@ -122,6 +136,10 @@ class Session:
             if tokens is not None:
                 known.begin(tokens)
                 continue
+            # A load that failed takes back what was sampled on top of it.
+            counts = getattr(cached, "num_output_tokens", None)
+            if counts:
+                known.cut(known.prompt_len + counts[place])
             sent = cached.new_token_ids[place] if cached.new_token_ids else ()
             if len(sent) and known.num_tokens == cached.num_computed_tokens[place]:
                 known.append(sent)
@@ -135,16 +153,42 @@ class Session:
         for known in running:
             if self.book.run(known, self._step):
                 self.recorder.request_status(request_id=known.request_id, status="admitted", row=known.row)
+        self.external.before_model(step, self.output, running)
+        self.drafts.of_step(running)
         forwards = forwards_of(step, self.layout.groups, running, self.book)
         for known in running:
             known.fresh = False
-        self._later = forwards[1:]
+        self._now, self._first, self._later = step, forwards[0][2], forwards[1:]
         self._open = True
-        self._begin(*forwards[0])
+        self._begin(forwards[0], step.attention)
 
-    def _begin(self, told: ForwardInput, names: tuple[str, ...]) -> None:
+    def _begin(self, forward: StepForward, attention: Sequence[AttentionInput]) -> None:
+        told, names, chosen = forward
         self._told.append((self.recorder.next_forward, names))
-        self.recorder.before_forward(told)
+        self.recorder.before_forward(self.drafts.beside(told))
+        for given in attention:
+            self.recorder.attention(chosen_attention(given, chosen))
+
+    def on_attention(self, metadata: Any) -> None:
+        """Tell what attention gets in the step that has begun, where its metadata are made after that."""
+        step = self._now
+        if self._open and step is not None:
+            step.given = metadata
+            step.attention = tuple(self.attention.read(metadata, step.prefix, step.extend, step.block_sizes))
+            for given in step.attention:
+                self.recorder.attention(chosen_attention(given, self._first))
+
+    def _attention_again(self) -> tuple[AttentionInput, ...]:
+        """Tell what the metadata hold at the forward's end, where it is not what they held before; return all of it."""
+        step = self._now
+        if step is None or not step.attention:
+            return ()
+        again = self.attention.read(step.given, step.prefix, step.extend, step.block_sizes)
+        if same(step.attention, again):
+            return step.attention
+        for given in again:
+            self.recorder.attention(chosen_attention(given, self._first))
+        return (*step.attention, *again)
 
     def after_model(self, error: BaseException | None) -> None:
         """Complete the step's forwards, once; their tokens are sampled later."""
@@ -152,22 +196,33 @@ class Session:
         if not self._open:
             return
         self._open = False
+        attention = self._attention_again() if error is None else ()
         self.recorder.after_forward(note=note)
         for forward in self._later:
-            self._begin(*forward)
+            self._begin(forward, attention)
             self.recorder.after_forward(note=note)
-        self._later = []
+        self._now, self._later = None, []
+        if self.layout.draft is None:
+            self._filled()
+        self.sweep.after_step(len(self._told))
+
+    def after_drafts(self) -> None:
+        """Hand over what a step has filled once the draft model, which runs behind the target, has filled it too."""
+        if self.layout.draft is not None:
+            self._filled()
+
+    def _filled(self) -> None:
         if self.history is not None:
             try:
                 self.history.after_forward()
             except Exception as error:  # noqa: BLE001  # the forwards go on without it
                 self._history_fault("after_forward", error)
-        self.sweep.after_step(len(self._told))
 
     def took_result(self, result: Any) -> Finish | None:
         """Tell what a step sampled, now or when the engine fetches it."""
         told = tuple(self._told)
-        if result is None or not told:
+        self.external.took_result(result)
+        if result is None or (not told and not callable(getattr(result, "get_output", None))):
             return None
         if hasattr(result, "sampled_token_ids") and hasattr(result, "req_ids"):
             self._sampled(told, result)
@@ -176,6 +231,7 @@ class Session:
         return None
 
     def _sampled(self, told: Told, result: Any) -> None:
+        self.external.took_result(result)
         tokens = result.sampled_token_ids
         if tokens is None or not len(tokens):
             return
@@ -197,6 +253,7 @@ class Session:
         known = self.book.get(name)
         if known is None:
             return
+        self.external.left(name)
         self._give_row_back(known, status)
         if status != "retracted":
             self.book.drop(known)
@@ -227,6 +284,8 @@ class Session:
         self.layout.kv.attach(on_fault)
         if self.history is not None:
             self.history.attach(while_on, history_fault)
+        self.external.attach(on_fault)
+        self.drafts.attach(on_fault)
 
 
 def watch_result(result: Any, finish: Finish, on_fault: OnFault) -> None:
@@ -252,16 +311,23 @@ def _why_silent(layout: Layout, scheduler: Any, settings: RecordingSettings) -> 
         return ("allocations and frees of slots are not told: switched off",)
     if scheduler is None:
         return ("allocations and frees of slots are not told: the scheduler runs in another process",)
-    why = why_no_history(scheduler, layout.groups)
+    why = why_no_history(scheduler, layout.groups if layout.draft is None else (*layout.groups, layout.draft))
     return (f"allocations and frees of slots are not told: {why}",) if why else ()
 
 
-def _not_recorded(runner: Any) -> tuple[str, ...]:
+def _not_watched(runner: Any, attention: AttentionReader) -> list[NotWatched]:
     """Name what this engine does that no forward of the trace will show."""
-    notes = []
-    speculative = getattr(runner.vllm_config, "speculative_config", None)
+    config = runner.vllm_config
+    entries = list(connector_not_watched(config))
+    speculative = getattr(config, "speculative_config", None)
     if speculative is not None and "ngram" not in str(getattr(speculative, "method", "")):
-        notes.append("the draft model's own forwards are not recorded")
-    if getattr(runner.vllm_config, "kv_transfer_config", None) is not None:
-        notes.append("what a KV connector loads or stores is not recorded")
-    return tuple(notes)
+        method = str(getattr(speculative, "method", ""))
+        reason = "of its forwards only the slots that its first layer writes are recorded"
+        entries.append(NotWatched(what="runner", name=f"draft model ({method})", reason=reason))
+    for group, backend in attention.not_read:
+        reason = f"the metadata of {backend} are not known"
+        entries.append(NotWatched(what="other", name=f"what attention gets in group {group}", reason=reason))
+    if getattr(getattr(config, "model_config", None), "is_multimodal_model", False):
+        reason = "the positions that are fed embeddings are judged by their placeholder tokens"
+        entries.append(NotWatched(what="other", name="multimodal embeddings", reason=reason))
+    return entries

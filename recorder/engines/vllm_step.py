@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from ..forward_input import ForwardInput, TableRead
+from ..forward_input import AttentionInput, ForwardInput, TableRead
 from ..host_arrays import Int64Array, own_int64, ragged_index, read_runs
+from .vllm_attention import AttentionReader, chosen_reads, forward_context
 from .vllm_layout import GroupLayout
-from .vllm_requests import KnownRequest, RequestBook
+from .vllm_requests import UNKNOWN_TOKEN, KnownRequest, RequestBook
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Step:
     """What a step feeds the model, in the recorder's own arrays.
 
@@ -29,6 +30,8 @@ class Step:
         tables: for each recorded group, its block table `[>= bs, blocks]` (not copied) and the tokens of its blocks.
         written: for each recorded group, `[T]` the slot of each token.
         drafted: requests that have drafted tokens verified.
+        given: attention's metadata by layer (not copied), None where they are not known.
+        attention: what attention gets by them; empty where that is not known yet.
     """
 
     names: tuple[str, ...]
@@ -39,9 +42,27 @@ class Step:
     tables: tuple[tuple[Any, int], ...]
     written: tuple[Int64Array, ...]
     drafted: frozenset[str]
+    given: Any = None
+    attention: tuple[AttentionInput, ...] = ()
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Tokens of a block of each table."""
+        return [size for _, size in self.tables]
 
 
-def read_v1(runner: Any, output: Any, groups: Sequence[GroupLayout], input_ids: Any, positions: Any) -> Step:
+# A forward of a step, the names of its requests, and their places in the step `[n]`.
+StepForward = tuple[ForwardInput, tuple[str, ...], Int64Array]
+
+
+def read_v1(
+    runner: Any,
+    output: Any,
+    groups: Sequence[GroupLayout],
+    input_ids: Any,
+    positions: Any,
+    attention: AttentionReader | None = None,
+) -> Step:
     """Read what the V1 runner is about to feed its model; `output` is the scheduler's."""
     batch = runner.input_batch
     names = tuple(batch.req_ids)
@@ -52,16 +73,32 @@ def read_v1(runner: Any, output: Any, groups: Sequence[GroupLayout], input_ids: 
     else:
         prefix = own_int64(batch.num_computed_tokens_cpu[:bs])
     tables = [batch.block_table[group.gid] for group in groups]
+    context = forward_context()
+    sizes = [int(table.block_size) for table in tables]
+    given = getattr(context, "attn_metadata", None)
+    attended = [] if attention is None else attention.read(given, prefix, extend, sizes)
     return Step(
         names=names,
         prefix=prefix,
         extend=extend,
         input_ids=own_int64((runner.input_ids.gpu if input_ids is None else input_ids)[:total]),
         positions=_positions(positions, prefix, extend, total),
-        tables=tuple((table.block_table.gpu, int(table.block_size)) for table in tables),
-        written=tuple(own_int64(table.slot_mapping.gpu[:total]) for table in tables),
+        tables=tuple((table.block_table.gpu, size) for table, size in zip(tables, sizes, strict=True)),
+        written=tuple(
+            own_int64(_written(context, group, table.slot_mapping.gpu)[:total])
+            for group, table in zip(groups, tables, strict=True)
+        ),
         drafted=frozenset(output.scheduled_spec_decode_tokens or ()),
+        given=given,
+        attention=tuple(attended),
     )
+
+
+def _written(context: Any, group: GroupLayout, slot_mapping: Any) -> Any:
+    """Return the slots of a step's tokens where a group's first layer takes them, else the runner's own."""
+    mappings = getattr(context, "slot_mapping", None)
+    found = mappings.get(group.layers[0]) if isinstance(mappings, dict) and group.layers else None
+    return slot_mapping if found is None else found
 
 
 def read_v2(
@@ -89,8 +126,9 @@ def read_v2(
 
 def forwards_of(
     step: Step, groups: Sequence[GroupLayout], requests: Sequence[KnownRequest], book: RequestBook
-) -> list[tuple[ForwardInput, tuple[str, ...]]]:
-    """Return the step's forwards in order, each with the names of its requests."""
+) -> list[StepForward]:
+    """Return the step's forwards in order."""
+    _forget_embedded(step, requests)
     reads = [
         table_read(table, block_size, group, step.prefix)
         for (table, block_size), group in zip(step.tables, groups, strict=True)
@@ -99,6 +137,15 @@ def forwards_of(
     level = levels(step, reads, np.array([known.fresh for known in requests], np.bool_))
     wave = 2 * level + drafted
     return [_forward(step, reads, requests, book, np.flatnonzero(wave == number)) for number in np.unique(wave)]
+
+
+def _forget_embedded(step: Step, requests: Sequence[KnownRequest]) -> None:
+    """Make unknown the tokens of the positions that are fed an embedding: the engine keeps anything in their place."""
+    for known, begin, prefix, extend in zip(
+        requests, np.cumsum(step.extend) - step.extend, step.prefix, step.extend, strict=True
+    ):
+        low, high = np.searchsorted(known.unknown, (prefix, prefix + extend))
+        step.input_ids[begin - prefix + known.unknown[low:high]] = UNKNOWN_TOKEN
 
 
 def table_read(table: Any, block_size: int, group: GroupLayout, prefix: Int64Array) -> TableRead:
@@ -168,7 +215,7 @@ def _forward(
     requests: Sequence[KnownRequest],
     book: RequestBook,
     chosen: Int64Array,
-) -> tuple[ForwardInput, tuple[str, ...]]:
+) -> StepForward:
     """Return the forward of the chosen requests `[n]` of a step."""
     mine = [requests[r] for r in chosen.tolist()]
     names = tuple(known.name for known in mine)
@@ -178,7 +225,7 @@ def _forward(
     if chosen.size < len(requests):
         tokens = ragged_index((np.cumsum(step.extend) - step.extend)[chosen], extend)
         ids, positions, written = ids[tokens], positions[tokens], tuple(slots[tokens] for slots in written)
-        reads = [_chosen_reads(read, chosen) for read in reads]
+        reads = [chosen_reads(read, chosen) for read in reads]
     told = ForwardInput(
         mode="target_verify" if names[0] in step.drafted else _mode(extend, prefix, prompt),
         req_pool_indices=np.array([known.row for known in mine], np.int64),
@@ -191,13 +238,7 @@ def _forward(
         reads=tuple(reads),
         truth=book.truth(mine),
     )
-    return told, names
-
-
-def _chosen_reads(read: TableRead, chosen: Int64Array) -> TableRead:
-    counts = read.counts[chosen]
-    offsets = (np.cumsum(read.counts) - read.counts)[chosen]
-    return TableRead(starts=read.starts[chosen], counts=counts, slots=read.slots[ragged_index(offsets, counts)])
+    return told, names, chosen
 
 
 def _positions(positions: Any, prefix: Int64Array, extend: Int64Array, total: int) -> Int64Array:

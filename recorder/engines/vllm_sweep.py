@@ -28,7 +28,10 @@ class PrefixCacheWalk:
             self._walk(self._history)
 
     def _walk(self, history: BlockHistory) -> None:
-        parts = [self._block(history, block, known) for block, known in sorted(history.cached.items())]
+        own = len(self._layout.groups)  # a draft's own group comes behind them
+        parts = [
+            self._block(history, block, known) for block, known in sorted(history.cached.items()) if known.group < own
+        ]
         if not parts:  # told all the same: that it was looked at is what a replay wants to know
             self._recorder.sweep(groups=[], slots=[], positions=[], prev_slots=[], locked=[])
             return

@@ -7,12 +7,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One way to run the engine; `arguments` go to vLLM as they are, `spawned` puts the engine core into its own process."""
+    """One way to run the engine; `arguments` go to vLLM as they are, `spawned` puts the engine core into its own process.
+
+    `connector` is the configuration of a KV connector that loads, `embeddings` feeds some prompts as embeddings.
+    """
 
     model: str
     arguments: dict[str, Any] = field(default_factory=dict)
     spawned: bool = False
     sweep: int = 0
+    connector: dict[str, Any] | None = None
+    embeddings: bool = False
 
 
 FEW_BLOCKS = {"num_gpu_blocks_override": 9}
@@ -24,6 +29,20 @@ NGRAM = {
         "prompt_lookup_min": 1,
     }
 }
+HOST = {
+    "kv_connector": "HostConnector",
+    "kv_connector_module_path": "host_connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def host(**options: Any) -> dict[str, Any]:
+    """Return the configuration of the connector in host_connector.py."""
+    return {**HOST, "kv_connector_extra_config": options}
+
+
+EMBEDDINGS = {"enable_prompt_embeds": True}
 # All of them run prompts in chunks of at most 48 tokens.
 SETUPS = {
     "llama": Setup(model="llama", sweep=3),
@@ -40,15 +59,44 @@ SETUPS = {
     "hybrid-nocache": Setup(model="hybrid", arguments={"enable_prefix_caching": False}),
     "hybrid-preempt": Setup(model="hybrid", arguments={"num_gpu_blocks_override": 22}),
     "hybrid-async": Setup(model="hybrid", arguments={"async_scheduling": True}),
+    # What a KV connector loads: before the forward or beside it, in part, and failing.
+    "llama-loads": Setup(model="llama", connector=host(when="sync"), sweep=3),
+    "llama-loads-beside": Setup(model="llama", connector=host(when="async")),
+    "llama-loads-in-part": Setup(model="llama", connector=host(when="both", most_blocks=1), arguments=FEW_BLOCKS),
+    "llama-loads-fail": Setup(model="llama", connector=host(when="both", fail_every=2)),
+    "llama-loads-nocache": Setup(
+        model="llama", connector=host(when="both"), arguments={"enable_prefix_caching": False}
+    ),
+    "llama-loads-async": Setup(
+        model="llama", connector=host(when="both", fail_every=3), arguments={"async_scheduling": True}
+    ),
+    "hybrid-loads": Setup(model="hybrid", connector=host(when="both")),
+    "llama-loads-spawned": Setup(model="llama", connector=host(when="both"), spawned=True),
+    "llama-shared-storage": Setup(
+        model="llama",
+        connector={"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+        arguments={"enable_prefix_caching": False, "max_num_batched_tokens": 1024, "enable_chunked_prefill": False},
+    ),
+    "llama-embeddings": Setup(model="llama", arguments=EMBEDDINGS, embeddings=True),
+    "llama-embeddings-preempt": Setup(model="llama", arguments={**EMBEDDINGS, **FEW_BLOCKS}, embeddings=True),
     # The engine core in its own process, and the model in another: on the CPU vLLM does it no other way.
     "llama-spawned": Setup(model="llama", spawned=True),
     "hybrid-async-spawned": Setup(model="hybrid", arguments={"async_scheduling": True}, spawned=True),
 }
 FAULTS = {
-    "llama": ("block_table", "slot_mapping", "token", "position", "kv_byte"),
+    "llama": ("block_table", "slot_mapping", "token", "position", "kv_byte", "attention_prefix", "attention_table"),
+    "llama-loads": ("block_table", "slot_mapping", "token", "kv_byte"),
     "llama-async": ("block_table", "slot_mapping", "token"),
     "sliding": ("block_table", "slot_mapping", "kv_byte"),
-    "hybrid-async": ("block_table", "slot_mapping", "token", "position", "kv_byte"),
+    "hybrid-async": (
+        "block_table",
+        "slot_mapping",
+        "token",
+        "position",
+        "kv_byte",
+        "attention_prefix",
+        "attention_table",
+    ),
 }
 SPAWNED_FAULTS = (("llama-spawned", "slot_mapping"),)
 

@@ -104,6 +104,20 @@ def environment(run: Run, folder: Path) -> dict[str, str]:
     return env
 
 
+def embedded(prompt: list[int], number: int) -> dict:
+    """Return a prompt as tokens, as embeddings, or with its middle as embeddings, by turns."""
+    import torch
+
+    if number % 3 == 0:
+        return {"prompt_token_ids": prompt}
+    table = torch.randn(640, 96, generator=torch.Generator().manual_seed(7))  # the model's hidden size
+    embeds = table[torch.tensor(prompt)]
+    if number % 3 == 1:
+        return {"prompt_embeds": embeds}
+    are_tokens = [not len(prompt) // 3 <= i < len(prompt) // 2 for i in range(len(prompt))]
+    return {"prompt_embeds": embeds, "prompt_token_ids": prompt, "prompt_is_token_ids": are_tokens}
+
+
 def generate(run: Run, folder: Path) -> None:
     """Start the engine, generate from seeded random prompts, some of which share a prefix, and shut it down."""
     from faults import install_faults
@@ -118,6 +132,11 @@ def generate(run: Run, folder: Path) -> None:
         "num_gpu_blocks_override": 64,
         **setup.arguments,
     }
+    if setup.connector is not None:
+        from vllm.config import KVTransferConfig
+
+        extra = {"shared_storage_path": str(folder / "stored"), **setup.connector.get("kv_connector_extra_config", {})}
+        arguments["kv_transfer_config"] = KVTransferConfig(**{**setup.connector, "kv_connector_extra_config": extra})
     llm = LLM(
         model=str(MODELS / setup.model),
         load_format="dummy",
@@ -127,9 +146,8 @@ def generate(run: Run, folder: Path) -> None:
         max_model_len=256,
         block_size=32,
         max_num_seqs=6,
-        max_num_batched_tokens=48,
         seed=run.seed,
-        **arguments,
+        **{"max_num_batched_tokens": 48, **arguments},
     )
     rng = random.Random(run.seed)
 
@@ -141,13 +159,19 @@ def generate(run: Run, folder: Path) -> None:
     again = [prompts[0] + tokens(4), tokens(9), shared[:66], prompts[2]]
     if run.setup.endswith("ngram"):
         again[1] = tokens(6) * 6  # something for the drafts to guess
+    if setup.connector is not None:
+        again += prompts
     outputs = []
-    for batch in (prompts, again):  # the later ones hit the prefix cache
+    for number, batch in enumerate((prompts, again)):  # the later ones hit the prefix cache
+        if number and setup.connector is not None:
+            llm.reset_prefix_cache()  # so that the connector has something to load
         sampling = [
             SamplingParams(max_tokens=rng.randrange(12, 44), temperature=0, ignore_eos=True, detokenize=False)
             for _ in batch
         ]
         given = [{"prompt_token_ids": prompt} for prompt in batch]
+        if setup.embeddings:
+            given = [embedded(prompt, i) for i, prompt in enumerate(batch)]
         outputs += [list(o.outputs[0].token_ids) for o in llm.generate(given, sampling, use_tqdm=False)]
     (folder / "tokens.json").write_text(json.dumps(outputs))
     llm.llm_engine.engine_core.shutdown()

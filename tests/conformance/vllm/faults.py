@@ -6,6 +6,7 @@ that it will go on from; the byte of K or V stays as it is.
 
 import os
 import random
+from types import SimpleNamespace
 
 EVERY = 9  # steps between two faults
 
@@ -31,8 +32,43 @@ def install_faults() -> None:
         finally:
             injector.after()
 
+    if fault.startswith("attention"):
+        install_attention_faults(injector, GPUModelRunner)
+        return
     GPUModelRunner._preprocess = faulty_preprocess
     GPUModelRunner.execute_model = restoring_execute
+
+
+def install_attention_faults(injector, runner_class) -> None:
+    """Have faults put into attention's own metadata: as they are made, or once a layer has used them."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+
+    build_all, build = runner_class._build_attention_metadata, CPUAttentionMetadataBuilder.build
+    forward = CPUAttentionBackendImpl.forward
+
+    def faulty_build_all(runner, *args, **kwargs):
+        if kwargs.get("num_scheduled_tokens"):
+            injector.before(runner, SimpleNamespace(num_scheduled_tokens=kwargs["num_scheduled_tokens"]), None)
+        try:
+            return build_all(runner, *args, **kwargs)
+        finally:
+            injector.building = None
+
+    def faulty_build(builder, common_prefix_len, common, *args, **kwargs):
+        if injector.building is None:
+            return build(builder, common_prefix_len, common, *args, **kwargs)
+        return injector.building(lambda given: build(builder, common_prefix_len, given, *args, **kwargs), common)
+
+    def faulty_forward(impl, layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs):
+        done = forward(impl, layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+        for metadata, place, wrong in injector.in_flight:
+            if metadata is attn_metadata:
+                metadata.block_table[place] = wrong
+        return done
+
+    runner_class._build_attention_metadata = faulty_build_all
+    CPUAttentionMetadataBuilder.build = faulty_build
+    CPUAttentionBackendImpl.forward = faulty_forward
 
 
 class Injector:
@@ -45,6 +81,8 @@ class Injector:
         self._steps = 0
         self._next = self._rng.randrange(4, 9)
         self._restore = []
+        self.building = None
+        self.in_flight = []
 
     def before(self, runner, output, fed) -> None:
         """Inject a fault where it is time and the step has a place for it."""
@@ -87,6 +125,8 @@ class Injector:
     def _live_slot(self, runner, group: int, row: int, prefix: int) -> tuple[int, int] | None:
         """Return a cached position that is read, and its slot."""
         first = self._window(runner, group, prefix)
+        if runner.vllm_config.kv_transfer_config is not None:  # of what was loaded nothing is known
+            first = max(first, int(runner.input_batch.num_prompt_tokens[row]))
         if first >= prefix:
             return None
         table = runner.input_batch.block_table[group]
@@ -169,6 +209,43 @@ class Injector:
         value = kv.view(blocks, heads, 2 * tokens, width // 2)[slot // size, 0, tokens + slot % size]
         value.view(torch.uint8)[self._rng.randrange(16)] ^= 0xFF
         return {"group": group, "position": position, "slot": slot, "count": 1}
+
+    def attention_prefix(self, runner, fed, row, name, prefix, at, extend):
+        """Let attention lose the cached prefix of a request: it is told of the step's own tokens only."""
+        if not prefix:
+            return None
+
+        def building(build, common):
+            seq_lens = common.seq_lens.clone()
+            seq_lens[row] = extend
+            return build(common.replace(seq_lens=seq_lens))
+
+        self.building = building
+        return {"position": extend}
+
+    def attention_table(self, runner, fed, row, name, prefix, at, extend):
+        """Overwrite the block table in attention's own copy once its first layer is through."""
+        group = self._group(runner)
+        table = runner.input_batch.block_table[group]
+        first = -(-self._window(runner, group, prefix) // table.block_size)
+        last = prefix // table.block_size
+        if first >= last or len(runner.kv_cache_config.kv_cache_groups[group].layer_names) < 2:
+            return None
+        column = self._rng.randrange(first, last)
+        held = int(table.block_table.gpu[row, column])
+        wrong = 1 + held % (runner.kv_cache_config.num_blocks - 1)
+        self.in_flight = []
+
+        def building(build, common):
+            metadata = build(common)
+            if common.block_table_tensor.data_ptr() == table.block_table.gpu.data_ptr():
+                metadata.block_table = metadata.block_table.clone()
+                self.in_flight.append((metadata, (row, column), wrong))
+            return metadata
+
+        self.building = building
+        size = table.block_size
+        return {"group": group, "position": column * size, "slot": wrong * size, "count": size}
 
 
 def mark(runner, labels) -> None:

@@ -1,5 +1,6 @@
 """A small engine with the shape of vLLM's runners, and its hooking as vLLM is hooked."""
 
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -42,7 +43,13 @@ class Attention:
         both[block, :, tokens + offset] = value
 
 
+# What vLLM's layers are given while a model runs.
+CONTEXT = SimpleNamespace(attn_metadata=None, slot_mapping=None)
+
+
 class GPUModelRunner:
+    on_attention: Any = None
+
     def __init__(self, specs: list[KVCacheSpec], num_blocks: int, *, use_async: bool = False) -> None:
         self.use_async = use_async
         self.layers: dict[str, Any] = {}
@@ -53,8 +60,10 @@ class GPUModelRunner:
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
             speculative_config=None,
         )
+        # A draft model, where there is one, shares the first group's blocks.
+        drafts = sorted(getattr(getattr(self, "drafter", None), "_draft_attn_layer_names", ()))
         self.groups = [
-            SimpleNamespace(kv_cache_spec=spec, layer_names=[f"model.layers.{gid}.attn"])
+            SimpleNamespace(kv_cache_spec=spec, layer_names=[f"model.layers.{gid}.attn", *(() if gid else drafts)])
             for gid, spec in enumerate(specs)
         ]
         self.initialize_kv_cache(SimpleNamespace(kv_cache_groups=self.groups, num_blocks=num_blocks))
@@ -64,7 +73,9 @@ class GPUModelRunner:
         # All groups take their blocks from one pool, and so share its memory.
         self.kv = torch.zeros(config.num_blocks, HEADS, BLOCK, 2 * DIM)
         for group in config.kv_cache_groups:
-            self.layers[group.layer_names[0]] = SimpleNamespace(kv_cache=self.kv, impl=Attention())
+            for name in group.layer_names:
+                kv = torch.zeros_like(self.kv) if "draft" in name else self.kv
+                self.layers[name] = SimpleNamespace(kv_cache=kv, impl=Attention())
         tables = [
             SimpleNamespace(
                 block_size=BLOCK,
@@ -79,7 +90,25 @@ class GPUModelRunner:
     def execute_model(self, output: Any) -> None:
         fed = self.prepare(output)
         if fed is not None:
+            self.attend(output)
             self._model_forward(fed[0], positions=fed[1])
+            CONTEXT.attn_metadata = None
+
+    def attend(self, output: Any) -> dict[str, Any]:
+        """Make attention's metadata, each group's with a block table of its own."""
+        bs, counts = len(self.ends), list(output.num_scheduled_tokens.values())
+        CONTEXT.attn_metadata = {
+            name: SimpleNamespace(
+                seq_lens=torch.tensor([end for _, _, end in self.ends], dtype=torch.int32),
+                query_start_loc=torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32),
+                block_table=table.block_table.gpu[:bs].clone(),
+            )
+            for group, table in zip(self.groups, self.input_batch.block_table, strict=True)
+            for name in group.layer_names
+        }
+        if self.on_attention is not None:
+            self.on_attention(CONTEXT.attn_metadata)
+        return CONTEXT.attn_metadata
 
     def prepare(self, output: Any) -> tuple[Any, Any] | None:
         for name in output.finished_req_ids:
@@ -153,6 +182,7 @@ class GPUModelRunnerV2(GPUModelRunner):
 
     def initialize_kv_cache(self, config: Any, is_profiling: bool = False) -> None:
         super().initialize_kv_cache(config, is_profiling)
+        self.model_state = SimpleNamespace(prepare_attn=self.attend)
         self.block_tables = SimpleNamespace(block_sizes=[BLOCK] * len(config.kv_cache_groups))
 
     def execute_model(self, output: Any, intermediate_tensors: Any = None, dummy_run: bool = False) -> None:
@@ -170,6 +200,7 @@ class GPUModelRunnerV2(GPUModelRunner):
             positions=torch.cat((fed[1], torch.zeros(3, dtype=torch.int64))),
         )
         self.prepare_attn(batch)
+        self.model_state.prepare_attn(output)
         self._model_forward(*fed)
 
     def prepare_attn(self, batch: Any) -> tuple[Any, Any]:
@@ -189,6 +220,10 @@ def hooked(monkeypatch: Any, settings: RecordingSettings, *, scheduler: bool = T
     Without `scheduler` it is as where the scheduler runs in another process.
     """
     attachment = Attachment(settings)
+    module = ModuleType("vllm.forward_context")
+    module.is_forward_context_available = lambda: CONTEXT.attn_metadata is not None
+    module.get_forward_context = lambda: CONTEXT
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     runner = (RUNNER_V2, GPUModelRunnerV2) if v2 else (RUNNER_V1, GPUModelRunner)
     for name, owner in (runner, (SCHEDULER, Scheduler))[: 1 + scheduler]:
         module = ModuleType(name)
@@ -209,11 +244,14 @@ def serve(
     budget: int = 12,
     v2: bool = False,
     each_step: Any = None,
+    stored: int = 0,
 ) -> dict[str, list[int]]:
     """Run six requests, half of which share a prefix, on a new engine; return their tokens."""
     kind = GPUModelRunnerV2 if v2 else GPUModelRunner
     runner = kind(specs or [FullAttentionSpec()], num_blocks, use_async=use_async)
-    scheduler = Scheduler(runner, caching=caching, budget=budget)
+    if stored:
+        runner.vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="HostConnector", kv_role="kv_both")
+    scheduler = Scheduler(runner, caching=caching, budget=budget, stored=stored)
     shared = list(range(3, 14))
     prompts = [[*shared, 20], [31, 32, 33], [*shared, 21, 22], [*range(41, 48)], [*shared, 20, 9], [51]]
     requests = [Request(f"r{i}", prompt, 5 + 2 * i) for i, prompt in enumerate(prompts)]

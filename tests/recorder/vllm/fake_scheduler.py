@@ -74,6 +74,9 @@ class FullAttentionManager:
         self.req_to_blocks[request_id].extend(blocks)
         self.num_cached_block[request_id] = len(blocks)
 
+    def allocate_external_computed_blocks(self, request_id: str, local: int, external: int) -> None:
+        self.req_to_blocks[request_id].extend(self.block_pool.get_new_blocks(external // BLOCK))
+
     def allocate_new_blocks(self, request_id: str, num_tokens: int) -> list[Block]:
         blocks = self.req_to_blocks[request_id]
         new = self.block_pool.get_new_blocks(max(0, -(-num_tokens // BLOCK) - len(blocks)))
@@ -119,10 +122,13 @@ class Request:
 class Scheduler:
     """Schedules at most `budget` tokens a step, first come first served; preempts the last one where blocks are short."""
 
-    connector, defer_block_free = None, False
+    defer_block_free = False
 
-    def __init__(self, runner: Any, *, caching: bool = True, budget: int = 12) -> None:
+    def __init__(self, runner: Any, *, caching: bool = True, budget: int = 12, stored: int = 0) -> None:
         self.budget = budget
+        # A connector has the first `stored` tokens of every prompt; what is to be loaded is for the test to load.
+        self.connector, self.stored = ("host" if stored else None), stored
+        self.loads: list[tuple[Request, int]] = []
         pool = BlockPool(runner.kv_cache_config.num_blocks, enable_caching=caching)
         kinds = {"SlidingWindowSpec": SlidingWindowManager}
         managers = [
@@ -183,6 +189,12 @@ class Scheduler:
             for manager, blocks in zip(self.managers, hits, strict=True):
                 manager.add_local_computed_blocks(request.request_id, blocks[:common])
             request.num_computed_tokens = common * BLOCK
+            external = min(self.stored, (len(request.tokens) - 1) // BLOCK * BLOCK) - common * BLOCK
+            if external > 0 and len(self.pool.free) * BLOCK > len(request.tokens) * len(self.managers):
+                for manager in self.managers:
+                    manager.allocate_external_computed_blocks(request.request_id, common * BLOCK, external)
+                self.loads.append((request, request.num_computed_tokens))
+                request.num_computed_tokens += external
             count = min(left, len(request.tokens) - request.num_computed_tokens)
             if not self._allocate(request, count):
                 for manager in self.managers:
@@ -212,6 +224,7 @@ class Scheduler:
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
             scheduled_spec_decode_tokens={},
+            has_sync_kv_loads=bool(self.loads),
             finished_req_ids=self.finished,
             preempted_req_ids=self.preempted,
         )

@@ -144,16 +144,6 @@ def test_a_group_that_no_trace_can_hold_is_named(tmp_path: Path, monkeypatch: py
     assert verdict(tmp_path).verdict.value == "clean"
 
 
-def test_what_only_a_draft_model_writes_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts = SimpleNamespace(_draft_attn_layer_names={"model.layers.1.attn"})
-    monkeypatch.setattr(GPUModelRunner, "drafter", drafts, raising=False)
-    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
-    serve([FullAttentionSpec(), FullAttentionSpec()])
-    header, _ = events(tmp_path)
-    assert [group.name for group in header.groups] == ["full"]
-    assert any("only a draft model's layers write it" in note for note in header.notes)
-
-
 def test_bytes_in_a_layout_that_is_not_known_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hooked(monkeypatch, RecordingSettings(folder=tmp_path))
     spec = FullAttentionSpec()
