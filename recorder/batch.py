@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +15,28 @@ from .schema import ADDED, BYTE_LISTS, SCALARS
 if TYPE_CHECKING:
     import torch
 
+CUT: Final = "cut"
+LIVE: Final = "live"
+
 
 class TraceBatch:
     """Events `first_event` to `first_event + num_events - 1`.
 
     Arrays are read-only views, of the file itself where the trace is not compressed: never write to them. They stay
-    good after the reader is closed. `end_byte` is the batch's end in the file, for progress bars.
+    good after the reader is closed. `end_byte` is the batch's end in the file, for progress bars. `engine_events` is how
+    many of the engine's events the recording holds up to the batch's end, None where it does not say.
     """
 
-    __slots__ = ("_buffer_bytes", "_cache", "_kinds", "end_byte", "first_event", "num_events", "record_batch")
+    __slots__ = (
+        "_buffer_bytes",
+        "_cache",
+        "_kinds",
+        "end_byte",
+        "engine_events",
+        "first_event",
+        "num_events",
+        "record_batch",
+    )
 
     def __init__(
         self,
@@ -32,11 +45,13 @@ class TraceBatch:
         first_event: int,
         end_byte: int = 0,
         buffer_bytes: Int64Array | None = None,
+        engine_events: int | None = None,
     ) -> None:
         self.record_batch = record_batch
         self.first_event = first_event
         self.num_events: int = record_batch.num_rows
         self.end_byte = end_byte
+        self.engine_events = engine_events
         self._cache: dict[str, Any] = {}
         self._kinds: list[str] | None = None
         self._buffer_bytes = buffer_bytes
@@ -185,7 +200,9 @@ class TraceGap:
     `after_event` is the last event given before it (-1: none); `missing_events` is how many are missing, None when
     nobody can know, 0 when no event is (a lost footer, a batch given twice). `kind` is "torn" (the file ends too
     early), "damaged" or "numbering" (whole batches, but numbers that do not follow one another). `cause` is a
-    whole sentence for the user, `advice` what to do about it, or empty.
+    whole sentence for the user, `advice` what to do about it, or empty. `ends` says that the recording is not over there
+    in the way that it should: "cut" (its process died; what is missing was never recorded, or is lost, by
+    `missing_events`), "live" (it is being written, and goes on); empty for anything else.
     """
 
     after_event: int
@@ -193,6 +210,7 @@ class TraceGap:
     kind: str
     cause: str
     advice: str = ""
+    ends: str = ""
 
     @property
     def reason(self) -> str:

@@ -12,7 +12,16 @@ from .checksum import ColumnForm, batch_crc32c, column_forms, stored_crc32c, tex
 from .errors import UnreadableTraceError
 from .framing import Frame, FramingError, check_buffers
 from .header import TraceHeader
-from .schema import ADDED, CRC_KEY, FIRST_EVENT_KEY, HEADER_CRC_KEY, HEADER_KEY, NUM_EVENTS_KEY, trace_schema
+from .schema import (
+    ADDED,
+    CRC_KEY,
+    ENGINE_EVENTS_KEY,
+    FIRST_EVENT_KEY,
+    HEADER_CRC_KEY,
+    HEADER_KEY,
+    NUM_EVENTS_KEY,
+    trace_schema,
+)
 
 # What pyarrow raises on hostile bytes, beside its own exceptions.
 ARROW_ERRORS: Final = (pa.ArrowException, OSError, MemoryError, ValueError, TypeError, KeyError, OverflowError)
@@ -109,7 +118,13 @@ def decode_batch(
     numbers = batch.column("event").to_numpy(zero_copy_only=True)
     if not np.array_equal(numbers, np.arange(first_event, first_event + num_events)):
         raise DamagedBatchError("has event numbers that do not follow one another")
-    return TraceBatch(batch, first_event=first_event, end_byte=frame.end, buffer_bytes=frame.buffers[:, 1])
+    return TraceBatch(
+        batch,
+        first_event=first_event,
+        end_byte=frame.end,
+        buffer_bytes=frame.buffers[:, 1],
+        engine_events=_decimal(frame, ENGINE_EVENTS_KEY) if ENGINE_EVENTS_KEY in frame.metadata else None,
+    )
 
 
 def claimed_events(frame: Frame) -> tuple[int, int] | None:

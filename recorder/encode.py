@@ -13,6 +13,7 @@ from .header import TraceHeader
 from .schema import (
     BYTE_LISTS,
     CRC_KEY,
+    ENGINE_EVENTS_KEY,
     FIRST_EVENT_KEY,
     HEADER_CRC_KEY,
     HEADER_KEY,
@@ -62,16 +63,33 @@ def encode_events(events: Sequence[TraceEvent], first_event: int, schema: pa.Sch
     return pa.record_batch(columns, schema=schema)
 
 
-def batch_metadata(batch: pa.RecordBatch, first_event: int) -> dict[bytes, bytes]:
+def encode_for(schema: pa.Schema, events: Sequence[TraceEvent], first_event: int) -> pa.RecordBatch:
+    """Encode events into a file's own schema, which a newer minor version may have given more columns, an older fewer."""
+    batch = encode_events(events, first_event, trace_schema())
+    columns: list[Any] = []
+    for field in schema:
+        if batch.schema.get_field_index(field.name) >= 0:
+            columns.append(batch.column(field.name))
+        else:
+            nested = pa.types.is_list(field.type) or pa.types.is_large_list(field.type)
+            empty: Any = [] if nested else "" if pa.types.is_string(field.type) else 0
+            columns.append(pa.array([empty] * len(events), field.type))
+    return pa.record_batch(columns, schema=schema)
+
+
+def batch_metadata(batch: pa.RecordBatch, first_event: int, engine_events: int | None = None) -> dict[bytes, bytes]:
     """Return the custom metadata of a batch: first event number, event count and CRC, as decimal ASCII.
 
-    Raises `ValueError` for a column type that no trace of this major version has.
+    `engine_events` is how many of the engine's events are in the recording up to this batch's end, which tells where its
+    tail goes on. Raises `ValueError` for a column type that no trace of this major version has.
     """
     forms = column_forms(batch.schema)
+    known = {} if engine_events is None else {ENGINE_EVENTS_KEY: b"%d" % engine_events}
     return {
         FIRST_EVENT_KEY: b"%d" % first_event,
         NUM_EVENTS_KEY: b"%d" % batch.num_rows,
         CRC_KEY: b"%d" % batch_crc32c(batch, first_event, forms),
+        **known,
     }
 
 

@@ -5,8 +5,6 @@ whose newest segment is locked is somebody's, also in another container. Where t
 recording is taken for somebody's, and nothing is deleted.
 """
 
-import contextlib
-import fcntl
 import logging
 import os
 import stat
@@ -14,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from .file_lock import is_locked
 from .schema import HEADER_KEY
 from .segment_names import split_segment_name
 from .trace_file import MAGIC
@@ -22,12 +21,6 @@ _BEGINNING_NS: Final = 10_000_000_000
 _BEGINNING_BYTES: Final = 1 << 16  # of a file, in which its header begins
 
 _log = logging.getLogger("kvcanary")
-
-
-def hold(descriptor: int) -> None:
-    """Lock a file that is being written, until it is closed."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
@@ -100,12 +93,9 @@ def _is_written(path: Path) -> bool:
     except OSError:
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        return is_locked(descriptor, unknown=True)
     finally:
         os.close(descriptor)
-    return False
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:

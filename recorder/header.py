@@ -150,11 +150,13 @@ class CaptureInfo:
 class Segment:
     """One of the files that a recording was cut into, all with one `trace_id`.
 
-    `number` counts from 0; `first_event` is the number of the file's first event, which goes on from the one before.
+    `number` counts from 0; `first_event` is the number of the file's first event, which goes on from the one before, and
+    `engine_events` how many of the engine's events the files before hold.
     """
 
     number: int
     first_event: int = 0
+    engine_events: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

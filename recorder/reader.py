@@ -13,6 +13,7 @@ import pyarrow.ipc
 from .batch import EventView, TraceBatch, TraceGap
 from .decode import ARROW_ERRORS, check_schema, decode_schema
 from .errors import TraceError, UnreadableTraceError
+from .file_lock import is_locked
 from .framing import (
     FIRST_MESSAGE,
     MAGIC,
@@ -25,8 +26,10 @@ from .framing import (
     read_footer,
     read_frame,
 )
-from .header import TraceHeader
+from .header import Segment, TraceHeader
 from .mapped_pages import MappedPages
+from .segment_names import split_segment_name
+from .tail_reader import TailReader
 from .walk import Walk
 
 __all__ = ["EventView", "TraceBatch", "TraceGap", "TraceReader", "read_events"]
@@ -109,6 +112,9 @@ class TraceReader:
             self._size_now,
             self.header.first_event,
             self._descriptor,
+            self._tail(),
+            0 if self.header.segment is None else self.header.segment.engine_events,
+            lambda: self.being_written,
         )
         if self._header_damage:
             yield walk.header_gap(self._header_damage)
@@ -116,9 +122,20 @@ class TraceReader:
         behind = [0, 0]  # ends of the batches that whoever reads ahead may still be looking at
         for item in walk.run():
             yield item
-            if isinstance(item, TraceBatch):
+            if isinstance(item, TraceBatch) and item.end_byte:
                 behind.append(item.end_byte)
                 pages.release(behind.pop(0))
+
+    @property
+    def being_written(self) -> bool:
+        """Whether the recording process is at work on the file: what is missing then is yet to come."""
+        return self._footer is None and self._descriptor >= 0 and is_locked(self._descriptor)
+
+    def _tail(self) -> TailReader | None:
+        """Return what may hold what the process that died had recorded and not flushed; of segments, the last one's alone."""
+        if self.header.segment is not None and _is_begun(self.path, self.header.segment):
+            return None
+        return TailReader(self.path, self.header.trace_id)
 
     def _size_now(self) -> int:
         """The file's size at this moment: to touch mapped memory behind a file's end kills the process."""
@@ -193,6 +210,17 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[EventView]:
             if isinstance(item, TraceGap):
                 raise TraceError(item.reason)
             yield from item
+
+
+def _is_begun(path: Path, segment: Segment) -> bool:
+    """Whether the segment behind this one is there, with its header: what waits goes there."""
+    named = split_segment_name(path)
+    if named is None:
+        return True
+    try:
+        return path.with_name(f"{named[0]}.{segment.number + 1:06d}.arrow").stat().st_size > 0
+    except OSError:
+        return False
 
 
 def _open_map(path: Path) -> tuple[int, pa.MemoryMappedFile]:

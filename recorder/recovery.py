@@ -5,17 +5,16 @@ import os
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
 
-from .batch import TraceBatch, TraceGap
-from .encode import batch_metadata, encode_events
+from .batch import CUT, TraceBatch, TraceGap
+from .encode import batch_metadata, encode_for
 from .errors import TraceError
-from .event import TraceEvent, loss_event
+from .event import loss_event
 from .reader import TraceReader
-from .schema import trace_schema
 from .trace_file import COMPRESSIONS, TraceFile
 
 MAX_CAUSES: Final = 100
@@ -116,7 +115,7 @@ class _Copy:
             numbers = pa.array(np.arange(self._next, self._next + item.num_events, dtype=np.int64))
             index = batch.schema.get_field_index("event")
             batch = batch.set_column(index, batch.schema.field(index), numbers)
-        self._write(batch)
+        self._write(batch, item.engine_events)
         self.kept_batches += 1
         self.kept_events += item.num_events
         self._time_ns = int(item.scalar_ints("time_ns")[-1])
@@ -125,7 +124,7 @@ class _Copy:
         self.num_gaps += 1
         if len(self.causes) < MAX_CAUSES:
             self.causes.append(gap.cause)
-        if gap.missing_events == 0:
+        if gap.missing_events == 0 and gap.ends != CUT:
             return
         if gap.missing_events is None:
             self.unknown = True
@@ -133,22 +132,10 @@ class _Copy:
             self.lost_events += gap.missing_events
         lost = -1 if gap.missing_events is None else gap.missing_events
         event = loss_event(lost_events=lost, note=f"recovered: {gap.cause}", time_ns=self._time_ns)
-        self._write(_fit([event], self._next, self._reader.schema))
+        if gap.ends == CUT:
+            event.scalars["status"] = CUT
+        self._write(encode_for(self._reader.schema, [event], self._next))
 
-    def _write(self, batch: pa.RecordBatch) -> None:
-        self._file.write(batch, batch_metadata(batch, self._next))
+    def _write(self, batch: pa.RecordBatch, engine_events: int | None = None) -> None:
+        self._file.write(batch, batch_metadata(batch, self._next, engine_events))
         self._next += batch.num_rows
-
-
-def _fit(events: list[TraceEvent], first_event: int, schema: pa.Schema) -> pa.RecordBatch:
-    """Encode events into a file's own schema, which a newer minor version may have given more columns."""
-    batch = encode_events(events, first_event, trace_schema())
-    columns: list[Any] = []
-    for field in schema:
-        if batch.schema.get_field_index(field.name) >= 0:
-            columns.append(batch.column(field.name))
-        else:
-            nested = pa.types.is_list(field.type) or pa.types.is_large_list(field.type)
-            empty: Any = [] if nested else "" if pa.types.is_string(field.type) else 0
-            columns.append(pa.array([empty] * len(events), field.type))
-    return pa.record_batch(columns, schema=schema)

@@ -17,6 +17,7 @@ HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
 FIRST_EVENT_KEY: Final = b"kvcanary.first_event"
 NUM_EVENTS_KEY: Final = b"kvcanary.num_events"
 CRC_KEY: Final = b"kvcanary.crc32c"
+ENGINE_EVENTS_KEY: Final = b"kvcanary.engine_events"
 
 EVENT_KINDS: Final = (
     "forward",  # one forward pass: batch, table changes before it, tokens, slots written, bytes, sampled tokens

@@ -19,7 +19,8 @@ from .batch import TraceBatch
 from .encode import header_schema
 from .errors import TraceError, TraceExistsError
 from .event import TraceEvent
-from .folder_bound import drop_the_past, hold
+from .file_lock import hold
+from .folder_bound import drop_the_past
 from .header import Segment, TraceHeader
 from .schema import FROZEN, SEGMENT_GOES_ON
 from .segment_names import base_name, glob_escape, segment_path
@@ -92,6 +93,7 @@ class Segments:
         self._written_before = 0
         self._batches_before = 0
         self._events = 0
+        self._engine_events = 0  # of them, what the engine told
         self._last_ns = header.created_ns
         try:
             self._machine = Machine(header)
@@ -118,6 +120,11 @@ class Segments:
         return self._written_before + self._file.size_bytes
 
     @property
+    def regular(self) -> bool:
+        """Whether it is a file, beside which others may lie."""
+        return self._file.regular
+
+    @property
     def last_ns(self) -> int:
         """When the last event was told."""
         return self._last_ns
@@ -129,11 +136,11 @@ class Segments:
             self._drop_the_oldest()
             self._write_keyframe()
         self._last_ns = max(self._last_ns, events[-1].time_ns)
-        self._append(events)
+        self._append(events, len(events))
 
     def freeze(self, note: str) -> str:
         """Finish the segment and give all that is kept a second name in a folder of its own; return the folder."""
-        self._append([frozen_mark(note, self._last_ns)])
+        self._append([frozen_mark(note, self._last_ns)], 0)
         self._cut(FROZEN)
         try:
             folder = str(self._frozen_folder())
@@ -171,7 +178,8 @@ class Segments:
 
     def _begin(self) -> TraceFile:
         self._number += 1
-        header = dataclasses.replace(self._header, segment=Segment(number=self._number, first_event=self._events))
+        segment = Segment(number=self._number, first_event=self._events, engine_events=self._engine_events)
+        header = dataclasses.replace(self._header, segment=segment)
         self._schema = header_schema(header)
         file = TraceFile(segment_path(self._path, self._number), self._schema, compression=self._compression)
         hold(file.descriptor)
@@ -195,7 +203,7 @@ class Segments:
         self._events += 1
         new = self._begin()
         try:
-            write_batch(old, schema, [end], number)
+            write_batch(old, schema, [end], number, self._engine_events)
             old.close()
         except BaseException:
             new.abandon()
@@ -231,12 +239,13 @@ class Segments:
                 small, held = [], 0
         yield small
 
-    def _append(self, events: list[TraceEvent]) -> None:
+    def _append(self, events: list[TraceEvent], engine_events: int) -> None:
+        self._engine_events += engine_events
         self._advance(self._put(events))
         self._has_events = True
 
     def _put(self, events: list[TraceEvent]) -> TraceBatch:
-        batch = write_batch(self._file, self._schema, events, self._events)
+        batch = write_batch(self._file, self._schema, events, self._events, self._engine_events)
         self._events += len(events)
         return batch
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 from .batch import TraceBatch
 from .encode import batch_metadata, encode_events, header_schema
 from .event import TraceEvent
+from .file_lock import hold
 from .header import TraceHeader
 from .trace_file import DeletedError, TraceFile
 
@@ -18,7 +19,9 @@ class SingleFile:
         self._path = path
         self._schema = header_schema(header)
         self._file = TraceFile(path, self._schema, compression=compression, overwrite=overwrite)
+        hold(self._file.descriptor)
         self._events = 0
+        self._engine_events = 0
         self._last_ns = header.created_ns
 
     @property
@@ -32,6 +35,11 @@ class SingleFile:
         return self._file.size_bytes
 
     @property
+    def regular(self) -> bool:
+        """Whether it is a file, beside which others may lie."""
+        return self._file.regular
+
+    @property
     def last_ns(self) -> int:
         """When the last event was told."""
         return self._last_ns
@@ -40,14 +48,18 @@ class SingleFile:
         """Append a batch of events."""
         if self._file.deleted:
             raise DeletedError("somebody has deleted the trace")
-        write_batch(self._file, self._schema, events, self._events)
-        self._events += len(events)
-        self._last_ns = max(self._last_ns, events[-1].time_ns)
+        self._put(events, self._engine_events + len(events))
 
     def freeze(self, note: str) -> str:
         """Leave a mark with the note; nothing is ever deleted here. Return the file."""
-        self.write([frozen_mark(note, self._last_ns)])
+        self._put([frozen_mark(note, self._last_ns)], self._engine_events)
         return str(self._path)
+
+    def _put(self, events: list[TraceEvent], engine_events: int) -> None:
+        write_batch(self._file, self._schema, events, self._events, engine_events)
+        self._events += len(events)
+        self._engine_events = engine_events
+        self._last_ns = max(self._last_ns, events[-1].time_ns)
 
     def close(self) -> None:
         """Write the file's end."""
@@ -58,10 +70,12 @@ class SingleFile:
         self._file.abandon()
 
 
-def write_batch(file: TraceFile, schema: pa.Schema, events: list[TraceEvent], first_event: int) -> TraceBatch:
-    """Append events to a file as one batch, and return it."""
+def write_batch(
+    file: TraceFile, schema: pa.Schema, events: list[TraceEvent], first_event: int, engine_events: int
+) -> TraceBatch:
+    """Append events to a file as one batch, and return it; `engine_events` as for `batch_metadata`."""
     batch = encode_events(events, first_event, schema)
-    file.write(batch, batch_metadata(batch, first_event))
+    file.write(batch, batch_metadata(batch, first_event, engine_events))
     return TraceBatch(batch, first_event=first_event)
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from .errors import TraceError, TraceExistsError
+from .file_lock import close_in_children
 
 MAGIC: Final = b"ARROW1\0\0"
 
@@ -56,6 +57,7 @@ class TraceFile:
         options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
         self._beginning = b""
         self._descriptor = -1
+        close_in_children(self)
         try:
             self._descriptor = _create(path, overwrite)
             self._named = os.fstat(self._descriptor).st_nlink > 0
@@ -77,6 +79,11 @@ class TraceFile:
         return self._named and not os.fstat(self._descriptor).st_nlink
 
     @property
+    def regular(self) -> bool:
+        """Whether it is a file: a pipe and a device are written to as well."""
+        return stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+
+    @property
     def descriptor(self) -> int:
         """The open file, -1 once it is closed."""
         return self._descriptor
@@ -93,6 +100,10 @@ class TraceFile:
         self._drain()
         descriptor, self._descriptor = self._descriptor, -1
         os.close(descriptor)
+
+    def forget_files(self) -> None:
+        """Close the file as it is, in a child process that got it by a fork."""
+        self.abandon()
 
     def abandon(self) -> None:
         """Close the file as it is, without a footer."""

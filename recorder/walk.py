@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
-from .batch import TraceBatch, TraceGap
+from .batch import CUT, LIVE, TraceBatch, TraceGap
 from .checksum import column_forms
 from .decode import DamagedBatchError, claimed_events
 from .decode_ahead import DecodeAhead
 from .framing import PREFIX_BYTES, RECORD_BATCH, Frame, FramingError, find_frames
+from .tail_reader import TailReader
 
 
 class Walk:
@@ -31,6 +32,9 @@ class Walk:
         size_now: Callable[[], int],
         first_event: int = 0,
         descriptor: int = -1,
+        tail: TailReader | None = None,
+        engine_events: int = 0,
+        being_written: Callable[[], bool] = bool,
     ) -> None:
         self._view = view
         self._decoder = DecodeAhead(data, view, schema, column_forms(schema), descriptor)
@@ -46,6 +50,11 @@ class Walk:
         self._batches = 0
         self._damage: list[str] = []
         self._torn = False
+        self._schema = schema
+        self._tail = tail
+        self._being_written = being_written
+        self._engine_events: int | None = engine_events
+        self._from_tail = 0
 
     def run(self) -> Iterator[TraceBatch | TraceGap]:
         """Yield batches and gaps, to the end of the file."""
@@ -77,6 +86,7 @@ class Walk:
             self._batches += 1
             found = self._resume()
             if found is None:
+                yield from self._give_tail()
                 yield self._last_gap()
                 return
             yield from self._give(found)
@@ -160,28 +170,54 @@ class Walk:
             lost = "no event is missing" if not missing else f"{_events(self._expected, missing)} left out"
             yield self._gap(missing, kind, f"{cause}; {lost}", recover=True)
         self._expected = batch.first_event + batch.num_events
+        self._engine_events = batch.engine_events
         self._given += 1
         yield batch
+
+    def _give_tail(self) -> Iterator[TraceBatch | TraceGap]:
+        """Yield what the recording process had not flushed, from the tail that it left."""
+        if self._closed or self._being_written():
+            self._tail = None
+        if self._tail is None or self._engine_events is None:
+            return
+        for item in self._tail.batches(self._engine_events, self._expected, self._schema):
+            yield item
+            if isinstance(item, TraceBatch):
+                self._expected = item.first_event + item.num_events
+                self._from_tail += item.num_events
 
     def _last_gap(self) -> TraceGap:
         if self._torn and not self._closed:
             self._damage.clear()
-            kept = (
-                f"the {self._expected - self._first} events before it were read"
-                if self._expected > self._first
-                else "no event was flushed before"
-            )
-            return self._gap(
-                None,
-                "torn",
-                f"torn at byte {self._limit}: the recording process was killed or the file was cut; {kept}, how "
-                "many are lost is unknown",
-                recover=True,
-            )
+            return self._end_of_a_torn_file()
         cause = self._take_damage()
         if self._given == self._listed:  # only the end mark, or a length in the last batch
             return self._gap(0, "damaged", f"{cause}; no event is missing", recover=True)
         return self._gap(None, "damaged", f"{cause}; events from {self._expected} on are left out", recover=True)
+
+    def _end_of_a_torn_file(self) -> TraceGap:
+        before = self._expected - self._first
+        if self._being_written():
+            return self._gap(
+                None, "torn", f"it is being written; the {before} events that are in it so far were read", ends=LIVE
+            )
+        if self._tail is not None and self._tail.whole:
+            return self._gap(
+                0,
+                "torn",
+                f"the recording was cut behind its {before} events: the recording process was killed or crashed; all that "
+                f"it had recorded was read, {self._from_tail} events of it from what it had not written into the trace yet",
+                ends=CUT,
+            )
+        kept = f"the {before} events before it were read" if before else "no event was flushed before"
+        return self._gap(
+            None,
+            "torn",
+            f"torn at byte {self._limit}: the recording process was killed or the file was cut; {kept}, how "
+            "many are lost is unknown",
+            recover=True,
+            ends=CUT,
+        )
 
     def _note(self, text: str, *, torn: bool = False) -> None:
         self._torn = torn and not self._damage
@@ -194,13 +230,14 @@ class Walk:
         self._damage.clear()
         return cause
 
-    def _gap(self, missing: int | None, kind: str, cause: str, *, recover: bool = False) -> TraceGap:
+    def _gap(self, missing: int | None, kind: str, cause: str, *, recover: bool = False, ends: str = "") -> TraceGap:
         return TraceGap(
             after_event=self._expected - 1,
             missing_events=missing,
             kind=kind,
             cause=f"{self._name}: {cause}",
             advice=f"run kvcanary recover {shlex.quote(self._name)}" if recover else "",
+            ends=ends,
         )
 
 

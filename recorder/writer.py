@@ -16,6 +16,7 @@ from .event import TraceEvent, loss_event
 from .freezing import POLL_SECONDS, FreezeFile, FreezeSignal
 from .header import TraceHeader, completed_header
 from .segments import SegmentSettings, open_files
+from .tail import open_tail
 from .trace_file import DeletedError
 from .writer_stats import WriterStats
 
@@ -31,7 +32,8 @@ class TraceWriter:
 
     Events go to a queue of at most `max_queued_bytes`; a thread writes them out in batches, once `flush_bytes` are
     there or the oldest has waited `flush_interval_ns`. What a batch holds is in the page cache when the next one
-    begins, so a killed process loses at most one interval. The file has mode 0600. With `segment_bytes` or
+    begins; what waits lies in the tail beside the file (`tail=False`: in memory alone), so that a killed process loses
+    nothing that `append` took. The files have mode 0600. With `segment_bytes` or
     `segment_ns` there are several, `trace.000000.arrow` and so on for `trace.arrow`; see `SegmentSettings`.
 
     `freeze`, the signal `freeze_signal` and the file `freeze_file` keep from deletion what is there.
@@ -57,6 +59,7 @@ class TraceWriter:
         keep_folder_bytes: int = 0,
         freeze_file: Path | None = None,
         freeze_signal: int = 0,
+        tail: bool = True,
     ) -> None:
         if not 0 < flush_bytes <= MAX_FLUSH_BYTES:
             raise ValueError(f"flush_bytes is {flush_bytes}, expected 1 to {MAX_FLUSH_BYTES}")
@@ -79,6 +82,7 @@ class TraceWriter:
             keep_folder_bytes=keep_folder_bytes,
         )
         self._file = open_files(self.path, self.header, settings, compression=compression, overwrite=overwrite)
+        self._tail = open_tail(self.path, self.header.trace_id) if tail and self._file.regular else None
         self._triggers: list[FreezeFile | FreezeSignal] = []
         if freeze_file is not None:
             self._triggers.append(FreezeFile(Path(freeze_file)))
@@ -108,6 +112,8 @@ class TraceWriter:
             self._thread.start()
         except RuntimeError as error:  # the system has no more threads
             self._file.abandon()
+            if self._tail is not None:
+                self._tail.remove()
             raise TraceError(f"{self.path}: cannot be written: {error}") from None
         atexit.register(self.close)
 
@@ -160,6 +166,8 @@ class TraceWriter:
                 return False
             if event.kind == "loss":
                 self._reported += max(0, int(event.scalars.get("lost_events", 0)))
+            if self._tail is not None:
+                self._tail.put(self._appended, event, size)
             self._queue.append(event)
             self._queued_bytes += size
             self._waiting_bytes += size
@@ -257,6 +265,9 @@ class TraceWriter:
                         self._settled += len(events)
                         self._queued_bytes -= size
                         self._changed.notify_all()
+                        outdated = None if self._tail is None else self._tail.outdated(self._settled)
+                    if self._tail is not None and outdated is not None:
+                        self._tail.empty(outdated)
                     events.clear()
                 self._look_for_triggers()
                 if self._freeze_is_due():
@@ -265,8 +276,10 @@ class TraceWriter:
                     break
             self._write_last_loss()
             self._file.close()
+            self._end_tail(keep=False)
         except DeletedError as error:
             self._fail(error_text(error), "nothing of it is left")
+            self._end_tail(keep=False)
         except BaseException as error:  # noqa: BLE001  # whatever it is, the engine must go on
             self._fail(error_text(error), f"the first {self._written} events are kept (run kvcanary recover)")
 
@@ -333,6 +346,16 @@ class TraceWriter:
         if self._unknown_loss:
             self._write([loss_event(lost_events=-1, note=self._unknown_loss, time_ns=self._file.last_ns)])
 
+    def _end_tail(self, *, keep: bool) -> None:
+        """Leave the tail beside a trace that lacks what is in it, else delete it."""
+        with self._changed:
+            if self._tail is None:
+                return
+            if keep:
+                self._tail.leave(self._appended)
+            else:
+                self._tail.remove()
+
     def _fail(self, reason: str, left: str) -> None:
         with self._changed:
             self._failed = reason
@@ -342,6 +365,7 @@ class TraceWriter:
             self._queue.clear()
             self._queued_bytes = self._waiting_bytes = 0
             self._changed.notify_all()
+        self._end_tail(keep=True)
         _log.error("kvcanary: %s: recording stopped: %s; %s, the engine goes on", self.path, reason, left)
         self._file.abandon()
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcanary.recorder.batch import TraceBatch
+from kvcanary.recorder.batch import TraceBatch, TraceGap
 from kvcanary.recorder.errors import UnreadableTraceError
 from kvcanary.recorder.reader import TraceReader
 from kvcanary.recorder.recordings import group_recordings, traces_in
@@ -81,7 +81,8 @@ class Victims:
         killed_ns = time.time_ns()
         while _is_there(pid):
             time.sleep(0.002)
-        return _check(traces, log, killed_ns=killed_ns, flight=mode == "flight")
+        finished = int(log.with_name("finished.log").read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2] or -1)
+        return _check(traces, log, killed_ns=killed_ns, flight=mode == "flight", finished=finished)
 
 
 def _is_there(pid: int) -> bool:
@@ -92,12 +93,14 @@ def _is_there(pid: int) -> bool:
     return True
 
 
-def _check(traces: Path, log: Path, *, killed_ns: int, flight: bool) -> Killed:
+def _check(traces: Path, log: Path, *, killed_ns: int, flight: bool, finished: int) -> Killed:
+    """`finished` is the last forward whose result the engine had, by its own account."""
     lines = [tuple(map(int, line.split())) for line in log.read_bytes().decode().split("\n")[:-1]]
     told = [(last_ns, count) for _, last_ns, count, _ in lines]
     paths = _with_a_header(traces_in(traces))
     batches = [batch for path in paths for batch in _batches(path)]
     _check_batches(batches, told, flight=flight)
+    assert _last_forward(paths[-1]) >= finished, "a forward whose outcome reached the host is lost"
     before = _replay(traces)
     for path in paths:
         with TraceReader(path) as reader:
@@ -106,6 +109,9 @@ def _check(traces: Path, log: Path, *, killed_ns: int, flight: bool) -> Killed:
             result = recover(path, path.with_name(f"{path.stem}.recovered.arrow"))
             with TraceReader(path) as reader:
                 assert result.kept_batches == sum(isinstance(item, TraceBatch) for item in reader.stream())
+                gaps = [item for item in reader.stream() if isinstance(item, TraceGap)]
+                if path == paths[-1]:
+                    assert [(gap.missing_events, gap.ends) for gap in gaps] == [(0, "cut")]
             with TraceReader(result.target) as reader:
                 assert reader.complete
     after = _replay(traces)
@@ -136,11 +142,20 @@ def _batches(path: Path) -> list[tuple[int, int]]:
     found = []
     with TraceReader(path) as reader:
         for item in reader.stream():
-            if isinstance(item, TraceBatch):
+            if isinstance(item, TraceBatch) and item.end_byte:  # the tail's come from no flush
                 mine = [i for i, kind in enumerate(item.kinds) if kind not in OWN_KINDS]
                 if mine:
                     found.append((int(item.scalar_ints("time_ns")[mine[-1]]), len(mine)))
     return found
+
+
+def _last_forward(path: Path) -> int:
+    with TraceReader(path) as reader:
+        batches = (item for item in reader.stream() if isinstance(item, TraceBatch))
+        numbers = [
+            view.scalar("forward") for batch in batches for view in batch if view.kind in ("forward", "keyframe")
+        ]
+    return max(numbers, default=-1)
 
 
 def _check_batches(there: list[tuple[int, int]], told: list[tuple[int, int]], *, flight: bool) -> None:

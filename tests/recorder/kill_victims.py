@@ -3,6 +3,7 @@
 A line is JSON: `path`, `seed`, `log` and the writer's `options`. The engine's process id is printed. It runs for ever
 and appends a line to `log` for each batch that is in the file: `wall-clock ns, time_ns of its last event, its events,
 ns that the write took`. The line is written after the batch, so that a kill in between leaves a batch more than lines.
+Beside it, `finished.log` gets a line for each step that is over: the number of the last forward whose outcome is known.
 """
 
 import itertools
@@ -27,8 +28,9 @@ def warm_up() -> None:
     Machine(TraceHeader(groups=(PoolGroup(name="full", num_slots=2),), tables=(StateTable(rows=2, width=2),)))
 
 
-def run(path: Path, seed: int, log: int, options: dict[str, int]) -> None:
+def run(path: Path, seed: int, log_path: str, options: dict[str, int]) -> None:
     """Run one engine until somebody kills it, workload after workload."""
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     configuration = CONFIGURATIONS[("mha", "swa", "eagle", "host")[seed % 4]]
 
     def endless():
@@ -46,7 +48,9 @@ def run(path: Path, seed: int, log: int, options: dict[str, int]) -> None:
             os.write(log, b"%d %d %d %d\n" % (time.time_ns(), events[-1].time_ns, len(events), took))
 
         file.write = logged
+        finished = os.open(f"{Path(log_path).parent}/finished.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         while engine.step():
+            os.write(finished, b"%d\n" % (engine.recorder.next_forward - 1))
             time.sleep(0.002)  # as if a model ran; the other side of the machine has work to do, too
 
 
@@ -62,8 +66,7 @@ def main() -> None:
             continue
         code = 1
         try:
-            log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            run(Path(asked["path"]), asked["seed"], log, asked["options"])
+            run(Path(asked["path"]), asked["seed"], asked["log"], asked["options"])
         except BaseException as error:  # noqa: BLE001  # a child must not come back into the loop
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
         finally:

@@ -7,8 +7,9 @@ import sys
 import time
 
 import pytest
-from kvcanary.recorder import folder_bound
-from kvcanary.recorder.folder_bound import drop_the_past, hold
+from kvcanary.recorder import file_lock
+from kvcanary.recorder.file_lock import hold
+from kvcanary.recorder.folder_bound import drop_the_past
 from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.recorder import Recorder
 
@@ -98,7 +99,7 @@ def test_where_there_are_no_locks_nothing_is_deleted(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(95, "not supported")
 
-    monkeypatch.setattr(folder_bound.fcntl, "flock", unsupported)
+    monkeypatch.setattr(file_lock.fcntl, "flock", unsupported)
     assert drop_the_past(tmp_path, 1) == []
 
 

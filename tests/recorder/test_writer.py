@@ -170,8 +170,9 @@ def test_a_full_disk_keeps_what_was_flushed(traces, monkeypatch, caplog, cut):
     assert writer.dropped_events == 3
     assert [record.levelname for record in caplog.records] == ["ERROR"], "said once"
     batches, gaps, complete = traces.read(writer.path)
-    assert [batch.num_events for batch in batches] == [1]
-    assert not complete and gaps[0].kind == "torn"
+    assert [batch.num_events for batch in batches] == [1, 1], "the second from the tail"
+    assert not complete
+    assert [(gap.kind, gap.missing_events, gap.ends) for gap in gaps] == [("torn", None, "cut")]
     assert writer.path.stat().st_size == batches[0].end_byte, "the half batch was cut off"
 
 
