@@ -3,7 +3,6 @@
 Also the recorder's way out: every event goes through the outbox, which counts what the writer refuses.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -27,6 +26,7 @@ from .host_arrays import Int64Array
 from .kv_shadow import group_shadows
 from .outbox import Outbox, RecorderStats
 from .privacy import Privacy, with_privacy
+from .process_end import at_process_end
 from .state_shadow import StateShadow
 from .writer import TraceWriter
 
@@ -125,7 +125,7 @@ class Recording:
         self.header = writer.header
         self._outbox = Outbox(writer, self._kv)
         # Registered after the writer's own, so run before it: a forward that killed the engine is still told.
-        atexit.register(self.close)
+        self._no_close_at_end = at_process_end(self.close, priority=2)
 
     def _end_pending(self, note: str) -> None:
         """Complete a forward that was begun, where the recording ends during it."""
@@ -134,7 +134,7 @@ class Recording:
         """Write out what is queued and the file's end, waiting at most `timeout` seconds; a second call does nothing."""
         if os.getpid() != self._pid:
             return
-        atexit.unregister(self.close)
+        self._no_close_at_end()
         until = time.monotonic() + timeout
         try:
             self._take_lock(min(timeout, LOCK_PATIENCE_S))

@@ -5,7 +5,6 @@ waits there until the device has come to its end; what was told after it waits b
 thread waits for the device, the disk or this thread, but for `drain`.
 """
 
-import atexit
 import functools
 import logging
 import os
@@ -21,6 +20,7 @@ from ...kernels.kv_source import KvSource
 from ..header import TraceHeader
 from ..host_arrays import Int64Array, own_int64
 from ..outbox import RecorderStats
+from ..process_end import at_process_end
 from ..recorder import Recorder
 from ..recording import beginning
 from ..schema import RECEIVE, TIER_POOL
@@ -83,7 +83,7 @@ class DeviceRecorder:
         self.header = self._recorder.header
         with beginning(self._recorder):
             self._begin(shadows, frame_bytes)
-        atexit.register(self.close)  # after the recorder's own, so run before it
+        self._no_close_at_end = at_process_end(self.close, priority=3)  # before the recorder's own
 
     def _begin(self, shadows: DeviceShadows, frame_bytes: int) -> None:
         every = self.header.capture.kv_watch_every
@@ -271,7 +271,7 @@ class DeviceRecorder:
         """Write out what is queued and the file's end, waiting at most `timeout` seconds."""
         if self._foreign:
             return
-        atexit.unregister(self.close)
+        self._no_close_at_end()
         pending = self._capture.pending
         if pending is not None and get_ident() == self._capture.engine_thread:
             self.after_forward(note="recording ended during this forward")

@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ..error_text import error_text
 from .hooking import harmless
+from .import_hook import when_imported
+from .stop_socket import stop_tree
 
 logger = logging.getLogger("kvcanary")
 
-# In a process of SGLang's that runs no scheduler (tokenizer, detokenizer) this is not imported, and nothing is hooked.
+# Not imported, when plugins are called, in the processes that run no scheduler: the server's own, the detokenizer's.
 SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
+UTILS_MODULE: Final = "sglang.srt.utils"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,18 +115,34 @@ def find(target: Target) -> str | None:
     return None
 
 
+class Stops:
+    """The one hook of a process that records nothing, and ends those that do: the server's own."""
+
+    cost = None
+
+    def fault(self, _: str, error: Exception) -> None:
+        """Take note of a hook that failed."""
+        logger.error("kvcanary: processes are killed unprepared: %s", error_text(error), exc_info=error)
+
+    def on_stop(self, *args: Any, **kwargs: Any) -> None:
+        """Let the processes that are about to be killed end their traces first."""
+        stop_tree(*args, **kwargs)
+
+
 def install() -> None:
-    """Hook SGLang in this process, where it is one that has a scheduler.
+    """Hook SGLang in this process: a scheduler's work, and in every process what kills others.
 
     Raises:
         ValueError: a setting is wrong, or this SGLang lacks something without which nothing can be recorded.
     """
-    if SCHEDULER_MODULE not in sys.modules:
-        return
     from ..environment import read_environment
 
     settings = read_environment()
     if settings is None:
+        return
+    if SCHEDULER_MODULE not in sys.modules:
+        later = UTILS_MODULE not in sys.modules  # than SGLang's registry, which sets what is there by itself
+        when_imported({UTILS_MODULE: lambda _: _hook_stops(apply=later)})
         return
     from .sglang_attachment import Attachment
 
@@ -130,6 +150,19 @@ def install() -> None:
     for note in register([target for target in TARGETS if not target.drafts], attachment):
         logger.warning("kvcanary: %s", note)
         attachment.notes.append(note)
+
+
+def _hook_stops(*, apply: bool) -> None:
+    """Hook what kills other processes; never raises."""
+    try:
+        for note in register([target for target in TARGETS if target.name == "stop"], Stops()):
+            logger.warning("kvcanary: %s", note)
+        if apply:
+            from sglang.srt.plugins.hook_registry import HookRegistry
+
+            HookRegistry.apply_hooks()
+    except Exception:
+        logger.exception("kvcanary: the engine's processes are killed unprepared")
 
 
 def register(targets: Sequence[Target], attachment: Any) -> list[str]:

@@ -84,7 +84,10 @@ def stop_tree(
         return
     if parent_pid is not None and include_parent:
         pids.append(parent_pid)
-    stop_processes([pid for pid in pids if pid != skip_pid])
+    try:
+        stop_processes([pid for pid in pids if pid != skip_pid])
+    except KeyboardInterrupt:  # Ctrl-C once more: whoever pressed it waits no longer, and nobody is left alive for it
+        logger.warning("kvcanary: processes are killed before they have ended their traces (kvcanary recover)")
 
 
 def stop_processes(pids: Iterable[int], *, patience_s: float = PATIENCE_S) -> list[int]:
