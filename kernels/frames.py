@@ -2,11 +2,13 @@
 
 A frame is a stretch of 64-bit words in device memory. `take_down` fills its inputs and table changes before the
 forward, `take_back` the bytes written and the bytes changed after it; both also move the device's shadows on, which
-hold what a replay of the trace knows. Changes are compacted: `counters` says how many there are of each sort. Whatever
-does not fit its section is counted and left out, and the shadow keeps its old value there.
+hold what a replay of the trace knows. In between, what attention got is compared with them. Changes are compacted:
+`counters` says how many there are of each sort. Whatever does not fit its section is counted and left out, and the
+shadow keeps its old value there.
 
-The Triton kernels are in `gpu.frames`, their launches in `gpu.frame_launch`. Their definition is what the host's
-recorder finds with the plain loops of `changes` and `gather`; tests hold the two against one another, event by event.
+The Triton kernels are in `gpu.frames`, their launches in `gpu.frame_launch`; `gpu.frame_inside` has those that a CUDA
+graph can hold. Their definition is what the host's recorder finds with the plain loops of `changes` and `gather`; tests
+hold the two against one another, event by event.
 """
 
 from collections.abc import Sequence
@@ -17,15 +19,17 @@ MAX_GROUPS: Final = 4
 MAX_LUTS: Final = 4
 MAX_STREAMS: Final = 8
 
-# Words of `counters`: how many changes were found, also of those that did not fit; how many programs have ended.
-TABLE_CHANGES, LUT_CHANGES, KV_CHANGES, DONE = 0, 1, 2, 3
-NUM_COUNTERS: Final = 4
+# Words of `counters`: how many changes were found, also of those that did not fit; how many programs have ended; how
+# many slots attention got that differ.
+TABLE_CHANGES, LUT_CHANGES, KV_CHANGES, DONE, ATTENTION = 0, 1, 2, 3, 4
+NUM_COUNTERS: Final = 5
 
 # Words of an entry in each section of changes.
 TABLE_ENTRY: Final = 2  # row, first position; then a slot for each position of a tile, or UNCHANGED
 UNCHANGED: Final = 1 << 40  # no slot: block tables are int32
 LUT_ENTRY: Final = 3  # table, full slot, sliding-window slot
 KV_ENTRY: Final = 2  # stream of the runner, slot; its bytes follow
+ATTENTION_ENTRY: Final = 4  # group of the runner, request, position, slot that attention got
 
 # A runner's descriptor: words of the head, of each group, each full-to-SWA table, each stream.
 _GROUPS_AT: Final = 16
@@ -152,13 +156,16 @@ class FrameLayout:
         lut_capacity: of changes of full-to-SWA tables.
         kv_capacity: of changed slots.
         tile: positions that an entry of the table changes speaks of.
+        attention_capacity: of slots that attention got other than it should.
 
     Attributes:
         inputs: rows, prefix_lens, extend_lens `[bs]`, input_ids, positions, out_cache_loc `[tokens]`.
-        fixed: what is always there: the inputs, then each stream's written bytes, `[tokens, words]` each.
+        lens_at: where attention's sequence lengths and query lengths begin, `[bs]` each.
+        fixed: what is always there: the inputs, each stream's written bytes, `[tokens, words]` each, and those lengths.
         table_at: where the table changes begin; `table_entry` words each.
         lut_at: where the changes of full-to-SWA tables begin.
         kv_at: where the changed slots begin; `kv_entry` words each, as many for every stream.
+        attention_at: where the slots that attention got begin, of those that differ.
         words: of the whole frame.
     """
 
@@ -169,24 +176,39 @@ class FrameLayout:
     lut_capacity: int
     kv_capacity: int
     tile: int
+    attention_capacity: int = 0
     inputs: int = field(init=False)
+    lens_at: int = field(init=False)
     fixed: int = field(init=False)
     table_at: int = field(init=False)
     table_entry: int = field(init=False)
     lut_at: int = field(init=False)
     kv_at: int = field(init=False)
     kv_entry: int = field(init=False)
+    attention_at: int = field(init=False)
     words: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Lay the sections out one after another."""
         inputs = 3 * self.bs + 3 * self.tokens
-        fixed = inputs + self.tokens * sum(self.stream_words)
+        lens_at = inputs + self.tokens * sum(self.stream_words)
+        fixed = lens_at + 2 * self.bs
         table_entry = TABLE_ENTRY + self.tile
         lut_at = fixed + table_entry * self.table_capacity
         kv_at = lut_at + LUT_ENTRY * self.lut_capacity
         kv_entry = KV_ENTRY + max(self.stream_words, default=0)
-        values = (inputs, fixed, fixed, table_entry, lut_at, kv_at, kv_entry, kv_at + kv_entry * self.kv_capacity)
-        names = ("inputs", "fixed", "table_at", "table_entry", "lut_at", "kv_at", "kv_entry", "words")
-        for name, value in zip(names, values, strict=True):
+        attention_at = kv_at + kv_entry * self.kv_capacity
+        sections = {
+            "inputs": inputs,
+            "lens_at": lens_at,
+            "fixed": fixed,
+            "table_at": fixed,
+            "table_entry": table_entry,
+            "lut_at": lut_at,
+            "kv_at": kv_at,
+            "kv_entry": kv_entry,
+            "attention_at": attention_at,
+            "words": attention_at + ATTENTION_ENTRY * self.attention_capacity,
+        }
+        for name, value in sections.items():
             object.__setattr__(self, name, value)

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..frames import FrameLayout
 from .frame_driver import CudaDriver, Launch
+from .frame_inside import write_ticket_kernel
 from .frames import take_back_kernel, take_down_kernel
 
 TILE = 512
@@ -13,6 +14,7 @@ PREFIX_PROGRAMS = 1024  # enough to fill a device, however few requests share th
 # The kernels' parameters, as of `struct`; the same order as `frames` has them in.
 _DOWN_STEP, _DOWN_FIXED = "7Q6i", "3Q8i"
 _BACK_STEP, _BACK_FIXED = "4i", "3Q8i"
+_TICKET_STEP, _TICKET_FIXED = "Q5i", "3Q11i"
 
 
 def splits_of(bs: int) -> int:
@@ -141,6 +143,25 @@ class FrameKernels:
             (layout.tile,),
             (_BACK_STEP, _BACK_FIXED),
         )
+
+    def write_ticket(self, layout: FrameLayout, ticket: Any, programs: int, numbers: tuple[int, ...]) -> Launch | None:
+        """Have a forward taken down where its model begins and ends, by kernels that are launched after this.
+
+        Returns what launches it again: `fill` gets the ticket's address and the numbers.
+
+        Args:
+            layout: the frame's sections.
+            ticket: `[TICKET_WORDS] int64`.
+            programs: how many the kernels have together.
+            numbers: the forward's stamp, where its frame begins, its row of `counters`, the row that is zeroed for the
+                next forward, and whether the prefix is compared with the shadow.
+        """
+        sizes = (
+            *(layout.table_at, layout.table_capacity, layout.lut_at, layout.lut_capacity),
+            *(layout.kv_at, layout.kv_capacity, layout.kv_entry),
+            *(layout.lens_at, layout.attention_at, layout.attention_capacity, programs),
+        )
+        return self._launch(write_ticket_kernel, 1, (ticket,), numbers, sizes, (), (_TICKET_STEP, _TICKET_FIXED))
 
     def _launch(
         self,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...kernels.frames import NUM_COUNTERS, FrameLayout
 from ...kernels.gpu.frame_ledger import Ledger
 from ..error_text import error_text
+from ..schema import ATTENTION_LENS, ATTENTION_SLOTS
 from .arena import Arena
 from .forward import Flight, ForwardRequests, Lens
 from .repeating import INT32_MAX, Repeating, find_driver
@@ -21,10 +22,12 @@ from .shadows import DeviceShadows
 
 if TYPE_CHECKING:
     from ...kernels.gpu.frame_driver import CudaDriver, Launch
+    from ...kernels.gpu.model_forward import ModelForward
 
 MAX_FLIGHTS: Final = 1024
 COUNTERS: Final = MAX_FLIGHTS + 1  # rows of them: each flight zeroes the next one's
 REFUSED: Final = "cuLaunchKernelEx: CUDA error"
+_OUTSIDE: Final = (-1, 0, 0)  # a flight's last fields where it was not taken down inside the model
 
 
 # A tuple's own making: what a class of ours adds to it takes longer.
@@ -70,6 +73,7 @@ class DeviceCapture:
         # What its end will be launched with.
         self._same: SameSize | None = None
         self._back: Launch | None = None
+        self._inside: ModelForward | None = None  # of the pending forward
         # The kind of the last forward, where one like it is taken down by `again`.
         self._again: Callable[..., Any] | None = None
         self._again_of: tuple[str, int, FrameLayout] | None = None
@@ -227,7 +231,11 @@ class DeviceCapture:
         self._same, self._back = same, back
         told_ns = perf_counter_ns()
         self.pending = _flight(
-            (told_ns, mode, runner, requests, truth_lens, number, same.layout, place, at, counters, watched, fresh, "")
+            (
+                *(told_ns, mode, runner, requests, truth_lens, number, same.layout),
+                *(place, at, counters, watched, fresh, ""),
+                *_OUTSIDE,
+            )
         )
         if lens is None and not many:
             self._again = self._repeating.of(same, (rows, input_ids, positions, out_cache_loc))
@@ -261,9 +269,87 @@ class DeviceCapture:
         mode, runner, layout = self._again_of  # type: ignore[misc]  # set with `_again`
         told_ns = perf_counter_ns()
         self.pending = _flight(
-            (told_ns, mode, runner, requests, truth_lens, number, layout, place, at, counters, watched, False, "")
+            (
+                *(told_ns, mode, runner, requests, truth_lens, number, layout),
+                *(place, at, counters, watched, False, ""),
+                *_OUTSIDE,
+            )
         )
         return number
+
+    def inside(
+        self,
+        forward: "ModelForward",
+        mode: str,
+        runner: int,
+        bs: int,
+        requests: ForwardRequests,
+        truth_lens: Sequence[int] | bytes,
+    ) -> Flight | None:
+        """Have a run of a model taken down by launches that follow on the current stream, and return its flight.
+
+        The launches are `forward`'s, of their own or in a CUDA graph that holds them; whoever has launched them delivers
+        the flight. It is None where the forward is lost, as in `before`, or nothing is taken down any more.
+
+        Args:
+            forward: the run.
+            mode: one of `forward_input.MODES`.
+            runner: index into the header's runners.
+            bs: requests that the engine tells of; more may run for padding.
+            requests: whose forward it is.
+            truth_lens: as `DeviceForward` has it.
+        """
+        ledger = self.ledger
+        if ledger.off:
+            return None
+        if self.pending is not None:
+            self.after("the engine told of no end of this forward")
+        ledger.thread = get_ident()
+        ledger.back = 0
+        self._again = None
+        number: int = ledger.number
+        ledger.number = number + 1
+        fresh = bool(ledger.reset)
+        many = fresh or bool(ledger.catching_up) or forward.has_extend
+        key = (runner, forward.bs, forward.tokens, many, forward.address, forward.programs)
+        same = self._sizes.find(key, attention=forward.attention is not None)
+        taken: int = ledger.taken
+        place = self._arena.take(same.words) if taken - ledger.given_back < MAX_FLIGHTS else None
+        if place is None:
+            ledger.reset = 1
+            self.on_no_room()
+            return None
+        if fresh:
+            ledger.reset = 0
+            self.shadows.reset()
+        ledger.taken = taken + 1
+        at, counters = place % self._arena.size, taken % COUNTERS
+        watched = same.watchable and not number % self._watch_every
+        numbers = (number % INT32_MAX + 1, at, counters, (taken + 1) % COUNTERS, int(watched))
+        ready = same.down
+        if ready is None:
+            same.down = self._kernels[runner].write_ticket(same.layout, forward.ticket, forward.programs, numbers)
+        else:
+            ready.fill(forward.address, *numbers)
+            error = ready.fire(self._stream())
+            if error:
+                raise RuntimeError(f"{REFUSED} {error}")
+        told = (perf_counter_ns(), mode, runner, requests, truth_lens, number)
+        lies = (same.layout, place, at, counters, watched, fresh, "")
+        return _flight((*told, *lies, bs, forward.programs, self._attention_of(forward, runner)))
+
+    def _attention_of(self, forward: "ModelForward", runner: int) -> int:
+        """Return what of attention's input a forward takes down."""
+        attention = forward.attention
+        if attention is None:
+            return 0
+        windowed = any(group.window for group in self.shadows.runners[runner].on_device.groups)
+        return ATTENTION_LENS if windowed and attention.window_indices is None else ATTENTION_LENS | ATTENTION_SLOTS
+
+    def begin(self, forward: "ModelForward", flight: Flight) -> None:
+        """Launch the first part of a run that is not in a graph; `after` launches the rest, and delivers the flight."""
+        self.pending, self._inside = flight, forward
+        forward.begin()
 
     def _launch_down(
         self, same: SameSize, runner: int, rows: Any, lens: Lens, tensors: tuple[Any, ...], numbers: tuple[int, ...]
@@ -291,7 +377,10 @@ class DeviceCapture:
             return
         self.pending = None
         back = self._back
-        if self.ledger.back:
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.end()
+        elif self.ledger.back:
             ended = self._end()
             if ended is None:  # switched off this very moment: what has no end never lands
                 return
@@ -329,6 +418,8 @@ class DeviceCapture:
 
     def programs(self, flight: Flight) -> int:
         """Return how many programs take a flight down."""
+        if flight.programs:
+            return flight.programs
         streams = len(self.shadows.runners[flight.runner].stream_words)
         return sum(self._programs_of(flight.layout, streams=streams, watch=flight.watched))
 

@@ -120,6 +120,9 @@ class Flight(NamedTuple):
         watched: whether its prefix's bytes are compared.
         fresh: the shadows were reset right before it, so it tells everything anew.
         note: how it failed.
+        bs: requests that the engine told of, where it may have run more for padding; -1 where it cannot.
+        programs: of all its launches, 0 where the frame's sections say how many.
+        attention: what was read where attention takes it, as the column `attention_watched` has it.
     """
 
     launched_ns: int
@@ -135,3 +138,6 @@ class Flight(NamedTuple):
     watched: bool
     fresh: bool
     note: str
+    bs: int = -1
+    programs: int = 0
+    attention: int = 0

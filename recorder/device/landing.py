@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.frames import (
+    ATTENTION,
+    ATTENTION_ENTRY,
     DONE,
     KV_CHANGES,
     KV_ENTRY,
@@ -20,6 +22,7 @@ from ...kernels.frames import (
     FrameLayout,
 )
 from ..host_arrays import ByteArray, Int64Array
+from ..schema import ATTENTION_LENS
 from .capture import DeviceCapture
 from .forward import Flight
 
@@ -33,7 +36,9 @@ class Landed:
     `rows`, `prefix_lens`, `extend_lens` `[bs]`, `input_ids`, `positions`, `out_cache_loc` `[tokens]`, `written[stream]`
     `[tokens, capture_bytes] uint8`; `table_changes` `[n, 3]` row, position, slot; `lut_changes` `[n, 3]` table, full
     slot, sliding-window slot; `kv_changes` `[n]` entries of stream, slot and bytes. `complete`: all changes of tables
-    are there, `all_luts`: those of full-to-SWA tables; `note` says what did not fit.
+    are there, `all_luts`: those of full-to-SWA tables; `note` says what did not fit. `seq_lens`, `query_lens` `[bs]` are
+    what attention got, `attention_slots` `[n, 4]` group, request, position and slot where it got others than it should;
+    `attention` says which of them were read, as the column `attention_watched` does. Padding at the end is left out.
     """
 
     rows: Int64Array
@@ -46,6 +51,10 @@ class Landed:
     table_changes: Int64Array
     lut_changes: Int64Array
     kv_changes: Int64Array
+    seq_lens: Int64Array
+    query_lens: Int64Array
+    attention_slots: Int64Array
+    attention: int
     complete: bool
     all_luts: bool
     note: str
@@ -83,37 +92,52 @@ class Landing:
         bs, tokens = layout.bs, layout.tokens
         rows, prefix, extend = (inputs[i * bs : (i + 1) * bs] for i in range(3))
         ids, positions, loc = (inputs[3 * bs + i * tokens : 3 * bs + (i + 1) * tokens] for i in range(3))
+        lens = fixed[layout.lens_at : layout.lens_at + 2 * bs].copy()
+        told, told_tokens = _told(flight, rows)
         written = []
         at = layout.inputs
         for words in layout.stream_words:
-            content = fixed[at : at + tokens * words].copy()
-            written.append(content.view(np.uint8).reshape(tokens, words * 8))
+            content = fixed[at : at + told_tokens * words].copy()
+            written.append(content.view(np.uint8).reshape(told_tokens, words * 8))
             at += tokens * words
         tables, all_tables = self._section(flight, counters, TABLE_CHANGES, layout.table_at, layout.table_entry)
         luts, all_luts = self._section(flight, counters, LUT_CHANGES, layout.lut_at, LUT_ENTRY)
         changed, all_changed = self._section(flight, counters, KV_CHANGES, layout.kv_at, layout.kv_entry)
-        note = "" if all_changed else f"{counters[KV_CHANGES]:,} slots changed; some are told with a later forward"
+        slots, all_slots = self._section(flight, counters, ATTENTION, layout.attention_at, ATTENTION_ENTRY)
+        notes = [] if all_changed else [f"{counters[KV_CHANGES]:,} slots changed; some are told with a later forward"]
+        if not all_slots:
+            notes.append(f"attention got {counters[ATTENTION]:,} slots other than it should; they are not told")
         return Landed(
-            rows=rows,
-            prefix_lens=prefix,
-            extend_lens=extend,
-            input_ids=ids,
-            positions=positions,
-            out_cache_loc=loc,
+            rows=rows[:told],
+            prefix_lens=prefix[:told],
+            extend_lens=extend[:told],
+            input_ids=ids[:told_tokens],
+            positions=positions[:told_tokens],
+            out_cache_loc=loc[:told_tokens],
             written=written,
             table_changes=_cells(tables),
             lut_changes=luts,
             kv_changes=changed,
+            seq_lens=lens[:told],
+            query_lens=lens[bs : bs + told],
+            attention_slots=slots,
+            attention=flight.attention if all_slots else flight.attention & ATTENTION_LENS,
             complete=all_tables and all_luts,
             all_luts=all_luts,
-            note=note,
+            note="; ".join(notes),
         )
 
     def _section(
         self, flight: Flight, counters: Int64Array, sort: int, start: int, entry: int
     ) -> tuple[Int64Array, bool]:
         """Return the entries of one sort of changes, `[n, entry]`, and whether they are all."""
-        capacity = (flight.layout.table_capacity, flight.layout.lut_capacity, flight.layout.kv_capacity)[sort]
+        layout = flight.layout
+        capacity = {
+            TABLE_CHANGES: layout.table_capacity,
+            LUT_CHANGES: layout.lut_capacity,
+            KV_CHANGES: layout.kv_capacity,
+            ATTENTION: layout.attention_capacity,
+        }[sort]
         kept = min(int(counters[sort]), capacity)
         content = self._fetch(flight.at + start, kept * entry).copy() if kept else np.empty(0, np.int64)
         return content.reshape(kept, entry), kept == int(counters[sort])
@@ -151,6 +175,18 @@ class Landing:
             size = 1 << max(words - 1, 1 << 16).bit_length()
             self._pinned = torch.zeros(size, dtype=torch.int64, pin_memory=True)
         return torch
+
+
+def _told(flight: Flight, rows: Int64Array) -> tuple[int, int]:
+    """Return how many requests and tokens of a flight count: those that the engine told of, and all that are no padding.
+
+    A graph runs as many requests as it was captured with, with as many tokens each.
+    """
+    bs, tokens = flight.layout.bs, flight.layout.tokens
+    if not 0 <= flight.bs < bs:
+        return bs, tokens
+    told = max(flight.bs, int(np.flatnonzero(rows).max(initial=-1)) + 1)
+    return told, tokens // bs * told
 
 
 def _cells(tiles: Int64Array) -> Int64Array:

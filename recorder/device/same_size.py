@@ -15,6 +15,7 @@ TABLE_TILES_FEW: Final = 256
 TABLE_TILES: Final = 4_096
 LUT_CHANGES: Final = 65_536
 KV_CHANGES: Final = 4_096
+ATTENTION_SLOTS: Final = 1_024  # that differ from what they should be: in a healthy engine none
 MAX_SIZES: Final = 4_096  # of forwards, with the types of their tensors
 
 
@@ -52,22 +53,24 @@ class Sizes:
         self._watch_every = watch_every
         self._known: dict[tuple[Any, ...], SameSize] = {}
 
-    def find(self, key: tuple[Any, ...]) -> SameSize:
+    def find(self, key: tuple[Any, ...], *, attention: bool = False) -> SameSize:
         """Return what a runner's forwards of some requests and tokens have in common.
 
         Args:
-            key: runner, requests, tokens, whether many changes are to be expected, and types of tensors.
+            key: runner, requests, tokens, whether many changes are to be expected, and what else sets them apart: types
+                of tensors, or the address of a ticket.
+            attention: whether their frames have room for what attention got.
         """
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= MAX_SIZES:
                 self._known.clear()
-            layout = self.layout(*key[:4])
+            layout = self.layout(*key[:4], attention=attention)
             watchable = self._watch_every > 0 and bool(layout.stream_words)
             found = self._known[key] = SameSize(layout, watchable=watchable)
         return found
 
-    def layout(self, runner: int, bs: int, tokens: int, many: bool) -> FrameLayout:
+    def layout(self, runner: int, bs: int, tokens: int, many: bool, *, attention: bool = False) -> FrameLayout:
         """Return a frame's sections."""
         on_device = self._shadows.runners[runner].on_device
         words, luts = self._shadows.runners[runner].stream_words, len(on_device.luts)
@@ -80,4 +83,5 @@ class Sizes:
             lut_capacity=min(luts * (bs * width + tokens), LUT_CHANGES),
             kv_capacity=min(len(words) * bs * width, KV_CHANGES),
             tile=self._tile,
+            attention_capacity=ATTENTION_SLOTS if attention else 0,
         )

@@ -1,5 +1,6 @@
 """From what the device took down to events: which forwards the trace can tell, and what it says of the others."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 from ..forward_input import CopiedForward, KvChange
 from ..host_arrays import Int64Array
 from ..recorder import Recorder
-from ..schema import PHASE_AFTER
+from ..schema import ATTENTION_LENS, ATTENTION_SLOTS, PHASE_AFTER
 from .capture import DeviceCapture
 from .forward import Flight
 from .landing import Landed, Landing, split_kv_changes
@@ -111,6 +112,7 @@ class TakingDown:
             kv_watched=flight.watched,
             note="; ".join(part for part in (flight.note, landed.note) if part),
         )
+        forward.attention, forward.attention_watched = _attention(runner.groups, landed), landed.attention
         forward.changes = self._changes.take(flight.runner, landed)
         if requests is not None:
             lens = _truth_lens(flight, requests.known_lens)
@@ -141,6 +143,27 @@ class TakingDown:
             if self._header.groups[group].lut >= 0 and not landed.all_luts:
                 lost[group] = np.arange(self._header.groups[group].num_slots)
         return lost
+
+
+def _attention(groups: Sequence[int], landed: Landed) -> dict[str, Int64Array]:
+    """Return the columns that say what attention got; `groups` are the header's numbers of the runner's groups."""
+    columns = {}
+    if landed.attention & ATTENTION_LENS:
+        columns = {"attention_seq_lens": landed.seq_lens, "attention_query_lens": landed.query_lens}
+    found = landed.attention_slots
+    if landed.attention & ATTENTION_SLOTS and len(found):
+        found = found[np.lexsort((found[:, 2], found[:, 1], found[:, 0]))]
+        first = np.ones(len(found), np.bool_)
+        first[1:] = (np.diff(found[:, :2], axis=0) != 0).any(axis=1) | (np.diff(found[:, 2]) != 1)
+        at = np.flatnonzero(first)
+        columns |= {
+            "attention_group": np.array(groups, np.int64)[found[at, 0]],
+            "attention_request": found[at, 1],
+            "attention_start": found[at, 2],
+            "attention_count": np.diff(at, append=len(found)).astype(np.int64),
+            "attention_slots": found[:, 3].copy(),
+        }
+    return columns
 
 
 def _truth_lens(flight: Flight, known_lens: Int64Array | None) -> list[int]:

@@ -11,6 +11,7 @@ from .sglang_drafts import DraftGraph
 from .sglang_history import ALLOCS, FREES, GroupHistory
 from .sglang_hooks import not_applied, register_drafts
 from .sglang_host_cache import HostCache, controller_of
+from .sglang_inside import InsideModels
 from .sglang_layout import RunnerLayout
 from .sglang_requests import row_of
 from .sglang_session import Session, knows_allocator, on_host
@@ -24,6 +25,9 @@ logger = logging.getLogger("kvcanary")
 
 EVICTIONS = ("evict", "evict_for_alloc")
 LOADS = ("init_load_back", "load_back")
+# Without these nothing can be recorded; without those the model is looked at from outside, if they fail in time.
+ENDING_HOOKS = ("on_model", "on_scheduler", "on_draft_graph", "on_draft_extend_graph", "on_replay", "on_inside")
+INSIDE_HOOKS = ("on_load", "on_capture", "on_inside")
 
 
 class Attachment:
@@ -41,6 +45,12 @@ class Attachment:
         # The runner that ran last, and what is known of it.
         self._runner: Any = None
         self._layout: RunnerLayout | None = None
+        self._inside = InsideModels(self.fault)
+        self.on_load, self.on_capture, self.on_replay = (
+            self._inside.on_load,
+            self._inside.on_capture,
+            self._inside.on_replay,
+        )
         self._off: set[str] = set()
         self.cost = StepCost(("on_model", "on_run", "on_result"))
 
@@ -50,9 +60,13 @@ class Attachment:
             return
         self._off.add(hook)
         session = self._session
-        if session is None:
+        if session is None and hook in INSIDE_HOOKS:
+            self._inside.off = True
+            self.notes.append(f"forwards are taken down before and after the model: {hook}: {error_text(error)}")
+            logger.warning("kvcanary: %s", self.notes[-1], exc_info=error)
+        elif session is None:
             logger.error("kvcanary: not recording: %s: %s", hook, error_text(error), exc_info=error)
-        elif hook in ("on_model", "on_scheduler", "on_draft_graph", "on_draft_extend_graph"):
+        elif hook in ENDING_HOOKS:
             session.recorder.switch_off(f"SGLang adapter, {hook}: {session.recorder.error_text(error)}", error)
             self._session = None
         else:
@@ -101,7 +115,7 @@ class Attachment:
             self.notes.append(f"allocations and frees of slots are not told{kind}")
         if any(runner.is_draft_worker for runner in runners):
             self.notes += register_drafts(self)
-        session = Session(scheduler, runners, self._settings, (*self.notes, *not_applied()))
+        session = Session(scheduler, runners, self._settings, (*self.notes, *not_applied()), self._inside)
         with beginning(session.recorder):
             self._follow(scheduler, session, allocator if history else None)
         self._session = session
@@ -213,11 +227,14 @@ class Attachment:
         return self.on_model(graph_runner.model_runner, batch)
 
     def on_draft_graph(self, graph_runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Record a draft's steps that run as one CUDA graph."""
+        """Record a draft's steps that run as one CUDA graph, each as it is taken down in the graph, else after it."""
         session = self._live("on_draft_graph")
         layout = None if session is None else session.layout.runners.get(id(graph_runner.model_runner))
         if session is None or layout is None:
             return None
+        if session.looks_into(graph_runner):
+            session.before_model(layout, batch, batch.req_pool_indices.numel())
+            return session.after_draft_graph
         graph = DraftGraph(graph_runner, batch, own=session.own)
 
         def finish(result: Any, error: BaseException | None) -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 from ...kernels.constants import UNKNOWN_TOKEN
 from ..device.capture import DeviceCapture
-from ..device.forward import Lens
 from .sglang_batches import KnownBatch
 from .sglang_forward import MODES, has_embeddings
+from .sglang_inside import lens_of
 
 
 class Telling:
@@ -36,7 +36,7 @@ class Telling:
             ids, positions, loc = _present(rows, None if has_embeddings(batch) else ids, positions, loc)
         if not (rows.is_contiguous() and ids.is_contiguous() and positions.is_contiguous() and loc.is_contiguous()):
             rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
-        lens = None if self._by_position else _lens(batch, mode)
+        lens = None if self._by_position else lens_of(batch, mode)
         for part in (rows, ids, positions, loc, *(() if lens is None else lens[:3])):
             if part is not None and part.get_device() != self._device:
                 raise ValueError(f"a tensor of the batch is on {part.device}, the tables on {self._where}")
@@ -68,12 +68,3 @@ def _present(rows: Any, ids: Any, positions: Any, loc: Any) -> tuple[Any, Any, A
         positions,
         nothing if loc is None else loc,
     )
-
-
-def _lens(batch: Any, mode: str) -> Lens:
-    if mode == "target_verify":
-        return Lens(batch.seq_lens.contiguous(), None, None, int(batch.spec_info.draft_token_num))
-    extend = batch.extend_seq_lens.contiguous()
-    if mode == "draft_extend":
-        return Lens(batch.seq_lens.contiguous(), extend, extend, 1)
-    return Lens(batch.extend_prefix_lens.contiguous(), None, extend, 1)

@@ -1,7 +1,8 @@
-"""EAGLE's draft steps that run inside one CUDA graph, told one by one after the graph has run.
+"""EAGLE's draft steps that run inside one CUDA graph that cannot be looked into, told one by one after it has run.
 
-Outside a graph each step is a forward of the draft runner's own. Inside, the tokens of a step are known only when the
-graph is through: they come out of it. Nothing that one step writes is overwritten by the next, so the bytes read
+`sglang_inside` takes each step down in the graph. Where that is not possible, on the host's path and in versions whose
+graphs are captured elsewhere, tokens, positions and slots of a step are worked out: the header names them as derived.
+Tokens are known only when the graph is through: they come out of it. Nothing that one step writes is overwritten by the next, so the bytes read
 after the graph are those that each step wrote.
 """
 

@@ -23,6 +23,9 @@ logger = logging.getLogger("kvcanary")
 SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
 UTILS_MODULE: Final = "sglang.srt.utils"
 
+# What holds whole forwards as CUDA graphs, since 0.5.16.
+FULL_GRAPHS: Final = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -57,6 +60,21 @@ TARGETS: Final = (
         paths=("sglang.srt.model_executor.model_runner.ModelRunner._forward_raw",),
         without="nothing can be recorded",
         essential=True,
+    ),
+    Target(
+        name="load",
+        paths=("sglang.srt.model_executor.model_runner.ModelRunner.load_model",),
+        without="forwards are taken down before and after the model, not inside its CUDA graphs",
+    ),
+    Target(
+        name="capture",
+        paths=(f"{FULL_GRAPHS}.capture_one",),
+        without="forwards in CUDA graphs are taken down before and after the graph",
+    ),
+    Target(
+        name="replay",
+        paths=(f"{FULL_GRAPHS}.replay",),
+        without="forwards in CUDA graphs are taken down before and after the graph",
     ),
     Target(
         name="run",

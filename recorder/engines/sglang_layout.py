@@ -60,9 +60,10 @@ class _SubPool(NamedTuple):
 class RunnerLayout:
     """One model runner: its index in the header, its table's, and the index of each of its groups by kind.
 
-    `sampled`: what the scheduler takes over comes from its forwards; no draft's.
+    `sampled`: what the scheduler takes over comes from its forwards; no draft's. `runner` is the model runner's id.
     """
 
+    runner: int
     index: int
     table: int
     groups: dict[str, int]
@@ -121,7 +122,9 @@ class Layout:
                     num_layers=len(_layers(sub_pool, "K")),
                 )
             )
-        self.runners[id(runner)] = RunnerLayout(index=index, table=table, groups=groups, sampled=not draft)
+        self.runners[id(runner)] = RunnerLayout(
+            runner=id(runner), index=index, table=table, groups=groups, sampled=not draft
+        )
 
     def _sub_pools(self, pool: Any) -> list[_SubPool]:
         """Return each group of a pool, and note what of it is not recorded."""

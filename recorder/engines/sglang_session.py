@@ -1,16 +1,18 @@
 """One scheduler's recording: what its forwards, requests and slots mean in the recorder's words."""
 
 import dataclasses
+import functools
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Final
 from weakref import ref
 
 from ..device.recorder import DeviceRecorder
 from ..environment import RecordingSettings
 from ..forward_input import translate
-from ..header import TraceHeader
+from ..header import NotWatched, TraceHeader
 from ..host_arrays import Int64Array, own_int64
 from ..new_trace import begin_new
 from ..recorder import Recorder
@@ -20,6 +22,7 @@ from .sglang_batches import KnownBatch, KnownBatches
 from .sglang_device import Telling
 from .sglang_forward import forward_input, has_embeddings
 from .sglang_history import GroupHistory
+from .sglang_inside import Expected, InsideModels
 from .sglang_layout import Layout, RunnerLayout, describe_engine
 from .sglang_requests import KnownRequest, RequestBook, row_of
 from .sglang_sweep import PrefixCacheWalk
@@ -39,6 +42,8 @@ ALLOCATORS: Final = frozenset(
         "PureSWATokenToKVPoolAllocator",
     }
 )
+# What DraftGraph works out.
+DERIVED_OF_DRAFTS: Final = ("prefix_lens", "input_ids", "positions", "out_cache_loc")
 
 # A step's result, by weak reference, and its forward's number and requests. The reference tells a result from a later
 # one at the same address, and keeps no tensor alive.
@@ -52,7 +57,12 @@ class Session:
     """
 
     def __init__(
-        self, scheduler: Any, model_runners: list[Any], settings: RecordingSettings, notes: tuple[str, ...]
+        self,
+        scheduler: Any,
+        model_runners: list[Any],
+        settings: RecordingSettings,
+        notes: tuple[str, ...],
+        inside: InsideModels,
     ) -> None:
         self.target: Any = next((runner for runner in model_runners if not runner.is_draft_worker), None)
         if self.target is None:
@@ -62,7 +72,9 @@ class Session:
         self._requests = RequestBook(exact_ids=header.oracle is not None)
         tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
         settings.folder.mkdir(parents=True, exist_ok=True)
-        self.recorder = begin_new(settings.folder / trace_name(header), lambda path: self._open(path, header, settings))
+        self.recorder = begin_new(
+            settings.folder / trace_name(header), lambda path: self._open(path, header, settings, model_runners, inside)
+        )
         with beginning(self.recorder):
             self.sweep = PrefixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
         self.histories: list[GroupHistory] = []
@@ -79,6 +91,9 @@ class Session:
         self._tell = None if self._capture is None else Telling(self._capture).tell
         self._tell_again: Any = None if self._capture is None else self._capture.again
         self._ended: Finish | None = None if self._capture is None else self._capture.ended
+        self._inside = inside if self._capture is not None and inside.watches(self.target) else None
+        # A forward that is to be taken down inside its model: what tells it from outside otherwise.
+        self._outside: Callable[[], Any] | None = None
         # What a forward must have in common with the last one to be told in one go: its mode and requests.
         self._mode: Any = None
         self._known: KnownBatch | None = None
@@ -94,7 +109,14 @@ class Session:
         self._moment = 0  # between two, the scheduler appends no token to any request's
         logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
 
-    def _open(self, path: Any, header: TraceHeader, settings: RecordingSettings) -> Recorder | DeviceRecorder:
+    def _open(
+        self,
+        path: Any,
+        header: TraceHeader,
+        settings: RecordingSettings,
+        model_runners: list[Any],
+        inside: InsideModels,
+    ) -> Recorder | DeviceRecorder:
         """Return a recorder that never waits for the device, where there is one and it can be."""
         sources, every = self.layout.sources, settings.kv_watch_every
         # Slots that an allocator on the device gives out can only be told by waiting for it, and so in its order.
@@ -102,7 +124,7 @@ class Session:
             try:
                 return DeviceRecorder(
                     path,
-                    header,
+                    what_is_derived(header, model_runners, inside),
                     tables=self.layout.tables,
                     luts=self.layout.luts,
                     kv_sources=sources,
@@ -113,6 +135,7 @@ class Session:
                 note = f"every forward waits for the device: {error}"
                 logger.warning("kvcanary: %s", note)
                 header = dataclasses.replace(header, notes=(*header.notes, note))
+        header = what_is_derived(header, model_runners, None)
         return Recorder(path, header, kv_sources=sources, kv_watch_every=every, **settings.writer_options())
 
     def cost(self) -> dict[str, int]:
@@ -162,14 +185,47 @@ class Session:
         if self._tell is not None:
             moment = self._moment
             lens = known.lens if known.moment == moment else known.output_lens(moment)
-            number = self._tell(layout.index, batch, bs, known, lens)
+            if self._inside is not None:
+                number = self._expect(self._inside, layout, batch, bs, known, lens)
+            else:
+                number = self._tell(layout.index, batch, bs, known, lens)
         else:
             number = self.recorder.next_forward
             self._tell_on_host(self.recorder, batch, layout, known)
         if layout.sampled:
             self._last_target = (number, known)
             if self._tell is not None and not has_embeddings(batch):
+            if self._tell is not None and self._inside is None:
                 self._mode, self._known = batch.forward_mode, known
+
+    def _expect(
+        self, inside: InsideModels, layout: RunnerLayout, batch: Any, bs: int, known: KnownBatch, lens: bytes
+    ) -> int:
+        """Have a forward taken down inside its model, and return its number; `after_model` sees whether it was."""
+        capture: Any = self._capture
+        inside.expected = Expected(capture, layout.runner, layout.index, bs, known, lens)
+        tell: Any = self._tell
+        self._outside = functools.partial(tell, layout.index, batch, bs, known, lens)
+        number: int = capture.next_forward
+        return number
+
+    def looks_into(self, graph_runner: Any) -> bool:
+        """Say whether the forwards in a graph runner's graphs are taken down there."""
+        return self._inside is not None and self._inside.in_graphs(getattr(graph_runner, "backend", None))
+
+    def after_draft_graph(self, _: Any, error: BaseException | None) -> None:
+        """Complete the steps of a draft that ran as one graph, which were taken down in it."""
+        taken = self._was_taken()
+        if taken is not None and not taken.taken and error is None:
+            self.recorder.lost("a draft's steps ran in a CUDA graph that is not looked into")
+
+    def _was_taken(self) -> Expected | None:
+        """Return the forward that was expected inside its model, None for none; nothing is expected any more."""
+        self._outside = None
+        if self._inside is None:
+            return None
+        expected, self._inside.expected = self._inside.expected, None
+        return expected
 
     def again(self, batch: Any) -> Finish | None:
         """Tell of a forward by the runner of the last one; return what completes it, None where it is not like that one.
@@ -217,6 +273,10 @@ class Session:
     def after_model(self, _: Any, error: BaseException | None) -> None:
         """Complete the forward; its tokens are sampled later."""
         if self._ended is not None:
+            outside = self._outside
+            expected = self._was_taken()
+            if expected is not None and not expected.taken and outside is not None:
+                outside()  # no model of ours was run, or in a graph that is not looked into
             self._ended(None, error)
             return
         note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
@@ -313,6 +373,29 @@ class Session:
         self.recorder.request_status(request_id=self._requests.id_of(req), status=status, row=row, note=reason)
         if status == "retracted" and self.restores and self.recorder.header.role == "decode":
             self.recorder.lost("a decode engine restores a retracted request's KV from the host, which is not told")
+
+
+def what_is_derived(header: TraceHeader, model_runners: list[Any], inside: InsideModels | None) -> TraceHeader:
+    """Return a header that says which columns of draft steps in CUDA graphs are worked out instead of observed.
+
+    `inside` is None where nothing is taken down inside a model.
+    """
+    runners, not_watched = list(header.runners), list(header.not_watched)
+    for index, model_runner in enumerate(model_runners):
+        graphs = on_gpu(model_runner.req_to_token_pool.req_to_token) and not getattr(
+            model_runner.server_args, "disable_cuda_graph", False
+        )
+        seen = inside is not None and not inside.off and inside.drafts_in_graphs(model_runner)
+        if model_runner.is_draft_worker and graphs and not seen:
+            runners[index] = dataclasses.replace(runners[index], derived=DERIVED_OF_DRAFTS)
+            not_watched.append(
+                NotWatched(
+                    what="graph",
+                    name=f"{runners[index].name}: steps in a CUDA graph",
+                    reason="their positions, tokens and slots are worked out from what goes into the graph and comes out",
+                )
+            )
+    return dataclasses.replace(header, runners=tuple(runners), not_watched=tuple(not_watched))
 
 
 def trace_name(header: Any) -> str:

@@ -16,6 +16,45 @@ def plugin():
     stand_in_for_missing_backends()
     if path:
         note_violations(path)
+    if os.environ.get("CONFORMANCE_DAMAGE"):
+        damage_forwards(os.environ["CONFORMANCE_DAMAGE"])
+
+
+def damage_forwards(what):
+    """In each fifth decode of a scheduler's target model, do damage after its graph or model, or around them.
+
+    "kv" flips the first byte of K in a slot that the forward has written, "table" lets a cell of a request's row point to
+    another of its slots as long as the forward takes. Both say so in the log as the canary's own faults do.
+    """
+    import torch
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    decodes = [0]
+
+    def forward_raw(original, runner, batch, *args, **kwargs):
+        if runner.is_draft_worker or batch.forward_mode.name != "DECODE" or not any(batch.rids or ()):
+            return original(runner, batch, *args, **kwargs)
+        decodes[0] += 1
+        if decodes[0] % 5:
+            return original(runner, batch, *args, **kwargs)
+        table, row = runner.req_to_token_pool.req_to_token, int(batch.req_pool_indices[0])
+        slot, position = int(batch.out_cache_loc[0]), int(batch.positions[0])
+        if what == "table":
+            kept = table[row, position - 3].clone()
+            table[row, position - 3] = table[row, position - 2]
+        result = original(runner, batch, *args, **kwargs)
+        if what == "table":
+            table[row, position - 3] = kept
+        else:
+            runner.token_to_kv_pool.k_buffer[0].view(torch.uint8).view(
+                -1, runner.token_to_kv_pool.k_buffer[0][0].nbytes
+            )[slot, 0] ^= 255
+        print(f"kv_canary perturb inside a forward: {what} slot={slot} position={position}", flush=True)
+        return result
+
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw", forward_raw, HookType.AROUND
+    )
 
 
 def stand_in_for_missing_backends():

@@ -2,6 +2,8 @@
 
     python tests/conformance/sglang/gpu/run.py             # all runs side by side, and docs/conformance-sglang-gpu.md
     python tests/conformance/sglang/gpu/run.py --only eagle --no-write
+    python tests/conformance/sglang/gpu/run.py --keep FOLDER --engines   # there: only the engines
+    python tests/conformance/sglang/gpu/run.py --from FOLDER             # on any machine: compare, and write
 
 It needs an NVIDIA GPU and an SGLang that runs on it, in whose environment kvcanary is installed. Exit status 1 where a
 run differs. Rows are compared forward by forward; of EAGLE, whose draft has a canary and steps of its own, over the
@@ -40,6 +42,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="runs whose name contains this, or one of these, joined by commas")
     parser.add_argument("--keep", type=Path, help="keep logs, traces and reports in this folder")
+    parser.add_argument(
+        "--engines", action="store_true", help="run the engines and keep what they leave, compare later"
+    )
+    parser.add_argument(
+        "--from", dest="ran", type=Path, help="compare what engines left in this folder; no GPU is needed"
+    )
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds for all engines")
     parser.add_argument("--no-write", action="store_true", help=f"leave {DOCUMENT.name} as it is")
     return parser.parse_args()
@@ -47,13 +55,20 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    if not any(point.name == "kvcanary" for point in importlib.metadata.entry_points(group="sglang.srt.plugins")):
+    if not args.ran and not any(
+        point.name == "kvcanary" for point in importlib.metadata.entry_points(group="sglang.srt.plugins")
+    ):
         print("kvcanary is not installed beside SGLang: pip install . in its environment", file=sys.stderr)
         return 2
     runs = [run for run in RUNS if any(part in run.name for part in args.only.split(","))]
-    folder = args.keep or Path(tempfile.mkdtemp(prefix="conformance-sglang-gpu-"))
+    folder = args.ran or args.keep or Path(tempfile.mkdtemp(prefix="conformance-sglang-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
-    run_engines(runs, folder, args.timeout)
+    if not args.ran:
+        run_engines(runs, folder, args.timeout)
+        (folder / "machine").write_text(machine())
+        if args.engines:
+            return 0
+    runs = [run for run in runs if (folder / run.name / "status").exists()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(lambda run: result_of(run, folder / run.name), runs))
     outputs_are_equal(runs, results, folder)
@@ -62,8 +77,9 @@ def main() -> int:
         for difference in result["differences"][:5]:
             print(f"    {difference[:400]}")
     if not args.no_write:
-        DOCUMENT.write_text(document(runs, results, whole=len(runs) == len(RUNS)))
-    if not args.keep:
+        where = (folder / "machine").read_text()
+        DOCUMENT.write_text(document(runs, results, where, whole=len(runs) == len(RUNS)))
+    if not (args.keep or args.ran):
         shutil.rmtree(folder)
     return int(any(result["differences"] for result in results))
 
@@ -85,6 +101,7 @@ def run_engines(runs: list[GpuRun], folder: Path, timeout_s: float) -> None:
 def result_of(run: GpuRun, place: Path) -> dict:
     """Replay a run's trace and compare it with the online canary's ring."""
     result: dict = {"forwards": 0, "injected": 0, "online_rows": 0, "offline_rows": 0, "verdict": "", "differences": []}
+    result |= {"online_slots": 0, "offline_slots": 0, "offline_only": 0}
     differences = result["differences"]
     status = (place / "status").read_text()
     log = (place / "log").read_text(errors="replace")
@@ -113,7 +130,7 @@ def result_of(run: GpuRun, place: Path) -> dict:
     )
     if summary["doubts"] or not summary["complete"]:
         differences.append(f"the trace is not whole: {summary['doubts']}")
-    if not result["injected"] and summary["verdict"] != "clean":
+    if not result["injected"] and not run.faulty and summary["verdict"] != "clean":
         differences.append(f"no fault was injected, and the replay says {summary['verdict']}")
     if run.canary:
         compare(run, place, traces[0], summary, result)
@@ -132,14 +149,19 @@ def compare(run: GpuRun, place: Path, trace: Path, summary: dict, result: dict) 
     first = first_step(trace) or 0
     for steps in rings:
         for step in steps:
-            online.setdefault(step["step"] - first, Counter()).update(seen(run, row) for row in step["rows"])
+            rows = [row for row in (seen(run, row) for row in step["rows"]) if row is not None]
+            online.setdefault(step["step"] - first, Counter()).update(rows)
         before = [step["counters"] for step in steps if step["step"] < first]
         start = before[-1] if before else [0] * len(TAGS)
         looked_at = [n + end - begin for n, end, begin in zip(looked_at, steps[-1]["counters"], start, strict=True)]
-    offline = {
-        forward: sum((Counter({seen(run, row): n}) for row, n in rows.items()), Counter())
-        for forward, rows in offline_rows(place / "report" / "violations.parquet", trace).items()
-    }
+    offline: dict[int, Counter[Row]] = {}
+    for forward, rows in offline_rows(place / "report" / "violations.parquet", trace).items():
+        for row, n in rows.items():
+            both = seen(run, row)
+            if both is None:
+                result["offline_only"] += n
+            else:
+                offline.setdefault(forward, Counter())[both] += n
     if run.eagle:
         online, offline = ({0: sum(rows.values(), Counter())} for rows in (online, offline))
     result["online_rows"] = sum(rows.total() for rows in online.values())
@@ -149,6 +171,10 @@ def compare(run: GpuRun, place: Path, trace: Path, summary: dict, result: dict) 
         if expected != came:
             only = [dict(list(side.items())[:2]) for side in (expected - came, came - expected)]
             differences.append(f"forward {forward}: online only {only[0]}, offline only {only[1]} ({FIELDS})")
+    result["online_slots"] = sum(looked_at)
+    result["offline_slots"] = sum(summary["slot_counters"].values())
+    if run.faulty and not result["online_rows"] + result["offline_only"]:
+        differences.append("something is wrong with this engine, and neither side found anything")
     differences += [
         f"{tag}: {n} slots looked at online, {summary['slot_counters'].get(tag, 0)} offline"
         for tag, n in zip(TAGS, looked_at, strict=True)
@@ -157,10 +183,12 @@ def compare(run: GpuRun, place: Path, trace: Path, summary: dict, result: dict) 
 
 
 def seen(run: GpuRun, row: list[int] | Row) -> Row | None:
-    """Return a row as both sides can see it: without the token check where the online canary has none."""
+    """Return a row as both sides can see it: without the token check where the online canary has none, None if it is all."""
     tag, slot, position, stored, expected, chain, aux, reasons = canonical(list(row))
     if not run.tokens_checked_online:
         expected, reasons = -1, reasons & ~VERIFY_TOKEN
+        if not reasons:
+            return None
     return (tag, slot, position, stored, expected, chain, aux, reasons)
 
 
@@ -180,10 +208,15 @@ def said(result: dict) -> str:
     return "**differs**" if result["differences"] else "equal"
 
 
-def document(runs: list[GpuRun], results: list[dict], *, whole: bool) -> str:
+def machine() -> str:
+    """Return when and on what the engines ran."""
     import torch
 
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("sglang", "torch", "triton"))
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {torch.cuda.get_device_name(0)}, {versions}."
+
+
+def document(runs: list[GpuRun], results: list[dict], where: str, *, whole: bool) -> str:
     recorded = [(run, result) for run, result in zip(runs, results, strict=True) if run.recorded]
     beside = [(run, result) for run, result in recorded if run.canary]
     equal = sum(not result["differences"] for _, result in beside)
@@ -191,27 +224,35 @@ def document(runs: list[GpuRun], results: list[dict], *, whole: bool) -> str:
     lines = [
         "# SGLang on a GPU: the replay against the online canary",
         "",
-        "Made by `python tests/conformance/sglang/gpu/run.py` on a machine with a GPU; do not edit. Each run is an SGLang",
-        "engine with its own online canary (CUDA kernels, K and V), its fault injector and the recorder attached. Equal",
-        "means: the replay of the trace finds the same violations in the same forward, as multisets of launch tag, slot,",
-        "position, tokens, hashes and reasons, and each launch tag has looked at as many slots as online. EAGLE's draft has",
-        "a canary and steps of its own; there the rows of the whole run are compared. Inside CUDA graphs the online canary",
-        "compares no tokens (its valid token lengths stay 0); there the expected token and its reason are left out on both",
-        "sides, and the column says so. Runs without the canary are held against the same engine without the recorder: the",
-        "tokens must be the same.",
+        "Made by `python tests/conformance/sglang/gpu/run.py` (the engines on a machine with a GPU, with `--keep FOLDER",
+        "--engines`; the page from what they left, with `--from FOLDER`); do not edit. Each run is an SGLang engine with its",
+        "own online canary (CUDA kernels, K and V), its fault injector and the recorder attached. Equal means: the replay of",
+        "the trace finds the same violations in the same forward, as multisets of launch tag, slot, position, tokens, hashes",
+        "and reasons, and each launch tag has looked at as many slots as online. EAGLE's draft has a canary and steps of its",
+        "own; there the rows of the whole run are compared. Inside CUDA graphs the online canary compares no tokens (its",
+        "valid token lengths stay 0); there the expected token and its reason are left out on both sides, and the column says",
+        "so; rows that the replay has for the token alone are counted beside. Runs without the canary are held against the",
+        "same engine without the recorder: the tokens must be the same.",
         "",
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {torch.cuda.get_device_name(0)}, {versions}.",
+        "`revert-25015` and `revert-26329` are SGLang's own bugs, which its switch `SGLANG_DEBUG_REVERT_PR` brings back: an",
+        "EAGLE draft whose positions are one off, and a chunked prefill whose draft gets the wrong last token, which shows in",
+        "tokens alone. `inside-kv` flips a byte of a written slot after the canary's TAIL and before the forward returns;",
+        "`inside-table` points a table cell to another slot as long as the forward takes. In graphs, the draft's steps and",
+        "what the model gets are taken down in the graph.",
+        "",
+        where,
         "" if whole else "\n**Not all runs.**\n",
         f"**{equal} of {len(beside)} runs beside the canary equal**, {injected} faults, {rows} online rows.",
         "",
-        "| run | forwards | faults | online rows | offline rows | tokens compared | verdict of the replay | |",
-        "|---|--:|--:|--:|--:|---|---|---|",
+        "| run | forwards | faults | online rows | offline rows | slots online | slots offline | tokens compared | rows of the token alone, offline | verdict of the replay | |",
+        "|---|--:|--:|--:|--:|--:|--:|---|--:|---|---|",
     ]
     for run, result in recorded:
         tokens = "" if not run.canary else "yes" if run.tokens_checked_online else "not in graphs"
         lines.append(
             f"| {run.name} | {result['forwards']} | {result['injected']} | {result['online_rows']} | "
-            f"{result['offline_rows']} | {tokens} | {result['verdict']} | {said(result)} |"
+            f"{result['offline_rows']} | {result['online_slots']} | {result['offline_slots']} | {tokens} | "
+            f"{result['offline_only'] or ''} | {result['verdict']} | {said(result)} |"
         )
     for run, result in recorded:
         if result["differences"]:

@@ -20,7 +20,14 @@ class GpuRun:
     canary: bool = True
     recorded: bool = True
     retract: bool = False
+    revert: int = 0  # a pull request whose fix SGLang takes back, by its own switch for that
+    damage: str = ""  # what plugin.py does within a forward, after the online canary's TAIL or around it
     seed: int = 1
+
+    @property
+    def faulty(self) -> bool:
+        """Whether something is wrong with the engine that no `fault` tells."""
+        return bool(self.revert or self.damage)
 
     @property
     def tokens_checked_online(self) -> bool:
@@ -42,6 +49,10 @@ class GpuRun:
                 "SGLANG_KV_CANARY_PERTURB_TARGET_GROUP": self.group,
                 "SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS": "4",
             }
+        if self.revert:
+            env["SGLANG_DEBUG_REVERT_PR"] = str(self.revert)
+        if self.damage:
+            env["CONFORMANCE_DAMAGE"] = self.damage
         if self.retract:
             env |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
         return env
@@ -75,4 +86,23 @@ RUNS = (
     GpuRun(name="eagle-none", eagle=True, sweep=4),
     GpuRun(name="eagle-USED-page16", eagle=True, page=16, fault=USED),
     GpuRun(name="eagle-eager-USED", eagle=True, graph=False, fault=USED, seed=2),
+    GpuRun(name="eagle-eager-none-page32", eagle=True, graph=False, page=32),
+    # real bugs: draft positions one off, and a chunked prefill's last draft token
+    *(
+        GpuRun(
+            name=f"eagle-{'graph' if graph else 'eager'}-revert-{revert}-page{page}",
+            eagle=True,
+            graph=graph,
+            page=page,
+            revert=revert,
+        )
+        for revert in (25015, 26329)
+        for graph, page in ((True, 1), (True, 4), (True, 16), (True, 32), (False, 1), (False, 32))
+    ),
+    # within a forward: a written slot flipped after the canary's TAIL, a table cell changed around it
+    *(
+        GpuRun(name=f"{'graph' if graph else 'eager'}-inside-{damage}", graph=graph, damage=damage)
+        for graph in (True, False)
+        for damage in ("kv", "table")
+    ),
 )
