@@ -194,8 +194,7 @@ class Session:
             self._tell_on_host(self.recorder, batch, layout, known)
         if layout.sampled:
             self._last_target = (number, known)
-            if self._tell is not None and not has_embeddings(batch):
-            if self._tell is not None and self._inside is None:
+            if self._tell is not None and self._inside is None and not has_embeddings(batch):
                 self._mode, self._known = batch.forward_mode, known
 
     def _expect(

@@ -115,7 +115,7 @@ def result_of(run: GpuRun, place: Path) -> dict:
         return result
     report = place / "report"
     done = subprocess.run(
-        [sys.executable, "-c", REPLAY, "--report", str(report), str(traces[0])],
+        [sys.executable, "-c", REPLAY, "--kv-hash", "partial", "--report", str(report), str(traces[0])],
         capture_output=True,
         text=True,
         check=False,
