@@ -10,13 +10,15 @@ NO_SLOT = "no damage names a slot"
 
 
 def held_before(first: Rows, overall: Rows) -> str:
-    """Holders of the slot before the damage, and who wrote damaged slots last."""
+    """Holders of the slot before the damage, or its writers where nobody tells who held it; who wrote damaged slots last."""
     now = list(dict.fromkeys(_holder(row) for row in first if row["at_the_damage"]))
     before = list(dict.fromkeys(_holder(row) for row in first if not row["at_the_damage"]))
     if not first:
         at_first = "the trace does not tell who held the slot"
     else:
-        at_first = f"held by {' and '.join(now) or 'nobody'}; before that by {', '.join(before) or 'nobody'}"
+        # Where no slot history is told, a write says who wrote, and not who held the slot from then on.
+        verb = "last written by" if all(row["began"] == "write" for row in first) else "held by"
+        at_first = f"{verb} {' and '.join(now) or 'nobody'}; before that by {', '.join(before) or 'nobody'}"
     if not overall:
         return at_first
     total = sum(row["found"] for row in overall)

@@ -125,6 +125,8 @@ def coverage(
         rows += [_layers(group, header), _bytes(group, header, str(settings["kv_hash"]))]
     for runner, counted in zip(header.runners, figures.tolist(), strict=True):
         name = runner.name
+        if not counted[_FORWARDS] and judged:
+            rows.append(Watched(what="runner", name=name, watched=0, total=0, words=f"{name}: it ran no forward"))
         streams = header.streams(header.runners.index(runner))
         if streams and settings["kv_hash"] != "none":
             rows.append(_of_forwards("bytes_watched", name, counted, _BYTES, "KV bytes of prefixes", _every(header)))

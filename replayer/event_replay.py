@@ -86,6 +86,7 @@ class EventReplay:
         self._wants_keyframe = False
         self._at_first = True
         self._goes_on = self._frozen = False
+        self._trailing = 0  # gaps and losses behind which nothing has come
         self._schedule = schedule
         self._all_there = all_there
         self._on: dict[str, Callable[[EventView], None]] = {
@@ -125,7 +126,8 @@ class EventReplay:
         """Replay one batch of events, or note a gap."""
         if isinstance(item, TraceGap):
             self._summary.num_gaps += 1
-            self._note(self._summary.gaps, item.reason)
+            self._trailing += 1
+            self._note(self._summary.gaps, item.cause)
             self._takings.part()
             if item.missing_events != 0:  # a damaged end mark, or a batch given twice, takes no event away
                 self._forget()
@@ -146,6 +148,7 @@ class EventReplay:
         reached = self._lane.run(batch, at)
         if reached > at:
             self._goes_on = self._at_first = False
+            self._trailing = 0
             self._takings.divergence(self._executor.divergence)
         return reached
 
@@ -178,6 +181,7 @@ class EventReplay:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""
         summary, executor = self._summary, self._executor
         summary.goes_on = self._goes_on
+        summary.whole_before_end = self._trailing == summary.num_gaps + summary.num_losses
         if self._goes_on and self._all_there and not self._frozen:
             where = f"segment {summary.segments[-1]}" if summary.segments else "its end"
             summary.cut_short = f"the recording goes on behind {where}, in a file that is not here"
@@ -206,6 +210,7 @@ class EventReplay:
     def _event(self, view: EventView) -> None:
         summary, kind = self._summary, view.kind
         self._goes_on = False
+        self._trailing = self._trailing + 1 if kind == "loss" else 0
         summary.events[kind] = summary.events.get(kind, 0) + 1
         time_ns = int(view.scalar("time_ns"))
         summary.first_time_ns = summary.first_time_ns or time_ns
@@ -266,6 +271,7 @@ class EventReplay:
         self._executor.forward(forward, view)
         self._takings.done()
         summary.forwards += 1
+        summary.last_forward = forward.forward
         summary.forwards_by_mode[forward.mode] = summary.forwards_by_mode.get(forward.mode, 0) + 1
         summary.forwards_watched += forward.kv_watched
         count_forwards(summary.figures, view.batch, np.array([view.index]), summary.header)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ..recorder.commands.text import printable
 from .coverage import not_watched
-from .screen import VERDICT_STYLES, segment_names
+from .screen import VERDICT_STYLES, segment_names, up_to
 from .summary import Summary
 from .verdict import Verdict, combined_exit_code
 
@@ -49,7 +49,8 @@ def show_table(console: Console, done: Sequence[Summary], failed: Sequence[str],
     console.print(table)
     for summary in done:
         if summary.verdict is not Verdict.CLEAN and summary.doubts:
-            console.print(Text(printable(f"{summary.trace}: {'; '.join(summary.doubts)}"), style="dim"), soft_wrap=True)
+            why = f"clean {up_to(summary)}" if summary.cut else "; ".join(summary.doubts)
+            console.print(Text(printable(f"{summary.trace}: {why}"), style="dim"), soft_wrap=True)
     for text in dict.fromkeys("; ".join(not_watched(summary.coverage)) for summary in done):
         console.print(Text(printable(f"not watched  {text}"), style="dim"))
     for line in failed:

@@ -96,10 +96,12 @@ class Health:
         return self.missing(kernel_counters) + silent
 
     def silent_runners(self) -> list[str]:
-        """Return the runners that did not run so far although the first one decoded."""
+        """Return the runners that did not run so far although the first one decoded, and are said to be watched."""
         if not self._pulse.decoded:
             return []
-        return [runner.name for runner, ran in zip(self._header.runners, self._pulse.ran, strict=True) if not ran]
+        unseen = {entry.name for entry in self._header.not_watched if entry.what in ("runner", "graph")}
+        runners = zip(self._header.runners, self._pulse.ran, strict=True)
+        return [runner.name for runner, ran in runners if not ran and runner.name not in unseen]
 
     def missing(self, kernel_counters: npt.NDArray[np.int64]) -> list[Finding]:
         """Return which launches there were too few of so far."""

@@ -79,7 +79,9 @@ def one_line(summary: Summary) -> str:
         )
     if finding:
         line += f"   {summary.findings:,} findings, first in forward {finding['forward']:,}: {finding['kind']}"
-    if summary.doubts:
+    if summary.cut:
+        line += f"   (clean {up_to(summary)})"
+    elif summary.doubts:
         line += f"   ({'; '.join(summary.doubts)})"
     left_out = not_watched(summary.coverage)
     if left_out:
@@ -137,6 +139,11 @@ def _more_checks(summary: Summary) -> list[str]:
 
 def _verdict(summary: Summary) -> Text:
     verdict = summary.verdict
+    if summary.cut:
+        text = Text(Verdict.CLEAN.name, style=VERDICT_STYLES[verdict])
+        return text.append(
+            f" in what was watched {up_to(summary)}   (exit code {verdict.exit_code})", "default not bold"
+        )
     text = Text(verdict.name, style=VERDICT_STYLES[verdict])
     if verdict is Verdict.CORRUPT:
         found = [_count(summary.num_incidents, "incident")] if summary.num_incidents is not None else []
@@ -152,6 +159,11 @@ def _verdict(summary: Summary) -> Text:
         joint = "   but not the whole story: " if verdict is Verdict.CORRUPT else "   "
         text.append(joint + "; ".join(summary.doubts), style="default not bold")
     return text
+
+
+def up_to(summary: Summary) -> str:
+    """Say how far a recording that was cut is clean."""
+    return f"up to forward {summary.last_forward:,}; the recording was cut there"
 
 
 def _not_watched(summary: Summary) -> Table:
@@ -257,8 +269,6 @@ def _next(summary: Summary) -> Text:
         page = Path(summary.report) / "report.html"
         if page.exists():  # written by who comes after a replay
             text.append(f"\nopen   {page}")
-    if summary.num_gaps and not summary.complete and len(summary.segments) < 2:
-        text.append(f"\nnext   kvcanary recover {shlex.quote(summary.trace)}")
     return text
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 from ..kernels.constants import FailReason, LaunchTag
 from ..recorder.header import TraceHeader
 from .coverage import Watched, coverage, no_figures, not_watched
+from .derived import Derived
 from .findings import Finding
 from .verdict import Verdict
 
@@ -24,7 +25,8 @@ _NOT_IN_JSON = frozenset({"header", "figures"})
 class Summary:
     """A replay's result; `to_json` gives the layout of `summary.json`, described in docs/replay.md.
 
-    `figures` counts what was seen of each runner's forwards, see `coverage.FIGURES`.
+    `figures` counts what was seen of each runner's forwards, see `coverage.FIGURES`; `whole_before_end` says that nothing is
+    missing but, perhaps, what would come behind the last event.
     """
 
     trace: str
@@ -40,6 +42,7 @@ class Summary:
     forwards: int = 0
     forwards_by_mode: dict[str, int] = field(default_factory=dict)
     forwards_watched: int = 0
+    last_forward: int = -1
     requests: int = 0
     tokens: int = 0
     first_time_ns: int = 0
@@ -61,6 +64,7 @@ class Summary:
     num_losses: int = 0
     lost_events: int = 0
     unjudged: dict[str, int] = field(default_factory=dict)
+    whole_before_end: bool = True
     violations: int = 0
     violations_by_reason: dict[str, int] = field(default_factory=dict)
     violations_by_launch: dict[str, int] = field(default_factory=dict)
@@ -99,8 +103,21 @@ class Summary:
         )
 
     @property
+    def cut(self) -> bool:
+        """Whether nothing was found and all is known up to the last event, behind which the recording was cut."""
+        if self.violations or self.findings or not self.whole_before_end:
+            return False
+        return bool(self._losses()) and not self._other_doubts() and not self._nothing_judged()
+
+    @property
     def doubts(self) -> list[str]:
         """Why a replay without a violation would still not be a clean bill."""
+        doubts = self._losses() + self._other_doubts()
+        if not doubts and (nothing := self._nothing_judged()):
+            doubts.append(nothing)
+        return doubts
+
+    def _losses(self) -> list[str]:
         doubts = []
         if self.num_gaps:
             doubts.append(f"{self.num_gaps} damaged or torn part(s) of the trace left out")
@@ -109,6 +126,10 @@ class Summary:
             doubts.append(f"{count} lost while recording")
         if not self.complete and not self.num_gaps and not self.stopped:
             doubts.append("the trace has no end: it was torn, or is still being written")
+        return doubts
+
+    def _other_doubts(self) -> list[str]:
+        doubts = []
         if self.cut_short:
             doubts.append(self.cut_short)
         if self.transfers_unmatched:
@@ -127,10 +148,18 @@ class Summary:
             doubts.append(f"events that this version cannot judge: {kinds}")
         if self.stopped:
             doubts.append(self.stopped)
-        if not doubts and not self.verified and not self.written:
-            what = "no forward" if not self.forwards else "no forward that reads or writes a slot"
-            doubts.append(f"the trace holds {what}, so nothing was checked")
         return doubts
+
+    def _nothing_judged(self) -> str:
+        """Say why nothing of some kind was checked at all, nothing where all was that there is."""
+        if not self.verified and not self.written:
+            what = "no forward" if not self.forwards else "no forward that reads or writes a slot"
+            return f"the trace holds {what}, so nothing was checked"
+        if self.entries_read and self.unknown_entries == self.entries_read:
+            return f"nobody knows what any of the {self.entries_read:,} slots read must hold, so no read was checked"
+        if Derived(self.header).nothing_left:
+            return "every forward stands on columns that were derived, so nothing was checked"
+        return ""
 
     @property
     def verdict(self) -> Verdict:
@@ -150,6 +179,7 @@ class Summary:
             "verdict": self.verdict.value,
             "exit_code": self.verdict.exit_code,
             "doubts": self.doubts,
+            "cut_at_forward": self.last_forward if self.cut else None,
             "coverage": [row.to_json() for row in rows],
             "not_watched": not_watched(rows),
             "num_requests_hit": len(self.requests_hit),

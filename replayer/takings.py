@@ -4,6 +4,7 @@ from typing import Final
 
 from ..recorder.machine.forward import Forward
 from ..recorder.machine.requests import RequestBook
+from .derived import Derived
 from .divergence import ROWS_AT_ONCE, Divergence
 from .findings import Finding, finding_table
 from .report import ReportSinks
@@ -27,6 +28,7 @@ class Takings:
         self._sinks = sinks
         self._book = book
         self._tally = Tally(summary)
+        self._derived = Derived(summary.header)
         self._launches: list[LaunchViolations] = []
         self._pending_rows = 0
 
@@ -46,7 +48,10 @@ class Takings:
             self._sinks.merging.part()
 
     def violations(self, launch: LaunchViolations) -> None:
-        """Take what one launch found."""
+        """Take what one launch found, as far as it may be judged."""
+        launch = self._derived.violations(launch)
+        if not len(launch.rows):
+            return
         if self._sinks.merging is not None:
             launch = self._sinks.merging.with_turns(launch)
         self._launches.append(launch)
@@ -56,7 +61,8 @@ class Takings:
             self._pass_on()
 
     def findings(self, findings: list[Finding]) -> None:
-        """Take findings, if there are any."""
+        """Take findings, if there are any that may be judged."""
+        findings = self._derived.findings(findings)
         if findings:
             self._sinks.findings.append(finding_table(findings))
             self._tally.findings(findings)

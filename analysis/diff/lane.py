@@ -83,7 +83,7 @@ class Lane:
         segments = SegmentStream(files)
         for item in segments.stream():
             if isinstance(item, TraceGap):
-                self.summary.doubts.append(item.reason)
+                self.summary.doubts.append(item.cause)
                 if item.missing_events != 0:
                     self._losses += 1
                     self._forget()

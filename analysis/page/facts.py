@@ -33,6 +33,7 @@ def verdict(source: Source) -> dict[str, Any]:
     return {
         "verdict": plain(str(summary.get("verdict", "unknown"))),
         "doubts": [plain(doubt) for doubt in _list(summary.get("doubts"))],
+        "cut_at_forward": _whole(summary.get("cut_at_forward")),
         "not_watched": [plain(words) for words in _list(summary.get("not_watched"))],
         "stopped": plain(str(summary.get("stopped") or "")),
         "trace": plain(source.name),
@@ -79,3 +80,7 @@ def _part(summary: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _list(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) else None

@@ -129,6 +129,9 @@ def _header_rows(header: "TraceHeader") -> list[tuple[str, str]]:
     )
     if header.oracle is not None:
         rows.append(("oracle", f"{header.oracle.kind}, vocabulary {header.oracle.vocab_size:,}"))
+    rows += [
+        ("not watched", f"{e.what}: {e.name}" + (f" ({e.reason})" if e.reason else "")) for e in header.not_watched
+    ]
     rows += [("note", note) for note in header.notes[:_MAX_SHOWN]]
     return rows
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.kv_source import KvSource
-from ..header import EngineInfo, KvStream, ModelInfo, PoolGroup, StateTable, TraceHeader
+from ..header import EngineInfo, KvStream, ModelInfo, NotWatched, PoolGroup, StateTable, TraceHeader
 from ..host_arrays import Int64Array
 
 ALIGN_BYTES = 16
@@ -102,7 +102,7 @@ def describe_engine(
     groups: list[PoolGroup] = []
     sources: dict[tuple[int, int], KvSource] = {}
     layouts: list[GroupLayout] = []
-    notes: list[str] = []
+    not_watched: list[NotWatched] = []
     unknown = sorted(set(layers or ()) - set(cache.layer_to_allocator))
     if unknown:
         raise ValueError(f"layers {unknown} asked for, the model has {len(cache.layer_to_allocator)} cached layers")
@@ -112,7 +112,8 @@ def describe_engine(
         wanted = tuple(n for n in allocator.layer_indices if capture_bytes and (layers is None or n in layers))
         streams = layout.streams(wanted[:1] if layers is None else wanted, capture_bytes)
         if wanted and not streams:
-            notes.append(f"{name}: KV bytes not captured, a token's K is no multiple of {ALIGN_BYTES} bytes")
+            reason = f"a token's K is no multiple of {ALIGN_BYTES} bytes"
+            not_watched.append(NotWatched(what="bytes", name=name, reason=reason))
         sources |= {(index, number): source for number, (_, source) in enumerate(streams)}
         offloading = processor.offloading_manager
         groups.append(
@@ -125,6 +126,7 @@ def describe_engine(
                 page_size=layout.page_size,
                 streams=tuple(stream for stream, _ in streams),
                 reads_before_write=layout.kind == "swa",
+                num_layers=len(allocator.layer_indices),
                 host_num_slots=offloading._num_cpu_sectors * allocator.blocks_per_sector * layout.page_size,
             )
         )
@@ -138,6 +140,7 @@ def describe_engine(
         groups=tuple(groups),
         tables=tuple(StateTable(name=group.name, rows=rows, width=width) for group in groups),
         truth_table=StateTable(name="truth", rows=rows, width=width + 1),
-        notes=("slot = block * page_size + offset in the page; slot 0 stands for the write-trash row", *notes),
+        not_watched=tuple(not_watched),
+        notes=("slot = block * page_size + offset in the page; slot 0 stands for the write-trash row",),
     )
     return header, layouts, sources

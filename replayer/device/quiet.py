@@ -73,6 +73,7 @@ class QuietLane:
         for event in forwards:
             summary.forwards_by_mode[modes[event]] = summary.forwards_by_mode.get(modes[event], 0) + 1
         summary.forwards += len(forwards)
+        summary.last_forward = int(batch.scalar_ints("forward")[forwards[-1]])
         count_forwards(summary.figures, batch, np.array(forwards), summary.header)
         summary.forwards_watched += int((batch.scalar_ints("kv_watched")[forwards] != 0).sum())
         summary.tokens += int(np.diff(batch.offsets("input_ids"))[forwards].sum())

@@ -319,6 +319,8 @@ class Lane:
         for mode, count in Counter(modes[index] for index in forwards.tolist()).items():
             summary.forwards_by_mode[mode] = summary.forwards_by_mode.get(mode, 0) + count
         summary.forwards += len(forwards)
+        if len(forwards):
+            summary.last_forward = int(batch.scalar_ints("forward")[forwards[-1]])
         count_forwards(summary.figures, batch, forwards, self._header)
         summary.forwards_watched += int(np.count_nonzero(batch.scalar_ints("kv_watched")[forwards]))
         summary.tokens += int(np.diff(batch.offsets("input_ids"))[forwards].sum())

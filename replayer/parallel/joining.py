@@ -100,6 +100,7 @@ def joined(name: str, parts: Sequence[Part], report: Path | None) -> Summary:
     summary.unknown_before = first.unknown_before
     summary.requests = len(frozenset[int]().union(*(part.request_ids for part in parts)))
     summary.first_time_ns = next((one.first_time_ns for one in summaries if one.first_time_ns), 0)
+    summary.last_forward = next((one.last_forward for one in reversed(summaries) if one.forwards), -1)
     summary.last_time_ns = max(one.last_time_ns for one in summaries)
     summary.marks = [mark for one in summaries for mark in one.marks][:MAX_LISTED]
     summary.swa_divergence = _divergence([one.swa_divergence for one in summaries])

@@ -44,7 +44,7 @@ def test_every_question_has_its_answer_and_its_sql():
 def test_a_table_entry_that_points_into_another_request(report):
     found, answers = ask(report("table_swap"))
     assert (found.violations, found.findings, found.first["slot"], found.first["forward"]) == (36, 0, 608, 18)
-    assert answers["held_before"].words.startswith("held by request shared-b; before that by nobody")
+    assert answers["held_before"].words.startswith("last written by request shared-b; before that by nobody")
     assert answers["first_writer"].words.startswith("forward 3 (mixed) for request shared-b, position 40")
     assert answers["whose_tokens"].words == "of 8 wrong tokens: written by another request (100 %)"
     assert answers["prefix_cache"].words.startswith("no: 0 of 3 requests with a cached prefix are hit, 1 of 5 without")
@@ -173,7 +173,7 @@ def test_where_report_duckdb_cannot_be_written(report):
     done = run("triage", folder)
     assert done.returncode == 0
     assert "answering from the files, which is slower" in done.stderr
-    assert "held by request shared-b" in done.stdout
+    assert "last written by request shared-b" in done.stdout
 
 
 def test_a_name_as_long_as_a_page_is_cut(report):

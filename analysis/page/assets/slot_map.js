@@ -31,12 +31,12 @@ function drawSlots() {
   const hasMap = page.subjects.shown.some((item) => item.map.rows.length);
   section.hidden = !hasMap;
   if (!hasMap) return;
-  const picture = plotBox("Slot map: who held each slot, and what was found in it");
+  const picture = plotBox("Slot map: who held each slot, or wrote it last, and what was found in it");
   const list = el("div", { class: "slot-list" });
   const key = el("div", {});
   const detail = el("div", { class: "slot-detail", "aria-live": "polite" });
   const head = el("div", { class: "head" });
-  fill(section, head, el("p", { class: "soft" }, "A row is a slot, a bar the request that holds it. A stripe inside a bar is a read that went wrong, in the reader's colour: where stripe and bar differ, somebody reads what belongs to another."), key, picture, list, detail);
+  fill(section, head, el("p", { class: "soft" }, "A row is a slot, a bar the request that holds it, or wrote it last where the trace does not tell who holds it. A stripe inside a bar is a read that went wrong, in the reader's colour: where stripe and bar differ, somebody reads what belongs to another."), key, picture, list, detail);
 
   let chooseInList = () => {};
   async function update() {
@@ -99,6 +99,11 @@ function drawSlots() {
   on("theme", redraw);
 }
 
+// Where no slot history is told, a write says who wrote, and not who held the slot from then on.
+function holdWords(row) {
+  return row.began === "write" ? "last written by" : "held by";
+}
+
 function mapLegend(map, colours) {
   const names = new Map();
   for (const row of [...rowsOf(map.damage), ...rowsOf(map.lives)]) names.set(String(row.request_id), requestName(row));
@@ -131,7 +136,7 @@ function mapSpec(map, colours) {
     isFreed: ["free", "evict"].includes(row.ended),
     fill: colourOf(row),
     name: short(heldBy(row), 14),
-    tip: `slot ${counted(row.slot)}: held by ${heldBy(row)}\nforward ${counted(row.from_forward)} to ${until(row)}${row.ended ? `, then ${END_WORDS[row.ended] ?? row.ended}` : ""}`,
+    tip: `slot ${counted(row.slot)}: ${holdWords(row)} ${heldBy(row)}\nforward ${counted(row.from_forward)} to ${until(row)}${row.ended ? `, then ${END_WORDS[row.ended] ?? row.ended}` : ""}`,
   }));
   // Stripes lie on one another: history checks at the bottom, they say the least about the bytes.
   const order = ["history", "record", "input", "KV bytes"];
@@ -209,7 +214,7 @@ function slotDetail(map, key) {
   const [group, slot] = key.split(":").map(Number);
   const mine = (table) => rowsOf(table).filter((row) => row.pool_group === group && row.slot === slot);
   const told = [
-    ...mine(map.lives).map((row) => ({ at: row.from_forward, until: row.to_forward, kind: "held", words: ["held by ", who(row), row.ended ? `, then ${END_WORDS[row.ended] ?? row.ended}` : ", to the end"] })),
+    ...mine(map.lives).map((row) => ({ at: row.from_forward, until: row.to_forward, kind: "held", words: [`${holdWords(row)} `, who(row), row.ended ? `, then ${END_WORDS[row.ended] ?? row.ended}` : row.began === "write" ? "" : ", to the end"] })),
     ...mine(map.writes).map((row) => ({ at: row.forward + 0.1, forward: row.forward, kind: "written", words: ["written for ", who(row), `: position ${counted(row.position)}, token ${counted(row.token)}`] })),
     ...mine(map.changes).map((row) => ({ at: row.forward - 0.1, forward: row.forward, kind: "wrong", words: [`bytes of ${row.half} changed, nobody wrote them (${row.phase} the forward)`] })),
     ...mine(map.damage).map((row) => ({ at: row.from_forward + 0.2, forward: row.from_forward, until: row.to_forward, kind: "wrong", words: [row.request_id === null ? "found wrong by the walk of the prefix cache" : ["found wrong by ", who(row)], `: ${reasonWords(row.what)}, ${counted(row.found)} ${plural(row.found, "time")}`].flat() })),

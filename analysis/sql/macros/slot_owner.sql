@@ -1,4 +1,4 @@
--- slot_owner(slot, forward, in_group := 0): who held a slot while a forward ran; several rows where it was shared.
+-- slot_owner(slot, forward, in_group := 0): who held a slot while a forward ran; several rows where it was shared. Began write: no slot history is told, and this is who had written it last.
 create or replace macro slot_owner(which_slot, which_forward, in_group := 0) as table
 select lives.trace, lives.holder, nullif(lives.request_id, -1) as request_id, requests.name as request, lives.began,
     lives.from_forward, lives.to_forward, lives.ended

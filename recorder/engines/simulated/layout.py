@@ -46,6 +46,7 @@ def make_layout(config: EngineConfig) -> Layout:
                 name="full",
                 num_slots=num_slots,
                 page_size=config.page_size,
+                num_layers=1,
                 halves=halves,
                 streams=streams(0),
                 host_num_slots=host_slots,
@@ -60,6 +61,7 @@ def make_layout(config: EngineConfig) -> Layout:
                 lut=0,
                 num_slots=(config.swa_pages + 1) * config.page_size,
                 page_size=config.page_size,
+                num_layers=1,
                 halves=halves,
                 streams=streams(1) if config.shape == "swa" else (),
             )
@@ -71,6 +73,7 @@ def make_layout(config: EngineConfig) -> Layout:
                 runner=DRAFT,
                 num_slots=num_slots,
                 page_size=config.page_size,
+                num_layers=1,
                 halves=halves,
                 streams=streams(0) if config.shape != "dsv4" else (),
                 host_num_slots=host_slots,
