@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from .batch import TraceBatch, TraceGap
+from .batch import LIVE, TraceBatch, TraceGap
 from .header import TraceHeader
 from .reader import TraceReader
 
@@ -38,6 +38,7 @@ class TraceInspection:
     unknown_losses: int = 0
     num_losses: int = 0
     losses: list[dict[str, Any]] = field(default_factory=list)
+    being_recorded: bool = False
     num_gaps: int = 0
     gaps: list[dict[str, Any]] = field(default_factory=list)
     num_marks: int = 0
@@ -45,9 +46,11 @@ class TraceInspection:
 
     @property
     def state(self) -> str:
-        """Return "complete", "lossy" (whole, but the recorder dropped events), "torn" or "damaged"."""
+        """Return "complete", "lossy" (whole, but the recorder dropped events), "recording", "torn" or "damaged"."""
         if any(gap["kind"] != "torn" for gap in self.gaps):
             return "damaged"
+        if self.being_recorded:
+            return "recording"
         if not self.complete or self.gaps:
             return "torn"
         return "lossy" if self.num_losses else "complete"
@@ -56,7 +59,7 @@ class TraceInspection:
     def next_command(self) -> str:
         """Return the command to run next."""
         path = shlex.quote(str(self.path))
-        return f"kvcanary recover {path}" if self.num_gaps else f"kvcanary-replay {path}"
+        return f"kvcanary recover {path}" if self.num_gaps and not self.being_recorded else f"kvcanary-replay {path}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as plain JSON values."""
@@ -107,6 +110,9 @@ def inspect_trace(path: str | os.PathLike[str]) -> TraceInspection:
 
 
 def _add_gap(found: TraceInspection, gap: TraceGap) -> None:
+    if gap.ends == LIVE:  # nothing is missing: it is yet to come
+        found.being_recorded = True
+        return
     found.num_gaps += 1
     if gap.missing_events is None:
         found.unknown_losses += 1

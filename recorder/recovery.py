@@ -49,6 +49,10 @@ def recover(
     """
     source, target = Path(source), Path(target)
     with TraceReader(source) as reader:
+        if reader.being_written:
+            raise TraceError(
+                f"{source}: is being recorded, nothing of it is torn; replay it as far as it is, or stop the engine"
+            )
         if target.exists() or target.is_symlink():
             if target.exists() and source.samefile(target):
                 raise TraceError(f"{target}: is the trace to recover itself; name another file")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ..kernels.constants import KvHashMode, LaunchTag
+from ..recorder.batch import CUT, LIVE
 from ..recorder.machine.forward import UnusableEventError, read_forward
 from ..recorder.machine.keyframe_load import KeyframeLoader
 from ..recorder.machine.kv_copies import apply_copies, forget_listed
@@ -86,7 +87,7 @@ class EventReplay:
         self._wants_keyframe = False
         self._at_first = True
         self._goes_on = self._frozen = False
-        self._trailing = 0  # gaps and losses behind which nothing has come
+        self._trailing = 0  # gaps and losses by which a recording ends that was cut
         self._schedule = schedule
         self._all_there = all_there
         self._on: dict[str, Callable[[EventView], None]] = {
@@ -126,7 +127,8 @@ class EventReplay:
         """Replay one batch of events, or note a gap."""
         if isinstance(item, TraceGap):
             self._summary.num_gaps += 1
-            self._trailing += 1
+            self._trailing += bool(item.ends) or item.kind == "torn"
+            self._summary.being_recorded |= item.ends == LIVE
             self._note(self._summary.gaps, item.cause)
             self._takings.part()
             if item.missing_events != 0:  # a damaged end mark, or a batch given twice, takes no event away
@@ -210,7 +212,7 @@ class EventReplay:
     def _event(self, view: EventView) -> None:
         summary, kind = self._summary, view.kind
         self._goes_on = False
-        self._trailing = self._trailing + 1 if kind == "loss" else 0
+        self._trailing = self._trailing + 1 if kind == "loss" and view.scalar("status") == CUT else 0
         summary.events[kind] = summary.events.get(kind, 0) + 1
         time_ns = int(view.scalar("time_ns"))
         summary.first_time_ns = summary.first_time_ns or time_ns

@@ -163,7 +163,8 @@ def _verdict(summary: Summary) -> Text:
 
 def up_to(summary: Summary) -> str:
     """Say how far a recording that was cut is clean."""
-    return f"up to forward {summary.last_forward:,}; the recording was cut there"
+    behind = "it is being recorded" if summary.being_recorded else "the recording was cut there"
+    return f"up to forward {summary.last_forward:,}; {behind}"
 
 
 def _not_watched(summary: Summary) -> Table:

@@ -26,7 +26,7 @@ class Summary:
     """A replay's result; `to_json` gives the layout of `summary.json`, described in docs/replay.md.
 
     `figures` counts what was seen of each runner's forwards, see `coverage.FIGURES`; `whole_before_end` says that nothing is
-    missing but, perhaps, what would come behind the last event.
+    missing but, perhaps, what would come behind the last event; `being_recorded` that more is being written there.
     """
 
     trace: str
@@ -65,6 +65,7 @@ class Summary:
     lost_events: int = 0
     unjudged: dict[str, int] = field(default_factory=dict)
     whole_before_end: bool = True
+    being_recorded: bool = False
     violations: int = 0
     violations_by_reason: dict[str, int] = field(default_factory=dict)
     violations_by_launch: dict[str, int] = field(default_factory=dict)
@@ -119,8 +120,10 @@ class Summary:
 
     def _losses(self) -> list[str]:
         doubts = []
-        if self.num_gaps:
-            doubts.append(f"{self.num_gaps} damaged or torn part(s) of the trace left out")
+        if self.being_recorded:
+            doubts.append("the trace is being recorded")
+        if self.num_gaps > self.being_recorded:
+            doubts.append(f"{self.num_gaps - self.being_recorded} damaged or torn part(s) of the trace left out")
         if self.num_losses:
             count = f"{self.lost_events:,} event(s)" if self.lost_events else "an unknown number of events"
             doubts.append(f"{count} lost while recording")

@@ -34,6 +34,7 @@ def verdict(source: Source) -> dict[str, Any]:
         "verdict": plain(str(summary.get("verdict", "unknown"))),
         "doubts": [plain(doubt) for doubt in _list(summary.get("doubts"))],
         "cut_at_forward": _whole(summary.get("cut_at_forward")),
+        "being_recorded": summary.get("being_recorded") is True,
         "not_watched": [plain(words) for words in _list(summary.get("not_watched"))],
         "stopped": plain(str(summary.get("stopped") or "")),
         "trace": plain(source.name),

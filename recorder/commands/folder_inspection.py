@@ -29,7 +29,7 @@ class FolderInspection:
 
     @property
     def exit_code(self) -> int:
-        """0 where all is whole, 125 where something is torn, damaged, lossy or missing, 2 where a file is unreadable."""
+        """0 where all is whole, 125 where something is torn, damaged, lossy, missing or being recorded, 2 where a file is unreadable."""
         if self.unreadable:
             return 2
         whole = all(not r.missing and all(f.state == "complete" for f in r.files) for r in self.recordings)

@@ -37,7 +37,7 @@ Examples:
 def inspect_command(trace: Path, as_json: bool) -> None:
     """Show what TRACE holds: header, events, requests, time span, sizes, losses. Of a folder, a line for each file.
 
-    Exit code 0 for a whole trace, 125 for one that is torn, damaged or lossy, 2 for a file that is no trace.
+    Exit code 0 for a whole trace, 125 for one that is torn, damaged, lossy or being recorded, 2 for a file that is no trace.
     """
     from ..errors import TraceError
     from ..inspect import inspect_trace
@@ -182,7 +182,9 @@ def _loss_lines(found: "TraceInspection") -> list[str]:
     lines += [f"gap     {gap['reason']}" for gap in found.gaps[:_MAX_SHOWN]]
     if found.num_gaps > _MAX_SHOWN:
         lines.append(f"        and {found.num_gaps - _MAX_SHOWN:,} more gaps")
-    if not found.num_losses and not found.num_gaps:
+    if found.being_recorded:
+        lines.append(f"live    being recorded; events in the file so far: {found.num_events:,}")
+    elif not found.num_losses and not found.num_gaps:
         lines.append("whole   nothing lost")
     return lines
 

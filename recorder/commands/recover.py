@@ -74,12 +74,13 @@ def _recover_folder(folder: Path, *, force: bool, as_json: bool) -> int:
     """Recover what is not whole in a folder, a line a file; return the exit code."""
     from ..batch import TraceBatch
     from ..errors import TraceError
+    from ..file_lock import is_being_written
     from ..reader import TraceReader
     from ..recordings import RECOVERED, traces_in
     from ..recovery import recover
     from .text import printable
 
-    whole = 0
+    whole = live = 0
     recovered: list[dict[str, Any]] = []
     unreadable: dict[str, str] = {}
 
@@ -94,6 +95,9 @@ def _recover_folder(folder: Path, *, force: bool, as_json: bool) -> int:
         fail(folder, error)
     for path in paths:
         target = path.with_name(f"{path.stem}{RECOVERED}")
+        if is_being_written(path):
+            live += 1
+            continue
         renewed = target.exists()
         if renewed and not force:
             older = f"{target}: is older than {path.name}, which was written since; pass --force to renew it"
@@ -114,10 +118,10 @@ def _recover_folder(folder: Path, *, force: bool, as_json: bool) -> int:
             lost = "an unknown number lost" if result.lost_events is None else f"{result.lost_events:,} lost"
             click.echo(f"wrote   {printable(str(target))}   {result.kept_events:,} events kept, {lost}")
     if as_json:
-        told = {"folder": str(folder), "files": len(paths), "whole": whole}
+        told = {"folder": str(folder), "files": len(paths), "whole": whole, "being_recorded": live}
         _print_json({**told, "recovered": recovered, "unreadable": unreadable})
     elif str(folder) not in unreadable:
-        click.echo(f"whole   {whole:,} of {len(paths):,} files")
+        click.echo(f"whole   {whole:,} of {len(paths):,} files" + (f"   {live:,} being recorded" if live else ""))
         click.echo(f"next    {printable(shlex.join(['kvcanary-replay', str(folder)]))}")
     return 2 if unreadable else 0
 

@@ -6,6 +6,7 @@ import os
 import numpy as np
 from click.testing import CliRunner
 from kvcanary.recorder.commands.inspect import inspect_command
+from kvcanary.recorder.commands.recover import recover_command
 from kvcanary.recorder.commands.text import printable
 from kvcanary.recorder.event import TraceEvent, loss_event
 from kvcanary.recorder.schema import BYTE_LISTS, INT_LISTS, SCALARS
@@ -93,6 +94,26 @@ def test_a_damaged_trace(traces):
     found = json.loads(run(path, "--json").stdout)
     assert (found["state"], found["num_events"], found["lost_events"], found["num_gaps"]) == ("damaged", 3, 3, 1)
     assert run(path).exit_code == 125
+
+
+def test_a_trace_that_is_being_recorded_is_not_torn_and_not_recovered(traces):
+    path = traces.folder / "live.arrow"
+    with TraceWriter(path, traces.header()) as writer:
+        writer.append(TraceEvent(kind="mark", scalars={"note": "so far"}))
+        assert writer.flush()
+        done = run(path)
+        assert done.exit_code == 125
+        assert "live    being recorded; events in the file so far: 1" in done.stdout
+        assert f"next    kvcanary-replay {path}" in done.stdout
+        assert "torn" not in done.stdout and "killed" not in done.stdout
+        assert json.loads(run(path, "--json").stdout)["state"] == "recording"
+        refused = CliRunner().invoke(recover_command, [str(path)])
+        assert refused.exit_code == 2 and "is being recorded" in refused.output
+        folder = CliRunner().invoke(recover_command, [str(traces.folder)])
+        assert folder.exit_code == 0 and "1 being recorded" in folder.output
+        assert not list(traces.folder.glob("*.recovered.arrow"))
+        assert "recording" in run(traces.folder).stdout
+    assert run(path).exit_code == 0
 
 
 def test_a_lossy_trace(traces):

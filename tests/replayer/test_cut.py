@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.recovery import recover
+from kvcanary.recorder.writer import TraceWriter
 from kvcanary.replayer.commands.replay import replay_command
 from kvcanary.replayer.replay import ReplaySettings, replay
 from kvcanary.replayer.verdict import Verdict
@@ -68,3 +69,17 @@ def test_a_cut_recording_that_is_corrupt_is_corrupt(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: found[-2] - 7])
     summary = replay(path, settings=ReplaySettings(), report=None)
     assert (summary.verdict, summary.cut) == (Verdict.CORRUPT, False)
+
+
+def test_a_recording_under_way_is_clean_so_far(tmp_path: Path) -> None:
+    engine = ToyEngine(SHAPES["full"], seed=1, forwards=9)
+    path = tmp_path / "live.arrow"
+    with TraceWriter(path, engine.header, flush_bytes=1 << 30, flush_interval_ns=1 << 60) as writer:
+        for event in engine.events:
+            assert writer.append(event)
+        assert writer.flush()
+        code, said = _said(path)
+    assert code == 125
+    assert "up to forward 8; it is being recorded" in said
+    assert "cut there" not in said and "recover" not in said
+    assert _said(path)[0] == 0

@@ -21,7 +21,7 @@ function drawHead() {
       ".",
     ],
     clean: ["Nothing was found in what was watched, and nothing was lost."],
-    inconclusive: [head.cut_at_forward !== null ? `Nothing was found in what was watched up to forward ${counted(head.cut_at_forward)}; the recording was cut there.` : head.doubts.length ? `Nothing was found, but: ${head.doubts.join("; ")}.` : "Nothing was found, and not everything could be judged."],
+    inconclusive: [head.cut_at_forward !== null ? `Nothing was found in what was watched up to forward ${counted(head.cut_at_forward)}; ${head.being_recorded ? "it was being recorded" : "the recording was cut there"}.` : head.doubts.length ? `Nothing was found, but: ${head.doubts.join("; ")}.` : "Nothing was found, and not everything could be judged."],
   }[verdict] ?? ["The report does not say."];
   fill(
     byId("verdict"),
