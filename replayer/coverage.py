@@ -21,17 +21,21 @@ from .checks import CHECK_NAMES
 Int64Array = npt.NDArray[np.int64]
 
 # What is counted of each runner's forwards with requests: all; those in which the recorder read the prefix bytes again;
-# in which it saw the lengths, and the slots, that attention got; that came with truth tokens; their tokens; of these the
+# in which it saw what the model handed to the cache; in which it saw the lengths, and the slots, that attention got; that came with truth tokens; their tokens; of these the
 # unknown.
-FIGURES: Final = ("forwards", "bytes_watched", "attention_lens", "attention_slots", "with_truth", "tokens", "unknown")
-_FORWARDS, _BYTES, _LENS, _SLOTS, _TRUTH, _TOKENS, _UNKNOWN = range(len(FIGURES))
+FIGURES: Final = (
+    *("forwards", "bytes_watched", "submitted", "attention_lens", "attention_slots", "with_truth", "tokens", "unknown"),
+)
+_FORWARDS, _BYTES, _SUBMITTED, _LENS, _SLOTS, _TRUTH, _TOKENS, _UNKNOWN = range(len(FIGURES))
 
 UNKNOWN_TOKEN: Final = -1
 NOT_SAID: Final = "not said by this recording"
 _SAYS_ALL: Final = 3  # the minor version since which a header says what is not watched
 _PARTIAL_BYTES: Final = 16  # of a slot, that `--kv-hash partial` compares
 _MOST_NAMED: Final = 8
-_NAMED: Final = frozenset({"layers", "bytes", "bytes_watched", "attention", "truth", "columns"})  # one of many
+_NAMED: Final = frozenset(
+    {"layers", "bytes", "bytes_watched", "submitted", "attention", "truth", "columns"}
+)  # one of many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,7 @@ def count_forwards(figures: Int64Array, batch: TraceBatch, rows: Int64Array, hea
     columns = (
         np.ones(len(rows), np.int64),
         batch.scalar_ints("kv_watched")[rows] != 0,
+        batch.scalar_ints("submitted_watched")[rows] != 0,
         (attention & ATTENTION_LENS) != 0,
         (attention & ATTENTION_SLOTS) != 0,
         truth > 0,
@@ -130,6 +135,7 @@ def coverage(
         streams = header.streams(header.runners.index(runner))
         if streams and settings["kv_hash"] != "none":
             rows.append(_of_forwards("bytes_watched", name, counted, _BYTES, "KV bytes of prefixes", _every(header)))
+            rows.append(_of_forwards("submitted", name, counted, _SUBMITTED, "KV bytes on their way into the pool"))
         rows += [_attention(name, counted), *_truth(header, name, counted), _columns(runner)]
     read = entries_read
     words = f"{unknown_entries:,} of {read:,} slots read: nobody knows what they must hold" if unknown_entries else ""

@@ -50,6 +50,7 @@ ATTENTION_SLOTS: Final = (
     "attention_slots",
 )
 ATTENTION: Final = ("attention_watched", *ATTENTION_LENS, *ATTENTION_SLOTS)
+SUBMITTED: Final = ("submitted_watched", "kv_submitted_bytes")
 EVERY: Final = ("event", "kind", "time_ns")
 
 # The columns that each kind of event uses; a test holds the traces in data/ and the schema against it.
@@ -63,7 +64,7 @@ USES: Final[dict[str, Columns]] = {
         *TRUTH_RUNS,
         *KV_CHANGES,
         *ATTENTION,
-        *("kv_bytes", "kv_submitted_bytes"),
+        *("kv_bytes", *SUBMITTED),
     ),
     "sample": ("forward", "sampled_lens", "sampled_tokens"),
     "request": ("request_id", "name", "prompt_len", "room", "labels"),

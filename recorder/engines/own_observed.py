@@ -7,6 +7,7 @@ from .observed import (
     BATCH,
     LUT_RUNS,
     SLOTS,
+    SUBMITTED,
     SWEEPS,
     TABLE_RUNS,
     TRUTH_RUNS,
@@ -30,9 +31,7 @@ OWN: Final[Table] = {
         ATTENTION: Source(
             How.OBSERVED, "`ForwardInput.attention` or `Recorder.attention`, where the integrator gives it"
         ),
-        ("kv_submitted_bytes",): Source(
-            How.OBSERVED, "what the model hands to the cache, where the integrator gives it"
-        ),
+        SUBMITTED: Source(How.OBSERVED, "what the model hands to the cache, where the integrator gives it"),
     },
     "sample": {USES["sample"]: Source(How.TOLD, "the arguments of `sampled`")},
     "request": {USES["request"]: Source(How.TOLD, "the arguments of `request`")},

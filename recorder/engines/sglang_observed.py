@@ -7,6 +7,7 @@ from .observed import (
     COPIES,
     LUT_RUNS,
     SLOTS,
+    SUBMITTED,
     SWEEPS,
     TABLE_RUNS,
     TRUTH_RUNS,
@@ -101,7 +102,7 @@ CPU: Final[Table] = {
         LUT_RUNS: Source(How.OBSERVED, "the pool's full_to_swa_index_mapping"),
         TRUTH_RUNS: Source(How.TOLD, "`Req.origin_input_ids` and `output_ids`, when the forward is told"),
         ATTENTION: Source(How.ABSENT, "the attention backend's own metadata is not read"),
-        ("kv_submitted_bytes",): Source(How.ABSENT, "what the model hands to the pool is not read"),
+        SUBMITTED: Source(How.ABSENT, "what the model hands to the pool is not read"),
     },
     **_EVENTS,
 }

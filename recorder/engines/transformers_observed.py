@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from .observed import ATTENTION, COPIES, LUT_RUNS, TABLE_RUNS, TRUTH_RUNS, USES, How, Source, Table
+from .observed import ATTENTION, COPIES, LUT_RUNS, SUBMITTED, TABLE_RUNS, TRUTH_RUNS, USES, How, Source, Table
 
 _IO: Final = "the batch's inputs and outputs, when `_generation_step` is called"
 TRANSFORMERS: Final[Table] = {
@@ -25,7 +25,9 @@ TRANSFORMERS: Final[Table] = {
         LUT_RUNS: Source(How.ABSENT, "transformers has no such table: each group has its own blocks"),
         TRUTH_RUNS: Source(How.TOLD, "the request's initial_tokens and generated_tokens"),
         ATTENTION: Source(How.ABSENT, "read_index and cumulative_seqlens_k are read as the table alone"),
-        ("kv_submitted_bytes",): Source(How.ABSENT, "what the model hands to the cache is not read"),
+        SUBMITTED: Source(
+            How.OBSERVED, "the key and value states that the cache's update is called with, of the layers captured"
+        ),
     },
     "sample": {USES["sample"]: Source(How.ABSENT, "sampled tokens come with their forward")},
     "request": {

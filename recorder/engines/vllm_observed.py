@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from .observed import ATTENTION, COPIES, LUT_RUNS, SWEEPS, TABLE_RUNS, TRUTH_RUNS, USES, How, Source, Table
+from .observed import ATTENTION, COPIES, LUT_RUNS, SUBMITTED, SWEEPS, TABLE_RUNS, TRUTH_RUNS, USES, How, Source, Table
 
 _BLOCKS: Final = "the blocks that the group's manager and the block pool are called with, as slots"
 VLLM: Final[Table] = {
@@ -35,7 +35,7 @@ VLLM: Final[Table] = {
         ("kv_bytes",): Source(
             How.OBSERVED, "the pool, after the forward; where the CPU's attention packs it, what the model hands to it"
         ),
-        ("kv_submitted_bytes",): Source(How.ABSENT, "only one of the two is recorded"),
+        SUBMITTED: Source(How.ABSENT, "only one of the two is recorded"),
     },
     "sample": {
         ("forward",): Source(How.NUMBERED, "the forward whose result it is"),

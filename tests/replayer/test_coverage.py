@@ -30,7 +30,7 @@ def _header(**changes: object) -> TraceHeader:
 
 def _rows(header: TraceHeader, *, seen: int = 10, settings: dict[str, object] | None = None) -> list[Watched]:
     figures = no_figures(header)
-    figures[:] = [10, seen, seen, seen, seen, 100, 0]
+    figures[:] = [10, seen, seen, seen, seen, seen, 100, 0]
     return coverage(
         header,
         figures,
@@ -57,8 +57,8 @@ def test_what_no_forward_showed_is_named_for_each_runner() -> None:
         groups=(_group(), _group("draft", runner=1)), runners=(Runner(), Runner(name="draft", derived=("positions",)))
     )
     figures = no_figures(header)
-    figures[0] = [10, 10, 10, 10, 10, 100, 3]
-    figures[1] = [8, 4, 0, 8, 8, 80, 0]
+    figures[0] = [10, 10, 10, 10, 10, 10, 100, 3]
+    figures[1] = [8, 4, 8, 0, 8, 8, 80, 0]
     rows = coverage(header, figures, recorded=20, judged=18, entries_read=50, unknown_entries=5, settings=SETTINGS)
     words = not_watched(rows)
     assert "2 of 20 forwards, which were left out" in words

@@ -2,7 +2,20 @@
 
 from typing import Final
 
-from ..observed import ATTENTION, COPIES, LUT_RUNS, SLOTS, SWEEPS, TABLE_RUNS, TRUTH_RUNS, USES, How, Source, Table
+from ..observed import (
+    ATTENTION,
+    COPIES,
+    LUT_RUNS,
+    SLOTS,
+    SUBMITTED,
+    SWEEPS,
+    TABLE_RUNS,
+    TRUTH_RUNS,
+    USES,
+    How,
+    Source,
+    Table,
+)
 
 _BATCH: Final = "the batch that its model is given"
 _BOOKS: Final = "the engine's own books, when it changes them"
@@ -17,7 +30,7 @@ SIMULATED: Final[Table] = {
         LUT_RUNS: Source(How.OBSERVED, "its full-to-SWA table"),
         TRUTH_RUNS: Source(How.TOLD, "its scheduler's tokens"),
         ATTENTION: Source(How.ABSENT, "it has no attention: its model reads the slots of its req_to_token"),
-        ("kv_submitted_bytes",): Source(How.ABSENT, "its model writes the pool itself"),
+        SUBMITTED: Source(How.OBSERVED, "what its model hands to the pools, where it is configured to tell it"),
     },
     "sample": {
         ("forward",): Source(How.NUMBERED, "the forward whose result it is"),
