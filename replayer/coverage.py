@@ -33,6 +33,7 @@ NOT_SAID: Final = "not said by this recording"
 _SAYS_ALL: Final = 3  # the minor version since which a header says what is not watched
 _PARTIAL_BYTES: Final = 16  # of a slot, that `--kv-hash partial` compares
 _MOST_NAMED: Final = 8
+_ITSELF: Final = frozenset({"pool", "runner", "graph", "other"})  # kinds whose names say what is meant
 _NAMED: Final = frozenset(
     {"layers", "bytes", "bytes_watched", "submitted", "attention", "truth", "columns"}
 )  # one of many
@@ -168,11 +169,12 @@ def _forwards(judged: int, recorded: int) -> Watched:
 def _left_out(header: TraceHeader) -> list[Watched]:
     """Return what the recorder says that it does not watch; layers and bytes of a pool group are in the group's rows."""
     groups = {group.name for group in header.groups}
-    rows = [
-        Watched(what=entry.what, name=entry.name, watched=0, total=None, reason=entry.reason, words=entry.name)
-        for entry in header.not_watched
-        if not (entry.what in ("layers", "bytes") and entry.name in groups)
-    ]
+    rows = []
+    for entry in header.not_watched:
+        if entry.what in ("layers", "bytes") and entry.name in groups:
+            continue
+        words = entry.name if entry.what in _ITSELF else f"{entry.what} of {entry.name}"
+        rows.append(Watched(what=entry.what, name=entry.name, watched=0, total=None, reason=entry.reason, words=words))
     if header.format_minor < _SAYS_ALL:
         words = f"other pools, draft models, CUDA graphs ({NOT_SAID})"
         rows.append(Watched(what="other", name="", watched=0, total=None, reason=NOT_SAID, words=words))
