@@ -93,14 +93,17 @@ CPU: Final[Table] = {
             "extend_seq_lens; 1 in a decode; the draft's number of tokens in a target-verify, by definition",
         ),
         ("input_ids", "positions", "out_cache_loc"): Source(
-            How.OBSERVED, "`ForwardBatch`'s tensors of that name, when `ModelRunner._forward_raw` is called"
+            How.OBSERVED,
+            "`ForwardBatch`'s tensors of that name, when `ModelRunner._forward_raw` is called; -1 for tokens of embeddings",
         ),
         ("sampled_lens", "sampled_tokens"): Source(
             How.OBSERVED, "the result that `Scheduler.process_batch_result` takes over"
         ),
         TABLE_RUNS: Source(How.OBSERVED, "`req_to_token_pool.req_to_token`, the cells that the forward reads"),
         LUT_RUNS: Source(How.OBSERVED, "the pool's full_to_swa_index_mapping"),
-        TRUTH_RUNS: Source(How.TOLD, "`Req.origin_input_ids` and `output_ids`, when the forward is told"),
+        TRUTH_RUNS: Source(
+            How.TOLD, "`Req.origin_input_ids` and `output_ids`, when the forward is told; -1 for embeddings and beams"
+        ),
         ATTENTION: Source(How.ABSENT, "the attention backend's own metadata is not read"),
         SUBMITTED: Source(How.ABSENT, "what the model hands to the pool is not read"),
     },

@@ -185,7 +185,7 @@ def describe_engine(
         )
         + tuple(draft_group(group) for group in drafts),
         tables=tuple(StateTable(name=group.name, rows=rows, width=width) for group in (*layout.groups, *drafts)),
-        runners=(Runner(), *(Runner(name="draft", derived=DRAFT_DERIVED) for _ in drafts)),
+        runners=(Runner(derived=fed_otherwise(runner)), *(Runner(name="draft", derived=DRAFT_DERIVED) for _ in drafts)),
         truth_table=StateTable(name="truth", rows=rows, width=width + 1),
         ranks=ranks_of(config.parallel_config),
         run_id=run_id(),
@@ -199,6 +199,12 @@ def describe_engine(
             *layout.notes,
         ),
     )
+
+
+def fed_otherwise(runner: Any) -> tuple[str, ...]:
+    """Return the columns that are worked out for this model: one that is fed positions of several dimensions."""
+    several = getattr(runner, "uses_mrope", False) or getattr(runner, "uses_xdrope_dim", 0)
+    return ("positions",) if several else ()
 
 
 def ranks_of(parallel: Any) -> Ranks:

@@ -7,7 +7,7 @@ from .observed import ATTENTION, COPIES, LUT_RUNS, SUBMITTED, SWEEPS, TABLE_RUNS
 _BLOCKS: Final = "the blocks that the group's manager and the block pool are called with, as slots"
 VLLM: Final[Table] = {
     "forward": {
-        ("runner",): Source(How.NUMBERED, "the target's, 0"),
+        ("runner",): Source(How.NUMBERED, "0 the target, 1 a draft model's layers"),
         ("mode",): Source(
             How.DERIVED, "from lengths and what the scheduler has drafted; a label, by which nothing is judged"
         ),
@@ -15,23 +15,35 @@ VLLM: Final[Table] = {
             How.NUMBERED, "in the order seen: vLLM's rows change between steps"
         ),
         ("prefix_lens",): Source(
-            How.TOLD, "the runner's num_computed_tokens (on the device where drafts are verified asynchronously)"
+            How.TOLD,
+            "the runner's num_computed_tokens (on the device where drafts are verified asynchronously); of a draft's "
+            "forward derived: 0",
         ),
-        ("extend_lens",): Source(How.TOLD, "`SchedulerOutput.num_scheduled_tokens`"),
-        ("input_ids",): Source(How.OBSERVED, "the tensor that the model is called with"),
+        ("extend_lens",): Source(
+            How.TOLD, "`SchedulerOutput.num_scheduled_tokens`; of a draft's forward observed: query_start_loc"
+        ),
+        ("input_ids",): Source(
+            How.OBSERVED, "the tensor that the model is called with; -1 for embeddings, and in a draft's forward"
+        ),
         ("positions",): Source(
             How.OBSERVED,
             "the tensor that the model is called with; of a model that is fed several dimensions (M-RoPE) "
-            "derived: the place in the sequence",
+            "derived: the place in the sequence; of a draft's forward derived: from 0 on",
         ),
         ("out_cache_loc",): Source(
-            How.OBSERVED, "the block table's slot_mapping on the device, when the model is called"
+            How.OBSERVED,
+            "the slot mapping where the layers take it, else the block table's on the device; of a draft's forward the one that its "
+            "first layer takes",
         ),
         ("sampled_lens", "sampled_tokens"): Source(How.OBSERVED, "`ModelRunnerOutput.sampled_token_ids`"),
         TABLE_RUNS: Source(How.OBSERVED, "the runner's block table on the device, when the model is called, as slots"),
         LUT_RUNS: Source(How.ABSENT, "vLLM has no such table: each group has its own block table"),
         TRUTH_RUNS: Source(How.TOLD, "the request's prompt_token_ids, and what was sampled for it"),
-        ATTENTION: Source(How.ABSENT, "attention metadata is not read"),
+        ATTENTION: Source(
+            How.OBSERVED,
+            "the metadata that each layer's attention is given, before the model and after it, for backends whose "
+            "fields are known; of others and of drafts nothing",
+        ),
         ("kv_bytes",): Source(
             How.OBSERVED, "the pool, after the forward; where the CPU's attention packs it, what the model hands to it"
         ),
@@ -63,7 +75,9 @@ VLLM: Final[Table] = {
         SWEEPS: Source(How.TOLD, "the blocks that the prefix cache holds, as the slot history has them"),
     },
     "transfer": {
-        USES["transfer"]: Source(How.ABSENT, "what a KV connector moves is not told as transfers"),
+        USES["transfer"]: Source(
+            How.TOLD, "the blocks that a KV connector loads, as receives without a room and without bytes"
+        ),
     },
     "kv_copy": {
         ("request_id",): Source(How.ABSENT, "not told for whom: -1"),
