@@ -17,7 +17,7 @@ from kvcanary.recorder.engines import vllm_hooks
 from kvcanary.recorder.engines.import_hook import WhenImported, when_imported
 from kvcanary.recorder.engines.vllm_hooks import MODULES, RUNNER_V1, TARGETS, hook_module
 from kvcanary.recorder.engines.vllm_kv import head_views, layer_number, row_source
-from kvcanary.recorder.engines.vllm_layout import GroupLayout, kind_of, ranks_of
+from kvcanary.recorder.engines.vllm_layout import GroupLayout, fed_otherwise, kind_of, ranks_of
 from kvcanary.recorder.engines.vllm_requests import KnownRequest, RequestBook, request_id_of
 from kvcanary.recorder.engines.vllm_step import Step, levels, table_read
 from kvcanary.recorder.forward_input import TableRead
@@ -314,3 +314,8 @@ def test_who_reads_what_others_write_waits_for_them() -> None:
 def test_a_circle_of_a_broken_table_ends() -> None:
     made, read = step_of([1, 1], [1, 1], [8, 9], [[9], [8]])
     assert len(levels(made, [read], np.array([True, True]))) == 2
+
+
+def test_positions_of_several_dimensions_are_derived() -> None:
+    assert fed_otherwise(SimpleNamespace(uses_mrope=True)) == ("positions",)
+    assert fed_otherwise(SimpleNamespace(uses_mrope=False, uses_xdrope_dim=0)) == ()
