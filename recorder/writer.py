@@ -1,6 +1,5 @@
 """Writing a trace from inside an engine: a bounded queue, a background thread, and a file that is whole at any time."""
 
-import atexit
 import logging
 import os
 import threading
@@ -15,6 +14,7 @@ from .errors import TraceError
 from .event import TraceEvent, loss_event
 from .freezing import POLL_SECONDS, FreezeFile, FreezeSignal
 from .header import TraceHeader, completed_header
+from .process_end import at_process_end
 from .segments import SegmentSettings, open_files
 from .tail import open_tail
 from .trace_file import DeletedError
@@ -115,7 +115,7 @@ class TraceWriter:
             if self._tail is not None:
                 self._tail.remove()
             raise TraceError(f"{self.path}: cannot be written: {error}") from None
-        atexit.register(self.close)
+        self._no_close_at_end = at_process_end(self.close, priority=1)
 
     def __enter__(self) -> Self:
         return self
@@ -236,7 +236,7 @@ class TraceWriter:
                 "kvcanary: %s: not closed within %g s, the disk is stuck; the trace may be torn", self.path, timeout
             )
             return False
-        atexit.unregister(self.close)
+        self._no_close_at_end()
         return self._failed is None
 
     def stats(self) -> WriterStats:
