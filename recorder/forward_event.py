@@ -34,6 +34,7 @@ def forward_event(
         "sampled_tokens": sampled_tokens,
         **forward.changes,
         **forward.attention,
+        **forward.windows,
     }
     if forward.out_cache_loc:
         ints["out_cache_loc"] = np.concatenate(forward.out_cache_loc)

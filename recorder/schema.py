@@ -124,6 +124,11 @@ INT_LISTS: Final = (
     "attention_start",
     "attention_count",
     "attention_slots",
+    # the positions that a forward reads of a request's prefix, where they are not those of the group's window
+    "window_group",
+    "window_request",
+    "window_start",
+    "window_count",
 )
 
 # Those by which any event may change a table.
@@ -153,6 +158,10 @@ ADDED: Final[dict[str, int]] = {
     "attention_count": 3,
     "attention_slots": 3,
     "kv_submitted_bytes": 3,
+    "window_group": 3,
+    "window_request": 3,
+    "window_start": 3,
+    "window_count": 3,
     "submitted_watched": 3,
 }
 

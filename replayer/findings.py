@@ -38,6 +38,7 @@ FINDING_KINDS = {
     "read_of_foreign_slot": "a forward reads a slot that is another request's, or was given out anew while it read it",
     "write_to_foreign_slot": "a forward writes a slot that is not the writing request's",
     "write_lost": "a forward wrote a token, and the slot's bytes are still those of another one",
+    "wrong_window": "a forward reads fewer or more positions of its prefix than its pool group's window has",
     "write_damaged": "a forward left other bytes in a slot than the model handed to the cache",
     "padded_write": "a padding token writes a slot that is in use",
     "row_reassigned": "a forward reads a row for a request that the row was not given to",

@@ -12,7 +12,13 @@ from ..recorder.header import TraceHeader
 from ..recorder.machine.forward import Forward
 from ..recorder.machine.pools import GroupPool
 from ..recorder.machine.tables import StateTables
-from ..recorder.machine.write_planning import own_slots, part_from_unknown, readable_prefixes, which_unknown
+from ..recorder.machine.write_planning import (
+    own_slots,
+    part_from_unknown,
+    part_from_unstored,
+    readable_prefixes,
+    which_unknown,
+)
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -87,6 +93,7 @@ class Planner:
         step.looked_beyond = bool(self._out_of_range[0])
         step.reads = int(step.verify_plan.num_valid[0])
         expect_stored_tokens(pool, step.verify_plan)
+        part_from_unstored(pool, step.write_plan, slots, bs)
         if pool.any_unknown:
             step.unknown_entries = int(leave_out_unknown(pool, step.verify_plan).sum())
             part_from_unknown(pool, step.write_plan, bs)

@@ -46,6 +46,7 @@ class Forward:
 
     `out_cache_loc` holds one `[tokens] int64` per state table, `kv_bytes` one `[tokens, capture_bytes] uint8` per
     stream of the runner, `kv_submitted` the same of what the model handed to the cache, nothing where it is no other.
+    `windows` `[n, 4] int64` are the reads that are not those of a sliding group's window: group, request, start, count.
     `truth_lens` is None where the engine gave no truth tokens, `attention` where nobody read what attention got.
     """
 
@@ -68,6 +69,7 @@ class Forward:
     kv_bytes: tuple[ByteArray, ...]
     kv_submitted: tuple[ByteArray, ...] = ()
     attention: Attention | None = None
+    windows: Int64Array | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +112,12 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
             f"sampled_tokens has {len(sampled_tokens)} entries, sampled_lens add up to another number"
         )
     submitted = view.bytes("kv_submitted_bytes")
+    windows = [view.ints(f"window_{column}") for column in ("group", "request", "start", "count")]
+    if len({len(column) for column in windows}) > 1:
+        raise UnusableEventError("the columns window_* differ in length")
+    known = (windows[0] >= 0) & (windows[0] < len(header.groups)) & (windows[1] >= 0) & (windows[1] < bs)
+    if not known.all():
+        raise UnusableEventError("window_* name a group or a request that there is not")
     return Forward(
         event=int(view.scalar("event")),
         forward=int(view.scalar("forward")),
@@ -125,6 +133,7 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
         positions=positions,
         out_cache_loc=tuple(slots),
         kv_bytes=_stream_bytes("kv_bytes", view.bytes("kv_bytes"), header, runner, tokens),
+        windows=np.stack(windows, axis=1),
         kv_submitted=_stream_bytes("kv_submitted_bytes", submitted, header, runner, tokens) if len(submitted) else (),
         attention=_attention(view, header, bs),
         **per_request,

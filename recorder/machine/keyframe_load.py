@@ -203,6 +203,7 @@ class KeyframeLoader:
             kv_bytes=(),
             kv_submitted=(),
             attention=None,
+            windows=None,
             **columns,
         )
         self._state.history.samples.put_back(forward, batch_tokens(forward), told=bool(view.scalar("note")))

@@ -33,7 +33,7 @@ from .slot_history import SlotHistory
 from .table_use import TableUse
 from .tables import StateTables
 from .transfer import read_transfer
-from .write_planning import own_slots, part_from_unknown, readable_prefixes
+from .write_planning import own_slots, part_from_unknown, part_from_unstored, readable_prefixes
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -220,6 +220,7 @@ class Machine:
             backend=self._backend,
         )
         part_from_unknown(pool, step.plan, bs)
+        part_from_unstored(pool, step.plan, step.slots, bs)
         return step
 
     def _write(

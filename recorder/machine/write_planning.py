@@ -46,6 +46,17 @@ def part_from_unknown(pool: GroupPool, plan: WritePlan, requests: int) -> None:
         seeds[which_unknown(pool, seeds) | (seeds == PADDING_SLOT)] = -1
 
 
+def part_from_unstored(pool: GroupPool, plan: WritePlan, slots: Int64Array, requests: int) -> None:
+    """Begin the chains anew of requests whose first tokens go to no slot of a sliding group, `slots` `[T] int64`.
+
+    A chunk that is longer than the window leaves out what nobody will read. The record before it is then not the one
+    before what is stored, and the block table leads to no slot there, as it does at a chain's head.
+    """
+    if pool.group.window and len(slots):
+        starts, ends = plan.offsets[:requests], plan.offsets[1 : requests + 1]
+        plan.seed_slots[:requests][(starts < ends) & (slots[np.minimum(starts, len(slots) - 1)] < 0)] = -1
+
+
 def which_unknown(pool: GroupPool, slots: Int64Array) -> npt.NDArray[np.bool_]:
     """Say for each slot, `[n] bool`, whether its content is unknown."""
     unknown = pool.pool.unknown

@@ -29,6 +29,7 @@ from .transfer_not_held import TransferNotHeld
 from .write_damaged import WriteDamaged
 from .write_lost import WriteLost
 from .write_to_foreign_slot import WriteToForeignSlot
+from .wrong_window import WrongWindow
 
 __all__ = ["CHECK_NAMES", "Covered", "HistoryCheck", "covered_by", "make_checks"]
 
@@ -44,6 +45,7 @@ _CHECKS: Final[dict[str, type[HistoryCheck]]] = {
     "padded_write": PaddedWrite,
     "write_lost": WriteLost,
     "write_damaged": WriteDamaged,
+    "wrong_window": WrongWindow,
     "row_reassigned": RowReassigned,
     "hit_never_written": HitNeverWritten,
     "hit_differs": HitDiffers,

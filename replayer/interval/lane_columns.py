@@ -42,6 +42,7 @@ _UNUSUAL_LISTS: Final = (
     "kv_submitted_bytes",
     *ATTENTION_RUNS,
     "attention_slots",
+    "window_group",
 )
 
 

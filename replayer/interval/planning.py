@@ -11,7 +11,7 @@ from ...recorder.machine.forward import Forward
 from ...recorder.machine.kv_changes import KvChanges
 from ...recorder.machine.pools import GroupPool
 from ...recorder.machine.tables import StateTables
-from ...recorder.machine.write_planning import own_slots, part_from_unknown, readable_prefixes
+from ...recorder.machine.write_planning import own_slots, part_from_unknown, part_from_unstored, readable_prefixes
 from ..planning import GroupStep, Planner, expect_stored_tokens, leave_out_unknown
 from .watch import Watch
 
@@ -87,6 +87,7 @@ class IntervalPlanner(Planner):
         )
         step.looked_beyond = bool(self._out_of_range[0])
         expect_stored_tokens(pool, step.verify_plan)
+        part_from_unstored(pool, step.write_plan, slots, bs)
         if pool.any_unknown:
             unknown = leave_out_unknown(pool, step.verify_plan)
             step.unknown_entries = int(unknown.sum())

@@ -16,6 +16,7 @@ from kvcanary.replayer.lab.trial import Trial, run_trial
 from kvcanary.replayer.replay import ReplaySettings, replay
 
 from ...recorder.segmented import cut
+from ...recorder.test_rings import Ring
 from ..equality.both_ways import check
 from ..equality.histories import write_raw
 from ..on_device.raw import read_raw
@@ -129,9 +130,15 @@ def test_so_does_one_that_no_fault_of_the_lab_is_for(make_scene: Callable[..., S
     scene.start(7, 1, [3, 4, 5])
     scene.transfer("start", "send", [6, 7])
     scene.recorder.close()
-    (found,) = check([scene.path], tmp_path, incidents=False)
-    fires = {"transfer_not_held"}
-    assert fires <= set(found.table("findings")["kind"].to_pylist())
+    ring = Ring(tmp_path / "ring.arrow")
+    ring.forward(9)
+    ring.forward(1, shift=2)
+    ring.recorder.close()
+    fires = {"transfer_not_held", "wrong_window"}
+    found = [
+        check([path], tmp_path / path.stem, incidents=False)[0].table("findings") for path in (scene.path, ring.path)
+    ]
+    assert fires <= {kind for table in found for kind in table["kind"].to_pylist()}
     assert set(CHECK_NAMES) == fires.union(*(kinds for _, kinds in FIRES.values()))
 
 
