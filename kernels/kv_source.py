@@ -57,6 +57,17 @@ class KvSource:
             )
 
     @property
+    def strides(self) -> tuple[int, int]:
+        """Bytes between rows, and between a row's bytes."""
+        return _byte_strides(self.tensor)
+
+    @property
+    def address(self) -> int:
+        """Where the first byte lies."""
+        tensor = self.tensor
+        return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
+
+    @property
     def num_slots(self) -> int:
         """How many slots the rows hold."""
         return int(self.tensor.shape[0]) * self.page_size

@@ -5,6 +5,7 @@ nobody wrote. Slots that dropped events wrote are marked lost, to be named by th
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -176,7 +177,8 @@ def group_shadows(
     """Return one shadow for each of the header's groups.
 
     Raises:
-        ValueError: a stream of the header has no source, a source has no stream, or their sizes differ.
+        ValueError: a stream of the header has no source, a source has no stream, their sizes differ, a source does not
+            hold its group's slots, or two of a group lie over the same bytes.
     """
     expected = {(g, s) for g, group in enumerate(header.groups) for s in range(len(group.streams))}
     if set(kv_sources) != expected:
@@ -190,10 +192,52 @@ def group_shadows(
                 f"kv_sources[{g}, {s}] has {source.bytes_per_token} bytes a token, the header says "
                 f"{stream.bytes_per_token}"
             )
+        _check_source(f"kv_sources[{g}, {s}]", source, header.groups[g], stream)
+    for g, group in enumerate(header.groups):
+        for (s, one), (t, other) in itertools.combinations(
+            [(s, kv_sources[g, s]) for s in range(len(group.streams))], 2
+        ):
+            if _overlap(one, other):
+                raise ValueError(
+                    f"kv_sources[{g}, {s}] and kv_sources[{g}, {t}] lie over the same bytes; pass each layer's K and V once"
+                )
     return [
         GroupKvShadow(group, [_host_view(kv_sources[g, s]) for s in range(len(group.streams))], backend=backend)
         for g, group in enumerate(header.groups)
     ]
+
+
+def _check_source(name: str, source: KvSource, group: PoolGroup, stream: KvStream) -> None:
+    """Raise `ValueError` where a source is not made for its group's slots: what is beyond it nobody would watch."""
+    if not group.num_slots <= source.num_slots < group.num_slots + source.page_size:
+        raise ValueError(
+            f"{name} holds {source.num_slots} slots ({source.tensor.shape[0]} rows of {source.page_size}), the group "
+            f"{group.name} has {group.num_slots}; pass the rows of exactly its slots, of one layer, token by token (of a pool "
+            "with the heads first, one head)"
+        )
+    if source.read_bytes < stream.capture_bytes:
+        raise ValueError(
+            f"{name} reads {source.read_bytes} bytes of a slot, the header captures {stream.capture_bytes}; pass the same"
+        )
+    stride, width = source.strides[0], source.page_size * source.bytes_per_token
+    if source.tensor.shape[0] > 1 and stride < width:
+        raise ValueError(f"{name} has rows {stride} bytes apart that hold {width}: its slots overlap")
+
+
+def _overlap(one: KvSource, other: KvSource) -> bool:
+    """Say whether two sources have bytes in common; of those whose rows lie at different strides only if they nest."""
+    tensors = (one.tensor, other.tensor)
+    if len({str(getattr(tensor, "device", "cpu")) for tensor in tensors}) > 1:
+        return False
+    (low, row_bytes, first), (high, other_bytes, _) = sorted(
+        (s.address, s.strides[0], n) for n, s in enumerate((one, other))
+    )
+    near = (one, other)[first]
+    width, other_width = (s.page_size * s.bytes_per_token for s in (near, (one, other)[1 - first]))
+    if high >= low + near.tensor.shape[0] * row_bytes:
+        return False
+    offset = (high - low) % row_bytes
+    return offset < width or (row_bytes == other_bytes and offset + other_width > row_bytes)
 
 
 def _host_view(source: KvSource) -> KvSource:
