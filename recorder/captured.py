@@ -43,6 +43,8 @@ class CapturedRecording(Recording):
         with self._lock:
             if self._off:
                 return False
+            if self._numbers.differ:
+                raise ValueError("padding_slots other than (0,) cannot be recorded on the device; use Recorder")
             forward.input_ids = self._hash_tokens(forward.input_ids)
             if "truth_tokens" in forward.changes:
                 forward.changes["truth_tokens"] = wrapped(self._hash_tokens(forward.changes["truth_tokens"]))

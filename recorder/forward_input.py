@@ -1,5 +1,6 @@
 """What an engine's integrator tells the recorder about one forward, and the recorder's own copy of it."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,6 +20,7 @@ from .host_arrays import (
     saturated,
     wrapped,
 )
+from .slot_numbers import SlotNumbers
 
 _NOTHING = np.empty(0, np.int64)
 
@@ -169,8 +171,9 @@ def copy_forward(
     number: int,
     time_ns: int,
     hash_tokens: Callable[[Int64Array], Int64Array],
+    numbers: SlotNumbers | None = None,
 ) -> CopiedForward:
-    """Copy what was told, at once; `hash_tokens` returns tokens as the trace may hold them.
+    """Copy what was told, at once; `hash_tokens` and `numbers` return tokens and slots as the trace may hold them.
 
     Raises:
         ValueError: lengths that do not fit one another or the header; the message names the field.
@@ -197,6 +200,7 @@ def copy_forward(
     out_cache_loc = tuple(own_int64(loc) for loc in told.out_cache_loc)
     for name, array in (("positions", positions), *(("out_cache_loc", loc) for loc in out_cache_loc)):
         _check_length(name, array.size, input_ids.size, "one for each of input_ids")
+    numbers = SlotNumbers(header) if numbers is None else numbers
     copied = CopiedForward(
         mode=told.mode,
         runner=told.runner,
@@ -208,9 +212,9 @@ def copy_forward(
         extend_lens=extend_lens,
         input_ids=input_ids,
         positions=positions,
-        out_cache_loc=out_cache_loc,
+        out_cache_loc=tuple(numbers.of_table(table, loc) for table, loc in enumerate(out_cache_loc)),
         reads=tuple(
-            _copy_read(read, rows, prefix_lens, _first_read(header, table, prefix_lens))
+            _numbered(numbers, table, _copy_read(read, rows, prefix_lens, _first_read(header, table, prefix_lens)))
             for table, read in enumerate(told.reads)
         ),
         luts=told.luts,
@@ -223,7 +227,7 @@ def copy_forward(
             copied.watched += (_NOTHING,)
             continue
         lut = told.luts[group.lut] if group.lut >= 0 else None
-        copied.written += (translate(lut, out_cache_loc[group.table]),)
+        copied.written += (translate(lut, copied.out_cache_loc[group.table]),)
         copied.watched += (translate(lut, _window_slots(copied, copied.reads[group.table], group.window)),)
     return copied
 
@@ -304,6 +308,10 @@ def _copy_read(read: Any, rows: Int64Array, prefix_lens: Int64Array, first: Int6
         if _is_int32(read):
             return RowValues(rows=rows, starts=starts, counts=counts, values=slots)
     return RowValues(rows=rows, starts=starts, counts=np.maximum(counts, 0), values=saturated(slots))
+
+
+def _numbered(numbers: SlotNumbers, table: int, read: RowValues) -> RowValues:
+    return dataclasses.replace(read, values=numbers.of_table(table, read.values)) if numbers.differ else read
 
 
 def _copy_truth(truth: TruthTokens, rows: Int64Array, hash_tokens: Callable[[Int64Array], Int64Array]) -> RowValues:

@@ -60,7 +60,8 @@ class PoolGroup:
     for full). `table` indexes `TraceHeader.tables`, `lut` indexes `TraceHeader.lut_lens` (-1: slots are this pool's
     own). `reads_before_write` says that a forward reads its prefix before its own writes land (ring buffers).
     `host_num_slots` is the size of the offload tier, 0 without one. `padding_slots` take writes that nobody reads, and
-    are never verified. `num_layers` is the number of layers whose KV lies in this group, 0 where nobody said; the
+    are never verified: what the engine says; the recorder numbers the slots so that a trace has `(0,)`, and `slot_shift`
+    says by how much they are higher there than in the engine. `num_layers` is the number of layers whose KV lies in this group, 0 where nobody said; the
     streams say which of them are watched.
     """
 
@@ -77,6 +78,7 @@ class PoolGroup:
     reads_before_write: bool = False
     host_num_slots: int = 0
     padding_slots: tuple[int, ...] = (0,)
+    slot_shift: int = 0
     num_layers: int = 0
 
 
@@ -351,6 +353,8 @@ def _check_header(header: TraceHeader) -> None:
             raise ValueError(f"{where}: full-to-SWA table {group.lut} of {len(header.lut_lens)}")
         if not 0 < group.num_slots <= MAX_SLOTS or not 0 <= group.host_num_slots <= MAX_SLOTS:
             raise ValueError(f"{where}: {group.num_slots} slots, {group.host_num_slots} host slots")
+        if group.slot_shift not in (0, 1):
+            raise ValueError(f"{where}: slot_shift is {group.slot_shift}, expected 0 or 1")
         if group.page_size < 1 or group.num_layers < 0:
             raise ValueError(f"{where}: page_size {group.page_size}, {group.num_layers} layers")
         if len(group.padding_slots) > MAX_PADDING_SLOTS or not all(

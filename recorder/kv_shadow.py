@@ -43,6 +43,7 @@ class GroupKvShadow:
         """Return the stream's leading bytes of each slot now, `[n, capture_bytes] uint8`; zeros outside the pool."""
         capture = self.group.streams[stream].capture_bytes
         source = self.sources[stream]
+        slots = slots - self.group.slot_shift if self.group.slot_shift else slots
         if on_device(source):
             return gather_device(source, slots, capture)
         out = np.empty((slots.size, capture), np.uint8)
@@ -73,14 +74,14 @@ class GroupKvShadow:
     def _same(self, stream: int, slots: Int64Array) -> bool:
         """Return whether it is plain that no slot's bytes have changed, which is nearly always."""
         source, pool = self.sources[stream], self._tiers[TIER_POOL]
-        if on_device(source):
+        if on_device(source) or self.group.slot_shift:
             return False
         return kv_same(source=source, slots=slots, shadow=pool.content[stream], known=pool.known, backend=self._backend)
 
     def _stream_changes(self, stream: int, slots: Int64Array) -> tuple[Int64Array, ByteArray]:
         pool = self._tiers[TIER_POOL]
         source = self.sources[stream]
-        if on_device(source):
+        if on_device(source) or self.group.slot_shift:
             slots = slots[pool.known[slots] != 0]
             content = self.gather(stream, slots)
             changed = (content != pool.content[stream][slots]).any(axis=1)
@@ -209,10 +210,11 @@ def group_shadows(
 
 def _check_source(name: str, source: KvSource, group: PoolGroup, stream: KvStream) -> None:
     """Raise `ValueError` where a source is not made for its group's slots: what is beyond it nobody would watch."""
-    if not group.num_slots <= source.num_slots < group.num_slots + source.page_size:
+    num_slots = group.num_slots - group.slot_shift
+    if not num_slots <= source.num_slots < num_slots + source.page_size:
         raise ValueError(
             f"{name} holds {source.num_slots} slots ({source.tensor.shape[0]} rows of {source.page_size}), the group "
-            f"{group.name} has {group.num_slots}; pass the rows of exactly its slots, of one layer, token by token (of a pool "
+            f"{group.name} has {num_slots}; pass the rows of exactly its slots, of one layer, token by token (of a pool "
             "with the heads first, one head)"
         )
     if source.read_bytes < stream.capture_bytes:

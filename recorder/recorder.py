@@ -5,6 +5,7 @@ in the log (logger "kvcanary") and in the trace; the engine goes on. Where the w
 dropped, counted, and a loss event says how many and which slots they wrote.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -83,14 +84,19 @@ class Recorder(CapturedRecording):
             self._pending.note = "the engine told of no end of this forward"
             self._finish_forward(_NOTHING, _NOTHING)
         forward = copy_forward(
-            told, self.header, number=self._forwards, time_ns=self._now(), hash_tokens=self._hash_tokens
+            told,
+            self.header,
+            number=self._forwards,
+            time_ns=self._now(),
+            hash_tokens=self._hash_tokens,
+            numbers=self._numbers,
         )
         self._forwards += 1
         forward.changes = self._state.changes(forward)
         every = self._kv_watch_every
         forward.kv_watched = every > 0 and forward.number % every == 0 and any(kv.sources for kv in self._kv)
         if told.attention is not None:
-            take_attention(forward, told.attention, self.header)
+            take_attention(forward, self._numbered(told.attention), self.header)
         self._pending = forward
         if forward.kv_watched:
             watch(forward, self._kv, PHASE_BEFORE)
@@ -103,7 +109,11 @@ class Recorder(CapturedRecording):
         """
         if self._pending is None:
             raise ValueError("attention without before_forward")
-        take_attention(self._pending, told, self.header)
+        take_attention(self._pending, self._numbered(told), self.header)
+
+    def _numbered(self, told: AttentionInput) -> AttentionInput:
+        slots = tuple(self._numbers.read(number, read) for number, read in enumerate(told.slots[: len(self._kv)]))
+        return dataclasses.replace(told, slots=(*slots, *told.slots[len(slots) :]))
 
     @guarded
     def after_forward(
@@ -155,19 +165,19 @@ class Recorder(CapturedRecording):
                 "cached" where it handed its slots to the prefix cache.
             note: why.
         """
-        self._put(
-            slots_event(
-                kind,
-                time_ns=self._now(),
-                group=group,
-                slots=slots,
-                runs=runs,
-                request_id=request_id,
-                row=row,
-                status=status,
-                note=note,
-            )
+        event = slots_event(
+            kind,
+            time_ns=self._now(),
+            group=group,
+            slots=slots,
+            runs=runs,
+            request_id=request_id,
+            row=row,
+            status=status,
+            note=note,
         )
+        event.ints["slot_start"] = self._numbers.runs(event.ints["slot_group"], event.ints["slot_start"])
+        self._put(event)
 
     @guarded
     def request_status(self, *, request_id: int, status: str, row: int = -1, note: str = "") -> None:
@@ -208,6 +218,11 @@ class Recorder(CapturedRecording):
             runner: index into the header's runners.
         """
         entries = sweep_entries(groups, slots, positions, prev_slots, locked)
+        entries = dataclasses.replace(
+            entries,
+            slots=self._numbers.of_groups(entries.groups, entries.slots),
+            prev_slots=self._numbers.of_groups(entries.groups, entries.prev_slots),
+        )
         event = sweep_event(entries, time_ns=self._now(), forward=self._forwards - 1, runner=runner)
         self._put_watched(
             event, runner, [(int(g), entries.slots[entries.groups == g]) for g in np.unique(entries.groups)]
@@ -246,7 +261,7 @@ class Recorder(CapturedRecording):
             num_bytes: bytes moved so far.
             note: why it failed.
         """
-        own, kv = own_int64(slots), self._kv[group]
+        own, kv = self._numbers.of_group(group, own_int64(slots)), self._kv[group]
         event = transfer_event(
             status,
             time_ns=self._now(),
@@ -303,6 +318,8 @@ class Recorder(CapturedRecording):
         if not src.size == dst.size == count.size:
             raise ValueError(f"src, dst, count have lengths {src.size}, {dst.size}, {count.size}, expected equal ones")
         same = np.ones(src.size, np.int64)
+        src = self._numbers.runs(same * group, src) if src_tier == TIER_POOL else src
+        dst = self._numbers.runs(same * group, dst) if dst_tier == TIER_POOL else dst
         ints = {
             "copy_group": same * group,
             "copy_src_tier": same * src_tier,

@@ -27,6 +27,7 @@ from .kv_shadow import group_shadows
 from .outbox import Outbox, RecorderStats
 from .privacy import Privacy, with_privacy
 from .process_end import at_process_end
+from .slot_numbers import SlotNumbers
 from .state_shadow import StateShadow
 from .writer import TraceWriter
 
@@ -102,6 +103,8 @@ class Recording:
         prepare_kernels(backend)
         self.path = Path(path)
         header = header if privacy is None else with_privacy(header, privacy)
+        self._numbers = SlotNumbers(header)
+        header = self._numbers.header(header)
         self._kv = group_shadows(header, kv_sources or {}, backend=backend)
         self._state = StateShadow(header, backend=backend)
         self._kv_watch_every = kv_watch_every

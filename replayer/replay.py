@@ -18,7 +18,7 @@ from .read_ahead import ReadAhead
 from .report import ReportSinks, write_summary
 from .schedule import Schedule
 from .segment_stream import SegmentStream
-from .settings import Progress, ReplaySettings, StopReplayError, resolve_kv_hash
+from .settings import Progress, ReplaySettings, StopReplayError, check_padding, resolve_kv_hash
 from .summary import Summary
 
 PREFILL, DECODE = "prefill", "decode"
@@ -61,6 +61,7 @@ class ReplayRun:
             self._reader = SegmentStream(paths)
             header = self._reader.header
             mode = resolve_kv_hash(settings.kv_hash, header)
+            check_padding(header)
             self.summary = Summary(trace=name, header=header, settings=settings.to_json())
             self.summary.settings["kv_hash"] = mode.name.lower()
             merge = header if settings.merges_rows else None

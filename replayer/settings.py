@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..kernels.constants import KV_ALIGN_BYTES, KvHashMode
+from ..kernels.constants import KV_ALIGN_BYTES, PADDING_SLOT, KvHashMode
 from ..recorder.errors import TraceError
 from ..recorder.header import TraceHeader
 from .checks import CHECK_NAMES
@@ -92,3 +92,13 @@ def resolve_kv_hash(name: str, header: TraceHeader) -> KvHashMode:
             f"capture_bytes={max(stream.bytes_per_token for stream in streams)}"
         )
     return mode
+
+
+def check_padding(header: TraceHeader) -> None:
+    """Raise `TraceError` where a trace uses slot 0, at which no canary looks; a recorder numbers such slots from 1."""
+    for group in header.groups:
+        if set(group.padding_slots) != {PADDING_SLOT}:
+            raise TraceError(
+                f"group {group.name} has padding_slots {list(group.padding_slots)}, a trace can have slot {PADDING_SLOT} only; "
+                "record with kvcanary's Recorder, which numbers the slots so, or add 1 to them"
+            )
