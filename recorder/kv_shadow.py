@@ -227,19 +227,24 @@ def _check_source(name: str, source: KvSource, group: PoolGroup, stream: KvStrea
 
 
 def _overlap(one: KvSource, other: KvSource) -> bool:
-    """Say whether two sources have bytes in common; of those whose rows lie at different strides only if they nest."""
-    tensors = (one.tensor, other.tensor)
-    if len({str(getattr(tensor, "device", "cpu")) for tensor in tensors}) > 1:
+    """Say whether the bytes that two sources read of their slots lie over one another, as far as their geometry tells.
+
+    K and V of a token may take turns: then they lie within each other's rows, and have no byte in common.
+    """
+    if str(getattr(one.tensor, "device", "cpu")) != str(getattr(other.tensor, "device", "cpu")):
         return False
-    (low, row_bytes, first), (high, other_bytes, _) = sorted(
-        (s.address, s.strides[0], n) for n, s in enumerate((one, other))
-    )
-    near = (one, other)[first]
-    width, other_width = (s.page_size * s.bytes_per_token for s in (near, (one, other)[1 - first]))
-    if high >= low + near.tensor.shape[0] * row_bytes:
+    near, far = sorted((one, other), key=lambda source: source.address)
+    offset, stride = far.address - near.address, near.strides[0]
+    if (near.page_size, near.bytes_per_token, stride) != (far.page_size, far.bytes_per_token, far.strides[0]):
+        return offset == 0
+    if offset >= near.tensor.shape[0] * stride:
         return False
-    offset = (high - low) % row_bytes
-    return offset < width or (row_bytes == other_bytes and offset + other_width > row_bytes)
+    within = offset % stride
+    size, page_bytes = near.bytes_per_token, near.page_size * near.bytes_per_token
+    if within >= page_bytes and within + page_bytes <= stride:
+        return False
+    within = within % size if within < page_bytes else (within - stride) % size
+    return within < near.read_bytes or within + far.read_bytes > size
 
 
 def _host_view(source: KvSource) -> KvSource:

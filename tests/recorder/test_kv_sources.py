@@ -64,6 +64,10 @@ def test_two_sources_over_the_same_bytes(kind: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="the same bytes"):
             record(tmp_path / f"{number}.arrow", [source(k), source(v)])
     record(tmp_path / "interleaved.arrow", [source(tensor[:SLOTS, :SIZE]), source(tensor[:SLOTS, SIZE:])])
+    pages = pool(SLOTS // 2, 2 * SIZE + 32)  # the K and V of a token take turns in a page, 32 bytes each
+    record(tmp_path / "turns.arrow", [source(pages[:, at : at + 2 * SIZE], page_size=2) for at in (0, 32)])
+    with pytest.raises(ValueError, match="the same bytes"):
+        record(tmp_path / "no_turns.arrow", [source(pages[:, at : at + 2 * SIZE], page_size=2) for at in (0, 16)])
     halves = pool(2 * SLOTS)
     record(tmp_path / "behind.arrow", [source(halves[SLOTS:]), source(halves[:SLOTS])])
 
