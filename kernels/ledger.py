@@ -52,6 +52,7 @@ WRITE_FOREIGN: Final = 4
 WRITTEN_TWICE: Final = 8
 PADDED_LIVE: Final = 16
 PADDED_WRITTEN: Final = 32  # padding writes what a request of the same forward writes
+WRITES_AGAIN: Final = 64  # another token of the same request went there before, in the same forward
 
 
 def _judge_writes_loops(
@@ -82,8 +83,8 @@ def _judge_writes_loops(
                     flags = WRITE_CACHED
                 elif state in (HELD, SHARED) and ledger[slot, OWNER] != request:
                     flags = WRITE_FOREIGN
-            if ledger[slot, STAMP] == serial and ledger[slot, STAMP_REQUEST] != request:
-                flags += WRITTEN_TWICE
+            if ledger[slot, STAMP] == serial:
+                flags += WRITES_AGAIN if ledger[slot, STAMP_REQUEST] == request else WRITTEN_TWICE
             ledger[slot, STAMP] = serial
             ledger[slot, STAMP_REQUEST] = request
             if flags != 0:

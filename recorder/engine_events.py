@@ -12,7 +12,7 @@ from .event import NO_LISTS, TraceEvent
 from .host_arrays import Int64Array, own_int64
 from .kv_shadow import GroupKvShadow
 from .schema import ALLOC_STATUSES, PHASE_AFTER, REQUEST_STATUSES, TRANSFER_DIRECTIONS, TRANSFER_STATUSES
-from .slot_runs import ordered_runs, slots_to_runs
+from .slot_runs import ordered_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def slots_event(
     """Return the event of slots that were allocated, freed or evicted; raise `ValueError` for another kind or status."""
     _one_of("kind", kind, ("alloc", "free", "evict"))
     _one_of(f"status of {kind}", status, ALLOC_STATUSES if kind == "alloc" else ("",))
-    starts, counts = (own_int64(part) for part in runs) if runs is not None else slots_to_runs(own_int64(slots))
+    starts, counts = (own_int64(part) for part in runs) if runs is not None else ordered_runs(np.sort(own_int64(slots)))
     ints = {"slot_group": np.full(starts.size, group, np.int64), "slot_start": starts, "slot_count": counts}
     if row >= 0:
         ints["req_pool_indices"] = np.array([row], np.int64)

@@ -87,6 +87,8 @@ class ForwardInput:
             for none.
         reads: one for each table: the `[rows, width]` req_to_token tensor itself, or a `TableRead`.
         luts: one full-to-SWA tensor `[length]` for each of the header's `lut_lens`.
+        table_filled: whether the engine has put this forward's own slots into its tables already. Then those cells are
+            read too, of every table in `reads` that is a tensor, and what is not `out_cache_loc` is told.
         truth: the scheduler's tokens, or None where the engine cannot tell.
         attention: what attention gets, where that is known before the forward; else `Recorder.attention`.
     """
@@ -102,6 +104,7 @@ class ForwardInput:
     out_cache_loc: tuple[Any, ...]
     reads: tuple[Any, ...]
     luts: tuple[Any, ...] = ()
+    table_filled: bool = False
     truth: TruthTokens | None = None
     attention: AttentionInput | None = None
 
@@ -150,6 +153,7 @@ class CopiedForward:
     reads: tuple[RowValues, ...]
     luts: tuple[Any, ...]  # as told, not copied: read before the forward only
     truth: RowValues | None
+    misplaced: tuple[RowValues, ...] = ()  # of each table, cells of its own tokens that are not out_cache_loc
     written: tuple[Int64Array, ...] = ()  # of each group of the runner, its own slots (through its full-to-SWA table)
     watched: tuple[Int64Array, ...] = ()  # of each group of the runner, the slots of the prefix that this forward reads
     changes: dict[str, Int64Array] = field(default_factory=dict)
@@ -221,6 +225,11 @@ def copy_forward(
         truth=None if told.truth is None else _copy_truth(told.truth, rows, hash_tokens),
     )
     copied.windows = _other_windows(copied, told, header)
+    if told.table_filled:
+        copied.misplaced = tuple(
+            _numbered(numbers, table, _misplaced(read, rows, prefix_lens, extend_lens, slots))
+            for table, (read, slots) in enumerate(zip(told.reads, out_cache_loc, strict=True))
+        )
     for group in header.groups:
         if group.runner != told.runner:
             copied.written += (_NOTHING,)
@@ -312,6 +321,22 @@ def _copy_read(read: Any, rows: Int64Array, prefix_lens: Int64Array, first: Int6
 
 def _numbered(numbers: SlotNumbers, table: int, read: RowValues) -> RowValues:
     return dataclasses.replace(read, values=numbers.of_table(table, read.values)) if numbers.differ else read
+
+
+def _misplaced(
+    read: Any, rows: Int64Array, prefix_lens: Int64Array, extend_lens: Int64Array, slots: Int64Array
+) -> RowValues:
+    """Return the cells of a table tensor at the positions that a forward writes, where they hold another slot, one each."""
+    if isinstance(read, TableRead):
+        return RowValues(rows=_NOTHING, starts=_NOTHING, counts=_NOTHING, values=_NOTHING)
+    lens = np.where(rows == 0, 0, np.maximum(extend_lens, 0))
+    of_token, positions = np.repeat(rows, lens), ragged_index(prefix_lens, lens)
+    inside = (positions >= 0) & (positions < int(read.shape[1])) & (slots[: positions.size] >= 0)
+    of_token, positions = of_token[inside], positions[inside]
+    one = np.ones_like(positions)
+    stands = read_runs(read, of_token, positions, one)
+    wrong = stands != slots[: inside.size][inside]
+    return RowValues(rows=of_token[wrong], starts=positions[wrong], counts=one[wrong], values=saturated(stands[wrong]))
 
 
 def _copy_truth(truth: TruthTokens, rows: Int64Array, hash_tokens: Callable[[Int64Array], Int64Array]) -> RowValues:

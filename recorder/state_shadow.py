@@ -39,6 +39,8 @@ class StateShadow:
         """Return the event columns that bring a replay's tables to what this forward reads."""
         columns: dict[str, Int64Array] = {}
         found = [self._row_changes(read, table) for read, table in zip(forward.reads, self.tables, strict=True)]
+        if forward.misplaced:
+            found = [_both(run, more) for run, more in zip(found, forward.misplaced, strict=True)]
         columns["table_index"] = np.repeat(np.arange(len(found), dtype=np.int64), [run.rows.size for run in found])
         columns["table_row"] = _joined([run.rows for run in found])
         columns["table_start"] = _joined([run.starts for run in found])
@@ -170,6 +172,18 @@ class StateShadow:
             shadow=shadow,
             backend=self._backend,
         )
+
+
+def _both(runs: RowRuns, more: RowValues) -> RowRuns:
+    """Return runs with others behind them."""
+    if not more.rows.size:
+        return runs
+    return RowRuns(
+        rows=np.concatenate((runs.rows, more.rows)),
+        starts=np.concatenate((runs.starts, more.starts)),
+        counts=np.concatenate((runs.counts, more.counts)),
+        values=np.concatenate((runs.values, more.values)),
+    )
 
 
 def _joined(parts: list[Int64Array]) -> Int64Array:

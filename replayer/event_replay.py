@@ -177,7 +177,8 @@ class EventReplay:
         missing = self._health.missing(executor.launcher.kernel_counters)
         # Judged at the end, and there only by who has seen a forward.
         silent = self._health.silent_runners()
-        return self._goes_on and not executor.unknown_entries and not missing and not silent
+        pending = executor.panel is not None and executor.panel.pending()
+        return self._goes_on and not executor.unknown_entries and not missing and not silent and not pending
 
     def finish(self) -> None:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""

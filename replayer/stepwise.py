@@ -89,7 +89,7 @@ class StepwiseExecutor:
         steps = [self._plan(pool, forward, changes) for pool in self.pools if pool.group.runner == forward.runner]
         self.unknown_entries += sum(step.unknown_entries for step in steps)
         self.entries_read += sum(step.reads for step in steps)
-        self._check(forward, steps)
+        self._check(forward, view, steps)
         expected = expected_tokens(forward, self.header, self._book, backend=self._backend)
         if len(forward.req_pool_indices):
             for step in steps:
@@ -181,7 +181,7 @@ class StepwiseExecutor:
     def _settle(self, step: GroupStep, forward: Forward) -> None:
         """Take note of what a forward found, tables and pools being as it leaves them."""
 
-    def _check(self, forward: Forward, steps: list[GroupStep]) -> None:
+    def _check(self, forward: Forward, event: EventView, steps: list[GroupStep]) -> None:
         if not self._checks:
             return
         bs = len(forward.req_pool_indices)
@@ -195,7 +195,7 @@ class StepwiseExecutor:
             )
             for step in steps
         ]
-        view = ForwardView(forward=forward, tables=self.tables, groups=groups)
+        view = ForwardView(event=event, forward=forward, tables=self.tables, groups=groups)
         for check in self._checks:
             self._take(check.forward(view))
 

@@ -45,6 +45,16 @@ def lists_fit(
 
 
 @primitive()
+def runs_are_read(rows: In64, prefixes: In64, run_rows: In64, run_starts: In64, run_counts: In64) -> int:
+    """Say whether every cell that a forward's event tells is of the prefix that its row's request reads; 0 or 1."""
+    for i in range(run_rows.shape[0]):
+        for r in range(rows.shape[0]):
+            if rows[r] == run_rows[i] and run_starts[i] + run_counts[i] > prefixes[r]:
+                return 0
+    return 1
+
+
+@primitive()
 def requests_ordinary(
     rows: In64,
     requests: In64,

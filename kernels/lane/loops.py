@@ -12,6 +12,7 @@ entries made pending, which costs another look.
 
 from ..dispatch import In64, In64x2, InU64, Out32x2, Out64, Out64x2, packed
 from .changes import fill_run, keep_run, run_fits, touch_run, touch_truth_run
+from .forward import runs_are_read
 from .layout import (
     ALLOC_EVENT,
     AT,
@@ -27,6 +28,7 @@ from .layout import (
     KIND,
     NUM_GROUPS,
     NUM_TABLES,
+    PREFIXES,
     PROMPT,
     REQUEST,
     REQUEST_EVENT,
@@ -208,6 +210,9 @@ def lane_loops(
         if settings[HAS_TRUTH] != 0 and tokens_done != truth_tokens.shape[0]:
             fine = 0
 
+        if fine == 1 and kind == FORWARD_EVENT and table_runs > 0:
+            prefixes = lists[PREFIXES][offsets[PREFIXES][index] : offsets[PREFIXES][index + 1]]
+            fine = runs_are_read(rows, prefixes, run_rows, run_starts, run_counts) if len(prefixes) == len(rows) else 0
         if fine == 1 and kind == FORWARD_EVENT:
             fine = take_forward(
                 scalars,

@@ -41,6 +41,12 @@ def value_of(book: In64x2, request: int) -> int:
 
 
 @primitive(inlined=True)
+def is_free(ledger: In64x2, slot: int, from_start: int) -> int:
+    """Say whether a slot is known to be free, as `SlotLedger.free` does; 0 or 1."""
+    return 1 if ledger[slot, STATE] == FREE and (from_start != 0 or ledger[slot, LEFT] > 0) else 0
+
+
+@primitive(inlined=True)
 def leaves(ledger: In64x2, slot: int, request: int, kind: int, complete: int, from_start: int) -> int:
     """Say whether a slot is given back by who may; 0 or 1."""
     if complete == 0:
@@ -82,6 +88,8 @@ def run_ordinary(
         ledger[slot, STAMP] = serial
         if kind == ALLOC_EVENT:
             if status == FRESH_ALLOC and complete != 0 and (ledger[slot, STATE] >= HELD or moving[slot] != 0):
+                return 0
+            if status != FRESH_ALLOC and complete != 0 and is_free(ledger, slot, from_start) == 1:
                 return 0
         elif moving[slot] != 0 or leaves(ledger, slot, request, kind, complete, from_start) == 0:
             return 0

@@ -65,6 +65,7 @@ def forward_input(
         out_cache_loc=tuple(written if own else elsewhere for own in mine),
         reads=tuple(table if own else unread for table, own in zip(layout.tables, mine, strict=True)),
         luts=tuple(layout.luts),
+        table_filled=runner.index == 0 and mode in ("extend", "decode", "mixed"),  # drafts may fill them later
         truth=truth,
     )
 

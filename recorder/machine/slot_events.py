@@ -4,7 +4,7 @@ Each reader returns a frozen value or raises `UnusableEventError`; nothing large
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -29,6 +29,8 @@ Int64Array = npt.NDArray[np.int64]
 
 SLOT_KINDS: Final = frozenset({"alloc", "free", "evict"})
 
+MAX_SLOT: Final = 1 << 62  # so that a run behind it does not wrap around
+
 _NO_SLOTS: Final = np.empty(0, np.int64)
 
 # What adapters wrote in `note` before `status` could say that slots are somebody's already.
@@ -39,12 +41,14 @@ SHARED_NOTES: Final = frozenset({"prefix hit", "shared by fork"})
 class GroupSlots:
     """Slots of one pool group, `slots` `[n] int64` in the event's order; slot 0 is left out.
 
-    `repeated` holds, ascending, the slots that the event names more than once.
+    `repeated` holds, ascending, the slots that the event names more than once; `beyond` those that it names and the
+    pool does not have, which are not among `slots`.
     """
 
     group: int
     slots: Int64Array
     repeated: Int64Array
+    beyond: Int64Array = field(default_factory=lambda: _NO_SLOTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +147,7 @@ def _slot_event(view: EventView, groups: Sequence[PoolGroup]) -> SlotEvent:
         note=note,
         request_id=int(view.scalar("request_id")),
         row=event_row(view),
-        parts=_slot_runs(view, groups),
+        parts=_slots_and_beyond(view, groups),
     )
 
 
@@ -213,6 +217,37 @@ def slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> tuple[Int64Array,
 
 def _slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, ...]:
     return _expanded(*slot_runs(view, groups))
+
+
+def _slots_and_beyond(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, ...]:
+    """Return what `_slot_runs` does, and of runs that end behind their pool the slots inside and those beyond."""
+    try:
+        return _slot_runs(view, groups)
+    except UnusableEventError:
+        return _parted(view, groups)
+
+
+def _parted(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, ...]:
+    groups_, starts, counts = columns = [view.ints(f"slot_{column}") for column in ("group", "start", "count")]
+    _require_one_length("slot", columns)
+    sizes = np.array([*(group.num_slots for group in groups), 0], np.int64)
+    known = (groups_ >= 0) & (groups_ < len(groups))
+    limits = sizes[np.where(known, groups_, len(groups))]
+    # Differences, not sums: hostile numbers wrap around. Runs of more slots than there are are no engine's.
+    leaves = known & (starts >= 0) & (starts <= MAX_SLOT) & (counts > limits - starts) & (counts <= limits)
+    for group in np.unique(groups_[leaves]).tolist():
+        leaves &= (groups_ != group) | (counts[leaves & (groups_ == group)].sum() <= sizes[group])
+    inside = np.where(leaves, np.maximum(limits - starts, 0), counts)
+    kept = ~leaves | (inside > 0)
+    columns = [groups_[kept], starts[kept], inside[kept]]
+    _require_inside(columns, sizes[:-1].tolist())
+    parts = {part.group: part for part in _expanded(*columns)}
+    for group in np.unique(groups_[leaves]).tolist():
+        mine = leaves & (groups_ == group)
+        beyond = runs_to_slots(np.maximum(starts, limits)[mine], (counts - inside)[mine])
+        part = parts.get(group, GroupSlots(group=group, slots=_NO_SLOTS, repeated=_NO_SLOTS))
+        parts[group] = replace(part, beyond=np.unique(beyond))
+    return tuple(parts[group] for group in sorted(parts))
 
 
 def _copy_event(view: EventView, groups: Sequence[PoolGroup]) -> CopyEvent:

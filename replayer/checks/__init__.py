@@ -9,6 +9,7 @@ from .attention_lens import AttentionLens
 from .attention_slots import AttentionSlots
 from .check import Covered, HistoryCheck
 from .foreign_slot_freed import ForeignSlotFreed
+from .free_slot_shared import FreeSlotShared
 from .freed_during_transfer import FreedDuringTransfer
 from .history import History
 from .hit_differs import HitDiffers
@@ -16,6 +17,7 @@ from .hit_never_written import HitNeverWritten
 from .input_not_sampled import InputNotSampled
 from .input_not_truth import InputNotTruth
 from .padded_write import PaddedWrite
+from .padding_slot_read import PaddingSlotRead
 from .panel import Panel
 from .read_after_free import ReadAfterFree
 from .read_of_foreign_slot import ReadOfForeignSlot
@@ -24,7 +26,10 @@ from .seq_len_backwards import SeqLenBackwards
 from .slot_double_allocated import SlotDoubleAllocated
 from .slot_freed_twice import SlotFreedTwice
 from .slot_leaked import SlotLeaked
+from .slot_out_of_pool import SlotOutOfPool
+from .slot_written_twice import SlotWrittenTwice
 from .swa_mapping_stale import SwaMappingStale
+from .table_entry_differs import TableEntryDiffers
 from .transfer_not_held import TransferNotHeld
 from .write_damaged import WriteDamaged
 from .write_lost import WriteLost
@@ -35,14 +40,19 @@ __all__ = ["CHECK_NAMES", "Covered", "HistoryCheck", "covered_by", "make_checks"
 
 # Each check is named after the one kind of finding that it makes.
 _CHECKS: Final[dict[str, type[HistoryCheck]]] = {
+    "slot_out_of_pool": SlotOutOfPool,
     "slot_double_allocated": SlotDoubleAllocated,
+    "free_slot_shared": FreeSlotShared,
     "slot_freed_twice": SlotFreedTwice,
     "foreign_slot_freed": ForeignSlotFreed,
     "slot_leaked": SlotLeaked,
     "read_after_free": ReadAfterFree,
     "read_of_foreign_slot": ReadOfForeignSlot,
     "write_to_foreign_slot": WriteToForeignSlot,
+    "slot_written_twice": SlotWrittenTwice,
+    "table_entry_differs": TableEntryDiffers,
     "padded_write": PaddedWrite,
+    "padding_slot_read": PaddingSlotRead,
     "write_lost": WriteLost,
     "write_damaged": WriteDamaged,
     "wrong_window": WrongWindow,

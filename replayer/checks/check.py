@@ -50,6 +50,10 @@ class HistoryCheck:
         del view
         return []
 
+    def pending(self) -> bool:
+        """Say whether something is remembered that whatever comes next may contradict, and no keyframe holds."""
+        return False
+
     def finish(self) -> list[Finding]:
         """Judge what is left at the whole end of a complete trace."""
         return []

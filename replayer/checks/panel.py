@@ -38,6 +38,10 @@ class Panel(HistoryCheck):
         self.history.take_event(view)
         return findings
 
+    def pending(self) -> bool:
+        """Say whether a check remembers something that whatever comes next may contradict, and no keyframe holds."""
+        return any(check.pending() for check in self._checks)
+
     def requests_told(self) -> set[int]:
         """Return the requests of which a check remembers that their last forward was reported."""
         return {

@@ -1,9 +1,11 @@
 """A forward reads a row for a request that the row was not given to.
 
-Invariant: a forward's row belongs, by the last status told of it, to the request that the forward runs. A row that is
+Invariant: a forward's row belongs, by the last status told of it, to the request that the forward runs, and no two
+entries of a batch have one row. A row that is
 taken back and given to another while a launched forward still reads it shows here. Evidence: the status event that
 gave the row away and the forward. Legitimate exceptions: overlap's one extra forward of a finished request is launched,
-and so told, before the row is taken back. Judged only where the trace promises to tell of every request's status.
+and so told, before the row is taken back. A row that stands twice is judged in every trace, the rest only where the trace
+promises to tell of every request's status.
 """
 
 import numpy as np
@@ -28,15 +30,37 @@ class RowReassigned(HistoryCheck):
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each request whose row is not its own."""
         history, forward = self._history, view.forward
+        findings = self._twice(view)
         if not history.complete:
-            return []
+            return findings
         book = history.rows
         inside = book.inside(forward) & (forward.request_ids >= 0)
         status = book.status[np.where(inside, forward.req_pool_indices, 0)]
         wrong = inside & (status[:, EVENT] > 0)
         wrong &= (status[:, GIVEN] == 0) | (status[:, HOLDER] != forward.request_ids)
-        return [
+        return findings + [
             self._finding(view, int(r), status[r].tolist()) for r in np.flatnonzero(wrong) if self._new(view, r, status)
+        ]
+
+    def _twice(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each further entry of a batch that has a row which another has; a draft may have several."""
+        forward = view.forward
+        rows = forward.req_pool_indices.tolist()
+        if forward.runner or len(set(rows)) == len(rows):
+            return []
+        return [
+            forward_finding(
+                "row_reassigned",
+                forward,
+                self._history.book,
+                request=r,
+                group=-1,
+                position=int(forward.prefix_lens[r]),
+                slot=-1,
+                detail=f"has row {row}, which another entry of the same forward has",
+            )
+            for r, row in enumerate(rows)
+            if row > 0 and row in rows[:r]
         ]
 
     def _new(self, view: ForwardView, r: "np.intp", status: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> bool:

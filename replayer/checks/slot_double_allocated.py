@@ -1,7 +1,7 @@
 """The allocator gives out a slot that somebody holds.
 
 Invariant: a slot that is given out is free. Evidence: the allocation that made it somebody's, the event that handed it
-to the prefix cache where that is so, and this allocation. Legitimate exceptions: joining a prefix or a fork's shared
+to the prefix cache where that is so, and this allocation; a slot that one event names twice counts too. Legitimate exceptions: joining a prefix or a fork's shared
 pages gives nothing out (status "shared"); handing slots to the cache neither (status "cached"). Judged only where the
 trace promises to tell of every slot, since an untold free would excuse it.
 """
@@ -42,6 +42,17 @@ class SlotDoubleAllocated(HistoryCheck):
                         slots=slots[mine],
                         detail=f"is given out while {holder(first, history)} holds it",
                         events=changed_hands(first),
+                    )
+                )
+            if len(part.repeated):
+                findings.append(
+                    event_finding(
+                        "slot_double_allocated",
+                        event,
+                        history,
+                        group=part.group,
+                        slots=part.repeated,
+                        detail="is given out twice by one event",
                     )
                 )
         return findings

@@ -9,6 +9,7 @@ from ...kernels.plan import VerifyPlan
 from ...recorder.machine.forward import Forward
 from ...recorder.machine.pools import GroupPool
 from ...recorder.machine.tables import StateTables
+from ...recorder.reader import EventView
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -48,8 +49,9 @@ class GroupReads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardView:
-    """A forward about to run; `groups` are those of its runner."""
+    """A forward about to run; `groups` are those of its runner. `event` is what the trace says of it, applied already."""
 
+    event: EventView
     forward: Forward
     tables: StateTables
     groups: list[GroupReads]

@@ -136,7 +136,7 @@ class Lane:
         if self._wait:
             self._wait -= 1
             return at
-        if any(pool.any_unknown for pool in self._executor.pools):
+        if any(pool.any_unknown for pool in self._executor.pools) or self._panel.pending():
             return at
         if self._columns is None or self._columns.batch is not batch:
             self._columns = self._prepared(batch) or lane_columns(batch)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from ...kernels.lane.layout import (
     ALLOC_CODES,
     ALLOC_EVENT,
+    FORWARD_EVENT,
     KINDS,
     LISTS,
     MODES,
@@ -71,6 +72,7 @@ def lane_columns(batch: TraceBatch) -> LaneColumns:
             kind[np.diff(ends) > 0] = UNUSUAL
     kind[_attention_differs(batch)] = UNUSUAL
     offsets = {name: batch.offsets(name) for name in LISTS}
+    kind[(np.diff(offsets["table_row"]) > 0) & (kind != FORWARD_EVENT)] = UNUSUAL  # cells told ahead of their forward
     kv_offsets, kv = batch.offsets("kv_bytes"), batch.values("kv_bytes")
     if len(kv) % 8 or bool((kv_offsets % 8).any()):
         kind[:] = UNUSUAL

@@ -32,6 +32,7 @@ from . import (
     resume_overwrites_tail,
     row_reassigned_in_flight,
     seq_len_backwards,
+    slot_mapping,
     stale_swa_mapping,
     swa_window_off_by_one,
     tokens_truncated_hash_kept,
@@ -41,6 +42,7 @@ from . import (
 _MODULES: Final = (
     row_reassigned_in_flight,
     seq_len_backwards,
+    slot_mapping,
     abort_frees_during_transfer,
     transfer_wrong_stride,
     failed_load_counted_loaded,

@@ -1,4 +1,4 @@
-"""More was committed than was allocated: a request's slots go on into its neighbour's page.
+"""More was committed than was allocated: a request's slots go on into its neighbour's page, or behind the pool.
 
 Mechanism: a request writes a slot that it was never given, and whose holder has had it all along; no free and no
 allocation comes in between.
@@ -10,7 +10,15 @@ from .free_too_early import own_free
 
 
 def judge(case: Case) -> Judgement | None:
-    """Score a case that begins with a write into another's page that was never the writer's."""
+    """Score a case that begins with slots that there are not, or a write into a page that was never the writer's."""
+    outside = case.finding("slot_out_of_pool")
+    if outside is not None:
+        return Judgement(
+            score=0.9,
+            sentence=f"{place(outside)} is none of the pool's: after {when(outside)}, of {reader(outside)}, {outside.detail}",
+            evidence=(events_query(outside.evidence or [outside.event]),),
+            cause_event=outside.event,
+        )
     for sign in case.head:
         if sign.kind != "write_to_foreign_slot" or sign.request_id < 0:
             continue

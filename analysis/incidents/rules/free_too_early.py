@@ -13,6 +13,19 @@ _KINDS = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "h
 
 def judge(case: Case) -> Judgement | None:
     """Score a case in which a reader lost its slot by its own free."""
+    joined = case.finding("free_slot_shared")
+    if joined is not None:
+        freed = case.last(joined, ["free", "evict"])
+        left = None if freed is None else case.facts.status_after(freed.request_id, freed.event)
+        if freed is None or freed.what != "free" or (left is not None and left.event <= joined.event):
+            return None
+        return Judgement(
+            score=0.9,
+            sentence=f"{place(joined)} was given back in event {freed.event} by a request that ran on, and joined by "
+            f"{reader(joined)} after {when(joined)}: it {joined.detail}",
+            evidence=(slot_query(case.group(joined), joined.slot), events_query(joined.evidence)),
+            cause_event=freed.event,
+        )
     signs = [sign for sign in case.head if sign.kind in _KINDS or sign.bits]
     for sign in signs:
         found = _own_free(case, sign)

@@ -10,6 +10,14 @@ from ..words import events_query, place, reader, slot_query, when
 def judge(case: Case) -> Judgement | None:
     """Score a case that begins with a request that frees what the cache holds."""
     sign = case.finding("foreign_slot_freed")
+    joined = case.finding("free_slot_shared")
+    if sign is None and joined is not None:
+        return Judgement(
+            score=0.6,
+            sentence=f"{reader(joined)} joined {place(joined)} after {when(joined)}: it {joined.detail}",
+            evidence=(slot_query(joined.group, joined.slot), events_query(joined.evidence)),
+            cause_event=joined.event,
+        )
     if sign is None or sign.request_id < 0:
         return None
     left = case.facts.status_after(sign.request_id, sign.event)

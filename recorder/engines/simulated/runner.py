@@ -78,6 +78,7 @@ class ForwardRunner:
                 out_cache_loc=(batch.slots,),
                 reads=(self._memory.req_to_token,),
                 luts=(self._memory.lut,) if self._memory.swa is not None else (),
+                table_filled=True,
                 truth=TruthTokens(flat=batch.truth, lens=batch.truth_lens),
             )
         )

@@ -1,5 +1,6 @@
 """Entries and rows of the block table that do not lead where they should."""
 
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -79,7 +80,35 @@ def resume_overwrites_tail(bench: Bench) -> None:
     bench.between_steps(act)
 
 
+def slot_mapping(bench: Bench) -> None:
+    """Write one token of a forward to another of its request's slots than its row names."""
+    builder = bench.engine.builder
+
+    def build(original: Any, mode: str, requests: Any, **kwargs: Any) -> Batch:
+        batch: Batch = original(mode, requests, **kwargs)
+        page = bench.engine.config.page_size
+        at = 0
+        for request, count in zip(batch.requests, batch.extend_lens.tolist(), strict=False):
+            last = at + count - 1
+            if bench.due and batch.runner == 0 and count and (batch.positions[last] + 1) % page:  # still in its page
+                slots = batch.slots.copy()
+                slots[last] += 1
+                bench.inject(request=request, slot=int(slots[last]), position=int(batch.positions[last]))
+                return replace(batch, slots=slots)
+            at += count
+        return batch
+
+    around(builder, "build", build)
+
+
 FAULTS: Final = (
+    Fault(
+        name="slot_mapping",
+        summary="a token is written to the slot behind the one that its row names",
+        reference="lab",
+        configs=("mha", "mha_page16", "mla"),
+        arm=slot_mapping,
+    ),
     Fault(
         name="req_to_token",
         summary="one entry of an active row points to another active slot",

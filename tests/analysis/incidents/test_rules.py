@@ -30,6 +30,7 @@ TRIALS = {
     "stale_swa_mapping": ("stale_swa_mapping", "dsv4", 3),
     "swa_window_off_by_one": ("swa_window_off_by_one", "dsv4", 3),
     "draft_position_plus_one": ("draft_position_plus_one", "eagle", 3),
+    "slot_mapping": ("slot_mapping", "mha_page16", 1),
     "seq_len_backwards": ("seq_len_backwards", "mha", 3),
     "next_token_swap": ("next_token_swap", "mla", 3),
     "chunk_tail_predicted_token": ("chunk_tail_predicted_token", "eagle", 3),

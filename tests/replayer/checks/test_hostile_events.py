@@ -48,8 +48,6 @@ HOSTILE = [
     ("alloc", {}, runs([0, BIG], [1, 1], [1, 1])),
     ("free", {}, runs([0], [-1], [1])),
     ("free", {}, runs([0], [1], [-1])),
-    ("free", {}, runs([0], [60], [5])),
-    ("free", {}, runs([0, 0], [60, 1], [5, 1])),
     ("evict", {}, runs([0], [BIG], [BIG])),
     ("evict", {}, runs([0, 0], [BIG, 1], [BIG, 1])),
     ("evict", {}, runs([0, 0], [-BIG, 1], [-BIG, 1])),

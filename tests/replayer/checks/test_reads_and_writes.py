@@ -1,9 +1,16 @@
 """What a forward reads and writes: free, foreign, unwritten and differing slots, padding."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
+from kvcanary.recorder.forward_input import ForwardInput, TruthTokens
+from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.reading_order import in_reading_order
+from kvcanary.recorder.recorder import Recorder
 from kvcanary.recorder.schema import TIER_HOST
+from kvcanary.replayer.replay import ReplaySettings, replay
 
 from .scene import Part, Scene, told
 
@@ -131,6 +138,29 @@ def test_two_requests_that_write_one_slot_are_found_in_any_trace(make_scene) -> 
     )
     rows = scene.judge("write_to_foreign_slot")
     assert [(row["request_id"], row["slot"]) for row in rows] == [(7, 4), (8, 4)]
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_two_tokens_of_a_request_in_one_slot_are_found_in_any_trace(make_scene, complete: bool) -> None:
+    scene = make_scene(complete=complete)
+    scene.alloc(7, [4, 5, 6, 7, 8])
+    found = scene.forward(Part(request=7, row=1, prefix=0, slots=(4, 5, 6, 7, 8, 8)), padding=(0, 0))
+    (row,) = scene.judge("slot_written_twice")
+    assert (row["forward"], row["request_id"], row["slot"], row["position"]) == (0, 7, 8, 5)
+    assert found in json.loads(row["evidence"])
+
+
+def test_a_token_that_went_to_the_padding_slot_is_found_when_it_is_read(make_scene) -> None:
+    for lossy in (False, True):
+        scene = make_scene(complete=False)
+        scene.forward(Part(request=7, row=1, prefix=0, slots=(4, 5, 0)))
+        if lossy:
+            scene.lose()
+        first = scene.forward(decode(7, 1, 3, 6), padding=(0,))
+        scene.forward(decode(7, 1, 4, 7))
+        rows = scene.judge("padding_slot_read")
+        assert told(rows) == ([] if lossy else [(1, 7, 0, 1, json.dumps([first]))])
+        assert [row["position"] for row in rows] == ([] if lossy else [2])
 
 
 def test_the_owner_of_a_page_goes_on_writing_after_a_fork_joined_it(scene: Scene) -> None:
@@ -310,3 +340,56 @@ def test_a_corrupt_trace_makes_one_finding_a_request_not_one_a_slot(scene: Scene
         ("read_after_free", 1, 30),
         ("write_to_foreign_slot", 1, 1),
     ]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_hit_in_the_same_step_is_legitimate_where_layers_store_before_they_attend(
+    tmp_path: Path, declared: bool
+) -> None:
+    """Request 8 begins with what 7 writes in the same step, and 9 with what 8 does; the batch has them in another order."""
+    table = np.zeros((5, 16), np.int32)
+    table[1, :4], table[2, :6], table[3, :7] = [4, 5, 6, 7], [4, 5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9, 10]
+    header = TraceHeader(
+        groups=(PoolGroup(name="full", num_slots=32),),
+        tables=(StateTable(rows=5, width=16),),
+        truth_table=StateTable(name="truth", rows=5, width=16),
+    )
+    told = ForwardInput(
+        mode="extend",
+        req_pool_indices=[3, 2, 1, 0],
+        request_ids=[9, 8, 7, -1],
+        prefix_lens=[6, 4, 0, 0],
+        extend_lens=[1, 2, 4, 1],
+        input_ids=[106, 104, 105, 100, 101, 102, 103, 0],
+        positions=[6, 4, 5, 0, 1, 2, 3, 0],
+        out_cache_loc=(np.array([10, 8, 9, 4, 5, 6, 7, 0]),),
+        reads=(table,),
+        truth=TruthTokens(flat=[*range(100, 107), *range(100, 106), *range(100, 104)], lens=[7, 6, 4, 0]),
+    )
+    parts = in_reading_order(told) if declared else [(told, np.arange(4))]
+    with Recorder(tmp_path / "t.arrow", header) as recorder:
+        for part, _ in parts:
+            recorder.before_forward(part)
+            recorder.after_forward()
+        for row, request, prefix, slot in ((1, 7, 4, 11), (2, 8, 6, 12), (3, 9, 7, 13)):
+            recorder.before_forward(
+                ForwardInput(
+                    mode="decode",
+                    req_pool_indices=[row],
+                    request_ids=[request],
+                    prefix_lens=[prefix],
+                    extend_lens=[1],
+                    input_ids=[100 + prefix],
+                    positions=[prefix],
+                    out_cache_loc=(np.array([slot]),),
+                    reads=(table,),
+                )
+            )
+            recorder.after_forward()
+    summary = replay(tmp_path / "t.arrow", settings=ReplaySettings(), report=None)
+    assert summary.tokens == 11
+    assert (summary.violations + summary.findings == 0) == declared
+    if declared:
+        assert [chosen.tolist() for _, chosen in parts] == [[2], [1], [0, 3]]
+        (same,) = in_reading_order(parts[0][0])
+        assert same[0] is parts[0][0]

@@ -194,3 +194,12 @@ def test_what_was_sampled_for_a_request_ends_with_it(scene: Scene) -> None:
     found = scene.forward(decode(7, 1, 4, 8))
     rows = scene.judge("input_not_sampled")
     assert [(row["forward"], row["evidence"]) for row in rows] == [(3, json.dumps([found - 1, found]))]
+
+
+def test_a_row_that_stands_twice_in_a_forward_is_found_in_any_trace(make_scene) -> None:
+    scene = make_scene(complete=False)
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(4, 5)))
+    once, again = (Part(request=7, row=1, prefix=2, slots=(slot,)) for slot in (6, 7))
+    scene.forward(once, again, padding=(0, 0))
+    (row,) = scene.judge("row_reassigned")
+    assert (row["forward"], row["request_id"], row["req_pool_idx"]) == (1, 7, 1)

@@ -18,6 +18,28 @@ def test_a_slot_given_out_twice_is_found_with_both_allocations(scene: Scene) -> 
     assert rows[0]["event"] == second
 
 
+def test_a_slot_that_one_allocation_names_twice_is_given_out_twice(scene: Scene) -> None:
+    event = scene.alloc(7, [3, 4, 3])
+    scene.alloc(7, [3, 4], "cached")
+    assert told(scene.judge("slot_double_allocated", "free_slot_shared")) == [(-1, 7, 3, 1, json.dumps([event]))]
+
+
+def test_a_free_slot_is_not_to_be_handed_to_the_cache(scene: Scene) -> None:
+    alloc = scene.alloc(7, [3, 4])
+    freed = scene.free(7, [3])
+    handed = scene.alloc(7, [3, 4], "cached")
+    assert told(scene.judge("free_slot_shared")) == [(-1, 7, 3, 1, json.dumps([alloc, freed, handed]))]
+
+
+def test_a_free_slot_is_not_to_be_joined(scene: Scene) -> None:
+    alloc = scene.alloc(7, [3, 4])
+    freed = scene.free(7, [3])
+    joined = scene.alloc(8, [3, 4, 9], "shared")
+    rows = scene.judge("free_slot_shared")
+    assert told(rows) == [(-1, 8, 9, 1, json.dumps([joined])), (-1, 8, 3, 1, json.dumps([alloc, freed, joined]))]
+    assert "was never given out" in rows[0]["detail"]
+
+
 def test_a_slot_of_the_prefix_cache_is_not_to_be_given_out(scene: Scene) -> None:
     scene.start(7, 1, [3, 4])
     handed = scene.alloc(7, [3, 4], "cached")

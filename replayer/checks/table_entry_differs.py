@@ -1,0 +1,192 @@
+"""A forward writes a token to another slot than its row of the block table names for the position.
+
+Invariant: where the trace tells what stands in the cell of a position that a forward writes, the token goes to the slot
+that stands there. A cell is told by a run of the forward's own event, or by an earlier one: of the same request, behind
+all that it had computed then. Evidence: the event that told the cell, the forward. Legitimate exceptions: cells that
+nobody told for this request (an earlier one's, a draft's, those that forwards left) say nothing; nor do cells whose slot
+was given back since, or a token that is written nowhere (a negative slot). Judged in every trace.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...recorder.host_arrays import ragged_index
+from ...recorder.machine.forward import Forward
+from ...recorder.machine.slot_events import SlotEvent
+from ...recorder.reader import EventView
+from ..findings import Finding
+from .check import Covered, HistoryCheck
+from .history import History
+from .reporting import forward_finding
+from .view import ForwardView
+
+Int64Array = npt.NDArray[np.int64]
+
+_MOST_CELLS: Final = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ahead:
+    """Cells of a row that were told for a request before it wrote them: position to event that told, and slot."""
+
+    request_id: int
+    told: dict[int, tuple[int, int]]
+
+
+class TableEntryDiffers(HistoryCheck):
+    """Looks at forwards and allocations that tell cells of a block table; `_ahead` is by table and row."""
+
+    covered = Covered.COMPILED
+    judges = frozenset({"alloc", "free", "evict", "status"})
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        self._ahead: dict[tuple[int, int], _Ahead] = {}
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request of which tokens go elsewhere than its row says."""
+        runs = view.event.ints("table_row")
+        if not len(runs) and not self._ahead:
+            return []
+        findings = []
+        for table in range(len(view.tables.req_to_token)):
+            findings += self._judge(view, table)
+        return findings
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Note what an allocation tells of its request's row, and forget what a free or a status makes untrue."""
+        known = self._history.known
+        if view.kind == "status":
+            request, rows = int(view.scalar("request_id")), view.ints("req_pool_indices").tolist()
+            self._drop([key for key, one in self._ahead.items() if key[1] in rows or one.request_id == request])
+        elif isinstance(known, SlotEvent) and known.kind == "alloc":
+            if known.row > 0 and known.request_id >= 0 and len(view.ints("table_row")) and _fit(view):
+                for table in range(len(self._history.header.tables)):
+                    rows, positions, slots = _cells(view, table)
+                    mine = rows == known.row
+                    self._note(table, known.row, known.request_id, positions[mine], slots[mine], view.number)
+        elif isinstance(known, SlotEvent) and self._ahead:
+            self._give_back(known)
+        return []
+
+    def pending(self) -> bool:
+        """Whether cells were told that no forward has written yet."""
+        return bool(self._ahead)
+
+    def forget(self) -> None:
+        """Forget what was told."""
+        self._ahead.clear()
+
+    def _judge(self, view: ForwardView, table: int) -> list[Finding]:
+        forward, cells = view.forward, view.tables.req_to_token[table]
+        tokens = self._history.tokens(view)
+        rows, positions = forward.req_pool_indices[tokens.request], tokens.position
+        slots = forward.out_cache_loc[table][: len(rows)]
+        inside = (rows > 0) & (rows < cells.shape[0]) & (positions >= 0) & (positions < cells.shape[1])
+        stands = cells[np.where(inside, rows, 0), np.where(inside, positions, 0)]
+        width = cells.shape[1]
+        told_rows, told_positions, told_slots = _cells(view.event, table)
+        teller = np.where(np.isin(rows * width + positions, told_rows * width + told_positions), forward.event, -1)
+        self._drop_others(table, forward)
+        for (number, row), one in self._ahead.items():
+            if number == table:
+                for i in np.flatnonzero(rows == row).tolist():
+                    teller[i] = max(int(teller[i]), one.told.pop(int(positions[i]), (-1, 0))[0])
+        self._drop([key for key, one in self._ahead.items() if not one.told])
+        self._note_ahead(table, forward, told_rows, told_positions, told_slots)
+        wrong = np.flatnonzero(inside & (teller >= 0) & (slots >= 0) & (stands != slots))
+        group = next((one.pool.index for one in view.groups if one.pool.group.table == table), -1)
+        if not len(wrong) or group < 0:
+            return []
+        findings = []
+        for r in np.unique(tokens.request[wrong]).tolist():
+            mine = wrong[tokens.request[wrong] == r]
+            first = int(mine[0])
+            findings.append(
+                forward_finding(
+                    "table_entry_differs",
+                    forward,
+                    self._history.book,
+                    request=r,
+                    group=group,
+                    position=int(positions[first]),
+                    slot=int(slots[first]),
+                    detail=f"is written to slot {slots[first]}, its row names slot {stands[first]}",
+                    count=len(mine),
+                    events=np.unique(teller[mine]).tolist(),
+                )
+            )
+        return findings
+
+    def _drop_others(self, table: int, forward: Forward) -> None:
+        """Forget what was told of rows that are another request's now."""
+        whose = dict(zip(forward.req_pool_indices.tolist(), forward.request_ids.tolist(), strict=True))
+        stale = [key for key, one in self._ahead.items() if whose.get(key[1], one.request_id) != one.request_id]
+        self._drop([key for key in stale if key[0] == table])
+
+    def _give_back(self, event: SlotEvent) -> None:
+        """Forget cells that lead to slots which are given back: what stands there now nobody knows."""
+        for part in event.parts:
+            table = self._history.header.groups[part.group].table
+            freed = set(part.slots.tolist())
+            for (number, _), one in self._ahead.items():
+                if number == table:
+                    for position in [position for position, (_, slot) in one.told.items() if slot in freed]:
+                        del one.told[position]
+        self._drop([key for key, one in self._ahead.items() if not one.told])
+
+    def _note_ahead(
+        self, table: int, forward: Forward, rows: Int64Array, positions: Int64Array, slots: Int64Array
+    ) -> None:
+        """Note cells that a forward tells behind all that its requests have computed when it is through."""
+        if not len(rows):
+            return
+        ends = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
+        requests = zip(forward.req_pool_indices.tolist(), forward.request_ids.tolist(), ends.tolist(), strict=True)
+        for row, request_id, end in requests:
+            if row > 0 and request_id >= 0:
+                mine = (rows == row) & (positions >= end)
+                self._note(table, row, request_id, positions[mine], slots[mine], forward.event)
+
+    def _note(
+        self, table: int, row: int, request_id: int, positions: Int64Array, slots: Int64Array, event: int
+    ) -> None:
+        if not len(positions):
+            return
+        if len(positions) + sum(len(one.told) for one in self._ahead.values()) > _MOST_CELLS:
+            self._ahead.clear()
+            return
+        before = self._ahead.get((table, row))
+        told = before.told if before is not None and before.request_id == request_id else {}
+        told.update((p, (event, slot)) for p, slot in zip(positions.tolist(), slots.tolist(), strict=True))
+        self._ahead[table, row] = _Ahead(request_id=request_id, told=told)
+
+    def _drop(self, keys: list[tuple[int, int]]) -> None:
+        for key in keys:
+            del self._ahead[key]
+
+
+def _fit(view: EventView) -> bool:
+    """Whether an event's runs of table cells fit its slots; those of a forward were applied before."""
+    index, rows, starts, counts = (view.ints(f"table_{name}") for name in ("index", "row", "start", "count"))
+    room = len(view.ints("table_slots"))
+    return (
+        len(index) == len(rows) == len(starts) == len(counts)
+        and bool(((counts >= 0) & (counts <= room)).all())
+        and int(counts.sum()) == room
+    )
+
+
+def _cells(view: EventView, table: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return row, position and slot, `[n] int64` each, of the cells of a table that an event tells."""
+    index, counts = view.ints("table_index"), view.ints("table_count")
+    mine = index == table
+    rows = np.repeat(view.ints("table_row")[mine], counts[mine])
+    return (
+        rows,
+        ragged_index(view.ints("table_start")[mine], counts[mine]),
+        view.ints("table_slots")[np.repeat(mine, counts)],
+    )
