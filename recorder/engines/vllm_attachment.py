@@ -17,7 +17,7 @@ from .vllm_step import read_v1, read_v2
 logger = logging.getLogger("kvcanary")
 
 # Hooks without which what is recorded would be judged wrongly.
-ENDING: Final = ("on_execute", "on_forward", "on_prepared", "on_kv_update", "on_allocated", "on_finished", "on_draft")
+ENDING: Final = ("on_execute", "on_forward", "on_prepared", "on_kv_update", "on_allocated", "on_finished")
 
 
 class Attachment:
@@ -36,6 +36,7 @@ class Attachment:
         self._schedulers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # runner -> scheduler
         self._runners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # scheduler -> runner
         self._started = 0
+        self._warming = 0  # calls under way that warm an engine up, one inside another
         self._off: set[str] = set()
 
     def fault(self, hook: str, error: Exception) -> None:
@@ -72,6 +73,15 @@ class Attachment:
 
         return None if profiling else finish
 
+    def on_warm_up(self, _worker: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Pass over what an engine runs to warm up; the V2 runner executes steps of requests of its own for that."""
+        self._warming += 1
+
+        def finish(_: Any, __: BaseException | None) -> None:
+            self._warming -= 1
+
+        return finish
+
     def on_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Remember a scheduler of this process, which schedules for the runner made before it."""
 
@@ -83,7 +93,9 @@ class Attachment:
         return finish
 
     def _start(self, runner: Any) -> Session | None:
-        """Return a runner's session; the first call starts it."""
+        """Return a runner's session; the first call starts it, but for one of a warm-up."""
+        if self._warming:
+            return None
         if runner in self._sessions:
             return self._sessions[runner]
         self._sessions[runner] = None  # whatever happens next, it is tried and logged once

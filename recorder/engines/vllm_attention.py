@@ -35,6 +35,7 @@ class AttentionReader:
         # Tokens of a block of the tables that each layer's kernels get, where they differ from the runner's.
         self._block_sizes: dict[str, int] = {}
         self.not_read: list[tuple[str, str]] = []  # (group, backend)
+        self._last: list[Int64Array] = []  # lengths, starts and blocks, as `read` found them
         for group in groups:
             for attention in _attention_groups(runner, group.gid):
                 stride = getattr(attention, "kernel_block_stride", None)
@@ -59,24 +60,43 @@ class AttentionReader:
             extend: `[bs]` tokens of this step.
             block_sizes: for each group the tokens of a block of the runner's table.
         """
+        self._last = []
         if not isinstance(metadata, dict):
             return []
         found: list[list[tuple[Int64Array, Int64Array, TableRead]]] = []
         for group, block_size in zip(self._groups, block_sizes, strict=True):
-            mine: dict[tuple[int, ...], tuple[Int64Array, Int64Array, TableRead]] = {}
-            for layer in group.layers:
-                one = metadata.get(layer)
-                tensors: list[Any] = [getattr(one, name, None) for name in FIELDS]
-                size = self._block_sizes.get(layer, block_size)
-                if size and all(hasattr(tensor, "data_ptr") for tensor in tensors):
-                    key = tuple(int(tensor.data_ptr()) for tensor in tensors)
-                    if key not in mine:
-                        mine[key] = _read(tensors, group, prefix, size)
-            found.append(list(mine.values()))
+            mine = []
+            for tensors, size in self._tensors(metadata, group, block_size):
+                raw = _raw(tensors, group, prefix, size)
+                self._last += raw
+                mine.append(_slots(raw, group, prefix, size))
+            found.append(mine)
         return [
             self._input([mine[place] if place < len(mine) else None for mine in found], prefix + extend, extend)
             for place in range(max(map(len, found), default=0))
         ]
+
+    def changed(self, metadata: Any, prefix: Int64Array, block_sizes: Sequence[int]) -> bool:
+        """Say whether the metadata that were read last hold something else by now."""
+        now: list[Int64Array] = []
+        for group, block_size in zip(self._groups, block_sizes, strict=True):
+            for tensors, size in self._tensors(metadata, group, block_size):
+                now += _raw(tensors, group, prefix, size)
+        return len(now) != len(self._last) or not all(map(np.array_equal, now, self._last))
+
+    def _tensors(
+        self, metadata: dict[str, Any], group: GroupLayout, block_size: int
+    ) -> Iterator[tuple[list[Any], int]]:
+        """Yield what the layers of a group get, each once, with the tokens of a block of its table."""
+        seen = set()
+        for layer in group.layers:
+            tensors: list[Any] = [getattr(metadata.get(layer), name, None) for name in FIELDS]
+            size = self._block_sizes.get(layer, block_size)
+            if size and all(hasattr(tensor, "data_ptr") for tensor in tensors):
+                key = tuple(int(tensor.data_ptr()) for tensor in tensors)
+                if key not in seen:
+                    seen.add(key)
+                    yield tensors, size
 
     def _input(
         self, found: Sequence[tuple[Int64Array, Int64Array, TableRead] | None], ends: Int64Array, extend: Int64Array
@@ -100,17 +120,29 @@ def _attention_groups(runner: Any, gid: int) -> Sequence[Any]:
     return groups[gid] if gid < len(groups) else ()
 
 
-def _read(
-    tensors: Sequence[Any], group: GroupLayout, prefix: Int64Array, block_size: int
-) -> tuple[Int64Array, Int64Array, TableRead]:
-    """Return sequence lengths, query lengths `[bs]` and the slots that a group's layers get."""
-    seq_lens, starts = own_int64(tensors[0][: prefix.size]), own_int64(tensors[1][: prefix.size + 1])
-    table = tensors[2]
-    first = np.maximum(prefix - group.window, 0) if group.window else np.zeros_like(prefix)
-    counts = np.maximum(np.minimum(seq_lens, int(table.shape[1]) * block_size) - first, 0)
+def _raw(tensors: Sequence[Any], group: GroupLayout, prefix: Int64Array, block_size: int) -> list[Int64Array]:
+    """Return sequence lengths `[bs]`, query starts `[bs + 1]` and the blocks that a group's layers get."""
+    seq_lens, starts, table = own_int64(tensors[0][: prefix.size]), own_int64(tensors[1][: prefix.size + 1]), tensors[2]
+    first, counts = _span(seq_lens, group, prefix, int(table.shape[1]) * block_size)
     low = first // block_size
     blocks = np.where(counts > 0, -(-(first + counts) // block_size) - low, 0)
-    cells = read_runs(table, np.arange(prefix.size, dtype=np.int64), low, blocks)
+    return [seq_lens, starts, read_runs(table, np.arange(prefix.size, dtype=np.int64), low, blocks), counts]
+
+
+def _span(seq_lens: Int64Array, group: GroupLayout, prefix: Int64Array, width: int) -> tuple[Int64Array, Int64Array]:
+    """Return the first position that each request reads, and how many it reads from there on."""
+    first = np.maximum(prefix - group.window, 0) if group.window else np.zeros_like(prefix)
+    return first, np.maximum(np.minimum(seq_lens, width) - first, 0)
+
+
+def _slots(
+    raw: Sequence[Int64Array], group: GroupLayout, prefix: Int64Array, block_size: int
+) -> tuple[Int64Array, Int64Array, TableRead]:
+    """Return sequence lengths, query lengths `[bs]` and the slots that a group's layers get."""
+    seq_lens, starts, cells, counts = raw
+    first, _ = _span(seq_lens, group, prefix, 0)
+    low = first // block_size
+    blocks = np.where(counts > 0, -(-(first + counts) // block_size) - low, 0)
     positions = ragged_index(first, counts)
     held = cells[positions // block_size + np.repeat(np.cumsum(blocks) - blocks - low, counts)]
     slots = np.where(held >= 0, held * block_size + positions % block_size, -1)
@@ -131,17 +163,3 @@ def chosen_reads(read: TableRead, chosen: Int64Array) -> TableRead:
     counts = read.counts[chosen]
     offsets = (np.cumsum(read.counts) - read.counts)[chosen]
     return TableRead(starts=read.starts[chosen], counts=counts, slots=read.slots[ragged_index(offsets, counts)])
-
-
-def same(first: Sequence[AttentionInput], second: Sequence[AttentionInput]) -> bool:
-    """Say whether attention got the same twice."""
-    arrays = [list(_arrays(told)) for told in (first, second)]
-    return len(arrays[0]) == len(arrays[1]) and all(map(np.array_equal, *arrays))
-
-
-def _arrays(told: Sequence[AttentionInput]) -> Iterator[Any]:
-    for one in told:
-        yield from (one.seq_lens, one.query_lens)
-        for read in one.slots:
-            if read is not None:
-                yield from (read.counts, read.slots)

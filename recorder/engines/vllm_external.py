@@ -154,9 +154,10 @@ class ExternalLoads:
     def before_model(self, step: Step, output: Any, requests: Sequence[KnownRequest]) -> None:
         """Tell what has been loaded for the requests of a step, or may have been for those that are new in it."""
         if self._scheduler is not None:
-            for name in step.names:
+            for name in step.names if self._loads else ():
                 self._over(name)
-        if not self._connector or self._scheduler is not None:
+            return
+        if not self._connector:
             return
         every = bool(getattr(output, "has_sync_kv_loads", True))
         fresh = np.array([known.fresh and (every or known.name in self._landed) for known in requests], np.bool_) & (

@@ -17,7 +17,9 @@ RUNNER_V1: Final = "vllm.v1.worker.gpu_model_runner"
 RUNNER_V2: Final = "vllm.v1.worker.gpu.model_runner"
 SCHEDULER: Final = "vllm.v1.core.sched.scheduler"
 PROCESSES: Final = "vllm.v1.utils"
-MODULES: Final = (RUNNER_V1, RUNNER_V2, SCHEDULER, PROCESSES)
+GPU_WORKER: Final = "vllm.v1.worker.gpu_worker"
+CPU_WORKER: Final = "vllm.v1.worker.cpu_worker"
+MODULES: Final = (RUNNER_V1, RUNNER_V2, SCHEDULER, PROCESSES, GPU_WORKER, CPU_WORKER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,11 @@ def _scheduler(name: str, hook: str, without: str) -> Target:
     return Target(module=SCHEDULER, owner="Scheduler", name=name, hook=hook, without=without)
 
 
+def _worker(module: str, owner: str) -> Target:
+    without = "what the engine runs to warm up may be recorded as its first requests"
+    return Target(module=module, owner=owner, name="compile_or_warm_up_model", hook="warm_up", without=without)
+
+
 # Seen in 0.32.0; the V2 runner's were read off its source and are untested.
 TARGETS: Final = (
     _runner(RUNNER_V1, "initialize_kv_cache", "runner", "nothing can be recorded", essential=True),
@@ -62,6 +69,8 @@ TARGETS: Final = (
         hook="kill",
         without="traces of an engine that is killed at its end are torn (kvcanary recover)",
     ),
+    _worker(GPU_WORKER, "Worker"),
+    _worker(CPU_WORKER, "CPUWorker"),
     _scheduler("__init__", "scheduler", "allocations and frees of slots are not told"),
     _scheduler("add_request", "add_request", "requests are told of when they first run"),
     _scheduler("_free_blocks", "free_blocks", "allocations and frees of slots are not told"),

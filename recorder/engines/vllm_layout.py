@@ -15,19 +15,16 @@ from ..header import EngineInfo, ModelInfo, NotWatched, PoolGroup, Ranks, Runner
 from ..run_identity import run_id
 from .vllm_kv import KvCapture
 
-# by the name of vLLM's KVCacheSpec classes; a subclass goes by the nearest of these that it has
+# By the name of vLLM's KVCacheSpec classes. A class that is not among them may read or place its tokens otherwise, a
+# subclass of these too: it is named and not recorded.
 FULL: Final = "full"
 SWA: Final = "swa"
 KINDS: Final = {
-    "SlidingWindowSpec": SWA,
     "FullAttentionSpec": FULL,
-    "RSWASpec": "",
-    "SinkFullAttentionSpec": "",
-    "HiddenStateCacheSpec": "",
-    "AttentionSpec": "",
-    "KVCacheSpec": "",
+    "MLAAttentionSpec": FULL,
+    "SlidingWindowSpec": SWA,
+    "SlidingWindowMLASpec": SWA,
 }
-
 
 DRAFT_RUNNER: Final = 1
 # What a draft layer's forward is told without having been seen.
@@ -98,7 +95,7 @@ class Layout:
         kind = kind_of(first)
         window = int(first.sliding_window) - 1 if kind == SWA else 0
         if not kind:
-            why = f"its KV is a {type(first).__name__}, not one slot a token"
+            why = f"its KV is a {type(first).__name__}, which is not known to give each token one slot"
         elif getattr(first, "tokens_per_state", 1) != 1:
             why = "its states stand for several tokens each"
         elif kind == SWA and window < 1:
@@ -152,8 +149,8 @@ def draft_layers(runner: Any) -> frozenset[str]:
 
 
 def kind_of(spec: Any) -> str:
-    """Return "full" or "swa" for a KV-cache spec, nothing for one that has no slot of its own for each token."""
-    return next((KINDS[cls.__name__] for cls in type(spec).__mro__ if cls.__name__ in KINDS), "")
+    """Return "full" or "swa" for a KV-cache spec, nothing for one that is not known to give each token one slot."""
+    return KINDS.get(type(spec).__name__, "")
 
 
 def describe_engine(

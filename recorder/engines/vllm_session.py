@@ -15,7 +15,7 @@ from ..new_trace import begin_new
 from ..recorder import Recorder
 from ..slot_runs import runs_to_slots
 from .hooking import Finish, Hook, wrap_method
-from .vllm_attention import AttentionReader, chosen_attention, same
+from .vllm_attention import AttentionReader, chosen_attention
 from .vllm_blocks import BlockHistory, caches_prefixes, why_no_history
 from .vllm_drafts import DraftWrites
 from .vllm_external import ExternalLoads, connector_of
@@ -183,9 +183,9 @@ class Session:
         step = self._now
         if step is None or not step.attention:
             return ()
-        again = self.attention.read(step.given, step.prefix, step.extend, step.block_sizes)
-        if same(step.attention, again):
+        if not self.attention.changed(step.given, step.prefix, step.block_sizes):
             return step.attention
+        again = self.attention.read(step.given, step.prefix, step.extend, step.block_sizes)
         for given in again:
             self.recorder.attention(chosen_attention(given, self._first))
         return (*step.attention, *again)

@@ -144,8 +144,9 @@ def _forget_embedded(step: Step, requests: Sequence[KnownRequest]) -> None:
     for known, begin, prefix, extend in zip(
         requests, np.cumsum(step.extend) - step.extend, step.prefix, step.extend, strict=True
     ):
-        low, high = np.searchsorted(known.unknown, (prefix, prefix + extend))
-        step.input_ids[begin - prefix + known.unknown[low:high]] = UNKNOWN_TOKEN
+        if known.unknown.size:
+            low, high = np.searchsorted(known.unknown, (prefix, prefix + extend))
+            step.input_ids[begin - prefix + known.unknown[low:high]] = UNKNOWN_TOKEN
 
 
 def table_read(table: Any, block_size: int, group: GroupLayout, prefix: Int64Array) -> TableRead:

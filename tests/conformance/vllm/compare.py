@@ -110,6 +110,8 @@ def _is_of(row: dict, fault: dict) -> bool:
         return False
     kind, mine = fault["fault"], row["request"] == fault["request"]
     here = row["group"] == fault.get("group") and 0 <= row["slot"] - fault.get("slot", 0) < fault.get("count", 0)
+    if kind == "draft_slot":
+        return mine and here and row["kind"] == "write_to_foreign_slot"
     if kind.startswith("attention"):
         return mine and row["kind"].startswith("attention")
     if kind == "block_table":

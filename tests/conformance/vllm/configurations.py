@@ -42,6 +42,8 @@ def host(**options: Any) -> dict[str, Any]:
     return {**HOST, "kv_connector_extra_config": options}
 
 
+EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}}
+DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", "num_speculative_tokens": 3}}
 EMBEDDINGS = {"enable_prompt_embeds": True}
 # All of them run prompts in chunks of at most 48 tokens.
 SETUPS = {
@@ -59,6 +61,15 @@ SETUPS = {
     "hybrid-nocache": Setup(model="hybrid", arguments={"enable_prefix_caching": False}),
     "hybrid-preempt": Setup(model="hybrid", arguments={"num_gpu_blocks_override": 22}),
     "hybrid-async": Setup(model="hybrid", arguments={"async_scheduling": True}),
+    # A draft model whose layers share the target's blocks.
+    "llama-eagle": Setup(model="llama", arguments={**EAGLE, "max_num_batched_tokens": 64}, sweep=3),
+    "llama-eagle-preempt": Setup(
+        model="llama", arguments={**EAGLE, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 12}
+    ),
+    "llama-eagle-async": Setup(
+        model="llama", arguments={**EAGLE, "max_num_batched_tokens": 64, "async_scheduling": True}
+    ),
+    "llama-draft-model": Setup(model="llama", arguments={**DRAFT, "max_num_batched_tokens": 64}),
     # What a KV connector loads: before the forward or beside it, in part, and failing.
     "llama-loads": Setup(model="llama", connector=host(when="sync"), sweep=3),
     "llama-loads-beside": Setup(model="llama", connector=host(when="async")),
@@ -85,6 +96,7 @@ SETUPS = {
 }
 FAULTS = {
     "llama": ("block_table", "slot_mapping", "token", "position", "kv_byte", "attention_prefix", "attention_table"),
+    "llama-eagle": ("draft_slot",),
     "llama-loads": ("block_table", "slot_mapping", "token", "kv_byte"),
     "llama-async": ("block_table", "slot_mapping", "token"),
     "sliding": ("block_table", "slot_mapping", "kv_byte"),

@@ -132,6 +132,9 @@ def generate(run: Run, folder: Path) -> None:
         "num_gpu_blocks_override": 64,
         **setup.arguments,
     }
+    if "model" in arguments.get("speculative_config", {}):
+        drafts = arguments["speculative_config"]
+        arguments["speculative_config"] = {**drafts, "model": str(MODELS / drafts["model"])}
     if setup.connector is not None:
         from vllm.config import KVTransferConfig
 

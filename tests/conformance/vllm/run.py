@@ -40,14 +40,26 @@ By the plugin alone (entry point group `vllm.general_plugins`), one file for eac
 - **Slot history**, allocations, hand-over to the prefix cache, evictions and frees, and sweeps, where the scheduler runs in
   the process of the model: one GPU. With worker processes (tensor or pipeline parallelism) it is not told, and the header
   says so; nor with a KV connector, frees that are put off, or prefix hits that end inside a block.
+- **What attention gets.** Sequence lengths, query lengths and block tables, read from the metadata of each group's layers
+  where the forward takes them, and again at the forward's end; the slots are those that the layers' cache updates get. Known
+  are the metadata of the CPU's, FlashAttention's, Triton's, FlexAttention's and ROCm's backends; others are named in the
+  header and not judged.
+- **KV connectors.** Slots that a connector loads are unknown until a forward writes them: nothing is judged from them, and
+  the verdict counts them. With the scheduler in the model's process they are the blocks that it allocates for the load;
+  without it, all cached tokens that a request begins with in a step that loads, or after a load of its own has ended.
+  What a connector stores elsewhere is not compared.
+- **Prompt embeddings.** Positions that are fed an embedding hold an unknown token, in whole prompts and in mixed ones.
 - **KV bytes** of the first layer of each group, first KV head. Where a token's bytes lie in a row they are read from the
   pool after the forward (origin `stored`). The CPU's attention packs K: its bytes are taken from what the model hands to the
   cache (origin `submitted`), into a copy of the pool in which a write to a wrong slot shows as it does in the pool.
-- **Speculative decoding.** N-gram drafts are verified as `target_verify`. A draft model's own forwards, and groups that only
-  it fills, are not recorded.
+- **Speculative decoding.** N-gram drafts are verified as `target_verify`. Of a draft model (EAGLE, MTP, a model of its own)
+  the slots are recorded that its first layer writes, as a runner of its own that shares the history of the target's
+  blocks: a draft that writes a cached prefix or another request's slot is found. Its tokens, its positions, its bytes and
+  what it reads are not looked at.
+- **Warm-up.** A recording begins behind `compile_or_warm_up_model`.
 - **Not recorded, and named in the log and the header**: Mamba and other state, chunked-local and cross attention, groups in
-  the host's memory. Not recorded at all: context parallelism. Models that are fed embeddings: their token ids are those
-  that vLLM keeps, multi-dimensional positions are told as places in the sequence.
+  the host's memory. Not recorded at all: context parallelism. Images: the positions are judged by their placeholder tokens;
+  multi-dimensional positions are told as places in the sequence.
 - **Untested**: GPUs, where inputs and tables are brought over with torch and the forward's thread waits for the device; the V2
   runner, whose functions were read off the source of 0.32.0; pipeline and data parallel ranks; other versions than 0.32.0.
 - **Run by hand** on the CPU on 2026-11-21: two tensor-parallel ranks, a file each, the same forwards, both clean; and
@@ -198,6 +210,9 @@ def document(results: list, *, whole: bool, minutes: float) -> str:
         "| slot_mapping | a token's K and V go to a slot that another request reads |",
         "| token | the model is fed another token than the scheduler's |",
         "| position | the model is fed a position that is one off |",
+        "| attention_prefix | attention is told of a step's own tokens only, and loses a request's cached prefix (vLLM#46460) |",
+        "| attention_table | the block table in attention's own copy is overwritten once its first layer is through |",
+        "| draft_slot | a draft model's layer writes its K and V into another request's cached prefix (vLLM#42971) |",
         "| kv_byte | a byte of V of a cached slot is flipped; K is packed by the CPU's attention, so its bytes are taken on submission, and a flip in the pool cannot be seen |",
         "",
         "| setup | fault | runs | injected | found | the slowest after | |",

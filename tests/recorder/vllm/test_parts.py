@@ -198,14 +198,17 @@ def test_a_layout_that_is_not_known_gives_nothing() -> None:
 
 
 def test_kinds_names_and_ranks() -> None:
-    class Better(SlidingWindowSpec):
+    class Better(SlidingWindowSpec):  # a plugin's own, which may place its tokens as it likes
         pass
 
     class CrossAttentionSpec:
         pass
 
-    specs = (FullAttentionSpec(), SlidingWindowSpec(), Better(), MambaSpec(), CrossAttentionSpec())
-    assert [kind_of(spec) for spec in specs] == ["full", "swa", "swa", "", ""]
+    class MLAAttentionSpec(FullAttentionSpec):
+        pass
+
+    specs = (FullAttentionSpec(), MLAAttentionSpec(), SlidingWindowSpec(), Better(), MambaSpec(), CrossAttentionSpec())
+    assert [kind_of(spec) for spec in specs] == ["full", "full", "swa", "", "", ""]
     assert layer_number("model.layers.12.self_attn.attn") == 12
     assert layer_number("attn") == 0
     ranks = ranks_of(

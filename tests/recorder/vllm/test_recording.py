@@ -3,11 +3,12 @@
 import logging
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from kvcanary.recorder.engines import vllm_attachment
+from kvcanary.recorder.engines.vllm_hooks import GPU_WORKER, hook_module
 from kvcanary.recorder.engines.vllm_requests import request_id_of
 from kvcanary.recorder.environment import RecordingSettings
 from kvcanary.recorder.reader import TraceReader, read_events
@@ -169,6 +170,27 @@ def test_a_runner_that_gets_a_new_cache_gets_a_new_trace(tmp_path: Path, monkeyp
     runner.shutdown()
     told = [[event.scalar("name") for event in read_events(path)] for path in tmp_path.glob("*.arrow")]
     assert sorted(told) == [["a"], ["b"]]
+
+
+def test_what_runs_to_warm_up_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+
+    class Worker:
+        def compile_or_warm_up_model(self) -> int:
+            serve()
+            raise ValueError("too little memory")
+
+    module = ModuleType(GPU_WORKER)
+    module.Worker = Worker
+    hook_module(module, attachment)
+    with pytest.raises(ValueError, match="too little memory"):
+        Worker().compile_or_warm_up_model()
+    assert not list(tmp_path.iterdir())
+    serve()
+    summary = verdict(tmp_path)
+    assert (summary.verdict.value, summary.requests) == ("clean", 6)
+    header, _ = events(tmp_path)
+    assert header.slot_history == "complete"
 
 
 def test_an_engine_with_nothing_to_record_goes_on(
