@@ -73,10 +73,12 @@ bench: $(VENV)/.tests
 	$(BIN)/python benchmarks/triage.py
 
 # SGLang on the CPU with its own online canary and the recorder attached: what both find must be the same, row for row.
-# Then pairs of a prefill and a decode engine, and engines of two ranks. Writes docs/conformance-sglang.md, -pairs.md and
-# -ranks.md. A part of it: make conformance-sglang CONFORMANCE="--only llama --seeds 1 --no-write"
+# Then the kinds of requests and of pools that a healthy engine has, pairs of a prefill and a decode engine, and engines of
+# two ranks. Writes docs/conformance-sglang.md, -pairs.md and -ranks.md. A part of it: make conformance-sglang CONFORMANCE="--only llama --seeds 1 --no-write"
 conformance-sglang: $(SGLANG_VENV)/.ready
 	$(SGLANG_VENV)/bin/python tests/conformance/sglang/run.py $(CONFORMANCE)
+	$(SGLANG_VENV)/bin/python tests/conformance/sglang/request_kinds.py
+	$(SGLANG_VENV)/bin/python tests/conformance/sglang/pools.py
 	$(SGLANG_VENV)/bin/python tests/conformance/sglang/pairs.py $(CONFORMANCE)
 	$(SGLANG_VENV)/bin/python tests/conformance/sglang/ranks.py $(CONFORMANCE)
 

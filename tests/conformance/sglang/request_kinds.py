@@ -81,15 +81,15 @@ async def plain(client: Client) -> None:
 
 async def same_id(client: Client) -> None:
     """One id for a whole conversation, and for a retry after an abort."""
-    for _ in range(3):
-        await client.ask(client.tokens(30), rid="conversation", new=9)
+    for n in (30, 60, 90):  # each prompt covers what was sampled last
+        await client.ask(client.tokens(n), rid="conversation", new=9)
     retried = asyncio.ensure_future(client.ask(client.tokens(25), rid="retried", new=100))
     await asyncio.sleep(1.5)
     client.manager.abort_request("retried")
     await asyncio.gather(retried, return_exceptions=True)
-    await client.all(client.ask(client.tokens(28), rid="retried", new=8), client.ask(client.tokens(9)))
-    await client.all(client.ask(client.tokens(28), rid="retried", new=1), client.ask(client.tokens(9)))
-    await client.all(client.ask(client.tokens(28), rid="retried", new=2), client.ask(client.tokens(9)))
+    await client.all(client.ask(client.tokens(120), rid="retried", new=8), client.ask(client.tokens(9)))
+    await client.all(client.ask(client.tokens(150), rid="retried", new=1), client.ask(client.tokens(9)))
+    await client.all(client.ask(client.tokens(170), rid="retried", new=2), client.ask(client.tokens(9)))
 
 
 async def beams(client: Client) -> None:
@@ -122,10 +122,11 @@ async def preempted(client: Client) -> None:
 
 
 async def embedded(client: Client) -> None:
-    await client.all(
-        *(client.ask(input_embeds=client.embeddings(n)) for n in (20, 50, 7)), client.ask(client.tokens(9))
-    )
-    await client.all(client.ask(client.tokens(30)), client.ask(input_embeds=client.embeddings(33), new=30))
+    """Prompts of embeddings, which this SGLang takes neither in chunks nor in one batch with others."""
+    await client.all(*(client.ask(input_embeds=client.embeddings(n), new=24) for n in (20, 30, 7)))
+    late = asyncio.ensure_future(client.ask(input_embeds=client.embeddings(33), new=40))
+    await asyncio.sleep(0.5)
+    await client.all(client.ask(client.tokens(30)), client.ask(client.tokens(9)), late)
 
 
 async def images(client: Client) -> None:
@@ -182,18 +183,9 @@ async def flushed(client: Client) -> None:
         await client.manager.flush_cache()
 
 
-async def repeating(client: Client) -> None:
-    """What n-gram speculation guesses rightly: the same few tokens again and again."""
-    few = client.tokens(5)
-    await client.all(*(client.ask(few * 6, new=24) for _ in range(3)))
-    await client.all(client.ask(few * 4 + client.tokens(3), new=24), client.ask(client.tokens(20), new=9))
-
-
 OVERLAP: dict[str, Any] = {"disable_overlap_schedule": False}
 SMALL: dict[str, Any] = {"max_total_tokens": 200}
-EMBEDDED: dict[str, Any] = {"disable_radix_cache": True, "dtype": "bfloat16"}
-NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
-
+EMBEDDED: dict[str, Any] = {"disable_radix_cache": True, "dtype": "bfloat16", "chunked_prefill_size": 256}
 KINDS: dict[str, Kind] = {
     "plain": Kind(run=plain),
     "plain-overlap-page4": Kind(run=plain, options={**OVERLAP, "page_size": 4}),
@@ -208,7 +200,7 @@ KINDS: dict[str, Kind] = {
     "preempted": Kind(
         run=preempted,
         options={
-            **SMALL,
+            "max_running_requests": 3,
             "enable_priority_scheduling": True,
             "priority_scheduling_preemption_threshold": 5,
         },
@@ -229,7 +221,6 @@ KINDS: dict[str, Kind] = {
     "chunked-retracted-overlap": Kind(
         run=plain, options={**SMALL, **OVERLAP, "chunked_prefill_size": 8}, retracts=True
     ),
-    "ngram": Kind(run=repeating, options=NGRAM, canary=False),
 }
 
 
