@@ -30,7 +30,8 @@ PICTURES = 490  # and the nine tokens behind it, see `use_placeholders`
 class Kind:
     """What one run does with an engine, and with which options; `canary`: SGLang's own runs beside the recorder.
 
-    `tokens`: it checks tokens, too; `statuses` must be told of some request; `retracts`: SGLang retracts every few steps.
+    `tokens`: it checks tokens, too; `statuses` must be told of some request; `retracts`: SGLang retracts every few steps;
+    `unknown`: some tokens must be told as unknown.
     """
 
     run: Callable[["Client"], Awaitable[None]]
@@ -40,6 +41,7 @@ class Kind:
     tokens: bool = True
     model: str = "llama"
     statuses: tuple[str, ...] = ()
+    unknown: bool = False
     retracts: bool = False
 
 
@@ -206,8 +208,8 @@ KINDS: dict[str, Kind] = {
         },
         statuses=("retracted",),
     ),
-    "embedded": Kind(run=embedded, options=EMBEDDED, tokens=False),
-    "embedded-overlap": Kind(run=embedded, options={**EMBEDDED, **OVERLAP}, tokens=False),
+    "embedded": Kind(run=embedded, options=EMBEDDED, tokens=False, unknown=True),
+    "embedded-overlap": Kind(run=embedded, options={**EMBEDDED, **OVERLAP}, tokens=False, unknown=True),
     "embedded-retracted": Kind(
         run=embedded, options={**EMBEDDED, "max_total_tokens": 160}, tokens=False, retracts=True
     ),
@@ -292,7 +294,11 @@ def judge(folder: Path) -> dict[str, Any]:
     from kvcanary.recorder.reader import read_events
 
     (trace,) = (folder / "traces").glob("*.arrow")
-    told = Counter(view.scalar("status") for view in read_events(trace) if view.kind == "status")
+    told: Counter[str] = Counter()
+    for view in read_events(trace):
+        if view.kind == "status":
+            told[str(view.scalar("status"))] += 1
+        told["unknown tokens"] += int((view.ints("input_ids") == -1).sum())
     found = dataclasses.asdict(compare(folder))
     found["differences"] = [one for one in found["differences"] if not one.startswith("the engine answered")]
     return {**found, "statuses": told}
@@ -335,6 +341,7 @@ def main() -> int:
         )
         wrong += [f"the engine ended with {status}, see its log"] * (status != 0)
         wrong += [f"no request was {said}" for said in kind.statuses if not result["statuses"].get(said)]
+        wrong += ["no token was told as unknown"] * (kind.unknown and not result["statuses"]["unknown tokens"])
         wrong += [f"{check}: {count}" for check, count in result["findings"].items()]
         failed += bool(wrong)
         print(
