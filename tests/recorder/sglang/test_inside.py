@@ -13,7 +13,18 @@ from kvcanary.recorder.reader import TraceReader, read_events
 from kvcanary.replayer.replay import replay
 from kvcanary.replayer.settings import ReplaySettings
 
-from .fake_engine import DECODE, DIM, HEADS, SLOTS, Allocator, ForwardBatch, ModelRunner, Request, Scheduler, hooked
+from .fake_engine import (
+    DECODE,
+    DIM,
+    HEADS,
+    SLOTS,
+    ForwardBatch,
+    ModelRunner,
+    Request,
+    Scheduler,
+    TokenToKVPoolAllocator,
+    hooked,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +194,7 @@ def serve(
     attachment = hooked(monkeypatch, RecordingSettings(folder=folder, history="off", **options))
     monkeypatch_raw(monkeypatch, attachment)
     runner = Runner(attachment, width=width)
-    scheduler = Scheduler(runner, Allocator(SLOTS - 1, 1))
+    scheduler = Scheduler(runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
     assert attachment._session is not None
     change(runner)
     requests = [Request(f"r{i}", [i + 3, i + 5, 40, 41 + i], new_tokens=3 + 2 * i) for i in range(3)]
@@ -313,7 +324,7 @@ def test_the_steps_of_a_draft_graph_are_told_as_the_model_got_them(
     Runner.hook(attachment, "capture", backend.capture_one)(backend, 2, both)
     for runner in (target, draft):
         attachment.on_runner(runner)
-    Scheduler(target, Allocator(SLOTS - 1, 1))
+    Scheduler(target, TokenToKVPoolAllocator(SLOTS - 1, 1))
     session: Any = attachment._session
     assert read_header_of(session).runners[1].derived == ()
     for number, step in enumerate(steps):  # an engine whose positions are one off
@@ -354,7 +365,7 @@ def test_draft_steps_in_graphs_that_are_not_looked_into_are_marked(
     draft.server_args.disable_cuda_graph = False
     for runner in (target, draft):
         attachment.on_runner(runner)
-    Scheduler(target, Allocator(SLOTS - 1, 1))
+    Scheduler(target, TokenToKVPoolAllocator(SLOTS - 1, 1))
     header = read_header_of(attachment._session)
     assert header.runners[1].derived == ("prefix_lens", "input_ids", "positions", "out_cache_loc")
     assert [(part.what, part.name) for part in header.not_watched] == [("graph", "draft: steps in a CUDA graph")]
