@@ -72,7 +72,7 @@ class DraftWrites:
     def _tell(self, lens: Int64Array, slots: Int64Array) -> None:
         zeros, nothing = np.zeros_like(lens), np.full(slots.size, -1, np.int64)
         empty = TableRead(starts=zeros, counts=zeros, slots=slots[:0])
-        cleared = TableRead(starts=zeros, counts=lens, slots=np.zeros(slots.size, np.int64))
+        own = TableRead(starts=zeros, counts=lens, slots=np.maximum(slots, 0))
         self._recorder.before_forward(
             ForwardInput(
                 mode="draft_extend",
@@ -84,8 +84,8 @@ class DraftWrites:
                 input_ids=np.full(slots.size, UNKNOWN_TOKEN, np.int64),
                 positions=ragged_index(zeros, lens),
                 out_cache_loc=(*[nothing] * (self._num_tables - 1), slots),
-                # The row holds this forward's slots and no others: it is no req_to_token of the draft's.
-                reads=(*[empty] * (self._num_tables - 1), cleared),
+                # The row names what this forward writes and nothing else: it is no req_to_token of the draft's.
+                reads=(*[empty] * (self._num_tables - 1), own),
             )
         )
         self._recorder.after_forward()
