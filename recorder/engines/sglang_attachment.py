@@ -12,6 +12,7 @@ from .sglang_history import ALLOCS, FREES, GroupHistory
 from .sglang_hooks import not_applied, register_drafts
 from .sglang_host_cache import HostCache, controller_of
 from .sglang_inside import InsideModels
+from .sglang_layers import ModelLayers
 from .sglang_layout import RunnerLayout
 from .sglang_requests import row_of
 from .sglang_session import Session, knows_allocator, on_host
@@ -26,7 +27,15 @@ logger = logging.getLogger("kvcanary")
 EVICTIONS = ("evict", "evict_for_alloc")
 LOADS = ("init_load_back", "load_back")
 # Without these nothing can be recorded; without those the model is looked at from outside, if they fail in time.
-ENDING_HOOKS = ("on_model", "on_scheduler", "on_draft_graph", "on_draft_extend_graph", "on_replay", "on_inside")
+ENDING_HOOKS = (
+    "on_model",
+    "on_layers",
+    "on_scheduler",
+    "on_draft_graph",
+    "on_draft_extend_graph",
+    "on_replay",
+    "on_inside",
+)
 INSIDE_HOOKS = ("on_load", "on_capture", "on_inside")
 
 
@@ -46,13 +55,10 @@ class Attachment:
         self._runner: Any = None
         self._layout: RunnerLayout | None = None
         self._inside = InsideModels(self.fault)
-        self.on_load, self.on_capture, self.on_replay = (
-            self._inside.on_load,
-            self._inside.on_capture,
-            self._inside.on_replay,
-        )
+        self.on_capture, self.on_replay = self._inside.on_capture, self._inside.on_replay
         self._off: set[str] = set()
         self.cost = StepCost(("on_model", "on_run", "on_result"))
+        self._layers = ModelLayers(self.fault, self.cost)
 
     def fault(self, hook: str, error: Exception) -> None:
         """Take note of a hook that failed."""
@@ -95,6 +101,18 @@ class Attachment:
             self._runners.append(runner)
         return None
 
+    def on_load(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Stand around a model as soon as there is one, before SGLang's canary does."""
+        inside = self._inside.on_load(runner)
+
+        def finish(result: Any, error: BaseException | None) -> None:
+            if inside is not None:
+                inside(result, error)
+            if error is None:
+                self._layers.wrap(runner)
+
+        return finish
+
     def on_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Start the recording when the scheduler stands; what ran before it was warm-up."""
 
@@ -115,7 +133,7 @@ class Attachment:
             self.notes.append(f"allocations and frees of slots are not told{kind}")
         if any(runner.is_draft_worker for runner in runners):
             self.notes += register_drafts(self)
-        session = Session(scheduler, runners, self._settings, (*self.notes, *not_applied()), self._inside)
+        session = Session(scheduler, runners, self._settings, (*self.notes, *not_applied()), self._inside, self._layers)
         with beginning(session.recorder):
             self._follow(scheduler, session, allocator if history else None)
         self._session = session

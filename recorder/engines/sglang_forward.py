@@ -24,7 +24,13 @@ MODES: Final = {
 
 
 def forward_input(
-    batch: Any, *, runner: RunnerLayout, layout: Layout, request_ids: Int64Array, truth: TruthTokens | None
+    batch: Any,
+    *,
+    runner: RunnerLayout,
+    layout: Layout,
+    request_ids: Int64Array,
+    truth: TruthTokens | None,
+    forward_mode: Any = None,
 ) -> ForwardInput:
     """Return what a forward is about to read and write.
 
@@ -34,13 +40,12 @@ def forward_input(
         layout: the engine's pools.
         request_ids: `[bs]`, -1 for padding.
         truth: the scheduler's tokens.
+        forward_mode: the mode that the scheduler gave it, where its batch has another by now.
 
     Raises:
         ValueError: a mode that the adapter does not know.
     """
-    mode = MODES.get(batch.forward_mode.name)
-    if mode is None:
-        raise ValueError(f"forward mode {batch.forward_mode.name}, expected one of {', '.join(MODES)}")
+    mode = mode_of(batch.forward_mode if forward_mode is None else forward_mode)
     rows = own_int64(batch.req_pool_indices)
     positions = own_int64(batch.positions if batch.positions is not None else [])
     tokens = own_int64(batch.input_ids) if batch.input_ids is not None else np.full_like(positions, UNKNOWN_TOKEN)
@@ -73,6 +78,14 @@ def forward_input(
 def has_embeddings(batch: Any) -> bool:
     """Say whether a batch is fed embeddings: its token ids, if there are any, are placeholders."""
     return getattr(batch, "input_embeds", None) is not None
+
+
+def mode_of(forward_mode: Any) -> str:
+    """Return a `ForwardMode` as the trace names it; raise a `ValueError` for one that the adapter does not know."""
+    mode = MODES.get(forward_mode.name)
+    if mode is None:
+        raise ValueError(f"forward mode {forward_mode.name}, expected one of {', '.join(MODES)}")
+    return mode
 
 
 def prefix_and_extend(batch: Any, mode: str, bs: int, positions: Int64Array) -> tuple[Int64Array, Int64Array]:

@@ -18,11 +18,13 @@ from ..new_trace import begin_new
 from ..recorder import Recorder
 from ..recording import beginning
 from .hooking import Finish
+from .sglang_attention import attention_input, not_read
 from .sglang_batches import KnownBatch, KnownBatches
 from .sglang_device import Telling
-from .sglang_forward import forward_input, has_embeddings
+from .sglang_forward import forward_input, has_embeddings, mode_of
 from .sglang_history import GroupHistory
 from .sglang_inside import Expected, InsideModels
+from .sglang_layers import ModelLayers
 from .sglang_layout import Layout, RunnerLayout, describe_engine
 from .sglang_requests import KnownRequest, RequestBook, row_of
 from .sglang_sweep import PrefixCacheWalk
@@ -63,12 +65,18 @@ class Session:
         settings: RecordingSettings,
         notes: tuple[str, ...],
         inside: InsideModels,
+        layers: ModelLayers,
     ) -> None:
         self.target: Any = next((runner for runner in model_runners if not runner.is_draft_worker), None)
         if self.target is None:
             raise ValueError("this process has no target model runner")
         self.layout = Layout(model_runners, settings)
         header = describe_engine(scheduler, self.layout, self.target, settings, notes)
+        self._layers = layers
+        self._told_inside = False
+        if not on_gpu(self.layout.tables[0]):
+            not_watched = not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
+            header = dataclasses.replace(header, not_watched=(*header.not_watched, *not_watched))
         self._requests = RequestBook(exact_ids=header.oracle is not None)
         tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
         settings.folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +100,7 @@ class Session:
         self._tell_again: Any = None if self._capture is None else self._capture.again
         self._ended: Finish | None = None if self._capture is None else self._capture.ended
         self._inside = inside if self._capture is not None and inside.watches(self.target) else None
-        # A forward that is to be taken down inside its model: what tells it from outside otherwise.
+        # A forward that is to be taken down inside its model: what tells it from outside, until the model is called.
         self._outside: Callable[[], Any] | None = None
         # What a forward must have in common with the last one to be told in one go: its mode and requests.
         self._mode: Any = None
@@ -191,7 +199,11 @@ class Session:
                 number = self._tell(layout.index, batch, bs, known, lens)
         else:
             number = self.recorder.next_forward
-            self._tell_on_host(self.recorder, batch, layout, known)
+            if self._layers.watches(layout.runner) and batch.forward_mode.name != "SPLIT_PREFILL":
+                self._layers.expect(layout.runner, functools.partial(self._begin, layout, batch, batch.forward_mode))
+                self._outside = functools.partial(self._tell_on_host, batch, layout, known)
+            else:
+                self._tell_on_host(batch, layout, known)
         if layout.sampled:
             self._last_target = (number, known)
             if self._tell is not None and self._inside is None and not has_embeddings(batch):
@@ -250,17 +262,43 @@ class Session:
         self._last_target = (number, known)
         return self._ended
 
-    def _tell_on_host(self, recorder: Any, batch: Any, layout: RunnerLayout, known: KnownBatch) -> None:
+    def _tell_on_host(self, batch: Any, layout: RunnerLayout, known: KnownBatch, forward_mode: Any = None) -> None:
+        recorder: Any = self.recorder
         told = forward_input(
             batch,
             runner=layout,
             layout=self.layout,
             request_ids=known.ids,
             truth=self._requests.truth(known.rids, known.rows),
+            forward_mode=forward_mode,
         )
         for history in self.histories:
             self._tell_written(history, layout, told)
         recorder.before_forward(told)
+
+    def _begin(self, layout: RunnerLayout, outer: Any, forward_mode: Any, model_runner: Any, batch: Any) -> Finish:
+        """Tell of a forward whose model has been called with `batch`; return what completes it after the last layer."""
+        recorder: Any = self.recorder
+        self._outside, self._told_inside = None, True
+        self._tell_on_host(batch, layout, self._batches.of(outer.rids, batch.req_pool_indices.numel()), forward_mode)
+        mode = mode_of(forward_mode)
+
+        def look() -> None:
+            attention = attention_input(model_runner, batch, mode, layout, self.layout)
+            if attention is not None:
+                recorder.attention(attention)
+
+        def finish(_: Any, error: BaseException | None) -> None:
+            if error is None:
+                look()  # what was changed meanwhile, a layer may have read
+            self._complete(error)
+
+        look()
+        return finish
+
+    def _complete(self, error: BaseException | None) -> None:
+        note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
+        self.recorder.after_forward(note=note)
 
     def _tell_written(self, history: GroupHistory, layout: RunnerLayout, told: Any) -> None:
         for number in layout.groups.values():
@@ -278,8 +316,11 @@ class Session:
                 outside()  # no model of ours was run, or in a graph that is not looked into
             self._ended(None, error)
             return
-        note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
-        self.recorder.after_forward(note=note)
+        if self._layers.still_expected() and self._outside is not None:
+            self._outside()  # the model was never called
+        inside, self._told_inside, self._outside = self._told_inside, False, None
+        if not inside:
+            self._complete(error)
 
     def runs(self, reqs: list[Any]) -> None:
         """Get to know the requests of a step that begins, where they are others than the last one's, `reqs`."""
