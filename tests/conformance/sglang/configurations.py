@@ -3,6 +3,8 @@
 import itertools
 from dataclasses import dataclass
 
+from inside import INSIDE
+
 MODELS = ("llama", "mellum_hybrid")
 # fault -> probability a step, and how often the prefix cache is swept
 FAULTS = {
@@ -11,6 +13,11 @@ FAULTS = {
     "REAL_KV_USED": (0.4, 0),
     "REAL_KV_POST_FORWARD": (0.4, 3),
     "REAL_KV_UNUSED_CACHE": (0.8, 2),
+    # of inside.py
+    "AFTER_TAIL": (0.4, 3),
+    "TABLE_INSIDE": (0.4, 0),
+    "SEQ_LENS": (0.3, 0),
+    "ATTENTION_TABLE": (0.3, 0),
 }
 KV_FAULTS = ("REAL_KV_USED", "REAL_KV_POST_FORWARD", "REAL_KV_UNUSED_CACHE")
 
@@ -57,7 +64,7 @@ class Configuration:
             "SGLANG_KV_CANARY_ENABLE_MHA_V": "1",
             "SGLANG_KV_CANARY_RING_CAPACITY": "1000000",
         }
-        if FAULTS[self.fault][0]:
+        if FAULTS[self.fault][0] and self.fault not in INSIDE:
             env[f"SGLANG_KV_CANARY_PERTURB_{self.fault}_PROB"] = str(FAULTS[self.fault][0])
             env["SGLANG_KV_CANARY_PERTURB_TARGET_GROUP"] = self.group
             env["SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS"] = "4"

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from configurations import Configuration
+from configurations import FAULTS, Configuration
+from inside import INSIDE, damage
 
 MODELS = Path(__file__).parent / "models"
 
@@ -60,6 +61,8 @@ def run_forked(configuration: Configuration, folder: Path, timeout_s: float) -> 
 
     def run() -> None:
         note_violations(folder / "ring")
+        if configuration.fault in INSIDE:
+            damage(configuration.fault, FAULTS[configuration.fault][0], configuration.seed)
         if configuration.retracts:
             retract_now_and_then()
         generate(configuration)

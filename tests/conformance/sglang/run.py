@@ -37,6 +37,7 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
     from configurations import FAULTS, matrix
     from engine import import_engine, run_forked
+    from inside import ALONE
 
     args = arguments()
     runs = [run for run in matrix(args.seeds) if args.only in run.name]
@@ -54,6 +55,9 @@ def main() -> int:
             result["differences"].insert(0, f"the engine ended with {status}, see its log")
         if not FAULTS[run.fault][0] and result["verdict"] != "clean":
             result["differences"].append(f"no fault was injected, and the replay says {result['verdict']}")
+        alone = ALONE.get(run.fault)
+        if alone is not None and not 0 < result["findings"].get(alone, 0) <= result["injected"]:
+            result["differences"].append(f"{result['injected']} faults, {result['findings']} found, expected {alone}")
         results.append((run, result))
         said = "equal" if not result["differences"] else "DIFFERS"
         print(
