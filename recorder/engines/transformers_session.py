@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from ..attention import paged_read
 from ..device_kv import as_rows
-from ..forward_input import ForwardInput, TableRead, TruthTokens
+from ..forward_input import AttentionInput, ForwardInput, TableRead, TruthTokens
 from ..host_arrays import Int64Array, own_int64, ragged_index
 from ..recorder import Recorder
 from ..schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST
@@ -94,6 +95,7 @@ class Session:
                 out_cache_loc=tuple(self._written(layout, io, prefix, extend) for layout in self._layouts),
                 reads=tuple(self._read(layout, io, prefix, extend) for layout in self._layouts),
                 truth=TruthTokens(flat=np.concatenate(truth), lens=np.array([part.size for part in truth])),
+                attention=self._attention(io, prefix, extend),
             )
         )
 
@@ -171,7 +173,12 @@ class Session:
         )
 
     def _read(self, layout: GroupLayout, io: Any, prefix: Int64Array, extend: Int64Array) -> TableRead:
-        """Return the slots of the cached tokens that the step reads, out of what it will index the pool with."""
+        """Return the slots of the cached tokens that the step reads.
+
+        They are the block table's; of a ring, whose table says less than that, what the step will index the pool with.
+        """
+        if not layout.ring_size and not io.use_block_table:
+            return paged_read(self._blocks(layout, io), layout.page_size, prefix)
         if io.use_block_table:
             read = _allocator_rows(layout.allocator.get_read_indices, io, prefix, extend)
             lens = np.array(
@@ -191,6 +198,44 @@ class Session:
         if layout.ring_size:
             slots, first, counts = self._with_predecessors(layout, io, slots, first, counts)
         return TableRead(starts=first, counts=counts, slots=slots)
+
+    def _blocks(self, layout: GroupLayout, io: Any) -> Int64Array:
+        """Return the block table of the step's requests, `[bs, blocks of the longest]`, -1 for none."""
+        tables = [layout.allocator.block_table.get(future.state.request_id, ()) for future in io.requests_in_batch]
+        found = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int64)
+        for row, table in zip(found, tables, strict=True):
+            row[: len(table)] = table
+        return found
+
+    def _attention(self, io: Any, prefix: Int64Array, extend: Int64Array) -> AttentionInput | None:
+        """Return what the attention of the step gets: its `cu_seq_lens_q`, `cu_seq_lens_k` and `read_index`.
+
+        Layers with a sliding window get the window's length; what it is off by is what the request's is off by. What
+        they read comes from the ring in `_read` and cannot be held against anything else. Of the decode fast path,
+        whose kernel has the block table alone, nothing is said.
+        """
+        if io.use_block_table:
+            return None
+        bs = prefix.size
+        seq_lens = end = prefix + extend
+        slots: list[TableRead | None] = []
+        for layout in self._layouts:
+            bounds = own_int64(io.cumulative_seqlens_k[layout.allocator.layer_type][: bs + 1])
+            got = np.diff(bounds)
+            own = [layout.allocator.get_seqlen_k(p, e) for p, e in zip(prefix.tolist(), extend.tolist(), strict=True)]
+            seq_lens = np.where(seq_lens == end, end + got - np.array(own, np.int64), seq_lens)
+            if layout.ring_size:
+                slots.append(None)
+                continue
+            size = (
+                int(io.true_read_sizes[layout.index]) if io.max_kv_read else 0
+            )  # else all of it is in the step itself
+            read = own_int64(io.read_index_storage[layout.index, :size])
+            counts = np.clip(size - bounds[:-1], 0, np.maximum(got, 0))
+            rows = read[ragged_index(np.minimum(bounds[:-1], size), counts)]
+            slots.append(TableRead(starts=np.zeros_like(counts), counts=counts, slots=layout.rows_to_slots(rows)))
+        query_lens = np.diff(own_int64(io.cumulative_seqlens_q[: bs + 1]))
+        return AttentionInput(seq_lens=np.maximum(seq_lens, 0), query_lens=query_lens, slots=tuple(slots))
 
     def _with_predecessors(
         self, layout: GroupLayout, io: Any, slots: Int64Array, first: Int64Array, counts: Int64Array
