@@ -18,6 +18,10 @@ from .observed import (
 )
 
 _ALLOCATOR: Final = "the arguments and results of the allocator's alloc and free methods"
+_CALLED: Final = (
+    "of the batch that the model is called with, right before its first layer (when `ModelRunner._forward_raw` is called, "
+    "where the model is compiled or never called)"
+)
 _EVENTS: Final[dict[str, dict[Columns, Source]]] = {
     "sample": {
         ("forward",): Source(How.NUMBERED, "the forward whose result it is"),
@@ -79,9 +83,7 @@ _EVENTS: Final[dict[str, dict[Columns, Source]]] = {
 CPU: Final[Table] = {
     "forward": {
         ("runner", "mode"): Source(How.TOLD, "which `ModelRunner`; `ForwardBatch.forward_mode`"),
-        ("req_pool_indices",): Source(
-            How.OBSERVED, "`ForwardBatch.req_pool_indices`, when `ModelRunner._forward_raw` is called"
-        ),
+        ("req_pool_indices",): Source(How.OBSERVED, f"`ForwardBatch.req_pool_indices`, {_CALLED}"),
         ("request_ids",): Source(How.NUMBERED, "of `ForwardBatch.rids`"),
         ("prefix_lens",): Source(
             How.OBSERVED,
@@ -94,7 +96,7 @@ CPU: Final[Table] = {
         ),
         ("input_ids", "positions", "out_cache_loc"): Source(
             How.OBSERVED,
-            "`ForwardBatch`'s tensors of that name, when `ModelRunner._forward_raw` is called; -1 for tokens of embeddings",
+            f"`ForwardBatch`'s tensors of that name, {_CALLED}; -1 for tokens of embeddings",
         ),
         ("sampled_lens", "sampled_tokens"): Source(
             How.OBSERVED, "the result that `Scheduler.process_batch_result` takes over"
@@ -104,7 +106,12 @@ CPU: Final[Table] = {
         TRUTH_RUNS: Source(
             How.TOLD, "`Req.origin_input_ids` and `output_ids`, when the forward is told; -1 for embeddings and beams"
         ),
-        ATTENTION: Source(How.ABSENT, "the attention backend's own metadata is not read"),
+        ATTENTION: Source(
+            How.OBSERVED,
+            "of `torch_native` and `intel_amx` the batch's seq_lens and extend_seq_lens (a decode computes one token each, a "
+            "verify forward has its drafted tokens on top), and the rows of req_to_token that they read, before the first "
+            "layer and after the last; of their sliding layers no slots, of other backends nothing, as the header says",
+        ),
         SUBMITTED: Source(How.ABSENT, "what the model hands to the pool is not read"),
     },
     **_EVENTS,
@@ -114,6 +121,11 @@ GPU: Final[Table] = {
     **CPU,
     "forward": {
         **CPU["forward"],
+        ATTENTION: Source(
+            How.OBSERVED,
+            "kv_indptr, kv_indices, qo_indptr and the window's, of `TritonAttnBackend`, where the model's first layer "
+            "begins, in its CUDA graph too; of other backends nothing",
+        ),
         ("input_ids", "positions", "out_cache_loc"): Source(
             How.OBSERVED,
             "`ForwardBatch`'s tensors of that name, copied on the forward's stream before it. A CUDA graph's own "

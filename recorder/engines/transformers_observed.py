@@ -19,12 +19,16 @@ TRANSFORMERS: Final[Table] = {
         ("sampled_lens", "sampled_tokens"): Source(How.OBSERVED, "output_ids, after the step"),
         TABLE_RUNS: Source(
             How.OBSERVED,
-            f"{_IO}: read_index, cut by cumulative_seqlens_k; the slot before a sliding window, and on the decode "
-            "path whose kernel walks the block table all of them, by the allocator's block table",
+            f"{_IO}: the allocator's block table; of a sliding window read_index, cut by cumulative_seqlens_k, and the slot "
+            "before it by the block table",
         ),
         LUT_RUNS: Source(How.ABSENT, "transformers has no such table: each group has its own blocks"),
         TRUTH_RUNS: Source(How.TOLD, "the request's initial_tokens and generated_tokens"),
-        ATTENTION: Source(How.ABSENT, "read_index and cumulative_seqlens_k are read as the table alone"),
+        ATTENTION: Source(
+            How.OBSERVED,
+            f"{_IO}: cumulative_seqlens_q and cumulative_seqlens_k (a window's length counts as the request's, less or more "
+            "by as much), read_index of full-attention layers; nothing on the decode path whose kernel walks the block table",
+        ),
         SUBMITTED: Source(
             How.OBSERVED, "the key and value states that the cache's update is called with, of the layers captured"
         ),
