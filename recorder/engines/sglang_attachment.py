@@ -7,7 +7,7 @@ from ..environment import RecordingSettings
 from ..error_text import error_text
 from ..recording import beginning
 from .hooking import Finish, Hook, wrap_method
-from .sglang_drafts import DraftGraph
+from .sglang_drafts import DraftGraph, check_chain
 from .sglang_history import ALLOCS, FREES, GroupHistory
 from .sglang_hooks import not_applied, register_drafts
 from .sglang_host_cache import HostCache, controller_of
@@ -251,6 +251,7 @@ class Attachment:
         if session is None or layout is None:
             return None
         if session.looks_into(graph_runner):
+            check_chain(graph_runner)
             session.before_model(layout, batch, batch.req_pool_indices.numel())
             return session.after_draft_graph
         graph = DraftGraph(graph_runner, batch, own=session.own)

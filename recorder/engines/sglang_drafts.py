@@ -25,6 +25,13 @@ class DraftStep:
     out_cache_loc: Any
 
 
+def check_chain(graph_runner: Any) -> None:
+    """Raise a `ValueError` for a draft tree (top-k above 1), whose steps are no chain."""
+    topk = int(getattr(graph_runner, "topk", 1))
+    if topk != 1:
+        raise ValueError(f"EAGLE with top-k {topk} cannot be recorded, expected 1")
+
+
 class DraftGraph:
     """What goes into a graph of several draft steps, taken down before it runs.
 
@@ -38,9 +45,7 @@ class DraftGraph:
     """
 
     def __init__(self, graph_runner: Any, batch: Any, *, own: Callable[[Any], Any]) -> None:
-        topk = int(getattr(graph_runner, "topk", 1))
-        if topk != 1:
-            raise ValueError(f"EAGLE with top-k {topk} cannot be recorded, expected 1")
+        check_chain(graph_runner)
         self._own = own
         self._rows = own(batch.req_pool_indices)
         self._positions = own(batch.positions)

@@ -23,7 +23,7 @@ logger = logging.getLogger("kvcanary")
 SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
 UTILS_MODULE: Final = "sglang.srt.utils"
 
-# What holds whole forwards as CUDA graphs, since 0.5.16.
+# What holds whole forwards as CUDA graphs; older versions have it otherwise.
 FULL_GRAPHS: Final = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 from ...kernels.constants import UNKNOWN_TOKEN
 from ..device.capture import DeviceCapture
 from ..device.forward import Flight, Lens
-from ..error_text import error_text
 from .hooking import Finish
 from .sglang_batches import KnownBatch
 from .sglang_forward import MODES, has_embeddings
@@ -30,7 +29,7 @@ KNOWN_ATTENTION: Final = ("TritonAttnBackend",)  # whose metadata are read
 class Expected:
     """A forward that has been told and has not begun yet: whose it is, and what takes it down."""
 
-    __slots__ = ("bs", "capture", "index", "known", "runner", "taken", "truth_lens")
+    __slots__ = ("bs", "capture", "flights", "index", "known", "runner", "taken", "truth_lens")
 
     def __init__(
         self, capture: DeviceCapture, runner: int, index: int, bs: int, known: KnownBatch, truth_lens: bytes
@@ -42,6 +41,15 @@ class Expected:
         self.known = known
         self.truth_lens = truth_lens
         self.taken = False
+        self.flights: list[Flight | None] = []  # of a graph that has been launched
+
+    def deliver(self) -> None:
+        """Deliver what was taken down in a graph."""
+        capture = self.capture
+        if not capture.off:
+            for flight in self.flights:
+                if flight is not None:
+                    capture.deliver(flight)
 
 
 class InsideModels:
@@ -102,18 +110,8 @@ class InsideModels:
             return None
         expected.taken = True
         take, told = expected.capture.inside, (expected.index, expected.bs, expected.known, expected.truth_lens)
-        flights = [take(forward, mode, *told) for _, mode, forward in runs]
-        return functools.partial(self._launched, expected.capture, flights)
-
-    def _launched(
-        self, capture: DeviceCapture, flights: list[Flight | None], _: Any, error: BaseException | None
-    ) -> None:
-        if error is not None:
-            raise RuntimeError(f"a graph whose forwards are taken down could not be launched: {error_text(error)}")
-        if not capture.off:
-            for flight in flights:
-                if flight is not None:
-                    capture.deliver(flight)
+        expected.flights = [take(forward, mode, *told) for _, mode, forward in runs]
+        return None  # they are delivered with the forward's end: each call here has a price
 
     # The model.
 

@@ -226,16 +226,26 @@ class Session:
 
     def after_draft_graph(self, _: Any, error: BaseException | None) -> None:
         """Complete the steps of a draft that ran as one graph, which were taken down in it."""
-        taken = self._was_taken()
+        taken = self._was_taken(error)
         if taken is not None and not taken.taken and error is None:
             self.recorder.lost("a draft's steps ran in a CUDA graph that is not looked into")
 
-    def _was_taken(self) -> Expected | None:
-        """Return the forward that was expected inside its model, None for none; nothing is expected any more."""
+    def _was_taken(self, error: BaseException | None) -> Expected | None:
+        """Return the forward that was expected inside its model, None for none; nothing is expected any more.
+
+        What a graph took down of it is delivered.
+
+        Raises:
+            RuntimeError: the graph failed.
+        """
         self._outside = None
         if self._inside is None:
             return None
         expected, self._inside.expected = self._inside.expected, None
+        if expected is not None and expected.flights:
+            if error is not None:  # nobody knows whether its launches ever run
+                raise RuntimeError(f"a CUDA graph that was looked into failed: {self.recorder.error_text(error)}")
+            expected.deliver()
         return expected
 
     def again(self, batch: Any) -> Finish | None:
@@ -311,7 +321,7 @@ class Session:
         """Complete the forward; its tokens are sampled later."""
         if self._ended is not None:
             outside = self._outside
-            expected = self._was_taken()
+            expected = self._was_taken(error)
             if expected is not None and not expected.taken and outside is not None:
                 outside()  # no model of ours was run, or in a graph that is not looked into
             self._ended(None, error)

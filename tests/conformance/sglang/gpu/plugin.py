@@ -24,12 +24,28 @@ def damage_forwards(what):
     """In each fifth decode of a scheduler's target model, do damage after its graph or model, or around them.
 
     "kv" flips the first byte of K in a slot that the forward has written, "table" lets a cell of a request's row point to
-    another of its slots as long as the forward takes. Both say so in the log as the canary's own faults do.
+    another of its slots as long as the forward takes, "attention" overwrites one of the page indices that its attention
+    backend has prepared, "attention-lens" lets it read one token less. All say so in the log as the canary's own faults do.
     """
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    decodes = [0]
+    decodes, damaging = [0], [False]
+
+    def prepared(original, backend, *args, **kwargs):
+        result = original(backend, *args, **kwargs)
+        if damaging[0]:
+            told = backend.forward_metadata
+            if what == "attention":
+                told.kv_indices[2:3].copy_(told.kv_indices[3:4])
+            else:
+                told.kv_indptr[1:].sub_(1)
+        return result
+
+    for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
+        HookRegistry.register(
+            f"sglang.srt.layers.attention.triton_backend.TritonAttnBackend.{name}", prepared, HookType.AROUND
+        )
 
     def forward_raw(original, runner, batch, *args, **kwargs):
         if runner.is_draft_worker or batch.forward_mode.name != "DECODE" or not any(batch.rids or ()):
@@ -42,10 +58,12 @@ def damage_forwards(what):
         if what == "table":
             kept = table[row, position - 3].clone()
             table[row, position - 3] = table[row, position - 2]
+        damaging[0] = what.startswith("attention")
         result = original(runner, batch, *args, **kwargs)
+        damaging[0] = False
         if what == "table":
             table[row, position - 3] = kept
-        else:
+        elif what == "kv":
             runner.token_to_kv_pool.k_buffer[0].view(torch.uint8).view(
                 -1, runner.token_to_kv_pool.k_buffer[0][0].nbytes
             )[slot, 0] ^= 255

@@ -101,7 +101,7 @@ def run_engines(runs: list[GpuRun], folder: Path, timeout_s: float) -> None:
 def result_of(run: GpuRun, place: Path) -> dict:
     """Replay a run's trace and compare it with the online canary's ring."""
     result: dict = {"forwards": 0, "injected": 0, "online_rows": 0, "offline_rows": 0, "verdict": "", "differences": []}
-    result |= {"online_slots": 0, "offline_slots": 0, "offline_only": 0}
+    result |= {"online_slots": 0, "offline_slots": 0, "offline_only": 0, "attention": ""}
     differences = result["differences"]
     status = (place / "status").read_text()
     log = (place / "log").read_text(errors="replace")
@@ -173,7 +173,9 @@ def compare(run: GpuRun, place: Path, trace: Path, summary: dict, result: dict) 
             differences.append(f"forward {forward}: online only {only[0]}, offline only {only[1]} ({FIELDS})")
     result["online_slots"] = sum(looked_at)
     result["offline_slots"] = sum(summary["slot_counters"].values())
-    if run.faulty and not result["online_rows"] + result["offline_only"]:
+    attention = {kind: n for kind, n in summary["findings_by_kind"].items() if n and kind.startswith("attention")}
+    result["attention"] = ", ".join(f"{n} {kind}" for kind, n in attention.items())
+    if run.faulty and not (result["online_rows"] + result["offline_only"] or attention):
         differences.append("something is wrong with this engine, and neither side found anything")
     differences += [
         f"{tag}: {n} slots looked at online, {summary['slot_counters'].get(tag, 0)} offline"
@@ -237,22 +239,23 @@ def document(runs: list[GpuRun], results: list[dict], where: str, *, whole: bool
         "`revert-25015` and `revert-26329` are SGLang's own bugs, which its switch `SGLANG_DEBUG_REVERT_PR` brings back: an",
         "EAGLE draft whose positions are one off, and a chunked prefill whose draft gets the wrong last token, which shows in",
         "tokens alone. `inside-kv` flips a byte of a written slot after the canary's TAIL and before the forward returns;",
-        "`inside-table` points a table cell to another slot as long as the forward takes. In graphs, the draft's steps and",
-        "what the model gets are taken down in the graph.",
+        "`inside-table` points a table cell to another slot as long as the forward takes; `inside-attention` overwrites a page",
+        "index that the attention backend has prepared, `inside-attention-lens` lets it read one token less: of these the",
+        "online canary sees nothing. In graphs, the draft's steps and what model and attention get are taken down in the graph.",
         "",
         where,
         "" if whole else "\n**Not all runs.**\n",
         f"**{equal} of {len(beside)} runs beside the canary equal**, {injected} faults, {rows} online rows.",
         "",
-        "| run | forwards | faults | online rows | offline rows | slots online | slots offline | tokens compared | rows of the token alone, offline | verdict of the replay | |",
-        "|---|--:|--:|--:|--:|--:|--:|---|--:|---|---|",
+        "| run | forwards | faults | online rows | offline rows | slots online | slots offline | tokens compared | rows of the token alone, offline | attention, offline | verdict of the replay | |",
+        "|---|--:|--:|--:|--:|--:|--:|---|--:|---|---|---|",
     ]
     for run, result in recorded:
         tokens = "" if not run.canary else "yes" if run.tokens_checked_online else "not in graphs"
         lines.append(
             f"| {run.name} | {result['forwards']} | {result['injected']} | {result['online_rows']} | "
             f"{result['offline_rows']} | {result['online_slots']} | {result['offline_slots']} | {tokens} | "
-            f"{result['offline_only'] or ''} | {result['verdict']} | {said(result)} |"
+            f"{result['offline_only'] or ''} | {result['attention']} | {result['verdict']} | {said(result)} |"
         )
     for run, result in recorded:
         if result["differences"]:

@@ -99,10 +99,10 @@ RUNS = (
         for revert in (25015, 26329)
         for graph, page in ((True, 1), (True, 4), (True, 16), (True, 32), (False, 1), (False, 32))
     ),
-    # within a forward: a written slot flipped after the canary's TAIL, a table cell changed around it
+    # within a forward: a written slot flipped after the canary's TAIL, a table cell changed around it, what attention gets
     *(
         GpuRun(name=f"{'graph' if graph else 'eager'}-inside-{damage}", graph=graph, damage=damage)
         for graph in (True, False)
-        for damage in ("kv", "table")
+        for damage in ("kv", "table", "attention", "attention-lens")
     ),
 )
