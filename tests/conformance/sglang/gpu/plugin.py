@@ -4,6 +4,7 @@ One line a step and canary (an EAGLE draft has one of its own, in a second file)
 and how many slots each launch tag has looked at.
 """
 
+import functools
 import json
 import os
 import sys
@@ -32,19 +33,24 @@ def damage_forwards(what):
 
     decodes, damaging = [0], [False]
 
-    def prepared(original, backend, *args, **kwargs):
+    def prepared(name, original, backend, *args, **kwargs):
         result = original(backend, *args, **kwargs)
         if damaging[0]:
-            told = backend.forward_metadata
+            told = (
+                backend.forward_metadata
+            )  # a graph's is made when it is captured, and may be an earlier prefill's by now
             if what == "attention":
-                told.kv_indices[2:3].copy_(told.kv_indices[3:4])
+                indices = told.kv_indices if name == "init_forward_metadata" else backend.cuda_graph_kv_indices
+                indices[2:3].copy_(indices[3:4])
             else:
-                told.kv_indptr[1:].sub_(1)
+                backend.kv_indptr[1:].sub_(1)
         return result
 
     for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
         HookRegistry.register(
-            f"sglang.srt.layers.attention.triton_backend.TritonAttnBackend.{name}", prepared, HookType.AROUND
+            f"sglang.srt.layers.attention.triton_backend.TritonAttnBackend.{name}",
+            functools.partial(prepared, name),
+            HookType.AROUND,
         )
 
     def forward_raw(original, runner, batch, *args, **kwargs):
