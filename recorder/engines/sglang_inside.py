@@ -184,7 +184,12 @@ class InsideModels:
             return functools.partial(capture.after, "")
         captured = is_capturing(device)
         number = self._used[device] if captured else 0
-        if number >= MAX_TICKETS:
+        # Padding can be told from requests only where each has as many tokens.
+        if (
+            number >= MAX_TICKETS - len(self._wrapped)
+            or mode in ("extend", "mixed")
+            or given.tokens % given.rows.numel()
+        ):
             return None
         forward = self._made(runner, batch, given, self._tickets[device][number])
         forward.begin()
