@@ -14,6 +14,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from .limits import MAX_BATCH_RATIO, MAX_FREE_BATCH_BYTES
+
 MAGIC: Final = b"ARROW1"
 FIRST_MESSAGE: Final = 8
 PREFIX_BYTES: Final = 8
@@ -133,6 +135,9 @@ def check_buffers(data: memoryview, frame: Frame, expected: int) -> None:
     # In float, since a hostile length times the ratio may pass 2^63; -1 says that the buffer is stored as it is.
     if (claims < -1).any() or (claims.astype(np.float64) > _SMALL_BUFFER_BYTES + ratio * lengths.astype(float)).any():
         raise FramingError("a compressed buffer claims an impossible size")
+    whole = int(np.where(claims < 0, lengths, claims).sum())
+    if whole > max(MAX_FREE_BATCH_BYTES, MAX_BATCH_RATIO * body_bytes):
+        raise FramingError(f"it would be {whole:,} bytes of the {body_bytes:,} that it takes")
 
 
 def read_footer(data: memoryview) -> Footer | None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from .errors import UnreadableTraceError
 from .json_text import json_text, whole_text
+from .limits import MAX_HEADER_BYTES, MAX_TEXT_CHARS
 from .schema import FORMAT_MAJOR, FORMAT_MINOR, INT_LISTS, NOT_WATCHED, ROLES, SLOT_HISTORIES, TOKENS
 
 MAX_KV_SOURCES = 4
@@ -214,6 +215,10 @@ class TraceHeader:
         Fields that this build does not know are passed over (they come from a newer minor version); a newer major
         version is refused.
         """
+        if len(text) > MAX_HEADER_BYTES:
+            raise UnreadableTraceError(
+                f"the trace header has {len(text):,} bytes, expected at most {MAX_HEADER_BYTES:,}"
+            )
         try:
             raw = whole_text(json.loads(text))
         except (ValueError, RecursionError) as error:
@@ -292,7 +297,9 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type[Any], hint), value, where)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise TypeError(f"{where} is {value!r}, expected {hint.__name__}")
+        raise TypeError(f"{where} is {str(value)[:100]!r}, expected {hint.__name__}")
+    if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
+        raise ValueError(f"{where} has {len(value):,} characters, expected at most {MAX_TEXT_CHARS:,}")
     return value
 
 

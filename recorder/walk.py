@@ -10,6 +10,7 @@ from .checksum import column_forms
 from .decode import DamagedBatchError, claimed_events
 from .decode_ahead import DecodeAhead
 from .framing import PREFIX_BYTES, RECORD_BATCH, Frame, FramingError, find_frames
+from .limits import MAX_SEARCHED
 from .tail_reader import TailReader
 
 
@@ -49,6 +50,7 @@ class Walk:
         self._first = self._expected = first_event
         self._batches = 0
         self._damage: list[str] = []
+        self._searched = 0  # bytes of messages that were tried behind damage; they may lie over one another
         self._torn = False
         self._schema = schema
         self._tail = tail
@@ -139,6 +141,10 @@ class Walk:
             claim = claimed_events(frame)
             if claim is None or not claim[1] or claim[0] < self._expected:
                 continue
+            self._searched += frame.end - frame.start
+            if self._searched > MAX_SEARCHED * self._limit:
+                self._note(f"the search for the next whole batch was given up at byte {frame.start}")
+                return None
             batch = self._decode(frame)
             if batch is not None:
                 self._scan = frame.start + PREFIX_BYTES

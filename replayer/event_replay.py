@@ -60,7 +60,7 @@ class EventReplay:
         self._settings = settings
         self._book = RequestBook()
         self._request_ids: set[int] = set()
-        self._takings = Takings(summary, sinks, self._book)
+        self._takings = Takings(summary, sinks, self._book, all_rows=settings.all_rows)
         self._executor = make_executor(
             header, settings, kv_hash_mode=kv_hash_mode, book=self._book, takings=self._takings
         )

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from ..recorder.batch import TraceBatch, TraceGap
+from ..recorder.endings import endings_deferred
 from ..recorder.errors import TraceError
 from ..recorder.machine.pools import pool_bytes
 from ..recorder.recordings import recording_name
@@ -170,15 +171,24 @@ class ReplayRun:
         )
 
     def finish(self) -> Summary:
-        """Judge the end, write the report's files, and return the summary."""
-        if self.summary.header.segment is not None:
-            self.summary.segments = list(self._reader.numbers)
-        self._events.finish()
-        self._sinks.close()
-        self.summary.seconds = time.perf_counter() - self._started
-        if self._report:
-            self.summary.report = str(self._report)
-            write_summary(self.summary, self._report)
+        """Judge the end, write the report's files, and return the summary; a signal that comes meanwhile waits.
+
+        Raises:
+            KeyboardInterrupt: one came, and the replay had not been interrupted before; the report is whole.
+        """
+        try:
+            with endings_deferred():
+                if self.summary.header.segment is not None:
+                    self.summary.segments = list(self._reader.numbers)
+                self._events.finish()
+                self._sinks.close()
+                self.summary.seconds = time.perf_counter() - self._started
+                if self._report:
+                    self.summary.report = str(self._report)
+                    write_summary(self.summary, self._report)
+        except KeyboardInterrupt:
+            if not self.summary.stopped.startswith("interrupted"):
+                raise
         return self.summary
 
     def __enter__(self) -> "ReplayRun":

@@ -263,7 +263,12 @@ def _next(summary: Summary) -> Text:
     text = Text("report ", style="dim")
     text.append(summary.report, style="default")
     if summary.violations:
-        text.append("   every violation is in violations.parquet")
+        if summary.violations_left_out:
+            text.append(
+                f"   {summary.violations_left_out:,} violations of slots with very many are counted, not kept: --all-rows"
+            )
+        else:
+            text.append("   every violation is in violations.parquet")
     if summary.verdict is Verdict.CORRUPT:
         report = shlex.quote(summary.report)
         text.append(f"\nnext   kvcanary triage {report}    or kvcanary sql {report}")

@@ -19,7 +19,8 @@ class ReplaySettings:
     or "all" (every byte of a slot, refused where the trace holds fewer); `checks` names the history checks to run;
     `executor` is "interval", which looks at a prefix position again only where something may have changed, or "stepwise",
     which looks at every one in every forward, and finds the same; `device` is "cpu", or "cuda" or "cuda:N", which steps
-    whatever `executor` says; `merge_rows` says whether violations that last are one row, None for what the executor has.
+    whatever `executor` says; `merge_rows` says whether violations that last are one row, None for what the executor has;
+    `all_rows` keeps every row of a slot that has very many.
     """
 
     kv_hash: str = "auto"
@@ -30,6 +31,7 @@ class ReplaySettings:
     executor: str = "interval"
     device: str = "cpu"
     merge_rows: bool | None = None
+    all_rows: bool = False
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for an executor that there is not."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +12,12 @@ import pyarrow as pa
 
 from ..kernels.constants import FailReason, LaunchTag
 from ..recorder.header import TraceHeader
+from ..recorder.machine.requests import RequestBook
 from .coverage import Watched, coverage, no_figures, not_watched
 from .derived import Derived
 from .findings import Finding
 from .verdict import Verdict
+from .violations import LaunchViolations, violation_table
 
 MAX_LISTED = 100
 NOBODY = -1
@@ -67,6 +70,7 @@ class Summary:
     whole_before_end: bool = True
     being_recorded: bool = False
     violations: int = 0
+    violations_left_out: int = 0  # counted in all that follows, and no rows of the report
     violations_by_reason: dict[str, int] = field(default_factory=dict)
     violations_by_launch: dict[str, int] = field(default_factory=dict)
     first_violation: dict[str, Any] | None = None
@@ -208,31 +212,34 @@ class Tally:
         ]
         self._last_forward_hit = -1
 
-    def violations(self, table: pa.Table) -> None:
-        """Add a table of violations, which `Summary.violations` counts already."""
+    def violations(self, launches: Sequence[LaunchViolations], book: RequestBook) -> None:
+        """Add the violations of launches, which `Summary.violations` counts already."""
         summary = self._summary
         if summary.first_violation is None:
-            summary.first_violation = _spelt_out(table)
+            first = launches[0].take(np.arange(len(launches[0].rows)) == 0)
+            summary.first_violation = _spelt_out(violation_table([first], book))
             summary.first_violation_forward = summary.first_violation["forward"]
-        bits = table["fail_reason_bits"].to_numpy()
+        rows = np.concatenate([launch.rows for launch in launches])
+        bits = rows[:, 7]
         for reason in FailReason:
             hits = int(np.count_nonzero(bits & reason.value))
             if hits:
                 _add(summary.violations_by_reason, reason.name or "", hits)
-        for tag, hits in enumerate(np.bincount(table["launch_tag"].to_numpy(), minlength=len(LaunchTag))):
+        for tag, hits in enumerate(np.bincount(rows[:, 0], minlength=len(LaunchTag))):
             if hits:
                 _add(summary.violations_by_launch, LaunchTag(tag).name, int(hits))
-        forwards = np.unique(table["forward"].to_numpy())
+        forwards = np.unique([launch.forward for launch in launches])
         summary.forwards_hit += len(forwards) - int(forwards[0] == self._last_forward_hit)
         self._last_forward_hit = summary.last_violation_forward = int(forwards[-1])
-        for request_id, name in zip(*_distinct_requests(table), strict=True):
-            if request_id == NOBODY:  # what a sweep finds is nobody's yet
-                continue
-            summary.requests_hit.setdefault(request_id, name)
-        groups, slots = table["group"].to_numpy(), table["slot"].to_numpy()
-        for group, hit in enumerate(self._slots):
-            mine = slots[groups == group]
-            new = np.unique(mine[~hit[mine]])
+        every = np.concatenate([launch.request_ids for launch in launches])
+        request_ids = every[np.sort(np.unique(every, return_index=True)[1])]
+        for request_id, name in zip(request_ids.tolist(), book.name_column(request_ids).to_pylist(), strict=True):
+            if request_id != NOBODY:  # what a sweep finds is nobody's yet
+                summary.requests_hit.setdefault(request_id, name)
+        for launch in launches:
+            hit = self._slots[launch.group]
+            slots = launch.rows[:, 1]
+            new = np.unique(slots[~hit[slots]])
             hit[new] = True
             summary.slots_hit += len(new)
 
@@ -250,11 +257,6 @@ class Tally:
 
 def _add(counts: dict[str, int], key: str, count: int) -> None:
     counts[key] = counts.get(key, 0) + count
-
-
-def _distinct_requests(table: pa.Table) -> tuple[list[int], list[str]]:
-    distinct = table.group_by("request_id", use_threads=False).aggregate([("request", "first")])
-    return distinct["request_id"].to_pylist(), distinct["request_first"].to_pylist()
 
 
 def _spelt_out(table: pa.Table) -> dict[str, Any]:

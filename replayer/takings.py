@@ -10,7 +10,7 @@ from .findings import Finding, finding_table
 from .report import ReportSinks
 from .summary import Summary, Tally
 from .sweep import Sweep
-from .violations import LaunchViolations, violation_table
+from .violations import ROWS_PER_SLOT, LaunchViolations, RowLimit, violation_table
 
 # Violations go on in tables of about this many rows: a table for each launch would cost more than the launch.
 PENDING_ROWS: Final = 16_384
@@ -23,13 +23,15 @@ class Takings:
     and where no row may go on (`part`).
     """
 
-    def __init__(self, summary: Summary, sinks: ReportSinks, book: RequestBook) -> None:
+    def __init__(self, summary: Summary, sinks: ReportSinks, book: RequestBook, *, all_rows: bool) -> None:
         self._summary = summary
         self._sinks = sinks
         self._book = book
         self._tally = Tally(summary)
         self._derived = Derived(summary.header)
         self._launches: list[LaunchViolations] = []
+        self._left_out: list[LaunchViolations] = []
+        self._limit = RowLimit(summary.header.groups, per_slot=None if all_rows else ROWS_PER_SLOT)
         self._pending_rows = 0
 
     def begin(self, what: Forward | Sweep) -> None:
@@ -54,9 +56,15 @@ class Takings:
             return
         if self._sinks.merging is not None:
             launch = self._sinks.merging.with_turns(launch)
-        self._launches.append(launch)
         self._summary.violations += len(launch.rows)
         self._pending_rows += len(launch.rows)
+        wanted = self._limit.wanted(launch)
+        if wanted is None:
+            self._launches.append(launch)
+        else:
+            self._left_out.append(launch.take(~wanted))
+            if wanted.any():
+                self._launches.append(launch.take(wanted))
         if self._pending_rows >= PENDING_ROWS:
             self._pass_on()
 
@@ -80,13 +88,17 @@ class Takings:
 
     def _pass_on(self) -> None:
         """Turn the pending launches into one table: for the report, and for the tally."""
-        if not self._launches:
-            return
-        table = violation_table(self._launches, self._book)  # Ctrl-C in here loses none: they are pending still
-        launches, self._launches = self._launches, []
+        launches, left_out = self._launches, self._left_out
+        if launches:
+            table = violation_table(launches, self._book)  # Ctrl-C in here loses none: they are pending still
+        self._launches, self._left_out = [], []
         self._pending_rows = 0
-        if self._sinks.merging is not None:
-            self._sinks.merging.append(table, launches)
-        else:
-            self._sinks.violations.append(table)
-        self._tally.violations(table)
+        if launches:
+            if self._sinks.merging is not None:
+                table = self._sinks.merging.append(table, launches)
+            else:
+                self._sinks.violations.append(table)
+            self._limit.kept(table)
+        if launches or left_out:
+            self._tally.violations([*launches, *left_out], self._book)
+        self._summary.violations_left_out += sum(len(launch.rows) for launch in left_out)

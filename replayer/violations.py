@@ -1,14 +1,14 @@
 """Violation rows: the canary's eight fields, and what only the trace knows about each; streamed to Parquet.
 
-No row is ever dropped: rows go to disk in row groups as they are found, so a million of them cost a million rows of
-disk and no memory.
+Rows go to disk in row groups as they are found, so a million of them cost a million rows of disk and no memory. All are
+counted; of a slot that has very many, and of a report that has, the first are kept (`RowLimit`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..kernels.constants import FailReason, LaunchTag
+from ..recorder.header import PoolGroup
 from ..recorder.machine.requests import RequestBook
 from ..recorder.private_files import new_private_file
 
 Int64Array = npt.NDArray[np.int64]
+
+# What a report keeps by default of what it counts: rows of a slot for each launch tag, and rows in all.
+ROWS_PER_SLOT: Final = 1_000
+MAX_ROWS: Final = 10_000_000
 
 VIOLATION_SCHEMA = pa.schema(
     [
@@ -101,6 +106,56 @@ class LaunchViolations:
     writers: Int64Array
     places: Int64Array
     turns: Int64Array | None = None
+
+    def take(self, chosen: npt.NDArray[np.bool_]) -> "LaunchViolations":
+        """Return the rows that `chosen` `[n] bool` names."""
+        return replace(
+            self,
+            rows=self.rows[chosen],
+            request_ids=self.request_ids[chosen],
+            req_pool_indices=self.req_pool_indices[chosen],
+            expected_positions=self.expected_positions[chosen],
+            writers=self.writers[chosen],
+            places=self.places[chosen],
+            turns=None if self.turns is None else self.turns[chosen],
+        )
+
+
+class RowLimit:
+    """How many rows of the file each slot has, for each launch tag: what one slot can fill has a bound.
+
+    `None` for `per_slot` sets no bound. What is not kept is counted by whoever asks.
+    """
+
+    def __init__(self, groups: Sequence[PoolGroup], *, per_slot: int | None, total: int = MAX_ROWS) -> None:
+        self._per_slot = per_slot
+        self._left = total
+        # Untouched memory costs nothing: most slots never have a row.
+        self._counts = [np.zeros((len(LaunchTag), group.num_slots), np.uint16) for group in groups]
+
+    def wanted(self, launch: LaunchViolations) -> npt.NDArray[np.bool_] | None:
+        """Say which rows of a launch may be kept, `[n] bool`; None for all."""
+        if self._per_slot is None:
+            return None
+        if self._left <= 0:
+            return np.zeros(len(launch.rows), np.bool_)
+        tags, slots = launch.rows[:, 0], launch.rows[:, 1]
+        wanted = self._counts[launch.group][tags, slots] < self._per_slot
+        return None if wanted.all() else wanted
+
+    def kept(self, table: pa.Table) -> None:
+        """Count rows that went into the file."""
+        if self._per_slot is None:
+            return
+        self._left -= table.num_rows
+        groups, tags, slots = (table[name].to_numpy() for name in ("group", "launch_tag", "slot"))
+        for group in np.unique(groups).tolist():
+            mine = groups == group
+            places, times = np.unique(
+                tags[mine].astype(np.int64) * len(self._counts[group][0]) + slots[mine], return_counts=True
+            )
+            counts = self._counts[group].reshape(-1)
+            counts[places] = np.minimum(counts[places] + times, np.iinfo(np.uint16).max)
 
 
 def violation_table(launches: Sequence[LaunchViolations], book: RequestBook) -> pa.Table:

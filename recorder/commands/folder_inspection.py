@@ -1,6 +1,7 @@
 """What `kvcanary inspect` says of a folder: a line for each file, and what is missing between segments."""
 
 import dataclasses
+import itertools
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import TraceError
 from ..inspect import TraceInspection, inspect_trace
+from ..limits import MAX_MISSING_SEGMENTS
 from ..recordings import group_recordings, traces_in
 from .text import printable
 
@@ -76,9 +78,15 @@ def inspect_folder(folder: Path) -> FolderInspection:
                 found.unreadable[str(path)] = str(error)
         if files:
             numbers = [f.header.segment.number for f in files if f.header.segment is not None]
-            missing = sorted(set(range(min(numbers), max(numbers))) - set(numbers)) if numbers else []
-            found.recordings.append(RecordingInspection(name=recording.name, files=files, missing=missing))
+            found.recordings.append(RecordingInspection(name=recording.name, files=files, missing=_missing(numbers)))
     return found
+
+
+def _missing(numbers: Sequence[int]) -> list[int]:
+    """Return the first of the numbers that lack between others: a file may claim any number."""
+    there = sorted(set(numbers))
+    between = itertools.chain.from_iterable(range(a + 1, b) for a, b in itertools.pairwise(there))
+    return list(itertools.islice(between, MAX_MISSING_SEGMENTS))
 
 
 def show_folder(console: "Console", found: FolderInspection) -> None:
@@ -104,7 +112,7 @@ def show_folder(console: "Console", found: FolderInspection) -> None:
                 one.state,
             )
     console.print(table)
-    lines = [f"missing {r.name}: segments {', '.join(map(str, r.missing))}" for r in found.recordings if r.missing]
+    lines = [_missing_line(r) for r in found.recordings if r.missing]
     for recording in found.recordings:
         lines += [_loss(one, loss) for one in recording.files for loss in one.losses]
         lines += [f"gap     {gap['reason']}" for one in recording.files for gap in one.gaps]
@@ -114,6 +122,11 @@ def show_folder(console: "Console", found: FolderInspection) -> None:
     torn = any(one.num_gaps for recording in found.recordings for one in recording.files)
     command = ["kvcanary", "recover"] if torn else ["kvcanary-replay"]
     console.print(Text(printable(f"next    {shlex.join([*command, str(found.folder)])}")), soft_wrap=True)
+
+
+def _missing_line(recording: RecordingInspection) -> str:
+    more = " and more" if len(recording.missing) == MAX_MISSING_SEGMENTS else ""
+    return f"missing {recording.name}: segments {', '.join(map(str, recording.missing))}{more}"
 
 
 def _print_lines(console: "Console", lines: Sequence[str]) -> None:

@@ -7,8 +7,9 @@ import io
 import os
 import signal
 import sys
+import time
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import click
 
@@ -25,6 +26,8 @@ _OBJECTS_WHILE_LOADING: Final = 400_000
 _COLLECTOR: Final = gc.get_threshold()
 
 _interrupted_by: int = signal.SIGINT  # the exit code is 128 more: above 127, so that `git bisect run` stops
+_interrupted_at: float | None = None
+_SAME_WISH_SECONDS: Final = 1.0
 
 
 def run_program(command: click.Command, program: str) -> None:
@@ -35,7 +38,10 @@ def run_program(command: click.Command, program: str) -> None:
     """
     _make_streams_safe()
     for number in ENDINGS:
-        if signal.getsignal(number) is signal.SIG_DFL:  # what the caller has us ignore (nohup) stays ignored
+        if signal.getsignal(number) in (
+            signal.SIG_DFL,
+            signal.default_int_handler,
+        ):  # what the caller has us ignore (nohup) stays ignored
             signal.signal(number, _interrupt)
     gc.set_threshold(_OBJECTS_WHILE_LOADING, *_COLLECTOR[1:])
     invoke, make_context = command.invoke, command.make_context
@@ -72,10 +78,17 @@ def run_program(command: click.Command, program: str) -> None:
     command.main(prog_name=program)
 
 
-def _interrupt(number: int, _: object) -> NoReturn:
-    """End what is under way as Ctrl-C does: what it leaves behind is cleared away, a replay judges as far as it came."""
-    global _interrupted_by
-    _interrupted_by = number
+def _interrupt(number: int, _: object) -> None:
+    """End what is under way as Ctrl-C does: what it leaves behind is cleared away, a replay judges as far as it came.
+
+    One that comes right behind another says the same once more, as `timeout` does, which asks the process and its group:
+    it must not end the clearing away.
+    """
+    global _interrupted_by, _interrupted_at
+    now = time.monotonic()
+    if _interrupted_at is not None and now - _interrupted_at < _SAME_WISH_SECONDS:
+        return
+    _interrupted_by, _interrupted_at = number, now
     raise KeyboardInterrupt
 
 

@@ -136,6 +136,11 @@ Examples:
     help="Stop after the forward that reaches N violations.",
 )
 @click.option(
+    "--all-rows",
+    is_flag=True,
+    help="Keep every violation. [default: the first 1,000 rows of a slot for each launch, 10 million in all; all are counted]",
+)
+@click.option(
     "--fail-fast",
     is_flag=True,
     help="Stop after the first forward, or event between forwards, with a violation or finding.",
@@ -154,6 +159,7 @@ def replay_command(  # one parameter an option
     as_json: bool,
     quiet: bool,
     max_violations: int | None,
+    all_rows: bool,
     fail_fast: bool,
 ) -> None:
     """Replay recorded traces and say which KV slots went wrong, since when, and for whom.
@@ -187,6 +193,7 @@ def replay_command(  # one parameter an option
         executor=_executor_for(next((name for name in places if name != "cpu"), device), executor),
         device=device,
         max_violations=max_violations,
+        all_rows=all_rows,
         fail_fast=fail_fast,
     )
     after = click.get_current_context().obj or {}

@@ -145,16 +145,18 @@ class MergingSink:
         self._now = None
         self._turns.part_all()
 
-    def append(self, table: pa.Table, launches: Sequence[LaunchViolations]) -> None:
-        """Add the rows of launches, `table` being what `violation_table` makes of them."""
+    def append(self, table: pa.Table, launches: Sequence[LaunchViolations]) -> pa.Table:
+        """Add the rows of launches, `table` being what `violation_table` makes of them; return those that are new."""
         turns = np.concatenate([launch.turns for launch in launches if launch.turns is not None])
         places = np.concatenate([launch.places for launch in launches])
         rows = _Rows(table, turns, places)
         found = _Merge(rows, self._open)
         numbers = found.numbers(self._sink.num_rows)
         fresh = np.flatnonzero(found.is_fresh)
-        self._sink.append(table if len(fresh) == table.num_rows else table.take(pa.array(fresh)))
+        new = table if len(fresh) == table.num_rows else table.take(pa.array(fresh))
+        self._sink.append(new)
         self._open = self._still_open(rows, found, numbers)
+        return new
 
     def close(self) -> None:
         """Write the file; once, however often it is called."""
