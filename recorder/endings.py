@@ -38,7 +38,7 @@ def endings_deferred() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for number, frame in came[:1]:
-        handler = before[signal.Signals(number)]
+    for came_number, frame in came[:1]:
+        handler = before[signal.Signals(came_number)]
         if callable(handler):
-            handler(number, frame)
+            handler(came_number, frame)
