@@ -15,6 +15,7 @@ from typing import Final
 from .file_lock import is_locked
 from .schema import HEADER_KEY
 from .segment_names import split_segment_name
+from .tail import tail_paths
 from .trace_file import MAGIC
 
 _BEGINNING_NS: Final = 10_000_000_000
@@ -34,14 +35,14 @@ def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
         found = split_segment_name(path)
         if found is not None and _is_ours(path):
             recordings.setdefault(found[0], []).append(path)
-    sizes = {path: _size_and_time(path) for paths in recordings.values() for path in paths}
+    sizes = {path: _size_and_time(path) for paths in recordings.values() for path in (*paths, *_tails(paths))}
     total = sum(size for size, _ in sizes.values())
     over = [
         path
         for paths in recordings.values()
         # Two, since the newest has no lock yet at the moment in which it is begun.
         if total > most_bytes and not any(map(_is_written, sorted(paths, key=_number)[-2:])) and not _begins(paths)
-        for path in paths
+        for path in (*paths, *_tails(paths))
     ]
     deleted = []
     for path in sorted(over, key=lambda path: (sizes[path][1], _number(path))):
@@ -57,6 +58,11 @@ def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
     if deleted:
         _log.info("kvcanary: %s: %d segments of earlier recordings deleted", folder, len(deleted))
     return deleted
+
+
+def _tails(paths: list[Path]) -> list[Path]:
+    """Return what the process of a recording has beside its segments, or left there when it died."""
+    return [path for path in tail_paths(paths[0]) if path.is_file() and not path.is_symlink()]
 
 
 def _is_ours(path: Path) -> bool:

@@ -171,7 +171,7 @@ KNOBS: Final = (
         scale=1_000_000,
         least=1,
         most=3_600_000,
-        help="A batch is written at the latest after that time: what a killed process loses.",
+        help="A batch is written at the latest after that time; until then its events lie in the tail.",
     ),
     Knob(
         name="max_queued_bytes",

@@ -53,6 +53,17 @@ def test_the_oldest_go_until_all_fit(tmp_path):
     assert drop_the_past(tmp_path, 3000) == []
 
 
+def test_what_a_killed_process_left_goes_with_its_segments(tmp_path):
+    leave(tmp_path, "old", 2, 900)
+    for number in range(2):
+        tail = tmp_path / f"old.arrow.tail{number}"
+        tail.write_bytes(b"KVCTAIL1".ljust(3000, b"x"))
+        os.utime(tail, (time.time() - 899, time.time() - 899))
+    leave(tmp_path, "new", 2, 100)
+    drop_the_past(tmp_path, 2000)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.000000.arrow", "new.000001.arrow"]
+
+
 def test_a_recording_under_way_stays_and_counts(tmp_path):
     leave(tmp_path, "old", 2, 900)
     with subprocess.Popen([sys.executable, "-c", LIVE, str(tmp_path / "live.arrow")], stdout=subprocess.PIPE) as live:
