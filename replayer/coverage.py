@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ..kernels.constants import UNKNOWN_TOKEN
 from ..recorder.batch import TraceBatch
 from ..recorder.header import PoolGroup, Runner, TraceHeader
 from ..recorder.schema import ATTENTION_LENS, ATTENTION_SLOTS, INT_LISTS
@@ -28,7 +29,7 @@ FIGURES: Final = (
 )
 _FORWARDS, _BYTES, _SUBMITTED, _LENS, _SLOTS, _TRUTH, _TOKENS, _UNKNOWN = range(len(FIGURES))
 
-UNKNOWN_TOKEN: Final = -1
+RANKS: Final = "ranks"
 NOT_SAID: Final = "not said by this recording"
 _SAYS_ALL: Final = 3  # the minor version since which a header says what is not watched
 _PARTIAL_BYTES: Final = 16  # of a slot, that `--kv-hash partial` compares
@@ -144,7 +145,7 @@ def coverage(
     tokens, unknown = (int(figures[:, figure].sum()) for figure in (_TOKENS, _UNKNOWN))
     words = f"{unknown:,} of {tokens:,} input tokens, which are unknown" if unknown else ""
     rows.append(Watched(what="tokens", name="", watched=tokens - unknown, total=tokens, words=words))
-    rows += [_history(header), _checks(settings["checks"])]
+    rows += [_ranks(header), _history(header), _checks(settings["checks"])]
     return rows
 
 
@@ -258,6 +259,13 @@ def _columns(runner: Runner) -> Watched:
     words = f"{', '.join(runner.derived)} (derived)" if runner.derived else ""
     total = len(INT_LISTS)
     return Watched(what="columns", name=runner.name, watched=total - len(runner.derived), total=total, words=words)
+
+
+def _ranks(header: TraceHeader) -> Watched:
+    ranks = header.ranks
+    total = max(1, ranks.tp_size) * max(1, ranks.pp_size) * max(1, ranks.dp_size)
+    words = f"the {total - 1:,} other ranks" if total > 2 else "the other rank" if total > 1 else ""
+    return Watched(what=RANKS, name="", watched=1, total=total, words=words)
 
 
 def _history(header: TraceHeader) -> Watched:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..recorder.commands.text import printable
-from .coverage import not_watched
+from .coverage import RANKS, not_watched
 from .screen import VERDICT_STYLES, segment_names, up_to
 from .summary import Summary
 from .verdict import Verdict, combined_exit_code
@@ -51,7 +51,9 @@ def show_table(console: Console, done: Sequence[Summary], failed: Sequence[str],
         if summary.verdict is not Verdict.CLEAN and summary.doubts:
             why = f"clean {up_to(summary)}" if summary.cut else "; ".join(summary.doubts)
             console.print(Text(printable(f"{summary.trace}: {why}"), style="dim"), soft_wrap=True)
-    for text in dict.fromkeys("; ".join(not_watched(summary.coverage)) for summary in done):
+    # What one recording says of the others' ranks is so only where they are not here.
+    by_recording = [[row for row in summary.coverage if row.what != RANKS or not ranks_there(done)] for summary in done]
+    for text in dict.fromkeys("; ".join(not_watched(rows)) for rows in by_recording):
         console.print(Text(printable(f"not watched  {text}"), style="dim"))
     for line in failed:
         console.print(Text(printable(line), style="red"), soft_wrap=True)
@@ -60,6 +62,18 @@ def show_table(console: Console, done: Sequence[Summary], failed: Sequence[str],
     console.print()
     count = "1 recording" if len(codes) == 1 else f"{len(codes)} recordings"
     console.print(Text.assemble((word.upper(), style), f"   over {count}"))
+
+
+def ranks_there(done: Sequence[Summary]) -> bool:
+    """Say whether the recordings are of all ranks of their servers."""
+    found: dict[tuple[str, ...], set[tuple[int, int, int]]] = {}
+    sizes: dict[tuple[str, ...], int] = {}
+    for summary in done:
+        header, ranks = summary.header, summary.header.ranks
+        server = (header.run_id, header.engine.name, header.model.name, header.role)
+        found.setdefault(server, set()).add((ranks.tp_rank, ranks.pp_rank, ranks.dp_rank))
+        sizes[server] = max(1, ranks.tp_size) * max(1, ranks.pp_size) * max(1, ranks.dp_size)
+    return all(len(found[server]) >= size for server, size in sizes.items())
 
 
 def rank_name(summary: Summary) -> str:

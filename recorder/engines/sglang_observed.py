@@ -128,9 +128,13 @@ GPU: Final[Table] = {
         ),
         ("input_ids", "positions", "out_cache_loc"): Source(
             How.OBSERVED,
-            "`ForwardBatch`'s tensors of that name, copied on the forward's stream before it. A CUDA graph's own "
-            "input buffers are not read. Of EAGLE's draft steps inside one graph: tokens are those that come out of it, "
-            "positions are the first step's and one more each",
+            "the arguments that the model is called with, where its first layer begins, inside its CUDA graphs too (SGLang "
+            "0.5.16 on); else `ForwardBatch`'s tensors, copied on the forward's stream before it. Of EAGLE's draft steps in a "
+            "graph that is not seen from inside derived, which the header says",
+        ),
+        ATTENTION: Source(
+            How.OBSERVED,
+            "the Triton backend's metadata, where the model's first layer begins; of other backends nothing",
         ),
         TABLE_RUNS: Source(
             How.OBSERVED, "`req_to_token_pool.req_to_token`, compared on the device, on the forward's stream"

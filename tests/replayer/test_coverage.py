@@ -4,9 +4,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.header import KvStream, NotWatched, PoolGroup, Runner, StateTable, TraceHeader
+from kvcanary.recorder.header import KvStream, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
 from kvcanary.replayer.checks import CHECK_NAMES
 from kvcanary.replayer.coverage import Watched, coverage, no_figures, not_watched
+from kvcanary.replayer.folder_screen import ranks_there
 from kvcanary.replayer.replay import ReplaySettings, replay
 from kvcanary.replayer.screen import one_line, show
 from kvcanary.replayer.summary import Summary
@@ -78,6 +79,15 @@ def test_what_the_recorder_leaves_out_is_named_with_its_reason() -> None:
     rows = _rows(_header(not_watched=left_out))
     assert "the mamba pool" in not_watched(rows)
     assert [row.reason for row in rows if row.what == "layers"] == ["layer 2 has no cache of its own"]
+
+
+def test_a_rank_speaks_for_itself() -> None:
+    header = _header(ranks=Ranks(tp_size=2))
+    assert "the other rank" in not_watched(_rows(header))
+    one, other = (
+        Summary(trace="t", header=_header(ranks=Ranks(tp_rank=rank, tp_size=2)), settings=SETTINGS) for rank in (0, 1)
+    )
+    assert (ranks_there([one]), ranks_there([one, other])) == (False, True)
 
 
 def test_an_older_recording_says_that_it_does_not_say() -> None:
