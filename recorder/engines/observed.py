@@ -51,6 +51,7 @@ ATTENTION_SLOTS: Final = (
 )
 ATTENTION: Final = ("attention_watched", *ATTENTION_LENS, *ATTENTION_SLOTS)
 SUBMITTED: Final = ("submitted_watched", "kv_submitted_bytes")
+WINDOW: Final = ("window_group", "window_request", "window_start", "window_count")
 EVERY: Final = ("event", "kind", "time_ns")
 
 # The columns that each kind of event uses; a test holds the traces in data/ and the schema against it.
@@ -65,6 +66,7 @@ USES: Final[dict[str, Columns]] = {
         *KV_CHANGES,
         *ATTENTION,
         *("kv_bytes", *SUBMITTED),
+        *WINDOW,
     ),
     "sample": ("forward", "sampled_lens", "sampled_tokens"),
     "request": ("request_id", "name", "prompt_len", "room", "labels"),
@@ -105,6 +107,11 @@ RECORDER: Final[Table] = {
             How.OBSERVED, "the pool, every `kv_watch_every` forwards: bytes of prefix slots that nobody wrote"
         ),
         ("kv_bytes",): Source(How.OBSERVED, "the pool, of the slots of out_cache_loc, after the forward"),
+        WINDOW: Source(
+            How.OBSERVED,
+            "the positions of a sliding group that the adapter says the forward reads (a `TableRead`), where they are not "
+            "the window's; nothing where the engine has a req_to_token",
+        ),
     },
     "sweep": {KV_CHANGES: Source(How.OBSERVED, "the pool, of the slots that the prefix cache holds")},
     "transfer": {
