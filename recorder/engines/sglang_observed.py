@@ -132,10 +132,6 @@ GPU: Final[Table] = {
             "0.5.16 on); else `ForwardBatch`'s tensors, copied on the forward's stream before it. Of EAGLE's draft steps in a "
             "graph that is not seen from inside derived, which the header says",
         ),
-        ATTENTION: Source(
-            How.OBSERVED,
-            "the Triton backend's metadata, where the model's first layer begins; of other backends nothing",
-        ),
         TABLE_RUNS: Source(
             How.OBSERVED, "`req_to_token_pool.req_to_token`, compared on the device, on the forward's stream"
         ),

@@ -189,7 +189,8 @@ def test_the_rest_is_recorded_beside_a_pool_of_an_unknown_class(attached: Any) -
     requests = [Request(f"r{i}", [i + 3, i + 5, 40], new_tokens=3) for i in range(2)]
     answer(Scheduler(runner, TokenToKVPoolAllocator(SLOTS - 1, 1)), *requests)
     summary, events = judged(attached)
-    assert [(entry.what, entry.name) for entry in summary.header.not_watched] == [("pool", "PageMajorMHATokenToKVPool")]
+    pools = [entry.name for entry in summary.header.not_watched if entry.what == "pool"]
+    assert pools == ["PageMajorMHATokenToKVPool"]
     assert (summary.violations, summary.findings, summary.verified) == (0, 0, 0)
     assert summary.verdict.value == "inconclusive"  # nothing else of this engine holds a slot
     assert {view.kind for view in events} >= {"forward", "sample", "status", "request"}
