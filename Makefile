@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 FUZZ_CASES ?= 20000
+FUZZ_EXECUTIONS ?= 200000
 SGLANG_VENV := .venv-sglang
 VLLM_VENV ?= .venv-vllm
 CONFORMANCE ?=
 
-.PHONY: demo test lint types layers unit page-test fuzz equality soak lab bench conformance-sglang conformance-vllm traces golden clean
+.PHONY: demo test lint types layers unit page-test fuzz fuzz-inputs equality soak lab bench conformance-sglang conformance-vllm traces golden clean
 
 demo: $(VENV)/.runtime
 	@echo "# a clean trace of a real engine: exit code 0"
@@ -45,6 +46,17 @@ fuzz: $(VENV)/.tests
 	$(BIN)/pytest tests/replayer/test_published_sim.py tests/replayer/test_published_pair.py tests/replayer/test_published_lab.py tests/replayer/test_against_published.py --conformance-cases $(FUZZ_CASES) --timeout 7200
 	$(BIN)/pytest tests/recorder/simulated/test_clean_runs.py --conformance-cases 5000 --timeout 7200
 	$(BIN)/pytest tests/analysis/diff --conformance-cases 1000 --timeout 7200
+
+# What a stranger may send - headers, traces, tails, workloads, events, report folders - changed at random, or by what an input
+# reaches where atheris can be had: nothing may end otherwise than documented. What is found is kept in build/fuzz_inputs.
+# Then every I/O call of recorder, replay, recovery, store and page fails once.
+fuzz-inputs: $(VENV)/.fuzz
+	$(BIN)/python -m tests.fuzz_inputs.run --executions $(FUZZ_EXECUTIONS)
+	$(BIN)/pytest tests/recorder/failures/test_failing_calls.py --conformance-cases $(FUZZ_CASES) --timeout 7200
+
+$(VENV)/.fuzz: $(VENV)/.tests
+	-$(PIP) -e '.[fuzz]'
+	touch $@
 
 # Every executor against stepwise replay, row for row: each fault of the lab with 40 seeds in turns over its configurations,
 # 240 histories that no engine has, 40 bent traces of random engines and 40 of pairs.
