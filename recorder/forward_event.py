@@ -57,6 +57,7 @@ def forward_event(
         "kv_watched": int(forward.kv_watched),
         "attention_watched": forward.attention_watched,
         "submitted_watched": forward.submitted_watched,
+        "window_watched": forward.window_watched,
         "note": forward.note,
     }
     return TraceEvent(

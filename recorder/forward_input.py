@@ -165,6 +165,7 @@ class CopiedForward:
     attention_watched: int = 0  # as in the trace
     attention_groups: set[int] = field(default_factory=set)  # whose slots attention has been seen to get
     windows: dict[str, Int64Array] = field(default_factory=dict)  # event columns: reads that are not the window's
+    window_watched: int = 0  # sliding groups whose reads were compared with their window
     note: str = ""
 
 
@@ -224,7 +225,7 @@ def copy_forward(
         luts=told.luts,
         truth=None if told.truth is None else _copy_truth(told.truth, rows, hash_tokens),
     )
-    copied.windows = _other_windows(copied, told, header)
+    copied.windows, copied.window_watched = _other_windows(copied, told, header)
     if told.table_filled:
         copied.misplaced = tuple(
             _numbered(numbers, table, _misplaced(read, rows, prefix_lens, extend_lens, slots))
@@ -273,13 +274,16 @@ def window_positions(forward: CopiedForward, read: RowValues, window: int) -> tu
     return low, np.maximum(high - low, 0)
 
 
-def _other_windows(forward: CopiedForward, told: ForwardInput, header: TraceHeader) -> dict[str, Int64Array]:
-    """Return the reads of sliding groups that are not those of their window, as the event has them.
+def _other_windows(
+    forward: CopiedForward, told: ForwardInput, header: TraceHeader
+) -> tuple[dict[str, Int64Array], int]:
+    """Return the reads of sliding groups that are not those of their window, as the event has them, and of how many groups.
 
     Only of what was told as a `TableRead`: where a request reads nothing, nobody said what it reads. Of groups that share
     a table the one with the longest window is compared, unless a full group reads the table too.
     """
     found: list[tuple[int, int, int, int]] = []
+    watched = 0
     for table, read in enumerate(told.reads):
         groups = [(g.window, n) for n, g in enumerate(header.groups) if (g.table, g.runner) == (table, told.runner)]
         if not isinstance(read, TableRead) or not groups or min(groups)[0] == 0:
@@ -289,10 +293,12 @@ def _other_windows(forward: CopiedForward, told: ForwardInput, header: TraceHead
         first = np.maximum(forward.prefix_lens - window, 0)
         short = (starts > first) | (starts + counts < forward.prefix_lens)
         long = starts < np.maximum(first - 1, 0)
+        unsaid = (forward.rows != 0) & (counts == 0) & (forward.prefix_lens > 0)
+        watched += 0 if unsaid.any() else sum(other == window for other, _ in groups)
         wrong = np.flatnonzero((forward.rows != 0) & (counts > 0) & (short | long)).tolist()
         found += [(number, r, int(starts[r]), int(counts[r])) for r in wrong]
     columns = np.array(found, np.int64).reshape(-1, 4).T
-    return dict(zip(("window_group", "window_request", "window_start", "window_count"), columns, strict=True))
+    return dict(zip(("window_group", "window_request", "window_start", "window_count"), columns, strict=True)), watched
 
 
 def _first_read(header: TraceHeader, table: int, prefix_lens: Int64Array) -> Int64Array:

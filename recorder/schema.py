@@ -57,6 +57,7 @@ SCALARS: Final[dict[str, tuple[pa.DataType, int | str]]] = {
     "labels": (pa.utf8(), ""),
     "attention_watched": (pa.int64(), 0),
     "submitted_watched": (pa.int64(), 0),
+    "window_watched": (pa.int64(), 0),
 }
 
 # int64 list columns, in groups that share their lengths.
@@ -163,6 +164,7 @@ ADDED: Final[dict[str, int]] = {
     "window_start": 3,
     "window_count": 3,
     "submitted_watched": 3,
+    "window_watched": 3,
 }
 
 # `attention_watched` of a forward, or-ed: what was read where the attention kernels take it.
@@ -197,8 +199,8 @@ TRANSFER_DIRECTIONS: Final = (SEND, RECEIVE)
 SLOT_HISTORIES: Final = ("", "complete")
 ROLES: Final = ("", "prefill", "decode")
 # What a recording may leave unwatched: layers of a group, bytes of a slot, a whole pool, a runner's forwards (drafts),
-# steps inside a CUDA graph, slots filled from outside, requests, or anything else.
-NOT_WATCHED: Final = ("layers", "bytes", "pool", "runner", "graph", "slots", "requests", "other")
+# steps inside a CUDA graph, slots filled from outside, requests, what a runner's model hands to the cache, or anything else.
+NOT_WATCHED: Final = ("layers", "bytes", "pool", "runner", "graph", "slots", "requests", "submitted", "other")
 TOKENS: Final = ("plain", "hashed")  # token ids, or salted hashes in their place
 
 # `status` of a keyframe event: it begins; a part of it: an array, a request that the arrays name, a forward whose

@@ -22,12 +22,14 @@ from .checks import CHECK_NAMES
 Int64Array = npt.NDArray[np.int64]
 
 # What is counted of each runner's forwards with requests: all; those in which the recorder read the prefix bytes again;
-# in which it saw what the model handed to the cache; in which it saw the lengths, and the slots, that attention got; that came with truth tokens; their tokens; of these the
-# unknown.
+# in which it saw what the model handed to the cache, for every stream; in which it saw the lengths, and the slots, that
+# attention got; that came with truth tokens; their tokens; of these the unknown; those in which it saw which positions
+# every sliding group read.
 FIGURES: Final = (
     *("forwards", "bytes_watched", "submitted", "attention_lens", "attention_slots", "with_truth", "tokens", "unknown"),
+    "windows",
 )
-_FORWARDS, _BYTES, _SUBMITTED, _LENS, _SLOTS, _TRUTH, _TOKENS, _UNKNOWN = range(len(FIGURES))
+_FORWARDS, _BYTES, _SUBMITTED, _LENS, _SLOTS, _TRUTH, _TOKENS, _UNKNOWN, _WINDOWS = range(len(FIGURES))
 
 RANKS: Final = "ranks"
 NOT_SAID: Final = "not said by this recording"
@@ -36,7 +38,7 @@ _PARTIAL_BYTES: Final = 16  # of a slot, that `--kv-hash partial` compares
 _MOST_NAMED: Final = 8
 _ITSELF: Final = frozenset({"pool", "runner", "graph", "other"})  # kinds whose names say what is meant
 _NAMED: Final = frozenset(
-    {"layers", "bytes", "bytes_watched", "submitted", "attention", "truth", "columns"}
+    {"layers", "bytes", "bytes_watched", "submitted", "attention", "window", "truth", "columns"}
 )  # one of many
 
 
@@ -78,19 +80,28 @@ def count_forwards(figures: Int64Array, batch: TraceBatch, rows: Int64Array, hea
     if not len(rows):
         return
     attention = batch.scalar_ints("attention_watched")[rows]
+    runners = batch.scalar_ints("runner")[rows]
+    every = range(len(header.runners))
+    streams = np.array([len(header.streams(runner)) for runner in every], np.int64)[runners]
+    sliding = np.array([len(_sliding(header, runner)) for runner in every], np.int64)[runners]
     truth = _lengths(batch, "truth_lens", rows) if header.truth_table is not None else np.zeros(len(rows), np.int64)
     columns = (
         np.ones(len(rows), np.int64),
         batch.scalar_ints("kv_watched")[rows] != 0,
-        batch.scalar_ints("submitted_watched")[rows] != 0,
+        (streams > 0) & (batch.scalar_ints("submitted_watched")[rows] >= streams),
         (attention & ATTENTION_LENS) != 0,
         (attention & ATTENTION_SLOTS) != 0,
         truth > 0,
         _lengths(batch, "input_ids", rows),
         _unknown_tokens(batch, rows),
+        (sliding > 0) & (batch.scalar_ints("window_watched")[rows] >= sliding),
     )
     counted = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
-    np.add.at(figures, batch.scalar_ints("runner")[rows], counted)
+    np.add.at(figures, runners, counted)
+
+
+def _sliding(header: TraceHeader, runner: int) -> list[PoolGroup]:
+    return [group for group in header.groups if group.runner == runner and group.window]
 
 
 def _lengths(batch: TraceBatch, name: str, rows: Int64Array) -> Int64Array:
@@ -130,15 +141,21 @@ def coverage(
     rows = [_forwards(judged, recorded), *_left_out(header)]
     for group in header.groups:
         rows += [_layers(group, header), _bytes(group, header, str(settings["kv_hash"]))]
-    for runner, counted in zip(header.runners, figures.tolist(), strict=True):
+    for index, (runner, counted) in enumerate(zip(header.runners, figures.tolist(), strict=True)):
         name = runner.name
         if not counted[_FORWARDS] and judged:
             rows.append(Watched(what="runner", name=name, watched=0, total=0, words=f"{name}: it ran no forward"))
-        streams = header.streams(header.runners.index(runner))
-        if streams and settings["kv_hash"] != "none":
+        if header.streams(index) and settings["kv_hash"] != "none":
             rows.append(_of_forwards("bytes_watched", name, counted, _BYTES, "KV bytes of prefixes", _every(header)))
-            rows.append(_of_forwards("submitted", name, counted, _SUBMITTED, "KV bytes on their way into the pool"))
-        rows += [_attention(name, counted), *_truth(header, name, counted), _columns(runner)]
+            reason = _reason(header, "submitted", name) or "what the model handed to the cache was not given"
+            rows.append(
+                _of_forwards("submitted", name, counted, _SUBMITTED, "KV bytes on their way into the pool", reason)
+            )
+        rows.append(_attention(name, counted))
+        if _sliding(header, index):
+            reason = "the engine shows a block table, and not what attention reads of it"
+            rows.append(_of_forwards("window", name, counted, _WINDOWS, "which positions sliding layers read", reason))
+        rows += [*_truth(header, name, counted), _columns(runner)]
     read = entries_read
     words = f"{unknown_entries:,} of {read:,} slots read: nobody knows what they must hold" if unknown_entries else ""
     rows.append(Watched(what="slots_read", name="", watched=read - unknown_entries, total=read, words=words))
@@ -168,11 +185,12 @@ def _forwards(judged: int, recorded: int) -> Watched:
 
 
 def _left_out(header: TraceHeader) -> list[Watched]:
-    """Return what the recorder says that it does not watch; layers and bytes of a pool group are in the group's rows."""
+    """Return what the recorder says that it does not watch; what has a row of its own is there."""
     groups = {group.name for group in header.groups}
+    runners = {runner.name for runner in header.runners}
     rows = []
     for entry in header.not_watched:
-        if entry.what in ("layers", "bytes") and entry.name in groups:
+        if entry.name in {"layers": groups, "bytes": groups, "submitted": runners}.get(entry.what, ()):
             continue
         words = entry.name if entry.what in _ITSELF else f"{entry.what} of {entry.name}"
         rows.append(Watched(what=entry.what, name=entry.name, watched=0, total=None, reason=entry.reason, words=words))
@@ -182,13 +200,13 @@ def _left_out(header: TraceHeader) -> list[Watched]:
     return rows
 
 
-def _reason(header: TraceHeader, what: str, group: PoolGroup) -> str:
-    return next((e.reason for e in header.not_watched if (e.what, e.name) == (what, group.name)), "")
+def _reason(header: TraceHeader, what: str, name: str) -> str:
+    return next((e.reason for e in header.not_watched if (e.what, e.name) == (what, name)), "")
 
 
 def _layers(group: PoolGroup, header: TraceHeader) -> Watched:
     watched = sorted({stream.layer for stream in group.streams})
-    total, reason, words = group.num_layers or None, _reason(header, "layers", group), ""
+    total, reason, words = group.num_layers or None, _reason(header, "layers", group.name), ""
     if total is None:
         words = f"every layer but {_numbers(watched)}" if watched else "every layer"
         reason = reason or f"how many there are is {NOT_SAID}"
@@ -215,7 +233,7 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 def _bytes(group: PoolGroup, header: TraceHeader, kv_hash: str) -> Watched:
     """Return how many bytes of a slot are compared, in the layers that are watched."""
-    reason = _reason(header, "bytes", group)
+    reason = _reason(header, "bytes", group.name)
     if not group.streams:
         return Watched(what="bytes", name=group.name, watched=0, total=None, reason=reason, words="KV bytes")
     most = {"none": 0, "partial": _PARTIAL_BYTES}.get(kv_hash)

@@ -64,6 +64,7 @@ class EventReplay:
         self._executor = make_executor(
             header, settings, kv_hash_mode=kv_hash_mode, book=self._book, takings=self._takings
         )
+        summary.settings["executor_ran"] = self._executor.name
         self._transfers = Transfers(
             header,
             self._executor.pools,

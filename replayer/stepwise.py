@@ -45,8 +45,10 @@ class StepwiseExecutor:
     `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot,
     `entries_read` all entries of prefixes and sweeps, once for a pool group;
     `history` is what the history checks share, None without any; `num_on_host` counts the forwards that a replay on a GPU
-    left to the CPU, None where there is no GPU.
+    left to the CPU, None where there is no GPU; `name` is what a summary calls the executor that ran.
     """
+
+    name = "stepwise"
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ ATTENTION_SLOTS: Final = (
 )
 ATTENTION: Final = ("attention_watched", *ATTENTION_LENS, *ATTENTION_SLOTS)
 SUBMITTED: Final = ("submitted_watched", "kv_submitted_bytes")
-WINDOW: Final = ("window_group", "window_request", "window_start", "window_count")
+WINDOW: Final = ("window_watched", "window_group", "window_request", "window_start", "window_count")
 EVERY: Final = ("event", "kind", "time_ns")
 
 # The columns that each kind of event uses; a test holds the traces in data/ and the schema against it.

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..environment import RecordingSettings
 from ..error_text import error_text
+from ..header import NotWatched
 from ..recording import beginning
 from .hooking import Finish, Hook, wrap_method
 from .sglang_drafts import DraftGraph, check_chain
@@ -47,7 +48,8 @@ class Attachment:
     """
 
     def __init__(self, settings: RecordingSettings) -> None:
-        self.notes: list[str] = []  # what could not be hooked
+        self.notes: list[str] = []
+        self.not_watched: list[NotWatched] = []  # what could not be hooked
         self._settings = settings
         self._runners: list[Any] = []
         self._session: Session | None = None
@@ -68,8 +70,11 @@ class Attachment:
         session = self._session
         if session is None and hook in INSIDE_HOOKS:
             self._inside.off = True
-            self.notes.append(f"forwards are taken down before and after the model: {hook}: {error_text(error)}")
-            logger.warning("kvcanary: %s", self.notes[-1], exc_info=error)
+            where = "forwards are taken down before and after the model"
+            self.not_watched.append(
+                NotWatched(what="other", name=f"inside the model: {hook}", reason=f"{where}: {error_text(error)}")
+            )
+            logger.warning("kvcanary: %s: %s: %s", where, hook, error_text(error), exc_info=error)
         elif session is None:
             logger.error("kvcanary: not recording: %s: %s", hook, error_text(error), exc_info=error)
         elif hook in ENDING_HOOKS:
@@ -132,8 +137,9 @@ class Attachment:
             kind = "" if knows_allocator(allocator) else f", {type(allocator).__name__} is not known"
             self.notes.append(f"allocations and frees of slots are not told{kind}")
         if any(runner.is_draft_worker for runner in runners):
-            self.notes += register_drafts(self)
-        session = Session(scheduler, runners, self._settings, (*self.notes, *not_applied()), self._inside, self._layers)
+            self.not_watched += register_drafts(self)
+        settings, missing = self._settings, (*self.not_watched, *not_applied())
+        session = Session(scheduler, runners, settings, tuple(self.notes), missing, self._inside, self._layers)
         with beginning(session.recorder):
             self._follow(scheduler, session, allocator if history else None)
         self._session = session

@@ -10,12 +10,15 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..error_text import error_text
 from .hooking import harmless
 from .import_hook import when_imported
 from .stop_socket import stop_tree
+
+if TYPE_CHECKING:
+    from ..header import NotWatched
 
 logger = logging.getLogger("kvcanary")
 
@@ -165,9 +168,9 @@ def install() -> None:
     from .sglang_attachment import Attachment
 
     attachment = Attachment(settings)
-    for note in register([target for target in TARGETS if not target.drafts], attachment):
-        logger.warning("kvcanary: %s", note)
-        attachment.notes.append(note)
+    for entry in register([target for target in TARGETS if not target.drafts], attachment):
+        logger.warning("kvcanary: %s: %s", entry.name, entry.reason)
+        attachment.not_watched.append(entry)
 
 
 def _hook_stops(*, apply: bool) -> None:
@@ -183,7 +186,7 @@ def _hook_stops(*, apply: bool) -> None:
         logger.exception("kvcanary: the engine's processes are killed unprepared")
 
 
-def register(targets: Sequence[Target], attachment: Any) -> list[str]:
+def register(targets: Sequence[Target], attachment: Any) -> "list[NotWatched]":
     """Have SGLang's registry put the attachment's hooks around these targets; return what could not be hooked.
 
     Raises:
@@ -199,10 +202,16 @@ def register(targets: Sequence[Target], attachment: Any) -> list[str]:
         if path is not None:
             hook = getattr(attachment, f"on_{target.name}")
             HookRegistry.register(path, harmless(hook, attachment.fault, attachment.cost), HookType.AROUND)
-    return [f"not hooked: {target.paths[0]}: {target.without}" for target, path in found.items() if path is None]
+    return [_not_hooked(target.paths[0], target.without) for target, path in found.items() if path is None]
 
 
-def register_drafts(attachment: Any) -> list[str]:
+def _not_hooked(path: str, without: str) -> "NotWatched":
+    from ..header import NotWatched  # which a process without a scheduler need not load
+
+    return NotWatched(what="other", name=f"not hooked: {path}", reason=without)
+
+
+def register_drafts(attachment: Any) -> "list[NotWatched]":
     """Hook what only a draft model uses, in a process that turns out to have one; as `register`."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -211,10 +220,11 @@ def register_drafts(attachment: Any) -> list[str]:
     return missing
 
 
-def not_applied() -> list[str]:
+def not_applied() -> "list[NotWatched]":
     """Return what was found but not hooked by SGLang's registry, which logs why."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    known = {path for target in TARGETS for path in target.paths}
+    known = {path: target.without for target in TARGETS for path in target.paths}
     applied = getattr(HookRegistry, "_patched", known)
-    return [f"not hooked: {path}" for path in getattr(HookRegistry, "_hooks", ()) if path in known - set(applied)]
+    hooked = getattr(HookRegistry, "_hooks", ())
+    return [_not_hooked(path, known[path]) for path in hooked if path in known and path not in applied]

@@ -191,7 +191,7 @@ def describe_engine(
         layout: its pools.
         target: the target model's runner.
         settings: how to record.
-        notes: what could not be hooked.
+        notes: what else is to be known of it.
     """
     server_args, config = target.server_args, target.model_config
     tables = [StateTable(rows=int(t.shape[0]), width=int(t.shape[1])) for t in layout.tables]

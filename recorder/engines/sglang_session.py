@@ -64,6 +64,7 @@ class Session:
         model_runners: list[Any],
         settings: RecordingSettings,
         notes: tuple[str, ...],
+        not_watched: tuple[NotWatched, ...],
         inside: InsideModels,
         layers: ModelLayers,
     ) -> None:
@@ -72,11 +73,12 @@ class Session:
             raise ValueError("this process has no target model runner")
         self.layout = Layout(model_runners, settings)
         header = describe_engine(scheduler, self.layout, self.target, settings, notes)
+        header = dataclasses.replace(header, not_watched=(*header.not_watched, *not_watched, *submitted_is_not(header)))
         self._layers = layers
         self._told_inside = False
         if not on_gpu(self.layout.tables[0]):
-            not_watched = not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
-            header = dataclasses.replace(header, not_watched=(*header.not_watched, *not_watched))
+            unread = not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
+            header = dataclasses.replace(header, not_watched=(*header.not_watched, *unread))
         self._requests = RequestBook(exact_ids=header.oracle is not None)
         tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
         settings.folder.mkdir(parents=True, exist_ok=True)
@@ -423,6 +425,13 @@ class Session:
         self.recorder.request_status(request_id=self._requests.id_of(req), status=status, row=row, note=reason)
         if status == "retracted" and self.restores and self.recorder.header.role == "decode":
             self.recorder.lost("a decode engine restores a retracted request's KV from the host, which is not told")
+
+
+def submitted_is_not(header: TraceHeader) -> tuple[NotWatched, ...]:
+    """Return that of no runner it is seen what the model hands to its pool."""
+    reason = "what the model hands to the pool is not read"
+    runners = [runner for index, runner in enumerate(header.runners) if header.streams(index)]
+    return tuple(NotWatched(what="submitted", name=runner.name, reason=reason) for runner in runners)
 
 
 def what_is_derived(header: TraceHeader, model_runners: list[Any], inside: InsideModels | None) -> TraceHeader:

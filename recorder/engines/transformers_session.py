@@ -1,5 +1,6 @@
 """One batch processor's recording: what its steps and its cache events mean in the recorder's words."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from ..attention import paged_read
 from ..device_kv import as_rows
 from ..forward_input import AttentionInput, ForwardInput, TableRead, TruthTokens
+from ..header import NotWatched
 from ..host_arrays import Int64Array, own_int64, ragged_index
 from ..recorder import Recorder
 from ..schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST
@@ -40,6 +42,9 @@ class Session:
                 "ContinuousBatchingConfig(use_async_batching=False)"
             )
         header, self._layouts, sources = describe_engine(processor, layers=layers, capture_bytes=capture_bytes)
+        if sources and not submitted:
+            off = NotWatched(what="submitted", name=header.runners[0].name, reason="switched off: submitted=False")
+            header = dataclasses.replace(header, not_watched=(*header.not_watched, off))
         self._requests = KnownRequests(num_rows=header.tables[0].rows, num_groups=len(self._layouts))
         self._forward = -1
         self._tokens = 0

@@ -51,6 +51,8 @@ class DeviceExecutor(StepwiseExecutor):
         TraceError: there is no such device, or it has too little memory.
     """
 
+    name = "device"
+
     def __init__(
         self,
         header: TraceHeader,

@@ -44,6 +44,8 @@ class IntervalExecutor(StepwiseExecutor):
     `watch` knows which entries are clean; every way in which pools, tables or the ledger change goes through here.
     """
 
+    name = "interval"
+
     def __init__(
         self,
         header: TraceHeader,

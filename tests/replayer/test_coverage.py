@@ -4,8 +4,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from kvcanary.recorder.engines.simulated.config import EngineConfig
+from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.runner import ForwardRunner as SimulatedRunner
 from kvcanary.recorder.header import KvStream, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
-from kvcanary.replayer.checks import CHECK_NAMES
+from kvcanary.replayer.checks import CHECK_NAMES, Covered
 from kvcanary.replayer.coverage import Watched, coverage, no_figures, not_watched
 from kvcanary.replayer.folder_screen import ranks_there
 from kvcanary.replayer.replay import ReplaySettings, replay
@@ -13,7 +17,10 @@ from kvcanary.replayer.screen import one_line, show
 from kvcanary.replayer.summary import Summary
 from rich.console import Console
 
+from ..recorder.test_rings import Ring
+
 DATA = Path(__file__).parent.parent.parent / "data"
+WORKLOAD = RandomWorkload(seed=1, requests=6)
 SETTINGS = ReplaySettings().to_json() | {"kv_hash": "partial"}
 
 
@@ -31,7 +38,7 @@ def _header(**changes: object) -> TraceHeader:
 
 def _rows(header: TraceHeader, *, seen: int = 10, settings: dict[str, object] | None = None) -> list[Watched]:
     figures = no_figures(header)
-    figures[:] = [10, seen, seen, seen, seen, seen, 100, 0]
+    figures[:] = [10, seen, seen, seen, seen, seen, 100, 0, seen]
     return coverage(
         header,
         figures,
@@ -58,8 +65,8 @@ def test_what_no_forward_showed_is_named_for_each_runner() -> None:
         groups=(_group(), _group("draft", runner=1)), runners=(Runner(), Runner(name="draft", derived=("positions",)))
     )
     figures = no_figures(header)
-    figures[0] = [10, 10, 10, 10, 10, 10, 100, 3]
-    figures[1] = [8, 4, 8, 0, 8, 8, 80, 0]
+    figures[0] = [10, 10, 10, 10, 10, 10, 100, 3, 0]
+    figures[1] = [8, 4, 8, 0, 8, 8, 80, 0, 0]
     rows = coverage(header, figures, recorded=20, judged=18, entries_read=50, unknown_entries=5, settings=SETTINGS)
     words = not_watched(rows)
     assert "2 of 20 forwards, which were left out" in words
@@ -69,6 +76,54 @@ def test_what_no_forward_showed_is_named_for_each_runner() -> None:
     assert "3 of 180 input tokens, which are unknown" in words
     assert "5 of 50 slots read: nobody knows what they must hold" in words
     assert next(row for row in rows if (row.what, row.name) == ("bytes_watched", "draft")).share == 0.5
+
+
+def test_a_runner_some_of_whose_streams_were_compared_was_not_watched_in_full(tmp_path: Path) -> None:
+    engine = EngineConfig(shape="swa", submitted=True)
+    with SimulatedEngine(engine, WORKLOAD, tmp_path / "t.arrow") as run:
+        run.run()
+    rows = {row.what: row for row in replay(tmp_path / "t.arrow", settings=ReplaySettings(), report=None).coverage}
+    assert rows["submitted"].share == 1.0
+    kept = SimulatedRunner._submitted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimulatedRunner, "_submitted", lambda self, batch: dict(list(kept(self, batch).items())[1:]))
+        with SimulatedEngine(engine, WORKLOAD, tmp_path / "u.arrow") as run:
+            run.run()
+    rows = {row.what: row for row in replay(tmp_path / "u.arrow", settings=ReplaySettings(), report=None).coverage}
+    assert (rows["submitted"].watched, rows["submitted"].words) == (0, "KV bytes on their way into the pool")
+
+
+def test_why_nothing_was_handed_in_is_said_once(tmp_path: Path) -> None:
+    with SimulatedEngine(EngineConfig(), WORKLOAD, tmp_path / "t.arrow") as run:
+        run.run()
+    rows = replay(tmp_path / "t.arrow", settings=ReplaySettings(), report=None).coverage
+    assert [(row.watched, row.reason) for row in rows if row.what == "submitted"] == [(0, "not configured")]
+
+
+def test_which_positions_sliding_layers_read_is_watched_where_it_is_told(tmp_path: Path) -> None:
+    ring = Ring(tmp_path / "ring.arrow")
+    for extend in (3, 1, 1):
+        ring.forward(extend)
+    (row,) = [row for row in ring.judged().coverage if row.what == "window"]
+    assert (row.watched, row.total, row.words) == (3, 3, "")
+    with SimulatedEngine(EngineConfig(shape="swa"), WORKLOAD, tmp_path / "t.arrow") as run:
+        run.run()
+    (row,) = [
+        row
+        for row in replay(tmp_path / "t.arrow", settings=ReplaySettings(), report=None).coverage
+        if row.what == "window"
+    ]
+    assert (row.watched, row.words) == (0, "which positions sliding layers read")
+
+
+@pytest.mark.parametrize("executor", ["interval", "stepwise"])
+def test_the_summary_names_the_executor_that_ran(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = DATA / "clean_llama.arrow"
+    settings = ReplaySettings(executor=executor)
+    assert replay(trace, settings=settings, report=None).settings["executor_ran"] == executor
+    monkeypatch.setattr("kvcanary.replayer.executors.covered_by", lambda _: {"of_ones_own": Covered.NOTHING})
+    ran = replay(trace, settings=settings, report=None).settings
+    assert (ran["executor"], ran["executor_ran"]) == (executor, "stepwise")
 
 
 def test_what_the_recorder_leaves_out_is_named_with_its_reason() -> None:

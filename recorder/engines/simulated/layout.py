@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...header import EngineInfo, KvStream, ModelInfo, Oracle, PoolGroup, Runner, StateTable, TraceHeader
+from ...header import EngineInfo, KvStream, ModelInfo, NotWatched, Oracle, PoolGroup, Runner, StateTable, TraceHeader
 from .config import EngineConfig
 
 CAPTURE_BYTES = 16
@@ -80,6 +80,8 @@ def make_layout(config: EngineConfig) -> Layout:
             )
         )
     runners = (Runner(), Runner(name="draft", token_offset=1)) if config.eagle else (Runner(),)
+    captured = {group.runner for group in groups if group.streams}
+    off = [NotWatched(what="submitted", name=runners[number].name, reason="not configured") for number in captured]
     header = TraceHeader(
         engine=EngineInfo(name="simulated", version="1"),
         model=ModelInfo(name=f"simulated-{config.shape}", dtype="bytes"),
@@ -90,6 +92,7 @@ def make_layout(config: EngineConfig) -> Layout:
         runners=runners,
         role=config.role,
         slot_history="complete",
+        not_watched=() if config.submitted else tuple(off),
         sweep_interval=config.sweep_interval,
         oracle=Oracle(vocab_size=config.vocab_size) if config.sampler == "oracle" else None,
     )

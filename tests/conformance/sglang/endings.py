@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -84,6 +85,12 @@ def container_stopped(server: Server) -> None:
             one.kill()
 
 
+def engine_raises(server: Server) -> None:
+    """Have the engine fail on a request: a token that the model does not have."""
+    with contextlib.suppress(OSError, ValueError):
+        generate(server, "raises", 4, input_ids=[1, 2, -(10**6)])
+
+
 WAYS: dict[str, Callable[[Server], None]] = {
     "ctrl_c": to_group(signal.SIGINT),
     "ctrl_c_twice": to_group(signal.SIGINT, signal.SIGINT),
@@ -95,17 +102,18 @@ WAYS: dict[str, Callable[[Server], None]] = {
     "sigkill_engine": to_engine(signal.SIGKILL),
     "abort_engine": to_engine(signal.SIGABRT),
     "segfault_engine": to_engine(signal.SIGSEGV),
+    "engine_raises": engine_raises,
 }
 
 
-def start(folder: Path, settings: dict[str, str]) -> Server:
-    """Start a server and wait until it answers."""
+def start(folder: Path, settings: dict[str, str], launcher: list[str]) -> Server:
+    """Start a server by a launcher's command and wait until it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = [f"--{name.replace('_', '-')}={value}" for name, value in CPU_ENGINE.items() if value is not True]
     options += [f"--{name.replace('_', '-')}" for name, value in CPU_ENGINE.items() if value is True]
-    command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={MODELS / 'llama'}", *options]
+    command = [sys.executable, *launcher, f"--model-path={MODELS / 'llama'}", *options]
     environ = {**os.environ, **ENVIRONMENT, "KVCANARY_TRACE": str(folder / "traces"), **settings}
     del environ["SGLANG_STANDIN_CANARY"]
     with (folder / "server.log").open("wb") as log:
@@ -127,11 +135,11 @@ def start(folder: Path, settings: dict[str, str]) -> Server:
     raise SystemExit(f"the server did not start: {(folder / 'server.log').read_text()[-3000:]}")
 
 
-def generate(server: Server, name: str, tokens: int) -> int:
+def generate(server: Server, name: str, tokens: int, input_ids: list[int] | None = None) -> int:
     """Stream one answer; what came is in `server.got` at any time."""
     dice = random.Random(name)
     asked = {
-        "input_ids": [dice.randrange(1, 90) for _ in range(dice.randrange(4, 60))],
+        "input_ids": input_ids or [dice.randrange(1, 90) for _ in range(dice.randrange(4, 60))],
         "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0},
         "rid": name,
         "stream": True,
@@ -197,10 +205,10 @@ def sampled(path: Path) -> tuple[dict[str, int], list[str]]:
     return counts, ends
 
 
-def run(way: str, seed: int, folder: Path, settings: dict[str, str]) -> str:
+def run(way: str, seed: int, folder: Path, settings: dict[str, str], launcher: list[str]) -> str:
     """Run one server to its end; return what became of its trace, or raise where a token is missing."""
     dice = random.Random(f"{way}{seed}")
-    server = start(folder, settings)
+    server = start(folder, settings, launcher)
     clients = [threading.Thread(target=load, args=(server, n), daemon=True) for n in range(CLIENTS)]
     for client in clients:
         client.start()
@@ -233,15 +241,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(WAYS), help="ways, with commas")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--serve", action="store_true", help="start it by `sglang serve`")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, KVCANARY_...")
     asked = parser.parse_args()
     settings = dict(one.split("=", 1) for one in asked.set)
+    serve = [str(Path(sys.executable).with_name("sglang")), "serve"]
+    launcher = serve if asked.serve else ["-m", "sglang.launch_server"]
     for way in asked.only.split(","):
         for number in range(asked.rounds):
-            with tempfile.TemporaryDirectory() as name:
-                folder = Path(name)
-                (folder / "traces").mkdir()
-                print(run(way, number, folder, settings), flush=True)
+            folder = Path(tempfile.mkdtemp(prefix=f"{way}-"))  # stays where a run fails
+            (folder / "traces").mkdir()
+            print(run(way, number, folder, settings, launcher), flush=True)
+            shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def test_a_healthy_engine_is_clean_and_its_attention_is_watched(
     assert {event.scalar("attention_watched") for event in forwards} == {ATTENTION_LENS | ATTENTION_SLOTS}
     assert {event.scalar("note") for event in forwards} == {""}
     with TraceReader(trace) as reader:
-        assert reader.header.not_watched == ()
+        assert [(entry.what, entry.name) for entry in reader.header.not_watched] == [("submitted", "target")]
     assert _judged(trace).verdict.value == "clean"
 
 
@@ -168,7 +168,7 @@ def test_an_unknown_backend_is_named_and_not_read(
     trace = layers.serve(monkeypatch, tmp_path)
     assert {e.scalar("attention_watched") for e in read_events(trace) if e.kind == "forward"} == {0}
     with TraceReader(trace) as reader:
-        assert [entry.name for entry in reader.header.not_watched] == ["target: FancyBackend"]
+        assert [entry.name for entry in reader.header.not_watched] == ["target", "target: FancyBackend"]
     assert _judged(trace).verdict.value == "clean"
 
 

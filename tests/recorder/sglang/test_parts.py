@@ -167,7 +167,9 @@ def test_what_cannot_be_hooked_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     attachment = SimpleNamespace(on_a=None, on_b=None, fault=None, cost=None)
     a = Target(name="a", paths=("json.dumps",), without="x")
     b = Target(name="b", paths=("json.no_such", "json.neither"), without="sampled tokens are not told")
-    assert sglang_hooks.register([a, b], attachment) == ["not hooked: json.no_such: sampled tokens are not told"]
+    assert sglang_hooks.register([a, b], attachment) == [
+        NotWatched(what="other", name="not hooked: json.no_such", reason="sampled tokens are not told")
+    ]
     assert registered == ["json.dumps"]
     essential = Target(name="b", paths=b.paths, without="", essential=True)
     with pytest.raises(ValueError, match=r"this SGLang has no json\.no_such; the adapter knows versions"):
