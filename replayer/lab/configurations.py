@@ -148,6 +148,11 @@ _CONFIGURATIONS: Final = (
         engine={"submitted": True, "shape": "swa", "window": 16, "swa_num_pages": 70},
     ),
     Configuration(
+        name="told_reads",
+        summary="sliding window only; what attention reads is recorded in place of req_to_token",
+        engine={"shape": "dsv4", "told_reads": True, "window": 16, "swa_num_pages": 70},
+    ),
+    Configuration(
         name="overlap", summary="a forward is launched before the one before it is heard of", engine={"overlap": True}
     ),
     Configuration(

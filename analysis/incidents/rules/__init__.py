@@ -37,6 +37,7 @@ from . import (
     swa_window_off_by_one,
     tokens_truncated_hash_kept,
     transfer_wrong_stride,
+    window_read_wrong,
 )
 
 _MODULES: Final = (
@@ -47,6 +48,7 @@ _MODULES: Final = (
     transfer_wrong_stride,
     failed_load_counted_loaded,
     swa_window_off_by_one,
+    window_read_wrong,
     stale_swa_mapping,
     attention_table_overwritten,
     attention_seq_len_wrong,

@@ -52,6 +52,17 @@ class AttentionBackend:
         """Return how many tokens each request has, those of this forward included."""
         return batch.prefix_lens + batch.extend_lens
 
+    def first_read(self, prefix_lens: Int64Array, window: int) -> Int64Array:
+        """Return the first position that each request reads of its prefix."""
+        return np.maximum(prefix_lens - window, 0)
+
+    def prefix_read(self, batch: Batch) -> TableRead:
+        """Return the slots of req_to_token that attention reads of each prefix, and of a window the one before it."""
+        memory = self._memory
+        window = max((p.group.window for p in memory.pools if p.group.runner == batch.runner), default=0)
+        starts = np.maximum(self.first_read(batch.prefix_lens, window) - 1, 0) if window else None
+        return row_read(memory.req_to_token, batch.rows, batch.prefix_lens, starts=starts)
+
     def reads(self, batch: Batch, seq_lens: Int64Array) -> tuple[TableRead | None, ...]:
         """Return the slots of each pool that attention reads."""
         memory = self._memory
@@ -61,7 +72,7 @@ class AttentionBackend:
             if group.runner != batch.runner:
                 found.append(None)
                 continue
-            starts = np.maximum(seq_lens - batch.extend_lens - group.window, 0) if group.window else None
+            starts = self.first_read(seq_lens - batch.extend_lens, group.window) if group.window else None
             read = row_read(memory.req_to_token, batch.rows, seq_lens, starts=starts)
             if group.lut >= 0:
                 slots = np.where(read.slots < 0, -1, memory.lut[np.maximum(read.slots, 0)])

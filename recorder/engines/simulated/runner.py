@@ -65,6 +65,7 @@ class ForwardRunner:
 
     def tell(self, batch: Batch) -> None:
         """Tell the recorder what is about to run."""
+        told_reads = self._memory.config.told_reads
         self._recorder.before_forward(
             ForwardInput(
                 mode=batch.mode,
@@ -76,9 +77,9 @@ class ForwardRunner:
                 input_ids=batch.input_ids,
                 positions=batch.positions,
                 out_cache_loc=(batch.slots,),
-                reads=(self._memory.req_to_token,),
+                reads=(self.attention.prefix_read(batch) if told_reads else self._memory.req_to_token,),
                 luts=(self._memory.lut,) if self._memory.swa is not None else (),
-                table_filled=True,
+                table_filled=not told_reads,
                 truth=TruthTokens(flat=batch.truth, lens=batch.truth_lens),
             )
         )

@@ -1,9 +1,11 @@
-"""The full-to-SWA table: entries that outlive their slot, halves that go too early."""
+"""The full-to-SWA table: entries that outlive their slot, halves that go too early; a window that is read otherwise."""
 
 from typing import Any, Final
 
 import numpy as np
 
+from ....recorder.engines.simulated.batch import Batch
+from ....recorder.engines.simulated.layout import TARGET
 from ..fault import Bench, Fault, around, unchecked_pools
 
 
@@ -46,6 +48,32 @@ def swa_window_off_by_one(bench: Bench) -> None:
     around(swa, "first_needed_page", first_needed_page)
 
 
+def window_read_wrong(bench: Bench) -> None:
+    """Have the attention of one decode read two positions less than the window has, or one more."""
+    engine = bench.engine
+    shift = (2, -1)[int(bench.random.integers(2))]  # one less looks like a window told without its predecessor
+    window = max(pool.group.window for pool in engine.memory.pools)
+    victims: list[int] = []
+
+    def run(original: Any, batch: Batch, *args: Any, **kwargs: Any) -> None:
+        if bench.due and batch.runner == TARGET and batch.mode == "decode":
+            found = [i for i in range(len(batch.requests)) if batch.prefix_lens[i] > window + 2]
+            if found:
+                victims.append(bench.pick(found))
+                request = batch.requests[victims[0]]
+                bench.inject(request=request, position=int(batch.prefix_lens[victims[0]]) - window, shift=shift)
+                bench.note_effect("attention", request=request)
+        original(batch, *args, **kwargs)
+        victims.clear()
+
+    def first_read(original: Any, prefix_lens: Any, of_window: int) -> Any:
+        starts = original(prefix_lens, of_window)
+        return starts + np.where(np.isin(np.arange(starts.size), victims), shift, 0)
+
+    around(engine.runner, "run", run)
+    around(engine.runner.attention, "first_read", first_read)
+
+
 _SLIDING: Final = ("swa", "swa_page1", "dsv4", "eagle_swa")
 
 FAULTS: Final = (
@@ -62,5 +90,12 @@ FAULTS: Final = (
         reference="lab",
         configs=_SLIDING,
         arm=swa_window_off_by_one,
+    ),
+    Fault(
+        name="window_read_wrong",
+        summary="a decode reads two positions too few of its sliding window, or one too many",
+        reference="lab",
+        configs=("told_reads",),
+        arm=window_read_wrong,
     ),
 )

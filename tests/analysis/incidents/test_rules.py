@@ -29,6 +29,7 @@ TRIALS = {
     "fork_copy_missing": ("fork_copy_missing", "forks", 2),
     "stale_swa_mapping": ("stale_swa_mapping", "dsv4", 3),
     "swa_window_off_by_one": ("swa_window_off_by_one", "dsv4", 3),
+    "window_read_wrong": ("window_read_wrong", "told_reads", 3),
     "draft_position_plus_one": ("draft_position_plus_one", "eagle", 3),
     "slot_mapping": ("slot_mapping", "mha_page16", 1),
     "seq_len_backwards": ("seq_len_backwards", "mha", 3),
