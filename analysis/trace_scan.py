@@ -74,7 +74,8 @@ def _copy_whole_batches(files: Sequence[Path], schema: pa.Schema, folder: Path) 
 
 def _dataset(paths: Sequence[Path], resources: ExitStack) -> Any:
     plain = [str(plain_path(path, resources)) for path in paths]
-    return pa.dataset.dataset(plain, format="ipc", filesystem=pa.fs.LocalFileSystem(use_mmap=True))
+    # Not mapped: a file that is cut short during a query would end the process.
+    return pa.dataset.dataset(plain, format="ipc", filesystem=pa.fs.LocalFileSystem(use_mmap=False))
 
 
 def plain_path(path: Path, resources: ExitStack) -> Path:

@@ -22,8 +22,8 @@ LIVE: Final = "live"
 class TraceBatch:
     """Events `first_event` to `first_event + num_events - 1`.
 
-    Arrays are read-only views, of the file itself where the trace is not compressed: never write to them. They stay
-    good after the reader is closed. `end_byte` is the batch's end in the file, for progress bars. `engine_events` is how
+    Arrays are read-only views of what was read and checked: never write to them. They stay good after the reader is
+    closed, whatever becomes of the file. `end_byte` is the batch's end in the file, for progress bars. `engine_events` is how
     many of the engine's events the recording holds up to the batch's end, None where it does not say.
     """
 
@@ -111,7 +111,7 @@ class TraceBatch:
     def to_torch(self, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return a list column as torch tensors `(values, offsets)`, int64 or uint8, and int64.
 
-        They share memory with the batch (and with the file, where the trace is not compressed): never write to them.
+        They share memory with the batch: never write to them.
         """
         import torch
 

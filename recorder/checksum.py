@@ -68,31 +68,31 @@ def batch_crc32c(batch: pa.RecordBatch, first_event: int, forms: Sequence[Column
     return crc
 
 
-def stored_crc32c(view: memoryview, frame: Frame, first_event: int, forms: Sequence[ColumnForm]) -> int | None:
+def stored_crc32c(body: memoryview, frame: Frame, first_event: int, forms: Sequence[ColumnForm]) -> int | None:
     """Return what `batch_crc32c` does, from the bytes of a batch that is not compressed; None where those do not show it.
 
-    `view` is the whole file; the batch must be validated, and its buffers must lie in its body.
+    `body` is the message's; the batch must be validated, and its buffers must lie in there.
     """
     rows = frame.num_rows
     crc: int = crc32c(_NUMBERS.pack(first_event, rows))
-    starts, lengths = (frame.buffers[:, 0] + frame.body_start).tolist(), frame.buffers[:, 1].tolist()
+    starts, lengths = frame.buffers[:, 0].tolist(), frame.buffers[:, 1].tolist()
     at = 0
     for form in forms:
         begin, width = starts[at + 1], form.offset_bytes
         bound = lengths[at + 1]
         at += form.num_buffers
         if not width:
-            crc = crc32c(view[begin : begin + rows * form.item_bytes], crc)
+            crc = crc32c(body[begin : begin + rows * form.item_bytes], crc)
             continue
         end = begin + rows * width
         offset_at = _OFFSET[width].unpack_from
-        if bound < end + width - begin or offset_at(view, begin)[0]:
+        if bound < end + width - begin or offset_at(body, begin)[0]:
             return None  # an empty column without its offset, or offsets that begin elsewhere
-        crc = crc32c(view[begin : end + width], crc)
-        (last,) = offset_at(view, end)
+        crc = crc32c(body[begin : end + width], crc)
+        (last,) = offset_at(body, end)
         if last:
             begin = starts[at - 1]
-            crc = crc32c(view[begin : begin + last * form.item_bytes], crc)
+            crc = crc32c(body[begin : begin + last * form.item_bytes], crc)
     return crc
 
 

@@ -10,7 +10,7 @@ import pyarrow.ipc
 from .batch import TraceBatch
 from .checksum import ColumnForm, batch_crc32c, column_forms, stored_crc32c, text_crc32c
 from .errors import UnreadableTraceError
-from .framing import Frame, FramingError, check_buffers
+from .framing import Frame, FramingError, check_buffers, read_message
 from .header import TraceHeader
 from .schema import (
     ADDED,
@@ -22,6 +22,7 @@ from .schema import (
     NUM_EVENTS_KEY,
     trace_schema,
 )
+from .trace_bytes import TornError, TraceBytes
 
 # What pyarrow raises on hostile bytes, beside its own exceptions.
 ARROW_ERRORS: Final = (pa.ArrowException, OSError, MemoryError, ValueError, TypeError, KeyError, OverflowError)
@@ -31,14 +32,18 @@ _THIS_THREAD: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
 
 class DamagedBatchError(Exception):
-    """A batch that must not be given; `str()` completes the sentence "batch 17 ..."."""
+    """A batch that must not be given; `str()` completes the sentence "batch 17 ..."; `torn` as for `FramingError`."""
+
+    def __init__(self, reason: str, *, torn: bool = False) -> None:
+        super().__init__(reason)
+        self.torn = torn
 
 
-def decode_schema(data: pa.Buffer, frame: Frame) -> pa.Schema:
+def decode_schema(source: TraceBytes, frame: Frame) -> pa.Schema:
     """Return the schema that a schema message holds; raise `UnreadableTraceError`."""
     try:
-        return pa.ipc.read_schema(data.slice(frame.start, frame.end - frame.start))
-    except ARROW_ERRORS as error:
+        return pa.ipc.read_schema(read_message(source, frame)[0])
+    except (TornError, *ARROW_ERRORS) as error:
         raise UnreadableTraceError(f"its Arrow schema cannot be read ({_first_line(error)})") from None
 
 
@@ -80,29 +85,26 @@ def _check_columns(schema: pa.Schema, format_minor: int) -> None:
 
 
 def decode_batch(
-    data: pa.Buffer,
-    view: memoryview,
-    frame: Frame,
-    schema: pa.Schema,
-    forms: Sequence[ColumnForm],
-    stream: pa.Buffer | None = None,
+    source: TraceBytes, frame: Frame, schema: pa.Schema, forms: Sequence[ColumnForm], before: bytes = b""
 ) -> TraceBatch:
-    """Return a batch whose bytes, numbers and CRC hold; raise `DamagedBatchError` saying which does not.
+    """Read a batch and return it if its bytes, numbers and CRC hold; else raise `DamagedBatchError` saying which does not.
 
-    `stream`, from a caller that is itself one of several threads, holds the schema's message and this one behind it:
-    Arrow uses threads of its own for a message alone.
+    `before` is the schema's message, from a caller that is itself one of several threads: Arrow uses threads of its own
+    for a message without it.
     """
     first_event, num_events, crc = (_decimal(frame, key) for key in (FIRST_EVENT_KEY, NUM_EVENTS_KEY, CRC_KEY))
     if frame.num_rows != num_events:
         raise DamagedBatchError(f"says {num_events} events and holds {frame.num_rows} rows")
     try:
-        check_buffers(view, frame, sum(form.num_buffers for form in forms))
-        if stream is None:
-            message = pa.ipc.read_message(data.slice(frame.start, frame.end - frame.start))
-            batch = pa.ipc.read_record_batch(message, schema)
+        data, body = read_message(source, frame, before)
+        check_buffers(body, frame, sum(form.num_buffers for form in forms))
+        if before:
+            batch = pa.ipc.open_stream(data, options=_THIS_THREAD).read_next_batch()
         else:
-            batch = pa.ipc.open_stream(stream, options=_THIS_THREAD).read_next_batch()
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(data), schema)
         batch.validate(full=True)
+    except TornError as error:
+        raise DamagedBatchError(str(error), torn=True) from None
     except FramingError as error:
         raise DamagedBatchError(f"cannot be decoded ({error})") from None
     except (StopIteration, *ARROW_ERRORS) as error:
@@ -112,7 +114,7 @@ def decode_batch(
         name = names[int(np.flatnonzero(frame.null_counts)[0])]
         raise DamagedBatchError(f"holds nulls in column {name}, where none may be")
     # Buffers that lie in the file as they are need no Arrow object each.
-    found = stored_crc32c(view, frame, first_event, forms) if frame.compression is None else None
+    found = stored_crc32c(body, frame, first_event, forms) if frame.compression is None else None
     if (batch_crc32c(batch, first_event, forms) if found is None else found) != crc:
         raise DamagedBatchError("fails its CRC")
     numbers = batch.column("event").to_numpy(zero_copy_only=True)
@@ -122,7 +124,7 @@ def decode_batch(
         batch,
         first_event=first_event,
         end_byte=frame.end,
-        buffer_bytes=frame.buffers[:, 1],
+        buffer_bytes=frame.buffers[:, 1].copy(),
         engine_events=_decimal(frame, ENGINE_EVENTS_KEY) if ENGINE_EVENTS_KEY in frame.metadata else None,
     )
 

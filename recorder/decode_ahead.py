@@ -1,11 +1,9 @@
 """Decoding the next batches of a large trace while the last one is looked at, on the cores that there are.
 
 What a batch holds does not depend on who decodes it, so nothing but time changes: frames are asked for in order, and a
-batch that was decoded and is not asked for (a file that was cut, damage before it) is forgotten. Threads read their bytes
-with a system call: a file that is cut short meanwhile gives them too few, where touching its mapping ends the process.
+batch that was decoded and is not asked for (a file that was cut, damage before it) is forgotten.
 """
 
-import dataclasses
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
@@ -14,8 +12,9 @@ import pyarrow as pa
 
 from .batch import TraceBatch
 from .checksum import ColumnForm
-from .decode import DamagedBatchError, decode_batch
+from .decode import decode_batch
 from .framing import RECORD_BATCH, Frame, FramingError, read_frame
+from .trace_bytes import TraceBytes
 
 # Threads are not worth their start for less than this.
 LARGE_BYTES: Final = 4 << 20
@@ -27,24 +26,21 @@ _MOST_BYTES: Final = 16 << 20
 class DecodeAhead:
     """Gives frames and their batches, some of them decoded before they are asked for; `close` ends its threads.
 
-    Only compressed batches are: what lies in the file as it is is given without a copy, which no thread makes faster.
+    Only compressed batches are: to read what lies in the file as it is takes less than to hand it to a thread.
     """
 
-    def __init__(
-        self, data: pa.Buffer, view: memoryview, schema: pa.Schema, forms: list[ColumnForm], descriptor: int
-    ) -> None:
-        self._data, self._view, self._schema, self._forms = data, view, schema, forms
+    def __init__(self, source: TraceBytes, schema: pa.Schema, forms: list[ColumnForm]) -> None:
+        self._source, self._schema, self._forms = source, schema, forms
         self._pending: dict[int, tuple[Frame, Future[TraceBatch]]] = {}
         workers = min(_AHEAD, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        threads = len(view) >= LARGE_BYTES and workers > 1 and descriptor >= 0 and hasattr(os, "preadv")
+        threads = source.size() >= LARGE_BYTES and workers > 1
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode ahead") if threads else None
-        self._descriptor = os.dup(descriptor) if threads else -1  # of its own: the reader may be closed first
         self._head = schema.serialize().to_pybytes() if threads else b""  # the message before a batch in a stream
 
     def frame(self, position: int, limit: int) -> Frame | None:
         """Return what `read_frame` does."""
         known = self._pending.get(position)
-        return known[0] if known and known[0].end <= limit else read_frame(self._view, position, limit)
+        return known[0] if known and known[0].end <= limit else read_frame(self._source, position, limit)
 
     def batch(self, frame: Frame, limit: int) -> TraceBatch:
         """Return what `decode_batch` does for a frame; `limit` is where messages end."""
@@ -53,13 +49,12 @@ class DecodeAhead:
             self._look_ahead(frame, limit, self._threads)
         if known and known[0] is frame:
             return known[1].result()
-        return decode_batch(self._data, self._view, frame, self._schema, self._forms)
+        return decode_batch(self._source, frame, self._schema, self._forms)
 
     def close(self) -> None:
         """Forget what was not asked for, and wait for what is under way."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
-            os.close(self._descriptor)
             self._threads = None
         self._pending.clear()
 
@@ -68,32 +63,15 @@ class DecodeAhead:
         position = max((other.end for other, _ in self._pending.values()), default=frame.end)
         while len(self._pending) < _AHEAD:
             try:
-                other = read_frame(self._view, position, limit)
+                other = read_frame(self._source, position, limit)
             except FramingError:  # told when the walk comes there
                 return
             if other is None or other.kind != RECORD_BATCH or other.compression is None:
                 return
             if other.end - other.start > _MOST_BYTES:
                 return
-            # What a frame shows lies in the mapping; a thread gets its own.
-            other = dataclasses.replace(other, buffers=other.buffers.copy(), null_counts=other.null_counts.copy())
             self._pending[position] = other, threads.submit(self._decode, other)
             position = other.end
 
     def _decode(self, frame: Frame) -> TraceBatch:
-        head, size = len(self._head), frame.end - frame.start
-        data = pa.allocate_buffer(head + size)
-        view = memoryview(data).cast("B")
-        view[:head] = self._head
-        done = 0
-        while done < size:
-            came = os.preadv(self._descriptor, [view[head + done :]], frame.start + done)
-            if not came:
-                raise DamagedBatchError("was cut off while it was read")
-            done += came
-        moved = dataclasses.replace(
-            frame, start=head, body_start=head + frame.body_start - frame.start, end=head + size
-        )
-        batch = decode_batch(data, view, moved, self._schema, self._forms, data)
-        batch.end_byte = frame.end
-        return batch
+        return decode_batch(self._source, frame, self._schema, self._forms, self._head)

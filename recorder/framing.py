@@ -3,7 +3,8 @@
 An Arrow file is eight bytes of magic, then encapsulated messages (marker 0xFFFFFFFF, int32 metadata length, a
 flatbuffer, a body), an end-of-stream mark, and a footer that lists the messages. A torn file has no footer, so the
 walk goes by the messages alone. pyarrow does not give the offsets and the custom metadata of single messages, so the
-few flatbuffer fields needed are read here; decoding is left to pyarrow.
+few flatbuffer fields needed are read here; decoding is left to pyarrow. Bytes are read before they are checked, and what
+was read is all that is used: see `trace_bytes`.
 """
 
 import struct
@@ -13,8 +14,10 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from .limits import MAX_BATCH_RATIO, MAX_FREE_BATCH_BYTES
+from .limits import MAX_BATCH_METADATA_BYTES, MAX_BATCH_RATIO, MAX_FREE_BATCH_BYTES, MAX_SEARCHED
+from .trace_bytes import TornError, TraceBytes, aligned
 
 MAGIC: Final = b"ARROW1"
 FIRST_MESSAGE: Final = 8
@@ -27,7 +30,9 @@ RECORD_BATCH: Final = 3
 _MAX_RATIO: Final = {0: 256, 1: 1 << 16}  # 0 LZ4 frame, 1 zstd (a run of 128 KiB in four bytes)
 _SMALL_BUFFER_BYTES: Final = 1 << 20
 _MAX_METADATA_BYTES: Final = 1 << 28
+_FIRST_SCAN_WORDS: Final = 1 << 13  # the next batch is near, as a rule
 _SCAN_WORDS: Final = 1 << 18
+_FOOTER_END_BYTES: Final = 4 + len(MAGIC)  # its length and the magic behind it
 
 
 class FramingError(Exception):
@@ -40,15 +45,16 @@ class FramingError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One encapsulated message: where it lies and what its metadata claims.
+    """One encapsulated message: where it lies and what its metadata, of which it has its own copy, claims.
 
-    `buffers` is [n, 2] int64 (offset in the body, length), `null_counts` [arrays] int64; these and `num_rows` are those of
+    `head` is all before the body. `buffers` is [n, 2] int64 (offset in the body, length), `null_counts` [arrays] int64; these and `num_rows` are those of
     a record batch.
     """
 
     start: int
     body_start: int
     end: int
+    head: memoryview
     kind: int
     num_rows: int
     buffers: npt.NDArray[np.int64]
@@ -59,58 +65,87 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footer:
-    """A footer's own claims: where it starts and the messages it lists, [n, 3] int64 (offset, metadata, body)."""
+    """A footer's own claims: where it starts and the messages it lists, [n, 3] int64 (offset, metadata, body).
+
+    `as_file` is an Arrow file of that footer alone, for pyarrow to read its schema.
+    """
 
     start: int
     blocks: npt.NDArray[np.int64]
+    as_file: bytes
 
 
-def read_frame(data: memoryview, position: int, limit: int) -> Frame | None:
+def read_frame(source: TraceBytes, position: int, limit: int) -> Frame | None:
     """Return the message at `position`, or None for the end-of-stream mark; raise `FramingError` for neither.
 
     `limit` is where messages must have ended: the footer's start, or the end of a file without one.
     """
     if position + PREFIX_BYTES > limit:
-        raise FramingError(f"the messages end at byte {limit} without an end mark", torn=True)
-    marker, metadata_bytes = struct.unpack_from("<Ii", data, position)
-    if marker != MARKER:
-        raise FramingError(f"no message starts at byte {position}")
-    if metadata_bytes == 0:
-        return None
-    if not 0 < metadata_bytes <= _MAX_METADATA_BYTES:
-        raise FramingError(f"the message at byte {position} claims {metadata_bytes} bytes of metadata")
-    body_start = position + PREFIX_BYTES + metadata_bytes
-    if body_start > limit:
-        raise FramingError(f"the message at byte {position} runs past byte {limit}, where messages end", torn=True)
+        raise _no_end_mark(limit)
     try:
-        return _parse_message(data[position + PREFIX_BYTES : body_start], position, body_start, limit)
-    except (struct.error, ValueError, OverflowError):
-        raise FramingError(f"the message at byte {position} has damaged metadata") from None
+        prefix = source.read(position, position + PREFIX_BYTES)
+        body_start = _body_start(prefix, position, limit)
+        if body_start is None:
+            return None
+        head = memoryview(bytearray(body_start - position))
+        head[:PREFIX_BYTES] = prefix
+        source.fill(head[PREFIX_BYTES:], position + PREFIX_BYTES)
+    except TornError:
+        raise _no_end_mark(min(limit, source.size())) from None
+    except OSError as error:
+        raise FramingError(f"the message at byte {position} cannot be read ({error.strerror})") from None
+    return _parse_message(head, position, body_start, limit)
 
 
-def find_frames(data: memoryview, position: int, limit: int) -> Iterator[Frame]:
-    """Yield every whole message from `position` on, wherever it starts, trusting no length before it."""
-    start = (position + 7) // 8 * 8
+def find_frames(source: TraceBytes, position: int, limit: int) -> Iterator[Frame]:
+    """Yield every whole message from `position` on, wherever it starts, trusting no length before it.
+
+    It ends early where what looks like messages is, lying over one another, many times as long as the file.
+    """
+    start, words = (position + 7) // 8 * 8, _FIRST_SCAN_WORDS
+    left = MAX_SEARCHED * limit
     while start + PREFIX_BYTES <= limit:
-        words = min(_SCAN_WORDS, (limit - start) // 8)
-        chunk = np.frombuffer(data, dtype="<u4", count=2 * words, offset=start)
+        words = min(words, (limit - start) // 8)
+        try:
+            window = source.read_some(start, min(limit, start + 8 * words + MAX_BATCH_METADATA_BYTES))
+        except OSError:
+            window = memoryview(b"")
+        chunk = np.frombuffer(window, dtype="<u4", count=2 * min(words, len(window) // 8))
         length = chunk[1::2]
         # -1 as an int64 is all ones too: the length sorts such values out.
-        found = np.flatnonzero((chunk[::2] == MARKER) & (length > 0) & (length <= _MAX_METADATA_BYTES))
-        for word in found.tolist():
+        found = np.flatnonzero((chunk[::2] == MARKER) & (length > 0) & (length <= MAX_BATCH_METADATA_BYTES))
+        for at in (8 * found).tolist():
             try:
-                frame = read_frame(data, start + 8 * word, limit)
+                body_start = _body_start(window[at : at + PREFIX_BYTES], start + at, limit)
+                if body_start is None:
+                    continue
+                left -= body_start - start - at
+                if left < 0:
+                    return
+                yield _parse_message(window[at : body_start - start], start + at, body_start, limit)
             except FramingError:
                 continue
-            if frame is not None:
-                yield frame
         start += 8 * words
+        words = min(2 * words, _SCAN_WORDS)
 
 
-def check_buffers(data: memoryview, frame: Frame, expected: int) -> None:
+def read_message(source: TraceBytes, frame: Frame, before: bytes = b"") -> tuple[pa.Buffer, memoryview]:
+    """Return `before` and a whole message behind it, in memory of their own, and its body in there.
+
+    Raises `TornError`, `OSError` and `MemoryError`.
+    """
+    head, body_bytes = len(before) + len(frame.head), frame.end - frame.body_start
+    data, view = aligned(head + body_bytes, head)
+    view[: len(before)] = before
+    view[len(before) : head] = frame.head
+    source.fill(view[head:], frame.body_start)
+    return data, view[head:]
+
+
+def check_buffers(body: memoryview, frame: Frame, expected: int) -> None:
     """Raise `FramingError` when a record batch's buffers do not lie in its body or claim absurd sizes."""
     offsets, lengths = frame.buffers[:, 0], frame.buffers[:, 1]
-    body_bytes = frame.end - frame.body_start
+    body_bytes = len(body)
     if len(offsets) != expected:
         raise FramingError(f"it holds {len(offsets)} buffers, expected {expected}")
     if (
@@ -129,8 +164,7 @@ def check_buffers(data: memoryview, frame: Frame, expected: int) -> None:
     offsets, lengths = offsets[used], lengths[used]
     if (lengths < 8).any():
         raise FramingError("a compressed buffer is too short to hold its own length")
-    body = np.frombuffer(data, dtype="<i8", count=body_bytes // 8, offset=frame.body_start)
-    claims = body[offsets // 8]
+    claims = np.frombuffer(body, dtype="<i8", count=body_bytes // 8)[offsets // 8]
     ratio = _MAX_RATIO[frame.compression]
     # In float, since a hostile length times the ratio may pass 2^63; -1 says that the buffer is stored as it is.
     if (claims < -1).any() or (claims.astype(np.float64) > _SMALL_BUFFER_BYTES + ratio * lengths.astype(float)).any():
@@ -140,23 +174,38 @@ def check_buffers(data: memoryview, frame: Frame, expected: int) -> None:
         raise FramingError(f"it would be {whole:,} bytes of the {body_bytes:,} that it takes")
 
 
-def read_footer(data: memoryview) -> Footer | None:
-    """Return the footer at the end of `data`, or None when there is none that can be parsed."""
-    size = len(data)
-    if size < FIRST_MESSAGE + 10 or bytes(data[size - 6 :]) != MAGIC:
+def read_footer(source: TraceBytes, size: int) -> Footer | None:
+    """Return the footer at the end of a file of `size` bytes, or None when there is none that can be parsed."""
+    try:
+        end = source.read(max(size - _FOOTER_END_BYTES, 0), size)
+        if len(end) < _FOOTER_END_BYTES or bytes(end[4:]) != MAGIC:
+            return None
+        (length,) = struct.unpack_from("<i", end)
+        start = size - _FOOTER_END_BYTES - length
+        if length <= 0 or start < FIRST_MESSAGE:
+            return None
+        return parse_footer(source.read(start, size), size)
+    except (TornError, OSError, MemoryError):
         return None
-    (length,) = struct.unpack_from("<i", data, size - 10)
-    start = size - 10 - length
-    if length <= 0 or start < FIRST_MESSAGE:
+
+
+def parse_footer(tail: memoryview, size: int) -> Footer | None:
+    """Return the footer of a file of `size` bytes that ends with `tail`, None where there is none in there."""
+    if len(tail) < _FOOTER_END_BYTES or bytes(tail[-len(MAGIC) :]) != MAGIC:
+        return None
+    (length,) = struct.unpack_from("<i", tail, len(tail) - _FOOTER_END_BYTES)
+    start = len(tail) - _FOOTER_END_BYTES - length
+    if length <= 0 or start < 0:
         return None
     try:
-        root = _Table.root(data[start : size - 10])
+        root = _Table.root(tail[start : start + length])
         blocks = root.structs(3, 24)
     except (struct.error, ValueError, OverflowError):
         return None
     rows = np.frombuffer(blocks, dtype="<i8").reshape(-1, 3).copy()
     rows[:, 1] &= 0xFFFFFFFF  # an int32 and four bytes of padding
-    return Footer(start=start, blocks=rows)
+    as_file = MAGIC.ljust(FIRST_MESSAGE, b"\0") + bytes(tail[start:])
+    return Footer(start=size - _FOOTER_END_BYTES - length, blocks=rows, as_file=as_file)
 
 
 def footer_lists(footer: Footer, first: int) -> bool:
@@ -168,8 +217,36 @@ def footer_lists(footer: Footer, first: int) -> bool:
     return bool((starts == np.insert(ends, 0, first)).all())
 
 
-def _parse_message(view: memoryview, position: int, body_start: int, limit: int) -> Frame:
-    message = _Table.root(view)
+def _no_end_mark(end: int) -> FramingError:
+    return FramingError(f"the messages end at byte {end} without an end mark", torn=True)
+
+
+def _body_start(prefix: memoryview, position: int, limit: int) -> int | None:
+    """Return where a message's body begins, None for the end-of-stream mark; raise `FramingError`."""
+    marker, metadata_bytes = struct.unpack_from("<Ii", prefix)
+    if marker != MARKER:
+        raise FramingError(f"no message starts at byte {position}")
+    if metadata_bytes == 0:
+        return None
+    if not 0 < metadata_bytes <= _MAX_METADATA_BYTES:
+        raise FramingError(f"the message at byte {position} claims {metadata_bytes} bytes of metadata")
+    body_start = position + PREFIX_BYTES + int(metadata_bytes)
+    if body_start > limit:
+        raise FramingError(f"the message at byte {position} runs past byte {limit}, where messages end", torn=True)
+    return body_start
+
+
+def _parse_message(head: memoryview, position: int, body_start: int, limit: int) -> Frame:
+    try:
+        return _parsed(head, position, body_start, limit)
+    except (struct.error, ValueError, OverflowError):
+        raise FramingError(f"the message at byte {position} has damaged metadata") from None
+
+
+def _parsed(head: memoryview, position: int, body_start: int, limit: int) -> Frame:
+    if len(head) != body_start - position:
+        raise ValueError("cut off")
+    message = _Table.root(head[PREFIX_BYTES:])
     kind = message.scalar(1, "<B", 0)
     body_bytes = message.scalar(3, "<q", 0)
     if body_bytes < 0:
@@ -182,23 +259,37 @@ def _parse_message(view: memoryview, position: int, body_start: int, limit: int)
         batch = message.table(2)
         if batch is None:
             raise ValueError("no record batch")
+        if len(head) - PREFIX_BYTES > MAX_BATCH_METADATA_BYTES:
+            raise ValueError("more than the columns of a trace need")
         num_rows = batch.scalar(0, "<q", 0)
         nodes = np.frombuffer(batch.structs(1, 16), dtype="<i8").reshape(-1, 2)
         buffers = np.frombuffer(batch.structs(2, 16), dtype="<i8").reshape(-1, 2)
         codec = batch.table(3)
         compression = None if codec is None else codec.scalar(0, "<b", 0)
-    metadata = {pair.string(0): pair.string(1) for pair in message.tables(4)}
     return Frame(
         start=position,
         body_start=body_start,
         end=body_start + body_bytes,
+        head=head,
         kind=kind,
         num_rows=num_rows,
         buffers=buffers,
         null_counts=nodes[:, 1],
         compression=compression,
-        metadata=metadata,
+        metadata=_custom_metadata(message, len(head)),
     )
+
+
+def _custom_metadata(message: "_Table", left: int) -> dict[bytes, bytes]:
+    """Return a message's own keys and values; texts that lie over one another must not cost more than the message."""
+    found = {}
+    for pair in message.tables(4):
+        key, value = pair.string(0), pair.string(1)
+        left -= len(key) + len(value)
+        if left < 0:
+            raise ValueError("metadata longer than its message")
+        found[key] = value
+    return found
 
 
 @dataclass(frozen=True, slots=True)

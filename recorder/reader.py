@@ -1,4 +1,4 @@
-"""Reading a trace: memory-mapped, batch by batch, with everything that is missing or damaged said aloud."""
+"""Reading a trace: batch by batch, with everything that is missing or damaged said aloud."""
 
 import os
 import stat
@@ -27,9 +27,9 @@ from .framing import (
     read_frame,
 )
 from .header import Segment, TraceHeader
-from .mapped_pages import MappedPages
 from .segment_names import split_segment_name
 from .tail_reader import TailReader
+from .trace_bytes import TraceBytes
 from .walk import Walk
 
 __all__ = ["EventView", "TraceBatch", "TraceGap", "TraceReader", "read_events"]
@@ -44,13 +44,11 @@ class TraceReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._descriptor, self._map = _open_map(self.path)
+        self._bytes, self._size_bytes = _open(self.path)
         self._footer: Footer | None = None
         self._header_damage = ""
         try:
-            self._data: pa.Buffer = self._map.read_buffer()
-            self._view = memoryview(self._data)
-            self._limit = len(self._view)
+            self._limit = self._size_bytes
             self.header: TraceHeader = self._read_header()
             self._read_footer()
         except UnreadableTraceError as error:
@@ -70,15 +68,12 @@ class TraceReader:
 
     def close(self) -> None:
         """Close the file; batches that were given stay good."""
-        self._map.close()
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._bytes.close()
 
     @property
     def size_bytes(self) -> int:
         """The file's size when it was opened."""
-        return len(self._view)
+        return self._size_bytes
 
     @property
     def schema(self) -> pa.Schema:
@@ -101,45 +96,36 @@ class TraceReader:
         Each call starts anew. The batch given is not held; drop it before asking for the next. Of a large file the next
         two are decoded meanwhile, in threads. A file that somebody cuts short meanwhile is torn from there on.
         """
-        walk = Walk(
-            self._data,
-            self._view,
-            self._schema,
-            self._first_batch,
-            self._limit,
-            self.path.name,
-            self.num_batches_hint,
-            self._size_now,
-            self.header.first_event,
-            self._descriptor,
-            self._tail(),
-            0 if self.header.segment is None else self.header.segment.engine_events,
-            lambda: self.being_written,
-        )
-        if self._header_damage:
-            yield walk.header_gap(self._header_damage)
-        pages = MappedPages(self._data)
-        behind = [0, 0]  # ends of the batches that whoever reads ahead may still be looking at
-        for item in walk.run():
-            yield item
-            if isinstance(item, TraceBatch) and item.end_byte:
-                behind.append(item.end_byte)
-                pages.release(behind.pop(0))
+        source = self._bytes.again()  # this reader may be closed first
+        try:
+            walk = Walk(
+                source,
+                self._schema,
+                self._first_batch,
+                self._limit,
+                self.path.name,
+                self.num_batches_hint,
+                self.header.first_event,
+                self._tail(),
+                0 if self.header.segment is None else self.header.segment.engine_events,
+                lambda: self.being_written,
+            )
+            if self._header_damage:
+                yield walk.header_gap(self._header_damage)
+            yield from walk.run()
+        finally:
+            source.close()
 
     @property
     def being_written(self) -> bool:
         """Whether the recording process is at work on the file: what is missing then is yet to come."""
-        return self._footer is None and self._descriptor >= 0 and is_locked(self._descriptor)
+        return self._footer is None and self._bytes.descriptor >= 0 and is_locked(self._bytes.descriptor)
 
     def _tail(self) -> TailReader | None:
         """Return what may hold what the process that died had recorded and not flushed; of segments, the last one's alone."""
         if self.header.segment is not None and _is_begun(self.path, self.header.segment):
             return None
         return TailReader(self.path, self.header.trace_id)
-
-    def _size_now(self) -> int:
-        """The file's size at this moment: to touch mapped memory behind a file's end kills the process."""
-        return os.fstat(self._descriptor).st_size if self._descriptor >= 0 else self.size_bytes
 
     def _read_header(self) -> TraceHeader:
         try:
@@ -154,9 +140,9 @@ class TraceReader:
             return header
 
     def _leading_schema(self) -> tuple[pa.Schema, int]:
-        _check_magic(self._view)
+        _check_magic(self._bytes, self._size_bytes)
         try:
-            frame = read_frame(self._view, FIRST_MESSAGE, self.size_bytes)
+            frame = read_frame(self._bytes, FIRST_MESSAGE, self.size_bytes)
         except FramingError as error:
             if error.torn:
                 raise UnreadableTraceError(
@@ -165,14 +151,14 @@ class TraceReader:
             raise UnreadableTraceError(f"its header is damaged: {error}; restore a copy or record again") from None
         if frame is None or frame.kind != SCHEMA:
             raise UnreadableTraceError("its first message is no schema: the header is damaged; restore a copy")
-        return decode_schema(self._data, frame), self._schema_end(frame.end)
+        return decode_schema(self._bytes, frame), self._schema_end(frame.end)
 
     def _schema_end(self, claimed: int) -> int:
         """Where batches begin: a schema message that claims too many bytes would swallow the first ones."""
-        footer = read_footer(self._view)
+        footer = read_footer(self._bytes, self._size_bytes)
         if footer is not None and footer_lists(footer, claimed):
             return claimed
-        found = next(find_frames(self._view, FIRST_MESSAGE + PREFIX_BYTES, self.size_bytes), None)
+        found = next(find_frames(self._bytes, FIRST_MESSAGE + PREFIX_BYTES, self.size_bytes), None)
         if found is None or found.start >= claimed:
             return claimed
         self._header_damage = "the length of its schema message is damaged"
@@ -180,21 +166,21 @@ class TraceReader:
 
     def _footer_schema(self) -> tuple[pa.Schema, int, TraceHeader] | None:
         """The copy of the schema in the footer, for a file whose beginning is damaged."""
-        footer = read_footer(self._view)
+        footer = read_footer(self._bytes, self._size_bytes)
         if footer is None or not len(footer.blocks):
             return None
         try:
-            schema = pa.ipc.open_file(self._data).schema
+            schema = pa.ipc.open_file(footer.as_file).schema
             return schema, int(footer.blocks[0, 0]), check_schema(schema)
         except (UnreadableTraceError, *ARROW_ERRORS):
             return None
 
     def _read_footer(self) -> None:
-        footer = read_footer(self._view)
+        footer = read_footer(self._bytes, self._size_bytes)
         if footer is None or not footer_lists(footer, self._first_batch):
             return
         try:
-            listed = pa.ipc.open_file(self._data)
+            listed = pa.ipc.open_file(footer.as_file)
             same = listed.schema.equals(self._schema, check_metadata=True)
         except ARROW_ERRORS:
             return
@@ -223,29 +209,31 @@ def _is_begun(path: Path, segment: Segment) -> bool:
         return False
 
 
-def _open_map(path: Path) -> tuple[int, pa.MemoryMappedFile]:
-    descriptor = -1
+def _open(path: Path) -> tuple[TraceBytes, int]:
+    """Return an open trace and its size."""
     try:
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise UnreadableTraceError(f"{path}: a folder, expected a trace file")
-        if not stat.S_ISREG(mode):
-            raise UnreadableTraceError(f"{path}: not a regular file; a trace is memory-mapped, so copy it to one first")
-        if path.stat().st_size == 0:
-            raise UnreadableTraceError(f"{path}: empty, expected a kvcanary trace; was the recorder ever started?")
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        # As bytes: a name need not be UTF-8, nor the locale know how to write it.
-        return descriptor, pa.memory_map(os.fsencode(path), "r")
+        # A pipe that nobody writes to must not make anybody wait.
+        source = TraceBytes(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
     except FileNotFoundError:
         raise UnreadableTraceError(f"{path}: no such file") from None
     except PermissionError:
         raise UnreadableTraceError(
             f"{path}: may not be read by this user; traces are written with mode 0600, so ask their owner"
         ) from None
-    except (OSError, pa.ArrowException, ValueError) as error:
-        if descriptor >= 0:
-            os.close(descriptor)
+    except (OSError, ValueError) as error:
         raise UnreadableTraceError(f"{path}: cannot be opened ({error})") from None
+    found = os.fstat(source.descriptor)
+    problem = ""
+    if stat.S_ISDIR(found.st_mode):
+        problem = "a folder, expected a trace file"
+    elif not stat.S_ISREG(found.st_mode):
+        problem = "not a regular file; a trace is read at many places, so copy it to one first"
+    elif found.st_size == 0:
+        problem = "empty, expected a kvcanary trace; was the recorder ever started?"
+    if problem:
+        source.close()
+        raise UnreadableTraceError(f"{path}: {problem}")
+    return source, found.st_size
 
 
 _FOREIGN = {
@@ -259,12 +247,12 @@ _FOREIGN = {
 }
 
 
-def _check_magic(view: memoryview) -> None:
-    head = bytes(view[:FIRST_MESSAGE])
+def _check_magic(source: TraceBytes, size: int) -> None:
+    head = bytes(source.read_some(0, min(FIRST_MESSAGE, size)))
     if head[: len(MAGIC)] == MAGIC:
         return
     if MAGIC.startswith(head):
-        raise UnreadableTraceError(f"torn after {len(view)} bytes: no event can be read; record again")
+        raise UnreadableTraceError(f"torn after {size} bytes: no event can be read; record again")
     for start, what in _FOREIGN.items():
         if head.startswith(start):
             raise UnreadableTraceError(f"not a kvcanary trace but {what}")

@@ -173,5 +173,5 @@ def _create(path: Path, overwrite: bool) -> int:
     with contextlib.suppress(FileNotFoundError):
         mode = path.lstat().st_mode
         if stat.S_ISREG(mode) or stat.S_ISLNK(mode):
-            path.unlink()  # not truncated: a reader may have the old file, or what the link leads to, mapped
+            path.unlink()  # not truncated: a reader may be at the old file, or at what the link leads to
     return os.open(path, flags, 0o600)

@@ -12,6 +12,7 @@ from .decode_ahead import DecodeAhead
 from .framing import PREFIX_BYTES, RECORD_BATCH, Frame, FramingError, find_frames
 from .limits import MAX_SEARCHED
 from .tail_reader import TailReader
+from .trace_bytes import TraceBytes
 
 
 class Walk:
@@ -23,25 +24,21 @@ class Walk:
 
     def __init__(
         self,
-        data: pa.Buffer,
-        view: memoryview,
+        source: TraceBytes,
         schema: pa.Schema,
         position: int,
         limit: int,
         name: str,
         listed: int | None,
-        size_now: Callable[[], int],
         first_event: int = 0,
-        descriptor: int = -1,
         tail: TailReader | None = None,
         engine_events: int = 0,
         being_written: Callable[[], bool] = bool,
     ) -> None:
-        self._view = view
-        self._decoder = DecodeAhead(data, view, schema, column_forms(schema), descriptor)
+        self._source = source
+        self._decoder = DecodeAhead(source, schema, column_forms(schema))
         self._position = position
         self._limit = limit
-        self._size_now = size_now
         self._closed = listed is not None  # a right footer
         self._listed = listed
         self._given = 0
@@ -109,15 +106,15 @@ class Walk:
         """Whether an end mark is the true one: nothing but the footer follows."""
         if self._closed:
             return position + PREFIX_BYTES == self._limit
-        return all(frame.kind != RECORD_BATCH for frame in find_frames(self._view, position + 8, self._limit))
+        return all(frame.kind != RECORD_BATCH for frame in find_frames(self._source, position + 8, self._limit))
 
     def _notice_a_cut(self) -> None:
-        """A file that was cut short since it was opened ends where it ends now; memory behind that must not be read."""
-        size = self._size_now()
+        """A file that was cut short since it was opened ends where it ends now."""
+        size = self._source.size()
         if size < self._limit:
             self._limit = size
             self._closed = False
-            self._torn = not self._damage
+            self._torn = self._torn or not self._damage
 
     def _decode(self, frame: Frame) -> TraceBatch | None:
         where = f"batch {self._batches}"
@@ -129,13 +126,13 @@ class Walk:
         except DamagedBatchError as error:
             claim = claimed_events(frame)
             says = f" (it says events {claim[0]}-{claim[0] + claim[1] - 1})" if claim and claim[1] else ""
-            self._note(f"{where} {error}{says}")
+            self._note(f"{where} {error}{says}", torn=error.torn)
             return None
 
     def _resume(self) -> TraceBatch | None:
         """Find the next batch that is whole and whose events have not been given."""
         self._notice_a_cut()
-        for frame in find_frames(self._view, self._scan, self._limit):
+        for frame in find_frames(self._source, self._scan, self._limit):
             if frame.kind != RECORD_BATCH or frame.start == self._position:
                 continue
             claim = claimed_events(frame)

@@ -52,14 +52,22 @@ class TraceMaker:
             bytes={"kv_bytes": np.arange(16 * tokens, dtype=np.uint8) + np.uint8(number)},
         )
 
-    def write(self, name: str = "trace.arrow", batches=(2, 3, 1), *, header: TraceHeader | None = None, **options):
+    def write(
+        self,
+        name: str = "trace.arrow",
+        batches=(2, 3, 1),
+        *,
+        header: TraceHeader | None = None,
+        tokens: int = 3,
+        **options,
+    ) -> Path:
         """Write a closed trace whose batches hold that many events."""
         path = self.folder / name
         with TraceWriter(path, header or self.header(), overwrite=True, **options) as writer:
             number = 0
             for count in batches:
                 for _ in range(count):
-                    assert writer.append(self.event(number))
+                    assert writer.append(self.event(number, tokens))
                     number += 1
                 assert writer.flush()
         assert writer.failed is None

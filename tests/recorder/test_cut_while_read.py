@@ -1,6 +1,6 @@
 """A trace that somebody cuts short while it is read, as `cp new.arrow trace.arrow` does.
 
-To touch mapped memory behind a file's end is a SIGBUS, which ends the process: each test reads in a process of its own.
+Each test reads in a process of its own, since a reader that maps the file would end with a signal.
 """
 
 import json

@@ -1,0 +1,77 @@
+"""A trace's bytes, read into memory of our own: what was checked is what is used, whatever becomes of the file.
+
+A mapped file shows what somebody writes into it after it was checked, and ends the process where it was cut short.
+"""
+
+import os
+from typing import Final, Self
+
+import pyarrow as pa
+
+ALIGNMENT: Final = 64
+
+
+class TornError(Exception):
+    """The file ends before the bytes that were asked for; it was cut short."""
+
+
+class TraceBytes:
+    """An open file; takes the descriptor over. Any number of threads may read."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @property
+    def descriptor(self) -> int:
+        """The open file, -1 once it is closed."""
+        return self._descriptor
+
+    def size(self) -> int:
+        """Return the file's size at this moment; raise `OSError` once it is closed."""
+        return os.fstat(self._descriptor).st_size
+
+    def again(self) -> Self:
+        """Return the same file with a descriptor of its own, for one who may outlive this one."""
+        return type(self)(os.dup(self._descriptor))
+
+    def close(self) -> None:
+        """Close the file."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def read(self, start: int, end: int) -> memoryview:
+        """Return bytes `start` to `end`, all of them; raise `TornError` and `OSError`."""
+        data = memoryview(pa.allocate_buffer(end - start)).cast("B")
+        self.fill(data, start)
+        return data
+
+    def read_some(self, start: int, end: int) -> memoryview:
+        """Return what there is of bytes `start` to `end`; raise `OSError`."""
+        data = memoryview(pa.allocate_buffer(end - start)).cast("B")
+        return data[: self._read(data, start)]
+
+    def fill(self, data: memoryview, start: int) -> None:
+        """Read so many bytes as `data` has; raise `TornError` and `OSError`."""
+        if self._read(data, start) < len(data):
+            raise TornError("was cut off while it was read")
+
+    def _read(self, data: memoryview, start: int) -> int:
+        done = 0
+        while done < len(data) and (came := _read_into(self._descriptor, data[done:], start + done)):
+            done += came
+        return done
+
+
+def aligned(size: int, before: int) -> tuple[pa.Buffer, memoryview]:
+    """Return memory of `size` bytes whose byte `before` is aligned as Arrow wants it, and a view to fill it by."""
+    data, skip = pa.allocate_buffer(size + ALIGNMENT), -before % ALIGNMENT
+    return data.slice(skip, size), memoryview(data).cast("B")[skip : skip + size]
+
+
+def _read_into(descriptor: int, data: memoryview, start: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [data], start)
+    came = os.pread(descriptor, len(data), start)
+    data[: len(came)] = came
+    return len(came)
