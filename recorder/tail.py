@@ -23,6 +23,7 @@ from crc32c import crc32c
 
 from .event import TraceEvent
 from .file_lock import close_in_children
+from .own_file import OwnFile
 from .schema import SCALARS
 from .segment_names import split_segment_name
 
@@ -102,7 +103,7 @@ class Tail:
     def __init__(self, trace: Path, paths: tuple[Path, Path], descriptors: Sequence[int]) -> None:
         self._trace = trace
         self._paths = paths
-        self._files = list(descriptors)
+        self._files = list(map(OwnFile, descriptors))
         self._sizes = [HEADER_BYTES, HEADER_BYTES]
         self._last = [-1, -1]  # the last event in each
         self._empty = [False, True]
@@ -135,7 +136,7 @@ class Tail:
         except Exception as error:  # noqa: BLE001  # nothing may reach the engine
             self._off = True
             with contextlib.suppress(OSError):
-                os.ftruncate(self._files[now], self._sizes[now])
+                _truncate(self._files[now], self._sizes[now])
             self._say_state(number)
             _log.warning(
                 "kvcanary: %s: from here on a process that dies loses what it has not flushed: its tail cannot be "
@@ -164,9 +165,10 @@ class Tail:
             )
 
     def _say_state(self, first_missing: int) -> None:
-        for descriptor in self._files:
+        for own in self._files:
             with contextlib.suppress(OSError):
-                os.pwrite(descriptor, STATE.pack(first_missing), STATE_AT)
+                own.check()
+                os.pwrite(own.descriptor, STATE.pack(first_missing), STATE_AT)
 
     def _body(self, event: TraceEvent) -> list[Any]:
         """Return an event's bytes in pieces."""
@@ -201,15 +203,15 @@ class Tail:
     def empty(self, which: int) -> None:
         """Empty an outdated file; without the lock, since `put` does not take it before."""
         with contextlib.suppress(OSError):
-            os.ftruncate(self._files[which], HEADER_BYTES)
+            _truncate(self._files[which], HEADER_BYTES)
             self._sizes[which] = HEADER_BYTES
             self._empty[which] = True
 
     def remove(self) -> None:
         """Delete the files: all is in the trace, or nobody will ever read it."""
-        for path, descriptor in zip(self._paths, self._files, strict=True):
+        for path, own in zip(self._paths, self._files, strict=True):
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(descriptor), path.lstat()):
+                if own.is_at(path.lstat()):
                     path.unlink()
         self._off = True
         self.forget_files()
@@ -223,11 +225,9 @@ class Tail:
 
     def forget_files(self) -> None:
         """Close the files."""
-        files, self._files = self._files, [-1, -1]
-        for descriptor in files:
-            if descriptor >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
+        for own in self._files:
+            with contextlib.suppress(OSError):
+                own.close()
 
 
 def _layout(event: TraceEvent) -> _Layout:
@@ -246,14 +246,15 @@ def _utf8(text: Any) -> bytes:
         return bytes(text.encode("utf-8", "replace"))
 
 
-def _append(descriptor: int, at: int, number: int, parts: list[Any], *, small: bool) -> int:
+def _append(own: OwnFile, at: int, number: int, parts: list[Any], *, small: bool) -> int:
     """Write a record; return its bytes. Raises `OSError`."""
     if small:
         body = _joined(parts)
         crc = crc32c(body, crc32c(NUMBERS.pack(number, len(body))))
         record = RECORD.pack(RECORD_MAGIC, crc, number, len(body)) + body
-        if _write_now(descriptor, record, len(record), at) != len(record):
-            _write_all(descriptor, record, at)
+        own.check()
+        if _write_now(own.descriptor, record, len(record), at) != len(record):
+            _write_all(own, record, at)
         return len(record)
     views = [memoryview(_contiguous(part)).cast("B") for part in parts if len(part)]
     size = sum(view.nbytes for view in views)
@@ -264,7 +265,7 @@ def _append(descriptor: int, at: int, number: int, parts: list[Any], *, small: b
         crc = crc32c(view, crc)
     views.insert(0, memoryview(RECORD.pack(RECORD_MAGIC, crc, number, size)))
     for view in views:
-        _write_all(descriptor, view, at)
+        _write_all(own, view, at)
         at += view.nbytes
     return RECORD.size + size
 
@@ -280,10 +281,16 @@ def _contiguous(part: Any) -> Any:
     return part if isinstance(part, bytes) or part.flags.c_contiguous else part.tobytes()
 
 
-def _write_all(descriptor: int, data: Any, at: int) -> None:
+def _truncate(own: OwnFile, size: int) -> None:
+    own.check()
+    os.ftruncate(own.descriptor, size)
+
+
+def _write_all(own: OwnFile, data: Any, at: int) -> None:
     left = memoryview(data)
     while left:
-        written = os.pwrite(descriptor, left, at)
+        own.check()
+        written = os.pwrite(own.descriptor, left, at)
         left, at = left[written:], at + written
 
 

@@ -12,6 +12,7 @@ import pyarrow.ipc
 
 from .errors import TraceError, TraceExistsError
 from .file_lock import close_in_children
+from .own_file import OwnFile
 
 MAGIC: Final = b"ARROW1\0\0"
 
@@ -56,11 +57,11 @@ class TraceFile:
         self._pending = _Pending()
         options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
         self._beginning = b""
-        self._descriptor = -1
+        self._own: OwnFile | None = None
         close_in_children(self)
         try:
-            self._descriptor = _create(path, overwrite)
-            self._named = os.fstat(self._descriptor).st_nlink > 0
+            self._own = OwnFile(_create(path, overwrite))
+            self._named = self._own.stat().st_nlink > 0
             self._sink = pa.PythonFile(self._pending, mode="w")
             self._writer = pa.ipc.new_file(self._sink, schema, options=options)
             # Arrow writes the beginning together with the first batch; a bad disk should show now, and a process
@@ -76,17 +77,23 @@ class TraceFile:
     @property
     def deleted(self) -> bool:
         """Whether the file has been deleted; some file systems do not tell."""
-        return self._named and not os.fstat(self._descriptor).st_nlink
+        return self._named and not self._file.stat().st_nlink
 
     @property
     def regular(self) -> bool:
         """Whether it is a file: a pipe and a device are written to as well."""
-        return stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+        return stat.S_ISREG(self._file.stat().st_mode)
 
     @property
     def descriptor(self) -> int:
         """The open file, -1 once it is closed."""
-        return self._descriptor
+        return -1 if self._own is None else self._own.descriptor
+
+    @property
+    def _file(self) -> OwnFile:
+        if self._own is None:
+            raise OSError(errno.EBADF, "the file is closed")
+        return self._own
 
     def write(self, batch: pa.RecordBatch, metadata: dict[bytes, bytes]) -> None:
         """Append a batch; on return the operating system has its bytes. Raises `OSError`."""
@@ -98,8 +105,8 @@ class TraceFile:
         """Write the end-of-stream mark and the footer, and close the file; raises `OSError`."""
         self._writer.close()
         self._drain()
-        descriptor, self._descriptor = self._descriptor, -1
-        os.close(descriptor)
+        own, self._own = self._file, None
+        own.close()
 
     def forget_files(self) -> None:
         """Close the file as it is, in a child process that got it by a fork."""
@@ -107,15 +114,15 @@ class TraceFile:
 
     def abandon(self) -> None:
         """Close the file as it is, without a footer."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
+        own, self._own = self._own, None
+        if own is not None:
             with contextlib.suppress(OSError):
-                os.close(descriptor)
+                own.close()
 
     def _drop(self, path: Path) -> None:
         """Close a file that could not be begun, and leave nothing of it: it would be a trace that nobody can read."""
         with contextlib.suppress(OSError):
-            if self._descriptor >= 0 and stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            if self._own is not None and self.regular:
                 path.unlink()
         self.abandon()
 
@@ -130,13 +137,15 @@ class TraceFile:
         self._put(data)
 
     def _put(self, data: memoryview) -> None:
-        left = data
+        left, own = data, self._file
         try:
             while left:
-                left = left[os.write(self._descriptor, left) :]
+                own.check()
+                left = left[os.write(own.descriptor, left) :]
         except OSError:
-            with contextlib.suppress(OSError):  # a pipe cannot be cut
-                os.ftruncate(self._descriptor, self.size_bytes)
+            with contextlib.suppress(OSError):  # a pipe cannot be cut, and another's file must not be
+                own.check()
+                os.ftruncate(own.descriptor, self.size_bytes)
             raise
         self.size_bytes += len(data)
 

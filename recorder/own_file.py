@@ -1,0 +1,87 @@
+"""A file that is being written, which the descriptor may no longer lead to.
+
+Code in the engine's process that closes descriptors by their numbers closes ours too, and the system gives the number to
+the next file that is opened: what is written then would land in a stranger's file.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+_STAT_BYTES: Final = 512  # more than any system's struct stat
+_IDENTITY: Final = struct.Struct("@QQ")  # how it begins on 64-bit Linux
+
+
+class ForeignFileError(OSError):
+    """The descriptor leads to another file than the one that was opened."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            errno.EBADF, "code in this process closed the file, and its descriptor leads to another one now"
+        )
+
+
+class OwnFile:
+    """An open file and which one it is; takes the descriptor over. Raises `OSError`."""
+
+    __slots__ = ("_begins", "_identity", "descriptor")
+
+    def __init__(self, descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        self.descriptor = descriptor
+        self._identity = found.st_dev, found.st_ino
+        # Without letting another thread run first, as `os.fstat` does: the engine would wait for the interpreter.
+        self._begins = _stat_begins(descriptor)
+        if self._begins != _IDENTITY.pack(*self._identity):
+            self._begins = b""
+
+    def check(self) -> None:
+        """Raise `ForeignFileError` where the descriptor leads to another file, `OSError` where it leads to none."""
+        if not self._begins or _stat_begins(self.descriptor) != self._begins:
+            self.stat()
+
+    def stat(self) -> os.stat_result:
+        """Return the file's state; raises as `check` does."""
+        found = os.fstat(self.descriptor)
+        if not self.is_at(found):
+            raise ForeignFileError
+        return found
+
+    def is_at(self, found: os.stat_result) -> bool:
+        """Whether `found` is this file's state."""
+        return (found.st_dev, found.st_ino) == self._identity
+
+    def close(self) -> None:
+        """Close the file, and no other one; nothing is raised but what closing it raises."""
+        descriptor, ours = self.descriptor, False
+        with contextlib.suppress(OSError):
+            self.check()
+            ours = True
+        self.descriptor = -1
+        if ours:
+            os.close(descriptor)
+
+
+def _fstat() -> Callable[[int, Any], int] | None:
+    try:
+        call = ctypes.PyDLL(None).fstat64
+        call.argtypes = (ctypes.c_int, ctypes.c_void_p)
+        call.restype = ctypes.c_int
+    except (OSError, AttributeError, TypeError):
+        return None
+    return call
+
+
+_fstat_now: Final = _fstat()
+
+
+def _stat_begins(descriptor: int) -> bytes:
+    """Return what the system says of an open file first, nothing where that cannot be asked."""
+    found = ctypes.create_string_buffer(_STAT_BYTES)
+    if _fstat_now is None or _fstat_now(descriptor, found):
+        return b""
+    return found.raw[: _IDENTITY.size]
