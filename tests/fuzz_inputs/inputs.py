@@ -22,6 +22,7 @@ from kvcanary.recorder.header import TraceHeader
 from kvcanary.recorder.reader import TraceReader
 from kvcanary.recorder.schema import BYTE_LISTS, CRC_KEY, EVENT_KINDS, HEADER_CRC_KEY, HEADER_KEY, INT_LISTS, SCALARS
 from kvcanary.recorder.tail import HEADER_BYTES, NUMBERS, RECORD, RECORD_MAGIC
+from kvcanary.recorder.trace_bytes import TraceBytes
 
 from ..recorder.segmented import told
 from ..replayer.toy_engine import Shape, ToyEngine
@@ -71,12 +72,23 @@ def write_trace(path: Path, header: TraceHeader, events: list[TraceEvent], *, ba
             writer.write_batch(batch, custom_metadata=metadata)
 
 
+class _Held(TraceBytes):
+    """A file that is in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(-1)
+        self._data = memoryview(data)
+
+    def read_some(self, start: int, end: int) -> memoryview:
+        return self._data[start:end]
+
+
 def with_right_crcs(data: bytes) -> bytes:
     """Return a trace with the CRCs that its present bytes have, where these can be had."""
     made = bytearray(data)
     view = memoryview(data)
     schema = forms = None
-    for frame in find_frames(view, FIRST_MESSAGE, len(data)):
+    for frame in find_frames(_Held(data), FIRST_MESSAGE, len(data)):
         message = view[frame.start : frame.end]
         try:
             if schema is None:
