@@ -49,10 +49,12 @@ def part_from_unknown(pool: GroupPool, plan: WritePlan, requests: int) -> None:
 def part_from_unstored(pool: GroupPool, plan: WritePlan, slots: Int64Array, requests: int) -> None:
     """Begin the chains anew of requests whose first tokens go to no slot of a sliding group, `slots` `[T] int64`.
 
+    Of groups with a block table of their own alone: behind a full-to-SWA table such a token goes to slot 0, and is chained.
+
     A chunk that is longer than the window leaves out what nobody will read. The record before it is then not the one
     before what is stored, and the block table leads to no slot there, as it does at a chain's head.
     """
-    if pool.group.window and len(slots):
+    if pool.group.window and pool.group.lut < 0 and len(slots):
         starts, ends = plan.offsets[:requests], plan.offsets[1 : requests + 1]
         plan.seed_slots[:requests][(starts < ends) & (slots[np.minimum(starts, len(slots) - 1)] < 0)] = -1
 

@@ -11,6 +11,7 @@ from typing import Final
 import click
 
 from ...recorder.errors import TraceError
+from ...recorder.private_files import ForeignFolderError
 from ...recorder.recordings import Recording
 from ...recorder.segments import split_segment_name
 from ..parallel.group_replay import make_folder, report_candidates
@@ -80,8 +81,8 @@ def _hold(folder: Path, held: ExitStack, mine: set[tuple[int, int]]) -> bool:
         new = not folder.exists()
         make_folder(folder)
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # told where the report is written
-        return False
+    except OSError as error:  # told where the report is written
+        return isinstance(error, ForeignFolderError)
     held.callback(os.close, descriptor)
     status = os.fstat(descriptor)
     if (status.st_dev, status.st_ino) in mine:

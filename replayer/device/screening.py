@@ -57,7 +57,9 @@ def screen(batch: TraceBatch, header: TraceHeader, *, checks: bool) -> Screening
         host |= _unreadable(batch, header, ~forwards & ~host)
     found: dict[int, KvChanges] = {}
     changed = sum((_lens(batch, name) for name in _KV_CHANGES), np.zeros(count, np.int64))
-    if any(group.window for group in header.groups):  # a chain may begin anew behind a token that is not stored
+    if any(
+        group.window and group.lut < 0 for group in header.groups
+    ):  # a chain may begin anew behind a token that is not stored
         host |= forwards & _of_events(batch, "out_cache_loc", batch.values("out_cache_loc") < 0)
     ring = any(group.reads_before_write for group in header.groups)
     for index in np.flatnonzero(forwards & ~host & (changed > 0)).tolist():

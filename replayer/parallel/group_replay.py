@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...recorder.errors import TraceError
+from ...recorder.private_files import ForeignFolderError
 from ..replay import replay_joined
 from ..report import check_report_folder
 from ..segment_stream import SegmentStream
@@ -132,6 +133,9 @@ def _place(trace: Path, target: Path | None, *, explicit: bool, notes: list[str]
     for folder in candidates:
         try:
             make_folder(folder)
+        except ForeignFolderError as error:
+            failure = error
+            break  # what lies there is to be looked at, and not passed by
         except OSError as error:
             failure = error
             continue
@@ -139,6 +143,6 @@ def _place(trace: Path, target: Path | None, *, explicit: bool, notes: list[str]
             notes.append(f"{target} cannot be written ({failure.strerror}); the report goes to {folder}")
         return folder
     raise TraceError(
-        f"{trace}: the report directory {candidates[-1]} cannot be written ({failure.strerror}); name another with "
+        f"{trace}: the report directory {folder} cannot be written ({failure.strerror}); name another with "
         "--report DIR, or use --no-report"
     )

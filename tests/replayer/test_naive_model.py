@@ -151,6 +151,8 @@ class Naive:
                 token = self.truth[row, p + offset] if known else -1
                 entries.append((cell(row, p), cell(row, p - 1) if p else -1, p, token, request_id, row))
             seed = cell(row, prefix - 1) if extend and prefix else -1
+            if group.window and group.lut < 0 and extend and e["out_cache_loc"][group.table * tokens + at] < 0:
+                seed = -1  # a ring keeps nothing of the token before
             writes.append((seed, row, request_id, at, extend))
             at += extend
         return entries, writes, [swa(slot) for slot in e["out_cache_loc"][group.table * tokens :][:tokens]]

@@ -146,6 +146,18 @@ def test_a_folder_that_is_a_link_or_somebody_elses_is_refused(tmp_path):
         assert "belongs to another user" in replayed_into(there).stderr
 
 
+def test_a_folder_that_came_along_is_not_passed_by(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    shutil.copy(TRACE, tmp_path / "there" / "trace.arrow")
+    (tmp_path / "there" / "trace.report").mkdir()
+    (tmp_path / "there" / "trace.report" / "odd").write_text("")
+    monkeypatch.chdir(tmp_path)
+    refused = CliRunner().invoke(replay_command, ["--quiet", str(tmp_path / "there" / "trace.arrow")])
+    assert refused.exit_code == 2
+    assert "holds 'odd', which kvcanary did not write" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
 def test_a_strangers_summary_is_not_overwritten(tmp_path):
     summary = tmp_path / "summary.json"
     summary.write_text('{"results": 7}')

@@ -66,10 +66,10 @@ class Spy:
             seen.padded += batch.rows.size > len(batch.requests)
             tell(batch)
 
-        def spied_run(batch: Batch):
+        def spied_run(batch: Batch, *rest: object):
             step = as_step(batch)
             self.canary.before(step)
-            content = run(batch)
+            content = run(batch, *rest)
             seen.forwards[-1] = self.canary.after(step)
             # Where only sliding groups read the table, a trace does not know what lies before the window.
             sliding = self._memory.swa is not None and batch.runner == self._memory.pools[0].group.runner
