@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.commands.simulate import simulate_command
+from kvcanary.recorder.engines.simulated.config import EngineConfig
+from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
 from kvcanary.recorder.recordings import group_recordings
 from kvcanary.replayer.commands.replay import replay_command
 from kvcanary.replayer.commands.report_places import reports_held
@@ -181,8 +183,11 @@ def test_every_file_of_a_report_is_its_owners_alone(tmp_path):
 
 
 def test_a_stray_file_with_a_recordings_name_stops_nobody(tmp_path):
-    made = ["-o", str(tmp_path / "trace.arrow"), "--requests", "40", "--segment-bytes", "16384"]
-    assert CliRunner().invoke(simulate_command, made).exit_code == 0
+    workload = RandomWorkload(requests=40, prompt_tokens=40, output_tokens=20)
+    sizes = {"segment_bytes": 16_384, "flush_bytes": 4_096}
+    with SimulatedEngine(EngineConfig(), workload, tmp_path / "trace.arrow", **sizes) as engine:
+        engine.run()
+    assert len([*tmp_path.iterdir()]) > 1
     shutil.copy(TRACE, tmp_path / "trace.arrow")
     done = CliRunner().invoke(replay_command, ["--quiet", str(tmp_path)])
     assert done.exit_code == 1, done.stderr

@@ -64,7 +64,7 @@ def run_lab(fault: Fault, config: str, seed: int, folder: Path) -> tuple[list[Ru
     reports = [folder / f"{trace.stem}.report" for trace in traces]
     for report in reports:
         report.mkdir()
-    summaries = replay_joined(traces, settings=settings("PARTIAL"), reports=reports)
+    summaries = replay_joined(traces, settings=settings("PARTIAL", traces[0]), reports=reports)
     runs = [
         compared(spy, summary, trace, report, injected=bench.injections)
         for spy, summary, trace, report in zip(spies, summaries, traces, reports, strict=True)

@@ -31,7 +31,7 @@ def run_pair(name: str, seed: int, folder: Path, fault: str | None = None, *, si
     reports = [folder / trace.stem for trace in traces]
     for report in reports:
         report.mkdir()
-    summaries = replay_joined(traces, settings=settings(kv_hash), reports=reports)
+    summaries = replay_joined(traces, settings=settings(kv_hash, traces[0]), reports=reports)
     injected = injector.injected if injector else 0
     return [
         compared(spy, summary, trace, report, injected=injected)

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 from kvcanary.kernels.constants import FailReason, LaunchTag
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.errors import BrokenEngineError
-from kvcanary.recorder.reader import read_events
+from kvcanary.recorder.reader import TraceReader, read_events
 from kvcanary.replayer.replay import ReplaySettings, replay
 from kvcanary.replayer.summary import Summary
 from kvcanary.replayer.violations import VIOLATION_SCHEMA
@@ -75,13 +75,15 @@ def run(name: str, seed: int, folder: Path, fault: str | None = None) -> Run:
         except BrokenEngineError:  # between forwards: a scheduler that stands on broken books
             assert injector
             assert injector.injected
-    summary = replay(trace, settings=settings(kv_hash), report=folder)
+    summary = replay(trace, settings=settings(kv_hash, trace), report=folder)
     return compared(spy, summary, trace, folder, injected=injector.injected if injector else 0)
 
 
-def settings(kv_hash: str) -> ReplaySettings:
+def settings(kv_hash: str, trace: Path) -> ReplaySettings:
     """Return how to replay a run that the published canary has judged with a KV hash mode."""
-    return ReplaySettings(kv_hash=kv_hash.lower(), checks=(), merge_rows=False)
+    with TraceReader(trace) as reader:
+        has_bytes = any(group.streams for group in reader.header.groups)
+    return ReplaySettings(kv_hash=kv_hash.lower() if has_bytes else "auto", checks=(), merge_rows=False)
 
 
 def compared(spy: Spy, summary: Summary, trace: Path, report: Path, *, injected: int) -> Run:
