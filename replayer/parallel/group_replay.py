@@ -133,11 +133,10 @@ def _place(trace: Path, target: Path | None, *, explicit: bool, notes: list[str]
     for folder in candidates:
         try:
             make_folder(folder)
-        except ForeignFolderError as error:
-            failure = error
-            break  # what lies there is to be looked at, and not passed by
         except OSError as error:
             failure = error
+            if isinstance(error, ForeignFolderError):
+                break  # what lies there is to be looked at, and not passed by
             continue
         if folder != target:
             notes.append(f"{target} cannot be written ({failure.strerror}); the report goes to {folder}")
