@@ -26,6 +26,9 @@ Int64Array = npt.NDArray[np.int64]
 ROWS_PER_SLOT: Final = 1_000
 MAX_ROWS: Final = 10_000_000
 
+# What reading a stranger's Parquet raises: names and texts in it need not be UTF-8, whatever the format says.
+PARQUET_ERRORS: Final = (pa.ArrowException, OSError, UnicodeError)
+
 VIOLATION_SCHEMA = pa.schema(
     [
         # the canary's own eight fields, in its order

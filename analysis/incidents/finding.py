@@ -16,6 +16,7 @@ from ...recorder.errors import TraceError
 from ...recorder.header import PoolGroup
 from ...recorder.private_files import is_regular, new_private_file
 from ...replayer.report import check_report_folder
+from ...replayer.violations import PARQUET_ERRORS
 from ..errors import AnalysisError
 from .building import incident_rows
 from .facts import MAX_PLACES, Facts
@@ -99,7 +100,7 @@ def read_incidents(report: Path) -> list[dict[str, Any]] | None:
     try:
         with (report / INCIDENTS_NAME).open("rb") as file:
             return list(pq.read_table(file).to_pylist())
-    except (OSError, pa.ArrowException):
+    except PARQUET_ERRORS:
         return None
 
 
@@ -114,7 +115,7 @@ def incidents_fit(report: Path) -> bool:
             members = pq.read_schema(file)
         told = (schema.metadata or {}).get(STAMP_KEY)
         fits = schema.equals(INCIDENT_SCHEMA) and members.equals(MEMBER_SCHEMA)
-    except (OSError, pa.ArrowException):
+    except PARQUET_ERRORS:
         return False
     return fits and told == _stamp(report)
 
@@ -126,7 +127,7 @@ def _stamp(report: Path) -> bytes:
         try:
             with path.open("rb") as file:
                 sizes[name] = [path.stat().st_size, pq.read_metadata(file).num_rows]
-        except (OSError, pa.ArrowException):
+        except PARQUET_ERRORS:
             sizes[name] = []
     return json.dumps(sizes).encode()
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...replayer.findings import FINDING_SCHEMA
-from ...replayer.violations import VIOLATION_SCHEMA
+from ...replayer.violations import PARQUET_ERRORS, VIOLATION_SCHEMA
 from ..errors import AnalysisError
 
 Int64Array = npt.NDArray[np.int64]
@@ -153,7 +153,7 @@ def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
             yield parquet
     except FileNotFoundError:
         raise AnalysisError(f"{path}: missing; the report is incomplete, so replay the trace again") from None
-    except (pa.ArrowException, OSError) as error:
+    except PARQUET_ERRORS as error:
         raise AnalysisError(f"{path}: no Parquet file of a report ({error}); replay the trace again") from None
 
 

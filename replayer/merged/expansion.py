@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from ...recorder.errors import TraceError
 from ...recorder.reader import TraceBatch
 from ..segment_stream import SegmentStream
-from ..violations import VIOLATION_SCHEMA
+from ..violations import PARQUET_ERRORS, VIOLATION_SCHEMA
 from .launch_order import SWEEP_TAGS, are_writes, first_places, launch_ranks
 
 Int64Array = npt.NDArray[np.int64]
@@ -66,7 +66,7 @@ def read_violations(path: Path) -> Iterator[pa.Table]:
                 yield parquet.read_row_group(group, columns=VIOLATION_SCHEMA.names)
     except FileNotFoundError:
         raise ExpansionError(f"{path}: missing; name the folder that kvcanary-replay wrote") from None
-    except (pa.ArrowException, OSError) as error:
+    except PARQUET_ERRORS as error:
         raise ExpansionError(f"{path}: no Parquet file of a report ({error}); replay the trace again") from None
 
 

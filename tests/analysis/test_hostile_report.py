@@ -11,6 +11,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 from kvcanary.analysis.errors import AnalysisError, SqlError
+from kvcanary.analysis.incidents.finding import find_incidents, incidents_fit, read_incidents, write_incidents
 from kvcanary.analysis.output import write_result
 from kvcanary.analysis.page.build import build_page
 from kvcanary.analysis.session import open_report, open_sources
@@ -107,6 +108,20 @@ def test_no_page_and_no_store_is_written_into_a_folder_with_links(report, secret
         with pytest.raises(AnalysisError, match=r"holds 'report.html', which kvcanary did not write"):
             make(source)
     assert secret.read_text() == "the victim's own words"
+
+
+@pytest.mark.parametrize("name", ["violations", "incidents"])
+def test_a_column_whose_name_is_no_text(report, name):
+    folder = report("table_swap")
+    write_incidents(folder, find_incidents(folder, [folder.with_suffix(".arrow")]))
+    assert incidents_fit(folder)
+    path = folder / f"{name}.parquet"
+    path.write_bytes(path.read_bytes().replace(b"request", b"reques\x80"))
+    assert not incidents_fit(folder)
+    assert read_incidents(folder) is None
+    if name == "violations":
+        with pytest.raises(AnalysisError, match=r"violations.parquet: no Parquet file of a report"):
+            find_incidents(folder, [])
 
 
 def test_cells_of_csv_do_not_steer_a_terminal():

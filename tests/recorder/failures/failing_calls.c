@@ -1,7 +1,7 @@
 /* Preloaded into a test: the n-th of the calls below that concerns a file under one folder fails, as a full, broken or
  * overtaken machine makes it fail. Files elsewhere (libraries, caches) are none of its business.
  *
- * arm(folder, n, error) begins the count, armed_calls() ends it and returns how many there were. With n = 0 none fails.
+ * arm(folder, n, error, stay) begins the count, armed_calls() ends it and returns how many there were. With n = 0 none fails.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -18,27 +18,33 @@
 
 static char folder[PATH_MAX];
 static size_t folder_length;
-static atomic_long count, fails_at;
+static atomic_long fails_at;
 static int fails_with, stays;
 static atomic_int armed;
+static atomic_long *count; /* shared with children, so that whoever forks sees what they counted */
 
+__attribute__((constructor)) static void begin(void) {
+    count = mmap(NULL, sizeof *count, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+}
+
+/* With `stay`, all calls from the n-th on fail. */
 void arm(const char *under, long n, int error, int stay) {
     snprintf(folder, sizeof folder, "%s", under);
     folder_length = strlen(folder);
     fails_with = error;
     stays = stay;
     atomic_store(&fails_at, n);
-    atomic_store(&count, 0);
+    atomic_store(count, 0);
     atomic_store(&armed, 1);
 }
 
 long armed_calls(void) {
     atomic_store(&armed, 0);
-    return atomic_load(&count);
+    return atomic_load(count);
 }
 
 static int fails(void) {
-    long number = atomic_fetch_add(&count, 1) + 1, at = atomic_load(&fails_at);
+    long number = atomic_fetch_add(count, 1) + 1, at = atomic_load(&fails_at);
     if (at == 0 || (stays ? number < at : number != at)) return 0;
     errno = fails_with;
     return 1;

@@ -1,0 +1,63 @@
+"""Every I/O call of recorder, replay, recovery, store and page fails once, and then all behind it: a few here, in
+`make fuzz-inputs` each.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that makes calls fail; it needs a C compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler: what makes I/O calls fail cannot be made")
+    made = tmp_path_factory.mktemp("library") / "failing_calls.so"
+    source = HERE / "failing_calls.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(made), str(source), "-ldl"], check=True)
+    return made
+
+
+@pytest.mark.parametrize("stay", [False, True], ids=["once", "from_then_on"])
+@pytest.mark.parametrize(
+    ("scenario", "least", "step"),
+    [
+        ("record", 40, 19),
+        ("segments", 40, 19),
+        ("replay", 40, 29),
+        ("recover", 8, 4),
+        ("store", 30, 60),
+        ("page", 30, 0),
+    ],
+)
+def test_whatever_call_fails(
+    library: Path, tmp_path: Path, pytestconfig: pytest.Config, scenario: str, least: int, step: int, stay: bool
+) -> None:
+    if pytestconfig.getoption("--conformance-cases") > 500:
+        step = 1
+    elif not step:
+        pytest.skip("takes long: make fuzz-inputs")
+    first = 1 if step == 1 else 1 + int.from_bytes(os.urandom(2)) % step  # another part of them on each run
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.recorder.failures.failing_calls", scenario, str(tmp_path)),
+            *("--first", str(first), "--step", str(step), *(["--stay"] if stay else [])),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "LD_PRELOAD": str(library), "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["calls"] >= least, found
+    assert not found["wrong"], "\n".join(found["wrong"])
