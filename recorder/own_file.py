@@ -28,21 +28,31 @@ class ForeignFileError(OSError):
 class OwnFile:
     """An open file and which one it is; takes the descriptor over. Raises `OSError`."""
 
-    __slots__ = ("_begins", "_identity", "descriptor")
+    __slots__ = ("_begins", "_found", "_identity", "_pointer", "descriptor")
 
     def __init__(self, descriptor: int) -> None:
         found = os.fstat(descriptor)
         self.descriptor = descriptor
         self._identity = found.st_dev, found.st_ino
         # Without letting another thread run first, as `os.fstat` does: the engine would wait for the interpreter.
-        self._begins = _stat_begins(descriptor)
-        if self._begins != _IDENTITY.pack(*self._identity):
+        self._found = bytearray(_STAT_BYTES)
+        self._pointer = (ctypes.c_char * _STAT_BYTES).from_buffer(self._found)
+        self._begins = _IDENTITY.pack(*self._identity)
+        if not self._is_seen_at_once():
             self._begins = b""
 
     def check(self) -> None:
         """Raise `ForeignFileError` where the descriptor leads to another file, `OSError` where it leads to none."""
-        if not self._begins or _stat_begins(self.descriptor) != self._begins:
+        if not self._begins or not self._is_seen_at_once():
             self.stat()
+
+    def _is_seen_at_once(self) -> bool:
+        """Whether what the system says of the open file first is what it said before."""
+        return (
+            _fstat_now is not None
+            and _fstat_now(self.descriptor, self._pointer) == 0
+            and self._found.startswith(self._begins)
+        )
 
     def stat(self) -> os.stat_result:
         """Return the file's state; raises as `check` does."""
@@ -77,11 +87,3 @@ def _fstat() -> Callable[[int, Any], int] | None:
 
 
 _fstat_now: Final = _fstat()
-
-
-def _stat_begins(descriptor: int) -> bytes:
-    """Return what the system says of an open file first, nothing where that cannot be asked."""
-    found = ctypes.create_string_buffer(_STAT_BYTES)
-    if _fstat_now is None or _fstat_now(descriptor, found):
-        return b""
-    return found.raw[: _IDENTITY.size]
