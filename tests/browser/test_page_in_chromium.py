@@ -5,7 +5,11 @@
 
 import json
 import re
+import subprocess
+from pathlib import Path
 
+import duckdb
+import kvcanary.analysis.page
 import pytest
 
 from .conftest import DATA, made_page
@@ -184,14 +188,31 @@ def test_sql_behind_a_number_and_its_copy(pages, show):
     page = show(pages("kv_flip.arrow"))
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.locator(".sentence .num", has_text="13").click()
-    assert page.inner_text("dialog pre") == "select count(*) from violations"
+    sql = "select coalesce(sum(num_forwards), 0)::bigint from violations"
+    assert page.inner_text("dialog pre") == sql
     page.get_by_role("button", name="Copy SQL").click()
     page.wait_for_selector("dialog >> text=Copied")
-    assert page.evaluate("navigator.clipboard.readText()") == "select count(*) from violations"
+    assert page.evaluate("navigator.clipboard.readText()") == sql
     page.get_by_role("button", name="Copy command").click()
     page.wait_for_function("async () => (await navigator.clipboard.readText()).startsWith('kvcanary sql ')")
     page.get_by_role("button", name="Close").click()
     assert page.evaluate("!document.querySelector('dialog').open")
+
+
+def test_what_is_copied_cannot_steer_a_shell(pages, show):
+    page = show(pages("kv_flip.arrow"))
+    code = (Path(kvcanary.analysis.page.__file__).parent / "assets" / "sql.js").read_text()
+    code = code[code.index("const UNSEEN") : code.index("function openSql")]
+    name = "x\rSQL\ntouch made\n'; touch made #\x1b[201~\u202e"
+    command = page.evaluate(
+        f"text => {{ const page = {{report: 'a report'}}; {code} return shellCommand(plainSql(text)); }}",
+        f"select '{name.replace(chr(39), chr(39) * 2)}'",
+    )
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", command)
+    told = subprocess.run(
+        ["bash", "-c", f"kvcanary() {{ printf '%s' \"$3\"; }}; {command}"], capture_output=True, text=True, check=True
+    )
+    assert duckdb.sql(told.stdout).fetchall() == [(name,)]
 
 
 @pytest.mark.parametrize("dark", [False, True])
