@@ -49,7 +49,7 @@ fuzz: $(VENV)/.tests
 
 # What a stranger may send - headers, traces, tails, workloads, events, report folders - changed at random, or by what an input
 # reaches where atheris can be had: nothing may end otherwise than documented. What is found is kept in build/fuzz_inputs.
-# Then every I/O call of recorder, replay, recovery, store and page fails once.
+# Then every I/O call of recorder, replay and recovery fails once, and some of store and page.
 fuzz-inputs: $(VENV)/.fuzz
 	$(BIN)/python -m tests.fuzz_inputs.run --executions $(FUZZ_EXECUTIONS)
 	$(BIN)/pytest tests/recorder/failures/test_failing_calls.py --conformance-cases $(FUZZ_CASES) --timeout 7200
