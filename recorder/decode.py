@@ -69,6 +69,10 @@ def check_schema(schema: pa.Schema) -> TraceHeader:
 
 
 def _check_columns(schema: pa.Schema, format_minor: int) -> None:
+    try:
+        _ = schema.names
+    except UnicodeDecodeError:
+        raise UnreadableTraceError("a column's name is not UTF-8: the header is damaged") from None
     for expected in _OWN_SCHEMA:
         found = [schema.field(index) for index in schema.get_all_field_indices(expected.name)]
         if not found and format_minor < ADDED.get(expected.name, 0):

@@ -1,5 +1,6 @@
 """What comes after a corrupt replay: its incidents go into the report, and into its summary."""
 
+import shlex
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from .schema import INCIDENTS_NAME, MEMBERS_NAME
 # What summary.json says of them; incidents.parquet has all.
 MAX_IN_SUMMARY: Final = 100
 _LISTED_IN_SUMMARY: Final = 20
+_MAX_WHEN_INTERRUPTED: Final = 200_000  # violations and findings: who ends a replay does not wait for more
 
 
 def add_incidents(summary: Summary) -> str:
@@ -32,6 +34,11 @@ def add_incidents(summary: Summary) -> str:
             for name in (INCIDENTS_NAME, MEMBERS_NAME):
                 (report / name).unlink(missing_ok=True)
             return ""
+        kept = summary.violations - summary.violations_left_out
+        if summary.stopped.startswith("interrupted") and kept + summary.findings > _MAX_WHEN_INTERRUPTED:
+            for name in (INCIDENTS_NAME, MEMBERS_NAME):
+                (report / name).unlink(missing_ok=True)
+            return f"no incidents yet: kvcanary incidents {shlex.quote(summary.report)} finds them"
         from .finding import find_incidents, write_incidents  # a clean replay needs none of it
 
         found = find_incidents(report, trace_files(Path(summary.trace), summary.header.trace_id))

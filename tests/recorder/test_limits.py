@@ -93,3 +93,10 @@ def test_a_search_behind_damage_ends(tmp_path, monkeypatch):
     with TraceReader(path) as reader:
         gaps = [item for item in reader.stream() if isinstance(item, TraceGap)]
     assert any("was given up" in gap.cause for gap in gaps)
+
+
+def test_a_columns_name_that_is_no_text_is_one_clear_error(tmp_path):
+    path = trace(tmp_path / "trace.arrow")
+    path.write_bytes(path.read_bytes().replace(b"time_ns", b"time_\xfes"))
+    with pytest.raises(UnreadableTraceError, match="column"):
+        TraceReader(path)
