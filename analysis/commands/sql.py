@@ -84,6 +84,10 @@ def sql_command(
         _run(paths, query, script, output, form, rows, trace, save, live, unlocked)
     except AnalysisError as error:
         click.echo(f"Error: {printable_message(str(error))}", err=True)
+        if "disabled by configuration" in str(error) or "has been locked" in str(error):
+            click.echo(
+                "  a query reaches only what is named on the command line; --unlocked lets it reach more", err=True
+            )
         sys.exit(EXIT_FAILED)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 import pytest
+from click.testing import CliRunner
+from kvcanary.analysis.commands.sql import sql_command
 from kvcanary.analysis.errors import AnalysisError, SqlError
 from kvcanary.analysis.incidents.finding import find_incidents, incidents_fit, read_incidents, write_incidents
 from kvcanary.analysis.output import write_result
@@ -85,6 +87,12 @@ def test_sql_reaches_what_was_opened_and_no_more(report, secret, tmp_path, store
                 session.sql(query)
     with open_report(folder, unlocked=True) as session:
         assert session.sql(f"select content from read_text('{secret}')")["content"].to_pylist()
+
+
+def test_who_asks_for_another_file_is_told_the_way(report, secret):
+    done = CliRunner().invoke(sql_command, [str(report("table_swap")), f"select * from read_text('{secret}')"])
+    assert done.exit_code == 2
+    assert "--unlocked" in done.stderr
 
 
 def test_a_pipe_or_a_link_in_a_files_place_is_refused_and_nothing_hangs(report, secret):
