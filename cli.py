@@ -11,25 +11,25 @@ from typing import Any, Final
 try:
     import click
 
-    from .recorder.commands.program import run_program
+    from .recorder.cli.program import run_program
 except KeyboardInterrupt:  # before anything is there that could say more
     raise SystemExit(130) from None
 
 # command: (module below this package, name of the click command in it, the line that --help shows)
 _COMMANDS: Final = {
-    "bisect": ("analysis.commands.bisect", "bisect_command", "Find the engine version that brought a fault."),
-    "diff": ("analysis.commands.diff", "diff_command", "Compare two traces of the same workload."),
-    "expand": ("analysis.commands.expand", "expand_command", "Write merged violations as one row a forward."),
-    "incidents": ("analysis.commands.incidents", "incidents_command", "Show a report's incidents and why they are."),
-    "inspect": ("recorder.commands.inspect", "inspect_command", "Show what a trace holds, and what it lost."),
-    "lab": ("replayer.commands.lab", "lab_command", "Break an engine on purpose, and see what is noticed."),
-    "page": ("analysis.commands.page", "page_command", "Make one HTML page of a report, to look at."),
-    "record": ("recorder.commands.record", "record_command", "Run an engine with the recorder on."),
-    "recover": ("recorder.commands.recover", "recover_command", "Rewrite what is whole of a torn trace."),
-    "replay": ("replayer.commands.replay", "replay_command", "Replay traces and judge them (kvcanary-replay)."),
-    "simulate": ("recorder.commands.simulate", "simulate_command", "Record a trace from the simulated engine."),
-    "sql": ("analysis.commands.sql", "sql_command", "Ask traces and reports anything, in SQL."),
-    "triage": ("analysis.commands.triage", "triage_command", "Answer the questions asked of every damage."),
+    "bisect": ("analysis.cli.bisect", "bisect_command", "Find the engine version that brought a fault."),
+    "diff": ("analysis.cli.diff", "diff_command", "Compare two traces of the same workload."),
+    "expand": ("analysis.cli.expand", "expand_command", "Write merged violations as one row a forward."),
+    "incidents": ("analysis.cli.incidents", "incidents_command", "Show a report's incidents and why they are."),
+    "inspect": ("recorder.cli.inspect", "inspect_command", "Show what a trace holds, and what it lost."),
+    "lab": ("replayer.cli.lab", "lab_command", "Break an engine on purpose, and see what is noticed."),
+    "page": ("analysis.cli.page", "page_command", "Make one HTML page of a report, to look at."),
+    "record": ("recorder.cli.record", "record_command", "Run an engine with the recorder on."),
+    "recover": ("recorder.cli.recover", "recover_command", "Rewrite what is whole of a torn trace."),
+    "replay": ("replayer.cli.replay", "replay_command", "Replay traces and judge them (kvcanary-replay)."),
+    "simulate": ("recorder.cli.simulate", "simulate_command", "Record a trace from the simulated engine."),
+    "sql": ("analysis.cli.sql", "sql_command", "Ask traces and reports anything, in SQL."),
+    "triage": ("analysis.cli.triage", "triage_command", "Answer the questions asked of every damage."),
     "completion": ("", "", "Print the shell completion script."),
 }
 

@@ -6,8 +6,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .session import Session, open_report, open_traces
-    from .store import build_store
+    from .store.session import Session, open_report, open_traces
+    from .store.store import build_store
 
 __all__ = ["Session", "build_store", "open_report", "open_traces"]
 
@@ -16,6 +16,6 @@ def __getattr__(name: str) -> Any:
     # Loaded when asked for: the commands' --help must not wait for DuckDB.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import session, store
+    from .store import session, store
 
     return getattr(store if name == "build_store" else session, name)

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 from kvcanary.kernels.constants import KvHashMode, LaunchTag
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.kernels.plan import VerifyPlan, WritePlan, plan
-from kvcanary.kernels.records import ViolationLog
-from kvcanary.kernels.verify import verify
-from kvcanary.kernels.write import write
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
+from kvcanary.kernels.ops.verify.reference import verify
+from kvcanary.kernels.ops.violation_log import ViolationLog
+from kvcanary.kernels.ops.write.reference import write
 
 TARGETS = {"plan": 100, "verify": 500, "write": 300}
 ROW_BYTES = 1024

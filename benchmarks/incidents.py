@@ -35,8 +35,8 @@ from kvcanary.replayer.lab.matrix import plan_trials
 from kvcanary.replayer.lab.results import CLEAN, build_id
 from kvcanary.replayer.lab.trial import Trial, run_trial
 from kvcanary.replayer.lab.workers import as_they_come
-from kvcanary.replayer.replay import replay, replay_joined
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.replayer.run.replay import replay, replay_joined
+from kvcanary.replayer.run.settings import ReplaySettings
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "incidents.md"

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from kernel_sides import DEVICE, Scenario
-from kvcanary.kernels.gpu.chain import SM_COUNT, SM_NUMBER, closed, opened, pass_token, zeros
-from kvcanary.kernels.gpu.hashing import hash_chain
+from kvcanary.kernels.ops.hash.triton import hash_chain
+from kvcanary.kernels.ops.hash.triton_chain import SM_COUNT, SM_NUMBER, closed, opened, pass_token, zeros
 
 Timer = Callable[[Callable[[], None]], float]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from kvcanary.kernels.constants import KvHashMode
-from kvcanary.kernels.fused import CanaryBuffer, plan_verify, write_shared
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.kernels.plan import WritePlan
-from kvcanary.kernels.records import ViolationLog
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.kernels.ops.plan.reference import WritePlan
+from kvcanary.kernels.ops.plan_verify.reference import CanaryBuffer, plan_verify, write_shared
+from kvcanary.kernels.ops.violation_log import ViolationLog
 
 DEVICE = torch.device("cuda")
 ROW_BYTES = 1024

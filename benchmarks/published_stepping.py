@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from kvcanary.recorder.header import TraceHeader
-from kvcanary.recorder.host_arrays import ragged_index
-from kvcanary.recorder.reader import TraceBatch, TraceGap, TraceReader
+from kvcanary.recorder.capture.host_arrays import ragged_index
+from kvcanary.recorder.trace.header import TraceHeader
+from kvcanary.recorder.trace.reader import TraceBatch, TraceGap, TraceReader
 
 Int64Array = npt.NDArray[np.int64]
 

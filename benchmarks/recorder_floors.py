@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from kvcanary.kernels.gpu.frame_driver import CudaDriver
-from kvcanary.recorder.engines.hooking import harmless
-from kvcanary.recorder.engines.step_cost import StepCost
+from kvcanary.kernels.capture.frame_driver import CudaDriver
+from kvcanary.recorder.engines.common.hooking import harmless
+from kvcanary.recorder.engines.common.step_cost import StepCost
 
 ROUNDS = 300
 OTHER_THINGS = np.zeros(64 << 17, np.int64)

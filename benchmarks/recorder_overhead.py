@@ -245,7 +245,7 @@ def run_engine(child: dict) -> None:
 
 def recording(folder: Path, result: dict) -> dict:
     """Read off the trace what recording took: bytes, engine-thread time, memory, losses."""
-    from kvcanary.recorder.reader import TraceReader
+    from kvcanary.recorder.trace.reader import TraceReader
 
     traces = sorted((folder / "traces").glob("*.arrow"))  # segments, where they are wanted
     size = sum(trace.stat().st_size for trace in traces)

@@ -38,7 +38,7 @@ def pin(cores: int) -> None:
 
 def replay_child(todo: dict[str, Any]) -> dict[str, Any]:
     """Replay a recording with its report; what it found as a digest, and how long it took."""
-    from kvcanary.replayer.replay import replay, replay_joined
+    from kvcanary.replayer.run.replay import replay, replay_joined
 
     settings = settings_of(todo)
     with tempfile.TemporaryDirectory() as folder:
@@ -54,12 +54,12 @@ def replay_child(todo: dict[str, Any]) -> dict[str, Any]:
 
 def stretches_child(todo: dict[str, Any]) -> dict[str, Any]:
     """Replay a recording's segments in several workers; seconds are those of the replay, `whole` has the workers' start."""
-    from kvcanary.recorder.recordings import group_recordings
-    from kvcanary.replayer.parallel.group_replay import GroupTask
-    from kvcanary.replayer.parallel.jobs import Job, plan_jobs
-    from kvcanary.replayer.parallel.joining import joined_results
-    from kvcanary.replayer.parallel.pool import replay_in_workers
-    from kvcanary.replayer.parallel.sharing import shared_out
+    from kvcanary.recorder.trace.recordings import group_recordings
+    from kvcanary.replayer.workers.group_replay import GroupTask
+    from kvcanary.replayer.workers.jobs import Job, plan_jobs
+    from kvcanary.replayer.workers.joining import joined_results
+    from kvcanary.replayer.workers.pool import replay_in_workers
+    from kvcanary.replayer.workers.sharing import shared_out
 
     task = GroupTask(settings=settings_of(todo), explicit=True, all_there=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +80,7 @@ def stretches_child(todo: dict[str, Any]) -> dict[str, Any]:
 def settings_of(todo: dict[str, Any]) -> Any:
     """Return how to replay; rows as stepwise replay has them, one a forward, whatever the executor."""
     from kvcanary.replayer.checks import CHECK_NAMES
-    from kvcanary.replayer.settings import ReplaySettings
+    from kvcanary.replayer.run.settings import ReplaySettings
 
     checks = CHECK_NAMES if todo["checks"] else ()
     return ReplaySettings(executor=todo["executor"], device=todo["device"], checks=checks, merge_rows=False)
@@ -104,8 +104,8 @@ def published_child(todo: dict[str, Any]) -> dict[str, Any]:
     """Step the published kernels over a trace on the GPU, and compare their rows with those of a replay on the CPU."""
     import pyarrow.parquet as pq
     import torch
-    from kvcanary.replayer.replay import replay
-    from kvcanary.replayer.settings import ReplaySettings
+    from kvcanary.replayer.run.replay import replay
+    from kvcanary.replayer.run.settings import ReplaySettings
     from published_stepping import same_rows, step_published
 
     (path,) = map(Path, todo["trace"])

@@ -13,15 +13,15 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 from kvcanary.kernels.constants import KvHashMode
-from kvcanary.recorder.batch import TraceBatch
-from kvcanary.recorder.encode import batch_metadata, encode_events, header_schema
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.machine.keyframe import keyframe_events
-from kvcanary.recorder.machine.keyframe_load import KeyframeLoader
-from kvcanary.recorder.machine.machine import Machine
-from kvcanary.recorder.machine.pools import pool_bytes
-from kvcanary.recorder.trace_file import TraceFile
+from kvcanary.recorder.state.keyframe import keyframe_events
+from kvcanary.recorder.state.keyframe_load import KeyframeLoader
+from kvcanary.recorder.state.machine import Machine
+from kvcanary.recorder.state.pools import pool_bytes
+from kvcanary.recorder.trace.batch import TraceBatch
+from kvcanary.recorder.trace.encode import batch_metadata, encode_events, header_schema
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.writing.trace_file import TraceFile
 
 BATCH = 64
 CAPTURE = 16

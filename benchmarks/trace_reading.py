@@ -51,7 +51,7 @@ def read_plainly(path: Path, buffer: memoryview) -> None:
 
 def read_batches(path: Path) -> None:
     """Read a trace as a replay does."""
-    from kvcanary.recorder.reader import TraceBatch, TraceReader
+    from kvcanary.recorder.trace.reader import TraceBatch, TraceReader
 
     with TraceReader(path) as reader:
         if not all(isinstance(item, TraceBatch) for item in reader.stream()):

@@ -14,8 +14,8 @@ PREFILL_SHARE = 0.7
 
 def make_data(folder: Path, num_tokens: int, num_violations: int) -> None:
     """Write trace.arrow, and trace.report with as many violations."""
-    from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-    from kvcanary.recorder.writer import TraceWriter
+    from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+    from kvcanary.recorder.writing.writer import TraceWriter
 
     num_slots = max(1 << 16, 1 << (num_tokens // 100).bit_length())
     header = TraceHeader(
@@ -43,7 +43,7 @@ def add_incidents(folder: Path) -> None:
 
 def write_forwards(writer: Any, random: Any, num_tokens: int, num_slots: int) -> int:
     """Write requests that are prefilled in chunks and then decoded together; returns the number of forwards."""
-    from kvcanary.recorder.event import TraceEvent
+    from kvcanary.recorder.trace.event import TraceEvent
 
     def append(kind: str, scalars: dict[str, Any], ints: dict[str, Any] | None = None) -> None:
         while writer.stats().queued_bytes > 1 << 30:
@@ -98,9 +98,9 @@ def write_forwards(writer: Any, random: Any, num_tokens: int, num_slots: int) ->
 
 def write_report(folder: Path, random: Any, count: int, num_forwards: int, num_slots: int) -> None:
     """Write violations that begin half way: a few dozen requests, some thousand slots, again and again."""
-    from kvcanary.recorder.reader import TraceReader
-    from kvcanary.replayer.report import ReportSinks
-    from kvcanary.replayer.violations import VIOLATION_SCHEMA
+    from kvcanary.recorder.trace.reader import TraceReader
+    from kvcanary.replayer.report.report import ReportSinks
+    from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
 
     report = folder / "trace.report"
     report.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from driver import Request, gemma3, llama, random_prompt, record
 from faults import free_too_early, kv_flip, position_plus_one, table_swap, token_swap
-from kvcanary.recorder.reader import read_events
+from kvcanary.recorder.trace.reader import read_events
 
 SHARED = random_prompt(99, 40)  # a system prompt, five blocks long
 

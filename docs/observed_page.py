@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvcanary.recorder.engines.observed_page import observed_page
+from kvcanary.recorder.engines.common.observed_page import observed_page
 
 if __name__ == "__main__":
     (Path(__file__).parent / "internals" / "observed.md").write_text(observed_page(), encoding="utf-8")

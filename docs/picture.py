@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 
 from kvcanary.analysis.incidents.finishing import add_incidents
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.screen import show
+from kvcanary.replayer.cli.screen import show
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 

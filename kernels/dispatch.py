@@ -104,11 +104,11 @@ def packed(loops: _F) -> _F:
 
 
 def device_form(name: str) -> Any:
-    """Return the module `gpu.<name>`, which does for torch tensors what module `name` does for arrays.
+    """Return the module `ops.<name>`, which does for torch tensors what the op's `reference` does for arrays.
 
     Triton (and with it torch) is imported here, at the first launch, never before.
     """
-    return importlib.import_module(f".gpu.{name}", __package__)
+    return importlib.import_module(f".ops.{name}", __package__)
 
 
 def select(loops: _F, backend: str) -> _F:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .dispatch import In64, In64x2, Out64x2, primitive, select
-from .hashing import MASK64, as_i64, as_u64
+from .ops.hash.reference import MASK64, as_i64, as_u64
 
 DIGEST_BYTES: Final = 16
 KEY_BYTES: Final = 16

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from .constants import UNKNOWN_TOKEN
 from .dispatch import primitive
-from .hashing import as_i32, as_u64
+from .ops.hash.reference import as_i32, as_u64
 
 
 @primitive(inlined=True)

@@ -36,7 +36,7 @@ def modules_after(code: str) -> set[str]:
     ],
 )
 def test_help_loads_no_heavy_library(arguments: str) -> None:
-    imports = "from kvcanary.cli import main; from kvcanary.replayer.commands.replay import replay_command; "
+    imports = "from kvcanary.cli import main; from kvcanary.replayer.cli.replay import replay_command; "
     loaded = modules_after(imports + arguments)
     assert "kvcanary.cli" in loaded
     assert not HEAVY & loaded
@@ -64,7 +64,7 @@ def test_the_package_runs_as_a_module_from_any_folder(tmp_path: Path) -> None:
 def test_an_interrupt_while_options_are_read_is_no_verdict() -> None:
     code = (
         "import sys; sys.argv = ['x', 'trace.arrow']; from kvcanary.cli import replay_main; "
-        "import kvcanary.replayer.commands.replay as replay\n"
+        "import kvcanary.replayer.cli.replay as replay\n"
         "def interrupted(name): raise KeyboardInterrupt\n"
         "replay._device_name = interrupted; replay_main()"
     )

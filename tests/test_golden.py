@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.commands.recover import recover_command
-from kvcanary.replayer.commands.replay import replay_command
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.cli.recover import recover_command
+from kvcanary.replayer.cli.replay import replay_command
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 ROOT = Path(__file__).parent.parent
 TRACES = sorted((ROOT / "data").glob("*.arrow"))

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner, Result
 from kvcanary.analysis.page import finishing
 from kvcanary.cli import main
-from kvcanary.recorder.batch import TraceGap
-from kvcanary.recorder.reader import TraceReader
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.trace.batch import TraceGap
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .recorder.segmented import cut
 

@@ -9,21 +9,21 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from ...recorder.errors import TraceError
-from ...recorder.reader import TraceReader
-from ...recorder.recordings import group_recordings
-from ...replayer.findings import FINDING_KINDS
-from ...replayer.replay import replay_joined
-from ...replayer.settings import ReplaySettings
-from ...replayer.summary import Summary
-from ...replayer.verdict import Verdict
+from ...recorder.trace.reader import TraceReader
+from ...recorder.trace.recordings import group_recordings
+from ...replayer.report.findings import FINDING_KINDS
+from ...replayer.report.summary import Summary
+from ...replayer.run.replay import replay_joined
+from ...replayer.run.settings import ReplaySettings
+from ...replayer.run.verdict import Verdict
 from ..diff.compare import diff_traces
 from ..diff.result import DIFFERENT, SAME
 from ..diff.settings import DiffSettings, NotComparableError
 from ..errors import AnalysisError
 from ..incidents.finishing import add_incidents
 from ..incidents.rules import RULES, UNKNOWN
-from ..session import open_sources
-from ..sources import find_sources
+from ..store.session import open_sources
+from ..store.sources import find_sources
 from .outcome import Judgement, Outcome
 
 ANY, INCIDENT, FINDING, REFERENCE, SQL = "any", "incident", "finding", "reference", "sql"

@@ -7,8 +7,8 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from ...recorder.errors import TraceError
-from ...recorder.reader import TraceReader
-from ...recorder.recordings import traces_in
+from ...recorder.trace.reader import TraceReader
+from ...recorder.trace.recordings import traces_in
 from ..errors import AnalysisError
 
 

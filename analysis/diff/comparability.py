@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from ...recorder.header import PoolGroup, TraceHeader
+from ...recorder.trace.header import PoolGroup, TraceHeader
 from .kv_values import KV_DTYPES, dtype_of
 from .settings import DiffSettings, NotComparableError
 

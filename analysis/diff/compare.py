@@ -9,12 +9,12 @@ from typing import Any, Final
 import duckdb
 
 from ...recorder.errors import TraceError
-from ...recorder.header import TraceHeader
-from ...recorder.recordings import group_recordings, recording_name, traces_in
-from ...replayer.segment_stream import SegmentStream
+from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.recordings import group_recordings, recording_name, traces_in
+from ...replayer.run.segment_stream import SegmentStream
 from ..errors import AnalysisError
-from ..live import quoted
-from ..trace_scan import private_folder
+from ..store.live import quoted
+from ..store.trace_scan import private_folder
 from .comparability import Plan, make_plan
 from .divergences import find_divergences
 from .endings import find_endings

@@ -9,13 +9,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ...recorder.header import TraceHeader
-from ...recorder.machine.forward import Forward, UnusableEventError, read_forward
-from ...recorder.machine.kv_changes import KvChanges
-from ...recorder.machine.tables import StateTables
-from ...recorder.reader import EventView, TraceGap
-from ...recorder.schema import PHASE_AFTER, PHASE_BEFORE, SLOTS_LISTED
-from ...replayer.segment_stream import SegmentStream
+from ...recorder.state.forward import Forward, UnusableEventError, read_forward
+from ...recorder.state.kv_changes import KvChanges
+from ...recorder.state.tables import StateTables
+from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.reader import EventView, TraceGap
+from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SLOTS_LISTED
+from ...replayer.run.segment_stream import SegmentStream
 from .comparability import ComparedGroup
 from .facts import DRAFT, GUESS, SETTLED, Sinks
 from .names import NEVER, PADDED, UNKNOWN, Int64Array, SlotNames, token_words

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ...recorder.host_arrays import ragged_index
+from ...recorder.capture.host_arrays import ragged_index
 
 Int64Array = npt.NDArray[np.int64]
 Names = npt.NDArray[np.uint64]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import AnalysisError
-from ..live import quoted
+from ..store.live import quoted
 from .settings import DiffSettings, NotComparableError
 
 _KNOWN: Final = """

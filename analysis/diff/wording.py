@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...recorder.header import TraceHeader
+from ...recorder.trace.header import TraceHeader
 from .comparability import Plan
 from .kv_values import KV_DTYPES, largest_difference
 from .result import Divergence

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ...kernels.constants import FailReason
-from ...recorder.header import PoolGroup
+from ...recorder.trace.header import PoolGroup
 from .facts import Fact, Facts
 
 CHAIN: Final = int(FailReason.VERIFY_CHAIN_HASH)

@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ...recorder.header import TraceHeader
-from ...recorder.reader import EventView
+from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.reader import EventView
 from .facts import Fact
 from .named_slots import named_slots
 

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ...recorder.header import TraceHeader
+from ...recorder.trace.header import TraceHeader
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...recorder.errors import TraceError
-from ...recorder.header import PoolGroup
-from ...recorder.private_files import is_regular, new_private_file
-from ...replayer.report import check_report_folder
-from ...replayer.violations import PARQUET_ERRORS
+from ...recorder.trace.header import PoolGroup
+from ...recorder.writing.private_files import is_regular, new_private_file
+from ...replayer.report.report import check_report_folder
+from ...replayer.report.violations import PARQUET_ERRORS
 from ..errors import AnalysisError
 from .building import incident_rows
 from .facts import MAX_PLACES, Facts

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...recorder.errors import TraceError
-from ...recorder.reader import TraceReader
-from ...recorder.segments import split_segment_name
-from ...replayer.report import write_summary
-from ...replayer.summary import Summary
+from ...recorder.trace.reader import TraceReader
+from ...recorder.writing.segments import split_segment_name
+from ...replayer.report.report import write_summary
+from ...replayer.report.summary import Summary
 from ..errors import AnalysisError
 from .schema import INCIDENTS_NAME, MEMBERS_NAME
 

@@ -7,9 +7,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ...recorder.header import TraceHeader
-from ...recorder.reader import EventView, TraceBatch, TraceReader
-from ...recorder.schema import RECEIVE, TIER_POOL
+from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.reader import EventView, TraceBatch, TraceReader
+from ...recorder.trace.schema import RECEIVE, TIER_POOL
 from .changed_bytes import ChangedBytes
 from .facts import (
     MAX_PLACES,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.constants import FailReason
-from ...recorder.header import PoolGroup
+from ...recorder.trace.header import PoolGroup
 from .sites import FINDING, Sites
 
 Int64Array = npt.NDArray[np.int64]

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...replayer.findings import FINDING_SCHEMA
-from ...replayer.violations import PARQUET_ERRORS, VIOLATION_SCHEMA
+from ...replayer.report.findings import FINDING_SCHEMA
+from ...replayer.report.violations import PARQUET_ERRORS, VIOLATION_SCHEMA
 from ..errors import AnalysisError
 
 Int64Array = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from ..session import Session
+from ..store.session import Session
 
 # A JavaScript number holds integers up to here; larger ones (hashes, ids) travel as text.
 _MAX_SAFE_INTEGER: Final = (1 << 53) - 1
@@ -90,7 +90,7 @@ def plain(value: Any) -> Any:
 
 @cache
 def _page_sql(name: str) -> str:
-    return (Path(__file__).parents[1] / "sql" / "page" / f"{name}.sql").read_text(encoding="utf-8")
+    return (Path(__file__).parents[1] / "store" / "sql" / "page" / f"{name}.sql").read_text(encoding="utf-8")
 
 
 def page_sql(name: str, values: Mapping[str, object] | None = None) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from ...replayer.report import PAGE_NAME
+from ...replayer.report.report import PAGE_NAME
 from ..errors import AnalysisError
-from ..output import private_output, spare
-from ..session import Session, open_sources
-from ..sources import Source
-from ..store import build_store, check_writable, fresh_store
+from ..store.output import private_output, spare
+from ..store.session import Session, open_sources
+from ..store.sources import Source
+from ..store.store import build_store, check_writable, fresh_store
 from .ask import Limits
 from .content import page_content
 from .document import page_document

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 from ... import __version__
-from ..session import Session
-from ..sources import Source
-from ..triage import triage
+from ..store.session import Session
+from ..store.sources import Source
+from ..store.triage import triage
 from .ask import Ask, Limits, page_sql, plain
 from .chain import chain_windows
 from .facts import numbers, unknown, verdict

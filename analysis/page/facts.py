@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..sources import Source
-from ..triage import is_whole, lost_line
+from ..store.sources import Source
+from ..store.triage import is_whole, lost_line
 from .ask import Ask, Limits, page_sql, plain
 
 _FOUND: Final = (

@@ -4,8 +4,8 @@ import shlex
 from pathlib import Path
 from typing import Final
 
-from ...replayer.report import PAGE_NAME
-from ...replayer.summary import Summary
+from ...replayer.report.report import PAGE_NAME
+from ...replayer.report.summary import Summary
 from ..errors import AnalysisError
 from .plots import NoPlotLibraryError
 
@@ -30,7 +30,7 @@ def add_page(summary: Summary, *, wanted: bool) -> str:
         if summary.tokens > MAX_TOKENS_AT_ONCE:
             return f"no {PAGE_NAME} yet: {summary.tokens:,} tokens take a while; {again} makes it"
         # loaded when there is a page to make: DuckDB takes its time
-        from ..sources import find_sources
+        from ..store.sources import find_sources
         from .build import build_page
 
         [source] = find_sources([report])

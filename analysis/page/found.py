@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ...replayer.findings import FINDING_KINDS
-from ..live import quoted
+from ...replayer.report.findings import FINDING_KINDS
+from ..store.live import quoted
 from .ask import Ask, Limits, page_sql
 
 # SQL over `damage`: four classes, which the page tells apart by colour.

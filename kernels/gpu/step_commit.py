@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from ..constants import WRITE_POSITION, WRITE_TOKEN
+from ..ops.hash.triton import hash_chain, signed, unsigned
 from . import step
-from .hashing import hash_chain, signed, unsigned
 from .step_prepare import current, is_stuck, request_of, words_at
 
 _TOKEN = tl.constexpr(WRITE_TOKEN)

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from ..constants import UNKNOWN_TOKEN, VERIFY_CHAIN_HASH, VERIFY_POSITION, VERIFY_TOKEN
+from ..ops.hash.triton import CHAIN_SEED, hash_chain, signed, unsigned
 from . import step
-from .hashing import CHAIN_SEED, hash_chain, signed, unsigned
 from .step_prepare import current, request_of, through_lut, words_at
 
 _CHAIN_HASH = tl.constexpr(VERIFY_CHAIN_HASH)

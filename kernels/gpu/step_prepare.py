@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from ..constants import SLOT_OUT_OF_RANGE
+from ..ops.hash.triton import hash_word, signed, unsigned
 from . import step
-from .hashing import hash_word, signed, unsigned
 
 _OUT_OF_RANGE = tl.constexpr(SLOT_OUT_OF_RANGE)
 

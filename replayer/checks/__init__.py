@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Final
 
-from ...recorder.header import TraceHeader
-from ...recorder.machine.requests import RequestBook
+from ...recorder.state.requests import RequestBook
+from ...recorder.trace.header import TraceHeader
 from .attention_lens import AttentionLens
 from .attention_slots import AttentionSlots
 from .check import Covered, HistoryCheck

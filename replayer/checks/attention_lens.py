@@ -8,7 +8,7 @@ a sliding window, a draft step or a verify forward is for the adapter to bring t
 
 import numpy as np
 
-from ..findings import Finding
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import forward_finding
 from .view import ForwardView

@@ -11,9 +11,9 @@ and not observed, nothing is said of them.
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ledger import CACHED, HELD, STATE
-from ...recorder.machine.forward import Attention
-from ..findings import Finding
+from ...kernels.replay_pass.ledger import CACHED, HELD, STATE
+from ...recorder.state.forward import Attention
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, forward_finding, happened, holder

@@ -3,8 +3,8 @@
 from enum import IntEnum
 from typing import ClassVar
 
-from ...recorder.reader import EventView
-from ..findings import Finding
+from ...recorder.trace.reader import EventView
+from ..report.findings import Finding
 from .history import History
 from .view import ForwardView
 

@@ -7,10 +7,10 @@ exceptions: slots that several requests share are given back by whoever lets go 
 is nobody's. Judged only where the trace promises to tell of every slot, since an untold hand-over would excuse it.
 """
 
-from ...kernels.ledger import CACHED, HELD, OWNER, STATE
-from ...recorder.machine.slot_events import SlotEvent
-from ...recorder.reader import EventView
-from ..findings import Finding
+from ...kernels.replay_pass.ledger import CACHED, HELD, OWNER, STATE
+from ...recorder.state.slot_events import SlotEvent
+from ...recorder.trace.reader import EventView
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import by_row, changed_hands, event_finding, holder
 

@@ -7,11 +7,11 @@ the event that freed the slot, and this one. Legitimate exceptions: what one oth
 is what a fork is. Judged only where the trace promises to tell of every slot, since an untold allocation would excuse it.
 """
 
-from ...kernels.ledger import ALLOC, LEFT
-from ...recorder.machine.slot_events import SlotEvent
-from ...recorder.reader import EventView
-from ...recorder.schema import ALLOC_CACHED, ALLOC_SHARED
-from ..findings import Finding
+from ...kernels.replay_pass.ledger import ALLOC, LEFT
+from ...recorder.state.slot_events import SlotEvent
+from ...recorder.trace.reader import EventView
+from ...recorder.trace.schema import ALLOC_CACHED, ALLOC_SHARED
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import by_row, event_finding
 

@@ -6,13 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import record_words
-from ...kernels.ledger import judge_reads, judge_writes
-from ...recorder.header import TraceHeader
-from ...recorder.machine.batch_tokens import BatchTokens, batch_tokens
-from ...recorder.machine.requests import RequestBook
-from ...recorder.machine.slot_events import SlotEvent, TransferEvent
-from ...recorder.machine.slot_history import SlotHistory
-from ...recorder.reader import EventView
+from ...kernels.replay_pass.ledger import judge_reads, judge_writes
+from ...recorder.state.batch_tokens import BatchTokens, batch_tokens
+from ...recorder.state.requests import RequestBook
+from ...recorder.state.slot_events import SlotEvent, TransferEvent
+from ...recorder.state.slot_history import SlotHistory
+from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.reader import EventView
 from .view import ForwardView, GroupReads
 
 Int64Array = npt.NDArray[np.int64]
@@ -23,7 +23,7 @@ class Judged:
     """What is wrong with one group's part of a forward.
 
     `reads` are indices of plan entries, `writes` of tokens, ascending; `read_bits` and `write_bits` say what is wrong
-    with each, by the constants of `kernels/ledger.py`. `ledger` is the group's, as before this forward.
+    with each, by the constants of `kernels/replay_pass/ledger.py`. `ledger` is the group's, as before this forward.
     """
 
     group: GroupReads

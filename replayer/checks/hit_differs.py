@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from ...kernels.arrays import record_words
 from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN
-from ...kernels.ledger import DIFFERS
-from ..findings import Finding
+from ...kernels.replay_pass.ledger import DIFFERS
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, read_findings

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ledger import ALLOC, BEING_WRITTEN, CONTENT, NEVER_WRITTEN
-from ..findings import Finding
+from ...kernels.replay_pass.ledger import ALLOC, BEING_WRITTEN, CONTENT, NEVER_WRITTEN
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, happened, read_findings

@@ -11,12 +11,12 @@ unknown token (-1), fed or sampled, is compared with nothing.
 import numpy as np
 
 from ...kernels.constants import UNKNOWN_TOKEN
-from ...recorder.machine.batch_tokens import BatchTokens
-from ...recorder.machine.forward import Forward
-from ...recorder.machine.sample_book import FORWARD, POSITION, REQUEST, TOKEN, TOLD
-from ...recorder.machine.slot_events import SampleEvent
-from ...recorder.reader import EventView
-from ..findings import Finding
+from ...recorder.state.batch_tokens import BatchTokens
+from ...recorder.state.forward import Forward
+from ...recorder.state.sample_book import FORWARD, POSITION, REQUEST, TOKEN, TOLD
+from ...recorder.state.slot_events import SampleEvent
+from ...recorder.trace.reader import EventView
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import input_finding
 from .view import ForwardView

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...kernels.constants import UNKNOWN_TOKEN
 from ...kernels.tokens import contradicting
-from ..findings import Finding
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import input_finding

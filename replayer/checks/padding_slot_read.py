@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ..findings import Finding
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, entry_findings

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ...recorder.reader import EventView
-from ..findings import Finding
+from ...recorder.trace.reader import EventView
+from ..report.findings import Finding
 from .check import HistoryCheck
 from .history import History
 from .reporting import Repeats

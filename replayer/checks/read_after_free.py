@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ledger import LEFT, OWNER, READ_FREE
-from ..findings import Finding
+from ...kernels.replay_pass.ledger import LEFT, OWNER, READ_FREE
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, happened, read_findings

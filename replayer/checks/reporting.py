@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ledger import ALLOC, CACHED, CONTENT, LEFT, OWNER, PADDING_WRITER, STATE
-from ...recorder.machine.batch_tokens import BatchTokens
-from ...recorder.machine.forward import Forward
-from ...recorder.machine.ledger import TIMELESS
-from ...recorder.machine.requests import RequestBook
-from ...recorder.machine.slot_events import SlotEvent, StatusEvent, TransferEvent
-from ..findings import Finding, evidence
+from ...kernels.replay_pass.ledger import ALLOC, CACHED, CONTENT, LEFT, OWNER, PADDING_WRITER, STATE
+from ...recorder.state.batch_tokens import BatchTokens
+from ...recorder.state.forward import Forward
+from ...recorder.state.ledger import TIMELESS
+from ...recorder.state.requests import RequestBook
+from ...recorder.state.slot_events import SlotEvent, StatusEvent, TransferEvent
+from ..report.findings import Finding, evidence
 from .history import History, Judged
 from .view import ForwardView, GroupReads
 

@@ -10,8 +10,8 @@ promises to tell of every request's status.
 
 import numpy as np
 
-from ...recorder.machine.row_book import EVENT, GIVEN, HOLDER
-from ..findings import Finding
+from ...recorder.state.row_book import EVENT, GIVEN, HOLDER
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import forward_finding

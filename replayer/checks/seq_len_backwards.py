@@ -10,8 +10,8 @@ its tokens when it samples.
 
 import numpy as np
 
-from ...recorder.machine.row_book import END, PREFIX, SAMPLED_END, SEEN, VERIFY
-from ..findings import Finding
+from ...recorder.state.row_book import END, PREFIX, SAMPLED_END, SEEN, VERIFY
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import forward_finding
 from .view import ForwardView

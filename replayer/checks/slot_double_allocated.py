@@ -6,10 +6,10 @@ pages gives nothing out (status "shared"); handing slots to the cache neither (s
 trace promises to tell of every slot, since an untold free would excuse it.
 """
 
-from ...kernels.ledger import HELD, OWNER, STATE
-from ...recorder.machine.slot_events import SlotEvent
-from ...recorder.reader import EventView
-from ..findings import Finding
+from ...kernels.replay_pass.ledger import HELD, OWNER, STATE
+from ...recorder.state.slot_events import SlotEvent
+from ...recorder.trace.reader import EventView
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import by_row, changed_hands, event_finding, holder
 

@@ -6,10 +6,10 @@ requests is given back once, by whoever lets go last. Judged only where the trac
 since an untold allocation would excuse it.
 """
 
-from ...kernels.ledger import ALLOC, LEFT
-from ...recorder.machine.slot_events import SlotEvent
-from ...recorder.reader import EventView
-from ..findings import Finding
+from ...kernels.replay_pass.ledger import ALLOC, LEFT
+from ...recorder.state.slot_events import SlotEvent
+from ...recorder.trace.reader import EventView
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import by_row, event_finding
 

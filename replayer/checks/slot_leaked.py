@@ -10,10 +10,10 @@ is freed at once. Judged only where the trace promises to tell of every slot.
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ledger import ALLOC
-from ...recorder.machine.slot_events import StatusEvent
-from ...recorder.reader import EventView
-from ..findings import Finding
+from ...kernels.replay_pass.ledger import ALLOC
+from ...recorder.state.slot_events import StatusEvent
+from ...recorder.trace.reader import EventView
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import event_finding, forward_finding
 from .view import ForwardView

@@ -5,9 +5,9 @@ of the event change hands as it says. Forwards that read or write such slots mak
 chosen. Judged in every trace.
 """
 
-from ...recorder.machine.slot_events import SlotEvent
-from ...recorder.reader import EventView
-from ..findings import Finding
+from ...recorder.state.slot_events import SlotEvent
+from ...recorder.trace.reader import EventView
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import event_finding
 

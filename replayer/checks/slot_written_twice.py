@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ledger import WRITES_AGAIN
-from ..findings import Finding
+from ...kernels.replay_pass.ledger import WRITES_AGAIN
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, changed_hands, write_findings

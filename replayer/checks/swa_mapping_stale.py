@@ -11,8 +11,8 @@ checks to find.
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.swa_partners import shared_halves
-from ..findings import Finding
+from ...kernels.replay_pass.swa_partners import shared_halves
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, entry_findings, happened

@@ -13,11 +13,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ...recorder.host_arrays import ragged_index
-from ...recorder.machine.forward import Forward
-from ...recorder.machine.slot_events import SlotEvent
-from ...recorder.reader import EventView
-from ..findings import Finding
+from ...recorder.capture.host_arrays import ragged_index
+from ...recorder.state.forward import Forward
+from ...recorder.state.slot_events import SlotEvent
+from ...recorder.trace.reader import EventView
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import forward_finding

@@ -7,11 +7,11 @@ prefix cache holds, may be sent; a transfer that names no request is judged for 
 trace promises to tell of every slot.
 """
 
-from ...kernels.ledger import FREE, HELD, OWNER, STATE
-from ...recorder.machine.slot_events import TransferEvent
-from ...recorder.reader import EventView
-from ...recorder.schema import SEND
-from ..findings import Finding
+from ...kernels.replay_pass.ledger import FREE, HELD, OWNER, STATE
+from ...recorder.state.slot_events import TransferEvent
+from ...recorder.trace.reader import EventView
+from ...recorder.trace.schema import SEND
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import by_row, changed_hands, event_finding
 

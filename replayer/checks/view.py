@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.plan import VerifyPlan
-from ...recorder.machine.forward import Forward
-from ...recorder.machine.pools import GroupPool
-from ...recorder.machine.tables import StateTables
-from ...recorder.reader import EventView
+from ...kernels.ops.plan.reference import VerifyPlan
+from ...recorder.state.forward import Forward
+from ...recorder.state.pools import GroupPool
+from ...recorder.state.tables import StateTables
+from ...recorder.trace.reader import EventView
 
 Int64Array = npt.NDArray[np.int64]
 

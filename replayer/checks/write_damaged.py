@@ -8,8 +8,8 @@ same forward took; streams whose submitted bytes the recording has not, which is
 
 import numpy as np
 
-from ...recorder.machine.write_planning import stays
-from ..findings import Finding
+from ...recorder.state.write_planning import stays
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import forward_finding
 from .view import ForwardView, GroupReads

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ...kernels.arrays import record_words
 from ...kernels.constants import RECORD_TOKEN, UNKNOWN_TOKEN
-from ..findings import Finding
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import forward_finding
 from .view import ForwardView, GroupReads

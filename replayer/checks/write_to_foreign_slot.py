@@ -11,8 +11,17 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ledger import CACHED, FREE, OWNER, STATE, WRITE_CACHED, WRITE_FOREIGN, WRITE_FREE, WRITTEN_TWICE
-from ..findings import Finding
+from ...kernels.replay_pass.ledger import (
+    CACHED,
+    FREE,
+    OWNER,
+    STATE,
+    WRITE_CACHED,
+    WRITE_FOREIGN,
+    WRITE_FREE,
+    WRITTEN_TWICE,
+)
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, changed_hands, write_findings

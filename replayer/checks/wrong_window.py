@@ -5,7 +5,7 @@ their predecessor in the chain. Evidence: the forward; the recorder notes what w
 Legitimate exceptions: engines that show a block table, of which nobody knows how much attention reads.
 """
 
-from ..findings import Finding
+from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import forward_finding
 from .view import ForwardView

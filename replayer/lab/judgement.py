@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from ...recorder.reader import TraceBatch, TraceReader
-from ..replay import replay, replay_joined
-from ..settings import ReplaySettings
+from ...recorder.trace.reader import TraceBatch, TraceReader
+from ..run.replay import replay, replay_joined
+from ..run.settings import ReplaySettings
 from .fault import MARK_NOTE
 from .trial import Outcome, Trial
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from typing import TypeVar
 
-from ...recorder.endings import ignore_endings
+from ...recorder.process.endings import ignore_endings
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")

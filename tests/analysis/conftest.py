@@ -7,7 +7,7 @@ import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.pd_pair import PairSettings, PdPair
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .recorded import CONFIGS, DATA, WORKLOAD
 

@@ -1,9 +1,9 @@
 """A trace small enough to check by hand: two forwards' padding, a chunked prompt, two pool groups, a loss, a copy."""
 
 import numpy as np
-from kvcanary.recorder.event import TraceEvent, loss_event
-from kvcanary.recorder.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.trace.event import TraceEvent, loss_event
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.writing.writer import TraceWriter
 
 STREAM = KvStream(half="K", bytes_per_token=16, capture_bytes=16)
 HEADER = TraceHeader(

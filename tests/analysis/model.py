@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from kvcanary.recorder.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_events
 
 
 def forwards(path):

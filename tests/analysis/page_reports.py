@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .hand_made import EVENTS, HEADER, event
 

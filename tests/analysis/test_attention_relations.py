@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from kvcanary.analysis import open_traces
-from kvcanary.recorder.forward_input import AttentionInput, ForwardInput, TableRead
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
+from kvcanary.recorder.capture.forward_input import AttentionInput, ForwardInput, TableRead
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 
 DATA = Path(__file__).parents[2] / "data"
 

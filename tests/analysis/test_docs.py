@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from kvcanary.analysis import open_report
-from kvcanary.analysis.library import BASE, DERIVED
+from kvcanary.analysis.store.library import BASE, DERIVED
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "sql.md").read_text()

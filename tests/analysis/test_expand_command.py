@@ -12,8 +12,8 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from kvcanary.analysis.commands.expand import expand_command
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.analysis.cli.expand import expand_command
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .recorded import DATA
 

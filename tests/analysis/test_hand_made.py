@@ -5,9 +5,9 @@ import dataclasses
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis import open_traces
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.findings import Finding, finding_table
-from kvcanary.replayer.violations import VIOLATION_SCHEMA
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.report.findings import Finding, finding_table
+from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
 
 from .hand_made import HEADER, event, runs, write
 

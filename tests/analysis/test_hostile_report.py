@@ -11,14 +11,14 @@ import duckdb
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner
-from kvcanary.analysis.commands.sql import sql_command
+from kvcanary.analysis.cli.sql import sql_command
 from kvcanary.analysis.errors import AnalysisError, SqlError
 from kvcanary.analysis.incidents.finding import find_incidents, incidents_fit, read_incidents, write_incidents
-from kvcanary.analysis.output import write_result
 from kvcanary.analysis.page.build import build_page
-from kvcanary.analysis.session import open_report, open_sources
-from kvcanary.analysis.sources import find_sources, read_summary
-from kvcanary.analysis.store import build_store, fresh_store
+from kvcanary.analysis.store.output import write_result
+from kvcanary.analysis.store.session import open_report, open_sources
+from kvcanary.analysis.store.sources import find_sources, read_summary
+from kvcanary.analysis.store.store import build_store, fresh_store
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import pytest
 from kvcanary.analysis.incidents.finishing import add_incidents
 from kvcanary.analysis.page.ask import Limits
 from kvcanary.analysis.page.content import page_content
-from kvcanary.analysis.session import open_sources
-from kvcanary.analysis.sources import find_sources
-from kvcanary.analysis.store import build_store
-from kvcanary.analysis.triage import triage
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.analysis.store.session import open_sources
+from kvcanary.analysis.store.sources import find_sources
+from kvcanary.analysis.store.store import build_store
+from kvcanary.analysis.store.triage import triage
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 DATA = Path(__file__).parents[2] / "data"
 # Sliding windows, late samples, sweeps.

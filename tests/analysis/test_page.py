@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from kvcanary.analysis.commands.page import page_command
+from kvcanary.analysis.cli.page import page_command
 from kvcanary.analysis.errors import AnalysisError, SqlError
 from kvcanary.analysis.page import build, finishing
 from kvcanary.analysis.page.ask import Limits, plain
@@ -24,10 +24,10 @@ from kvcanary.analysis.page.build import MAX_BYTES, bounded_page, build_page
 from kvcanary.analysis.page.content import page_content
 from kvcanary.analysis.page.document import json_for_html
 from kvcanary.analysis.page.slot_map import neighbourhoods
-from kvcanary.analysis.session import open_sources
-from kvcanary.analysis.sources import find_sources
-from kvcanary.analysis.store import build_store
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.analysis.store.session import open_sources
+from kvcanary.analysis.store.sources import find_sources
+from kvcanary.analysis.store.store import build_store
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .hand_made import write
 from .page_reports import HOSTILE, PageParser, data_of, grown_report, hostile_report, parts

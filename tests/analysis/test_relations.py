@@ -2,7 +2,7 @@
 
 import pytest
 from kvcanary.analysis import open_traces
-from kvcanary.recorder.reader import read_events
+from kvcanary.recorder.trace.reader import read_events
 
 from . import model
 from .recorded import CONFIGS, DATA, REAL

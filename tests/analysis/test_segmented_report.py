@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 from kvcanary.analysis import open_report
 from kvcanary.analysis.errors import AnalysisError
-from kvcanary.analysis.library import BASE
+from kvcanary.analysis.store.library import BASE
 from kvcanary.cli import main
 
 from ..recorder.segmented import cut

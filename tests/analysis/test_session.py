@@ -2,8 +2,8 @@
 
 import pytest
 from kvcanary.analysis import open_traces
-from kvcanary.analysis import session as session_module
 from kvcanary.analysis.errors import AnalysisError, SqlError
+from kvcanary.analysis.store import session as session_module
 
 from .hand_made import write
 

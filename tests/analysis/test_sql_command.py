@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from kvcanary.analysis import open_traces
-from kvcanary.analysis.prompt import Prompt, completion
+from kvcanary.analysis.cli.prompt import Prompt, completion
 from kvcanary.cli import main
 
 from .hand_made import write

@@ -12,13 +12,13 @@ import pytest
 from click.testing import CliRunner
 from kvcanary.analysis import build_store, open_report, open_traces
 from kvcanary.analysis.errors import AnalysisError, SqlError
-from kvcanary.analysis.library import BASE, DERIVED
-from kvcanary.analysis.session import open_sources
-from kvcanary.analysis.sources import find_sources
-from kvcanary.analysis.store import fresh_store
+from kvcanary.analysis.store.library import BASE, DERIVED
+from kvcanary.analysis.store.session import open_sources
+from kvcanary.analysis.store.sources import find_sources
+from kvcanary.analysis.store.store import fresh_store
 from kvcanary.cli import main
-from kvcanary.recorder.recovery import recover
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.trace.recovery import recover
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 RELATIONS = [*BASE, *(name for folder, name in DERIVED if folder == "views")]
 MACRO_CALLS = [
@@ -206,7 +206,7 @@ def test_a_torn_trace_says_what_is_missing(tmp_path, engines):
 
 
 def test_a_damaged_batch_is_left_out(tmp_path):
-    from kvcanary.recorder.writer import TraceWriter
+    from kvcanary.recorder.writing.writer import TraceWriter
 
     from .hand_made import EVENTS, HEADER
 

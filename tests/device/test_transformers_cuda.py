@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.kv_source import KvSource
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.recorder.capture.forward_input import ForwardInput, TruthTokens
+from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.engines.transformers import attach
-from kvcanary.recorder.forward_input import ForwardInput, TruthTokens
-from kvcanary.recorder.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.reader import read_events
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recorder"))
 from tiny_models import generate, model

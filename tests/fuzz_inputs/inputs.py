@@ -10,19 +10,27 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
-from kvcanary.recorder.checksum import batch_crc32c, column_forms, text_crc32c
-from kvcanary.recorder.decode import ARROW_ERRORS
-from kvcanary.recorder.encode import batch_metadata, encode_for, header_schema
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.framing import FIRST_MESSAGE, RECORD_BATCH, find_frames
-from kvcanary.recorder.header import TraceHeader
-from kvcanary.recorder.reader import TraceReader
-from kvcanary.recorder.schema import BYTE_LISTS, CRC_KEY, EVENT_KINDS, HEADER_CRC_KEY, HEADER_KEY, INT_LISTS, SCALARS
-from kvcanary.recorder.tail import HEADER_BYTES, NUMBERS, RECORD, RECORD_MAGIC
-from kvcanary.recorder.trace_bytes import TraceBytes
+from kvcanary.recorder.trace.checksum import batch_crc32c, column_forms, text_crc32c
+from kvcanary.recorder.trace.decode import ARROW_ERRORS
+from kvcanary.recorder.trace.encode import batch_metadata, encode_for, header_schema
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.framing import FIRST_MESSAGE, RECORD_BATCH, find_frames
+from kvcanary.recorder.trace.header import TraceHeader
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.trace.schema import (
+    BYTE_LISTS,
+    CRC_KEY,
+    EVENT_KINDS,
+    HEADER_CRC_KEY,
+    HEADER_KEY,
+    INT_LISTS,
+    SCALARS,
+)
+from kvcanary.recorder.trace.trace_bytes import TraceBytes
+from kvcanary.recorder.writing.tail import HEADER_BYTES, NUMBERS, RECORD, RECORD_MAGIC
 
 from ..recorder.segmented import told
 from ..replayer.toy_engine import Shape, ToyEngine

@@ -15,19 +15,19 @@ from kvcanary.analysis.incidents.finding import find_incidents, incidents_fit, r
 from kvcanary.analysis.page.ask import Limits
 from kvcanary.analysis.page.content import page_content
 from kvcanary.analysis.page.document import page_document
-from kvcanary.analysis.session import open_sources
-from kvcanary.analysis.sources import find_sources
+from kvcanary.analysis.store.session import open_sources
+from kvcanary.analysis.store.sources import find_sources
 from kvcanary.recorder.engines.simulated.errors import WorkloadError
 from kvcanary.recorder.engines.simulated.file_workload import FileWorkload
 from kvcanary.recorder.errors import TraceError
-from kvcanary.recorder.header import TraceHeader
-from kvcanary.recorder.inspect import inspect_trace
-from kvcanary.recorder.reader import TraceBatch, TraceReader
-from kvcanary.recorder.schema import trace_schema
-from kvcanary.recorder.tail import HEADER_BYTES, STATE, STATE_AT, open_tail, tail_header, tail_paths
-from kvcanary.recorder.tail_reader import TailReader
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.report import check_report_folder
+from kvcanary.recorder.trace.header import TraceHeader
+from kvcanary.recorder.trace.inspect import inspect_trace
+from kvcanary.recorder.trace.reader import TraceBatch, TraceReader
+from kvcanary.recorder.trace.schema import trace_schema
+from kvcanary.recorder.trace.tail_reader import TailReader
+from kvcanary.recorder.writing.tail import HEADER_BYTES, STATE, STATE_AT, open_tail, tail_header, tail_paths
+from kvcanary.replayer.report.report import check_report_folder
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .inputs import (
     EDIT,

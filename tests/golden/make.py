@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from kvcanary.replayer.replay import ReplaySettings, replay_joined
+from kvcanary.replayer.run.replay import ReplaySettings, replay_joined
 
 HERE = Path(__file__).parent
 DATA = HERE.parent.parent / "data"

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.kernels.records import ViolationLog
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.kernels.ops.violation_log import ViolationLog
 
 
 class Published:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from kvcanary.kernels.constants import KvHashMode
-from kvcanary.kernels.fused import CanaryBuffer, plan_verify, write_shared
-from kvcanary.kernels.kv_source import KvSource, fold_kv
-from kvcanary.kernels.plan import VerifyPlan, WritePlan, plan, plan_writes
-from kvcanary.kernels.records import ViolationLog
-from kvcanary.kernels.scatter import scatter
-from kvcanary.kernels.verify import verify
+from kvcanary.kernels.ops.hash.kv_source import KvSource, fold_kv
+from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan, plan, plan_writes
+from kvcanary.kernels.ops.plan_verify.reference import CanaryBuffer, plan_verify, write_shared
+from kvcanary.kernels.ops.scatter.reference import scatter
+from kvcanary.kernels.ops.verify.reference import verify
+from kvcanary.kernels.ops.violation_log import ViolationLog
 
 POISON = -0x5A5A5A5A5A5A5A5B
 EXTREMES = np.array([-(1 << 63), -(1 << 31) - 1, -2, -1, 1 << 31, 1 << 32, 1 << 61, 1 << 62, (1 << 63) - 1])

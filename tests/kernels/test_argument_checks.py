@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from kvcanary.kernels.arrays import record_words, require
 from kvcanary.kernels.constants import KvHashMode
-from kvcanary.kernels.kv_source import KvSource, fold_kv
-from kvcanary.kernels.oracle import expected_inputs, oracle_tokens
-from kvcanary.kernels.plan import VerifyPlan, WritePlan, plan
-from kvcanary.kernels.records import ViolationLog
-from kvcanary.kernels.scatter import scatter
-from kvcanary.kernels.verify import verify
-from kvcanary.kernels.write import write
+from kvcanary.kernels.ops.hash.kv_source import KvSource, fold_kv
+from kvcanary.kernels.ops.oracle.reference import expected_inputs, oracle_tokens
+from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
+from kvcanary.kernels.ops.scatter.reference import scatter
+from kvcanary.kernels.ops.verify.reference import verify
+from kvcanary.kernels.ops.violation_log import ViolationLog
+from kvcanary.kernels.ops.write.reference import write
 
 
 def readonly(array: Any) -> Any:

@@ -6,8 +6,8 @@ import sys
 from collections import deque
 
 import pytest
-from kvcanary.kernels import builtin_calls
-from kvcanary.kernels.builtin_calls import lengths, lengths_by_python
+from kvcanary.kernels.capture import builtin_calls
+from kvcanary.kernels.capture.builtin_calls import lengths, lengths_by_python
 
 
 @pytest.mark.parametrize("seed", range(5))

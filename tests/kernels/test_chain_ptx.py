@@ -7,8 +7,8 @@ import random
 import re
 
 import pytest
-from kvcanary.kernels.gpu.chain import STEP_PTX
-from kvcanary.kernels.hashing import splitmix64
+from kvcanary.kernels.ops.hash.reference import splitmix64
+from kvcanary.kernels.ops.hash.triton_chain import STEP_PTX
 
 MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1
 

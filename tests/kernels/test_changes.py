@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcanary.kernels.changes import (
+from kvcanary.kernels.capture.changes import (
     RowRuns,
     cell_changes,
     kv_changes,
@@ -13,7 +13,7 @@ from kvcanary.kernels.changes import (
     row_changes,
     write_rows,
 )
-from kvcanary.kernels.kv_source import KvSource
+from kvcanary.kernels.ops.hash.kv_source import KvSource
 
 BACKENDS = ("reference", "cpu")
 POISON = -77

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcanary.kernels.constants import KvHashMode
-from kvcanary.kernels.fused import CanaryBuffer, plan_verify, write_shared
-from kvcanary.kernels.gpu import write as write_triton
-from kvcanary.kernels.kv_source import KvSource, fold_kv
-from kvcanary.kernels.plan import VerifyPlan, WritePlan
-from kvcanary.kernels.records import ViolationLog
+from kvcanary.kernels.ops.hash.kv_source import KvSource, fold_kv
+from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan
+from kvcanary.kernels.ops.plan_verify.reference import CanaryBuffer, plan_verify, write_shared
+from kvcanary.kernels.ops.violation_log import ViolationLog
+from kvcanary.kernels.ops.write import triton as write_triton
 
 KINDS = [("none",), ("partial",), ("all",), ("several",), ("pairs", "none"), ("none", "none", "partial", "all")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from kvcanary.kernels import dispatch
 from kvcanary.kernels.dispatch import In64, Out64, packed, select, select_telling
-from kvcanary.kernels.hashing import as_i64, as_u64
-from kvcanary.kernels.oracle import oracle_tokens_loops
-from kvcanary.kernels.plan import plan_entries_loops, plan_writes_loops
-from kvcanary.kernels.verify import verify_loops
-from kvcanary.kernels.write import write_loops
+from kvcanary.kernels.ops.hash.reference import as_i64, as_u64
+from kvcanary.kernels.ops.oracle.reference import oracle_tokens_loops
+from kvcanary.kernels.ops.plan.reference import plan_entries_loops, plan_writes_loops
+from kvcanary.kernels.ops.verify.reference import verify_loops
+from kvcanary.kernels.ops.write.reference import write_loops
 
 KERNELS = Path(kvcanary.kernels.__file__).parent
 

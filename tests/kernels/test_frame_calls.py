@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from kvcanary.kernels.gpu.frame_calls import filler, launcher
+from kvcanary.kernels.capture.frame_calls import filler, launcher
 
 PLACES = [(0, 8), (8, 8), (16, 4), (24, 4), (28, 4)]
 FORM = "<2Qi4x2i"

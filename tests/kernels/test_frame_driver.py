@@ -5,8 +5,8 @@ import struct
 from types import SimpleNamespace
 
 import pytest
-from kvcanary.kernels.gpu import frame_driver
-from kvcanary.kernels.gpu.frame_driver import CudaDriver
+from kvcanary.kernels.capture import frame_driver
+from kvcanary.kernels.capture.frame_driver import CudaDriver
 
 STEP, FIXED = "2Q3i", "1Q2i"
 PLACES = [(0, 8), (8, 8), (16, 4), (20, 4), (24, 4), (32, 8), (40, 4), (44, 4)]

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from kvcanary.kernels.frames import FrameLayout
+from kvcanary.kernels.capture.frames import FrameLayout
 
 COMPILE = """
 import warnings

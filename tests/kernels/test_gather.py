@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from kvcanary.kernels.gather import gather_kv, look_up, read_runs
-from kvcanary.kernels.kv_source import KvSource
+from kvcanary.kernels.capture.gather import gather_kv, look_up, read_runs
+from kvcanary.kernels.ops.hash.kv_source import KvSource
 
 BACKENDS = ("reference", "cpu")
 

@@ -7,12 +7,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcanary.kernels.constants import SLOT_OUT_OF_RANGE, KvHashMode
-from kvcanary.kernels.kv_source import KvSource, fold_kv
-from kvcanary.kernels.plan import VerifyPlan, WritePlan, plan
-from kvcanary.kernels.records import ViolationLog
-from kvcanary.kernels.scatter import scatter
-from kvcanary.kernels.verify import verify
-from kvcanary.kernels.write import write
+from kvcanary.kernels.ops.hash.kv_source import KvSource, fold_kv
+from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
+from kvcanary.kernels.ops.scatter.reference import scatter
+from kvcanary.kernels.ops.verify.reference import verify
+from kvcanary.kernels.ops.violation_log import ViolationLog
+from kvcanary.kernels.ops.write.reference import write
 
 EXTREMES = [-(1 << 63), -(1 << 31) - 1, -2, -1, 1 << 31, 1 << 32, 1 << 61, SLOT_OUT_OF_RANGE, (1 << 63) - 1]
 INTS = st.integers(0, 7) | st.integers(-3, 12) | st.sampled_from(EXTREMES)

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 from kvcanary.kernels.constants import SLOT_OUT_OF_RANGE, FailReason, KvHashMode, LaunchTag
-from kvcanary.kernels.hashing import MASK64, as_i32, as_i64, as_u64, chain_seed, mix3, splitmix64
-from kvcanary.kernels.kv_source import KvSource, fold_kv
-from kvcanary.kernels.plan import VerifyPlan, WritePlan, plan, plan_capacity
-from kvcanary.kernels.records import ViolationLog
-from kvcanary.kernels.verify import verify
-from kvcanary.kernels.write import write
+from kvcanary.kernels.ops.hash.kv_source import KvSource, fold_kv
+from kvcanary.kernels.ops.hash.reference import MASK64, as_i32, as_i64, as_u64, chain_seed, mix3, splitmix64
+from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan, plan, plan_capacity
+from kvcanary.kernels.ops.verify.reference import verify
+from kvcanary.kernels.ops.violation_log import ViolationLog
+from kvcanary.kernels.ops.write.reference import write
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
 GAMMA = 0x9E3779B97F4A7C15

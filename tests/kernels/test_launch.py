@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from kvcanary.kernels.gpu import launch as launch_module
-from kvcanary.kernels.gpu.launch import launch
+from kvcanary.kernels.ops import triton_launch as launch_module
+from kvcanary.kernels.ops.triton_launch import launch
 
 
 class Kernel:

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 from kvcanary.kernels import dispatch, native
 from kvcanary.kernels.dispatch import ArraySpec, In64, Out64, TupleSpec
-from kvcanary.kernels.kv_source import fold_source_loops
-from kvcanary.kernels.oracle import oracle_tokens_loops
-from kvcanary.kernels.state import _translate_loops
+from kvcanary.kernels.ops.hash.kv_source import fold_source_loops
+from kvcanary.kernels.ops.oracle.reference import oracle_tokens_loops
+from kvcanary.kernels.replay_pass.state import _translate_loops
 
 
 def handed_on(*_: Any, **__: Any) -> None:

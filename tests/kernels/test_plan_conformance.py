@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcanary.kernels.plan import VerifyPlan, WritePlan, plan
+from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
 
 POISON = -0x5A5A5A5A5A5A5A5B
 FIELDS = ("slots", "expected_tokens", "expected_positions", "prev_slots", "num_valid", "enable")

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcanary.kernels.oracle import expected_inputs, generalized_ids, oracle_tokens
-from kvcanary.kernels.scatter import scatter
+from kvcanary.kernels.ops.oracle.reference import expected_inputs, generalized_ids, oracle_tokens
+from kvcanary.kernels.ops.scatter.reference import scatter
 
 MODES = ("extend", "mixed", "target_verify", "decode", "draft_extend")
 

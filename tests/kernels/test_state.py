@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from kvcanary.kernels.constants import SLOT_OUT_OF_RANGE
-from kvcanary.kernels.state import apply_forward, apply_runs, mark_writers, store_bytes, translate
+from kvcanary.kernels.replay_pass.state import apply_forward, apply_runs, mark_writers, store_bytes, translate
 
 BACKENDS = ("reference", "cpu")
 HUGE = 1 << 62

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvcanary.kernels.gpu.tensor_exchange import CPU, TensorExchange
+from kvcanary.kernels.capture.tensor_exchange import CPU, TensorExchange
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
@@ -35,6 +35,6 @@ def test_anything_else_is_refused(other: object) -> None:
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcanary.kernels.gpu.tensor_exchange.VERSION", 2)
+    monkeypatch.setattr("kvcanary.kernels.capture.tensor_exchange.VERSION", 2)
     with pytest.raises(ValueError, match="version 1, expected 2"):
         TensorExchange()

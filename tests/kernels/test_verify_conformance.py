@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 from kvcanary.kernels.constants import FailReason, KvHashMode
-from kvcanary.kernels.kv_source import fold_kv
-from kvcanary.kernels.plan import VerifyPlan
-from kvcanary.kernels.verify import verify
+from kvcanary.kernels.ops.hash.kv_source import fold_kv
+from kvcanary.kernels.ops.plan.reference import VerifyPlan
+from kvcanary.kernels.ops.verify.reference import verify
 
 ANCHOR = 0xC0FFEE1234567890
 M = (1 << 64) - 1

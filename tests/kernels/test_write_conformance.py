@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kvcanary.kernels.constants import KvHashMode
-from kvcanary.kernels.plan import WritePlan
-from kvcanary.kernels.write import write
+from kvcanary.kernels.ops.plan.reference import WritePlan
+from kvcanary.kernels.ops.write.reference import write
 
 
 def make_case(seed: int, cases: Any) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import EngineInfo, KvStream, ModelInfo, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.reader import EventView, TraceBatch, TraceGap, TraceReader
-from kvcanary.recorder.schema import BYTE_LISTS, INT_LISTS, SCALARS
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import EngineInfo, KvStream, ModelInfo, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import EventView, TraceBatch, TraceGap, TraceReader
+from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
+from kvcanary.recorder.writing.writer import TraceWriter
 
 
 @dataclasses.dataclass(frozen=True)

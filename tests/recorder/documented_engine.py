@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kvcanary.recorder.forward_input import ForwardInput
-from kvcanary.recorder.reader import read_events
-from kvcanary.recorder.schema import BYTE_LISTS, INT_LISTS, SCALARS
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.capture.forward_input import ForwardInput
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "recording-your-engine.md"
 

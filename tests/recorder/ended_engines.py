@@ -18,8 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny_models
+from kvcanary.recorder.capture.recorder import prepare_kernels
 from kvcanary.recorder.engines.transformers import attach
-from kvcanary.recorder.recorder import prepare_kernels
 from transformers.generation.continuous_batching import continuous_api
 
 WAYS = {

@@ -7,11 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-from kvcanary.recorder.batch import TraceBatch, TraceGap
-from kvcanary.recorder.reader import TraceReader
-from kvcanary.recorder.recovery import recover
-from kvcanary.replayer.replay import ReplayRun, ReplaySettings
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.recorder.trace.batch import TraceBatch, TraceGap
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.trace.recovery import recover
+from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings
+from kvcanary.replayer.run.verdict import Verdict
 
 
 class EndedEngines:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcanary.recorder.engines.transformers import Attachment
-from kvcanary.recorder.reader import read_events
+from kvcanary.recorder.trace.reader import read_events
 from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 

@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcanary.recorder.batch import TraceBatch, TraceGap
 from kvcanary.recorder.errors import UnreadableTraceError
-from kvcanary.recorder.reader import TraceReader
-from kvcanary.recorder.recordings import group_recordings, traces_in
-from kvcanary.recorder.recovery import recover
-from kvcanary.replayer.replay import ReplayRun, ReplaySettings
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.recorder.trace.batch import TraceBatch, TraceGap
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.trace.recordings import group_recordings, traces_in
+from kvcanary.recorder.trace.recovery import recover
+from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings
+from kvcanary.replayer.run.verdict import Verdict
 
 FLUSH_NS = 50_000_000
 OPTIONS = {

@@ -14,11 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-import kvcanary.recorder.machine.keyframe  # noqa: F401  # loaded before the forks
+import kvcanary.recorder.state.keyframe  # noqa: F401  # loaded before the forks
+from kvcanary.recorder.capture.recorder import prepare_kernels
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.machine.machine import Machine
-from kvcanary.recorder.recorder import prepare_kernels
+from kvcanary.recorder.state.machine import Machine
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import numpy as np
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.reader import EventView, TraceReader, read_events
-from kvcanary.recorder.schema import ADDED, BYTE_LISTS, INT_LISTS, SCALARS
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.reader import EventView, TraceReader, read_events
+from kvcanary.recorder.trace.schema import ADDED, BYTE_LISTS, INT_LISTS, SCALARS
+from kvcanary.recorder.writing.writer import TraceWriter
 
 
 def told(view: EventView) -> TraceEvent:

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.changes import RowRuns, run_differences
-from kvcanary.kernels.gather import expand_blocks
-from kvcanary.recorder.attention import indexed_read, paged_read, row_read
-from kvcanary.recorder.forward_input import AttentionInput, ForwardInput, TableRead
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.reader import read_events
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.recorder.schema import ATTENTION_LENS, ATTENTION_SLOTS
+from kvcanary.kernels.capture.changes import RowRuns, run_differences
+from kvcanary.kernels.capture.gather import expand_blocks
+from kvcanary.recorder.capture.attention import indexed_read, paged_read, row_read
+from kvcanary.recorder.capture.forward_input import AttentionInput, ForwardInput, TableRead
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 
 HEADER = TraceHeader(groups=(PoolGroup(name="full", num_slots=32),), tables=(StateTable(rows=4, width=16),))
 SWA = TraceHeader(

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.recorder.forward_input import ForwardInput
-from kvcanary.recorder.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.recorder.capture.forward_input import ForwardInput
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .documented_engine import printed_code, run_code, run_requests
 

@@ -11,7 +11,7 @@ import pytest
 
 READ = """
 import json, os, sys
-from kvcanary.recorder.reader import TraceGap, TraceReader
+from kvcanary.recorder.trace.reader import TraceGap, TraceReader
 path, keep = sys.argv[1], int(sys.argv[2])
 found = []
 with TraceReader(path) as reader:
@@ -47,7 +47,7 @@ def test_a_cut_at_a_batch_end_is_no_whole_trace(traces):
     assert gap[:2] == ["torn", None]
 
 
-READ_AHEAD = "import kvcanary.recorder.decode_ahead as ahead; ahead.LARGE_BYTES = 0\n" + READ
+READ_AHEAD = "import kvcanary.recorder.trace.decode_ahead as ahead; ahead.LARGE_BYTES = 0\n" + READ
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 3, 5])

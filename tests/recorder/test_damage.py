@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvcanary.recorder.errors import UnreadableTraceError
-from kvcanary.recorder.framing import parse_footer
-from kvcanary.recorder.reader import TraceReader
+from kvcanary.recorder.trace.framing import parse_footer
+from kvcanary.recorder.trace.reader import TraceReader
 
 BATCHES = (2, 1)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcanary.recorder import decode_ahead
-from kvcanary.recorder.reader import TraceBatch, TraceReader
+from kvcanary.recorder.trace import decode_ahead
+from kvcanary.recorder.trace.reader import TraceBatch, TraceReader
 
 
 def told(path: Path) -> list[Any]:

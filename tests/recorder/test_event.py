@@ -3,9 +3,9 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from kvcanary.recorder.encode import encode_events
-from kvcanary.recorder.event import NO_LISTS, TraceEvent, loss_event
-from kvcanary.recorder.schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS, trace_schema
+from kvcanary.recorder.trace.encode import encode_events
+from kvcanary.recorder.trace.event import NO_LISTS, TraceEvent, loss_event
+from kvcanary.recorder.trace.schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS, trace_schema
 
 
 def test_nbytes_counts_what_a_queue_holds():

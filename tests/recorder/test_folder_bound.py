@@ -7,18 +7,18 @@ import sys
 import time
 
 import pytest
-from kvcanary.recorder import file_lock
-from kvcanary.recorder.file_lock import hold
-from kvcanary.recorder.folder_bound import drop_the_past
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.writing import file_lock
+from kvcanary.recorder.writing.file_lock import hold
+from kvcanary.recorder.writing.folder_bound import drop_the_past
 
 HEADER = TraceHeader(groups=(PoolGroup(name="full", num_slots=16),), tables=(StateTable(rows=2, width=8),))
 LIVE = """
 import sys, time
 from pathlib import Path
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.capture.recorder import Recorder
 header = TraceHeader(groups=(PoolGroup(name="full", num_slots=16),), tables=(StateTable(rows=2, width=8),))
 recorder = Recorder(Path(sys.argv[1]), header, segment_bytes=1)
 recorder.mark("here")

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 from kvcanary.recorder.errors import TraceError
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.freezing import FreezeFile, FreezeSignal
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.machine import keyframe
-from kvcanary.recorder.machine.keyframe import keyframe_events
-from kvcanary.recorder.machine.machine import Machine
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.segments import Segments, SegmentSettings, split_segment_name
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.process.freezing import FreezeFile, FreezeSignal
+from kvcanary.recorder.state import keyframe
+from kvcanary.recorder.state.keyframe import keyframe_events
+from kvcanary.recorder.state.machine import Machine
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.writing.segments import Segments, SegmentSettings, split_segment_name
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 HEADER = TraceHeader(groups=(PoolGroup(name="full", num_slots=8),), tables=(StateTable(rows=2, width=8),))
 

@@ -5,12 +5,12 @@ import os
 
 import numpy as np
 from click.testing import CliRunner
-from kvcanary.recorder.commands.inspect import inspect_command
-from kvcanary.recorder.commands.recover import recover_command
-from kvcanary.recorder.commands.text import printable
-from kvcanary.recorder.event import TraceEvent, loss_event
-from kvcanary.recorder.schema import BYTE_LISTS, INT_LISTS, SCALARS
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.cli.inspect import inspect_command
+from kvcanary.recorder.cli.recover import recover_command
+from kvcanary.recorder.cli.text import printable
+from kvcanary.recorder.trace.event import TraceEvent, loss_event
+from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
+from kvcanary.recorder.writing.writer import TraceWriter
 
 
 def run(*arguments):

@@ -7,20 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvcanary.kernels.constants import KvHashMode
-from kvcanary.recorder.batch import TraceBatch
-from kvcanary.recorder.encode import batch_metadata, encode_events, header_schema
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import PoolGroup, Segment, StateTable, TraceHeader
-from kvcanary.recorder.machine import keyframe
-from kvcanary.recorder.machine.forward import MAX_PREFIX, UnusableEventError
-from kvcanary.recorder.machine.keyframe_load import KeyframeLoader
-from kvcanary.recorder.machine.machine import Machine
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.trace_file import TraceFile
+from kvcanary.recorder.state import keyframe
+from kvcanary.recorder.state.forward import MAX_PREFIX, UnusableEventError
+from kvcanary.recorder.state.keyframe_load import KeyframeLoader
+from kvcanary.recorder.state.machine import Machine
+from kvcanary.recorder.trace.batch import TraceBatch
+from kvcanary.recorder.trace.encode import batch_metadata, encode_events, header_schema
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import PoolGroup, Segment, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.writing.trace_file import TraceFile
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+from kvcanary.replayer.run.verdict import Verdict
 
 from .segmented import told
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.recorder.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
 
 SLOTS, SIZE = 20, 64
 

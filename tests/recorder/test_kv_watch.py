@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.recorder.device_kv import gather_device
-from kvcanary.recorder.forward_input import ForwardInput, TableRead
-from kvcanary.recorder.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.recorder.schema import PHASE_AFTER, PHASE_BEFORE, TIER_HOST
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.recorder.capture.device_kv import gather_device
+from kvcanary.recorder.capture.forward_input import ForwardInput, TableRead
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, TIER_HOST
 
 from .documented_engine import contents, judged, run_requests, toy_engine
 
@@ -236,9 +236,9 @@ def test_a_pool_on_a_device_is_watched_the_same(tmp_path: Path, monkeypatch: pyt
 
     expected = record("host.arrow")
     assert any(event["kv_change_slot"] for event in expected)
-    monkeypatch.setattr("kvcanary.recorder.kv_shadow.on_device", lambda _: True)
+    monkeypatch.setattr("kvcanary.recorder.capture.kv_shadow.on_device", lambda _: True)
     monkeypatch.setattr(
-        "kvcanary.recorder.kv_shadow._host_view",
+        "kvcanary.recorder.capture.kv_shadow._host_view",
         lambda source: KvSource(
             tensor=torch.from_numpy(source.tensor),
             page_size=source.page_size,

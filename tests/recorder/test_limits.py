@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from kvcanary.recorder import framing, limits, walk
-from kvcanary.recorder.commands.folder_inspection import _missing
+from kvcanary.recorder.cli.folder_inspection import _missing
 from kvcanary.recorder.errors import UnreadableTraceError
-from kvcanary.recorder.header import EngineInfo, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.reader import TraceGap, TraceReader
+from kvcanary.recorder.trace import framing, limits, walk
+from kvcanary.recorder.trace.header import EngineInfo, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import TraceGap, TraceReader
 
 from .documented_engine import run_requests, toy_engine
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "limits.md").read_text()
 PLACES = (
-    *("recorder.limits", "recorder.header", "replayer.violations", "replayer.merged.merging"),
-    *("analysis.incidents.sites", "analysis.session", "analysis.sources"),
+    *("recorder.trace.limits", "recorder.trace.header", "replayer.report.violations", "replayer.report.merged.merging"),
+    *("analysis.incidents.sites", "analysis.store.session", "analysis.store.sources"),
 )
 
 

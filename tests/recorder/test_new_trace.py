@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.new_trace import MAX_TRIES, begin_new
+from kvcanary.recorder.writing.new_trace import MAX_TRIES, begin_new
 
 
 def test_the_first_name_that_is_free(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.engines.observed import EVERY, USES, How, missing, with_recorder
-from kvcanary.recorder.engines.observed_page import ADAPTERS, observed_page
-from kvcanary.recorder.reader import read_events
-from kvcanary.recorder.schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS
+from kvcanary.recorder.engines.common.observed import EVERY, USES, How, missing, with_recorder
+from kvcanary.recorder.engines.common.observed_page import ADAPTERS, observed_page
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS
 
 ROOT = Path(__file__).parent.parent.parent
 TRACES = ("clean_hybrid.arrow", "sglang/kv_used_eagle_h200.arrow", "vllm/clean_hybrid_vllm.arrow")

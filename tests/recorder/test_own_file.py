@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvcanary.recorder import own_file
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.own_file import ForeignFileError, OwnFile
-from kvcanary.recorder.reader import TraceReader
-from kvcanary.recorder.tail import tail_paths
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.writing import own_file
+from kvcanary.recorder.writing.own_file import ForeignFileError, OwnFile
+from kvcanary.recorder.writing.tail import tail_paths
+from kvcanary.recorder.writing.writer import TraceWriter
 
 
 def stolen(ours: Path, theirs: Path) -> int:

@@ -13,20 +13,20 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcanary.recorder.commands.inspect import inspect_command
-from kvcanary.recorder.commands.simulate import simulate_command
+from kvcanary.recorder.capture.privacy import TABLE_TOKENS, Privacy, with_privacy
+from kvcanary.recorder.cli.inspect import inspect_command
+from kvcanary.recorder.cli.simulate import simulate_command
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.pd_pair import PdPair
-from kvcanary.recorder.environment import read_environment
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import KvStream, Oracle, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.privacy import TABLE_TOKENS, Privacy, with_privacy
-from kvcanary.recorder.reader import TraceReader, read_events
+from kvcanary.recorder.process.environment import read_environment
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import KvStream, Oracle, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import TraceReader, read_events
 from kvcanary.replayer.lab import trial as trial_module
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
-from kvcanary.replayer.replay import ReplaySettings, replay, replay_joined
+from kvcanary.replayer.run.replay import ReplaySettings, replay, replay_joined
 
 from .documented_engine import contents, run_requests, toy_engine
 

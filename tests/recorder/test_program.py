@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.commands.text import printable_message
+from kvcanary.recorder.cli.text import printable_message
 
 START = """
 import click, os, sys
-from kvcanary.recorder.commands.program import run_program
+from kvcanary.recorder.cli.program import run_program
 """
-INSPECT = START + "from kvcanary.recorder.commands.inspect import inspect_command as command\n"
+INSPECT = START + "from kvcanary.recorder.cli.inspect import inspect_command as command\n"
 RUN = "run_program(command, 'kvcanary inspect')\n"
 
 

@@ -12,15 +12,15 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
-from kvcanary.recorder.checksum import batch_crc32c, column_forms, text_crc32c
-from kvcanary.recorder.encode import batch_metadata, encode_events, header_schema
 from kvcanary.recorder.errors import TraceError, UnreadableTraceError
-from kvcanary.recorder.framing import read_frame
-from kvcanary.recorder.header import ModelInfo, TraceHeader
 from kvcanary.recorder.json_text import json_text
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.schema import FORMAT_MINOR, HEADER_CRC_KEY, HEADER_KEY, trace_schema
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.trace.checksum import batch_crc32c, column_forms, text_crc32c
+from kvcanary.recorder.trace.encode import batch_metadata, encode_events, header_schema
+from kvcanary.recorder.trace.framing import read_frame
+from kvcanary.recorder.trace.header import ModelInfo, TraceHeader
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.schema import FORMAT_MINOR, HEADER_CRC_KEY, HEADER_KEY, trace_schema
+from kvcanary.recorder.writing.writer import TraceWriter
 
 
 def craft(path, schema, batches, compression=None):
@@ -147,7 +147,7 @@ def test_permission(traces):
         code = f"""
 import sys, os
 sys.path[:] = {sys.path!r}
-from kvcanary.recorder.reader import TraceReader
+from kvcanary.recorder.trace.reader import TraceReader
 os.chdir({str(traces.folder)!r}); os.setuid(65534)
 try:
     TraceReader({path.name!r})

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcanary.recorder.harvest import why_nothing
-from kvcanary.recorder.knobs import KNOBS
+from kvcanary.recorder.process.harvest import why_nothing
+from kvcanary.recorder.process.knobs import KNOBS
 
 KVCANARY = [sys.executable, "-c", "from kvcanary.cli import kvcanary_main; kvcanary_main()"]
 
@@ -22,7 +22,7 @@ KVCANARY = [sys.executable, "-c", "from kvcanary.cli import kvcanary_main; kvcan
 ENGINE = """
 import os, signal, sys, time
 from pathlib import Path
-from kvcanary.recorder.environment import read_environment
+from kvcanary.recorder.process.environment import read_environment
 
 def record(name):
     from kvcanary.recorder.engines.simulated.config import EngineConfig

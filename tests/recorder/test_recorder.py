@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.kv_source import KvSource
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.recorder.capture.forward_input import ForwardInput, TableRead, TruthTokens
+from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.errors import TraceError
-from kvcanary.recorder.forward_input import ForwardInput, TableRead, TruthTokens
-from kvcanary.recorder.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.recorder import Recorder
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import TraceReader, read_events
 
 from .documented_engine import a_forward, contents, judged, run_requests, toy_engine
 

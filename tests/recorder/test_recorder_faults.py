@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcanary.recorder import recorder as recorder_module
-from kvcanary.recorder import recording
+from kvcanary.recorder.capture import recorder as recorder_module
+from kvcanary.recorder.capture import recording
+from kvcanary.recorder.capture.kv_shadow import GroupKvShadow
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.capture.state_shadow import StateShadow
 from kvcanary.recorder.error_text import MAX_ERROR_TEXT, error_text
-from kvcanary.recorder.kv_shadow import GroupKvShadow
-from kvcanary.recorder.reader import read_events
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.recorder.state_shadow import StateShadow
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.writing.writer import TraceWriter
 
 from .documented_engine import a_forward, judged, run_requests, toy_engine
 

@@ -4,14 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvcanary.recorder.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_events
 
 ENGINE = """
 import os, sys, threading
 import numpy as np
-from kvcanary.recorder.forward_input import ForwardInput
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
+from kvcanary.recorder.capture.forward_input import ForwardInput
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.capture.recorder import Recorder
 
 header = TraceHeader(groups=(PoolGroup(name="full", num_slots=16),), tables=(StateTable(rows=4, width=8),))
 recorder = Recorder(sys.argv[1], header)

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.reader import read_events
+from kvcanary.recorder.trace.reader import read_events
 
 from .documented_engine import judged, printed_code, run_code
 

@@ -6,12 +6,12 @@ import pyarrow as pa
 import pyarrow.ipc
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.commands.recover import recover_command
-from kvcanary.recorder.encode import batch_metadata
+from kvcanary.recorder.cli.recover import recover_command
 from kvcanary.recorder.errors import TraceError, UnreadableTraceError
-from kvcanary.recorder.reader import TraceReader
-from kvcanary.recorder.recordings import traces_in
-from kvcanary.recorder.recovery import recover
+from kvcanary.recorder.trace.encode import batch_metadata
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.trace.recordings import traces_in
+from kvcanary.recorder.trace.recovery import recover
 
 
 def damaged(traces, which=1, batches=(2, 3, 1)):
@@ -96,7 +96,7 @@ def test_it_never_harms_other_files(traces):
 def test_a_full_disk_leaves_nothing_behind(traces, monkeypatch):
     source = damaged(traces)
     monkeypatch.setattr(
-        "kvcanary.recorder.trace_file.TraceFile.close",
+        "kvcanary.recorder.writing.trace_file.TraceFile.close",
         lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device")),
     )
     with pytest.raises(TraceError, match="No space left"):

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.recorder.forward_input import ForwardInput, TableRead
-from kvcanary.recorder.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.recorder.capture.forward_input import ForwardInput, TableRead
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+from kvcanary.replayer.run.verdict import Verdict
 
 WINDOW, RING, WIDTH = 4, 5, 64
 SETTINGS = [{}, {"executor": "stepwise"}, {"executor": "stepwise", "backend": "reference"}]

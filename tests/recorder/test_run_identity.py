@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from kvcanary.recorder import run_identity
-from kvcanary.recorder.run_identity import RUN_ID, run_id, share_run_id
+from kvcanary.recorder.process import run_identity
+from kvcanary.recorder.process.run_identity import RUN_ID, run_id, share_run_id
 
-SAY = "from kvcanary.recorder.run_identity import *; share_run_id(); print(run_id(), flush=True)"
+SAY = "from kvcanary.recorder.process.run_identity import *; share_run_id(); print(run_id(), flush=True)"
 
 
 def test_children_inherit_it_and_the_parent_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcanary.recorder.environment import VARIABLES, is_wanted, read_environment
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.knobs import KNOBS
-from kvcanary.recorder.settings import RecordingSettings
+from kvcanary.recorder.process.environment import VARIABLES, is_wanted, read_environment
+from kvcanary.recorder.process.knobs import KNOBS
+from kvcanary.recorder.process.settings import RecordingSettings
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "production.md"
 
@@ -261,7 +261,7 @@ def test_the_documented_file_can_be_read(tmp_path: Path) -> None:
 
 def test_whether_a_recording_is_wanted_is_found_out_without_weight() -> None:
     code = (
-        "import sys; from kvcanary.recorder.environment import is_wanted; is_wanted(); "
+        "import sys; from kvcanary.recorder.process.environment import is_wanted; is_wanted(); "
         "print(sorted({'numpy', 'pyarrow', 'tomllib', 'difflib', 'click'} & set(sys.modules)))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={})

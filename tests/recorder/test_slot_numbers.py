@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvcanary.recorder.capture.slot_numbers import SlotNumbers
 from kvcanary.recorder.errors import TraceError
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.reader import TraceReader
-from kvcanary.recorder.slot_numbers import SlotNumbers
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .documented_engine import printed_code, run_code, run_requests
 

@@ -7,15 +7,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.engines.stop_signal import stop_on_sigterm
-from kvcanary.recorder.reader import TraceReader, read_events
+from kvcanary.recorder.engines.common.stop_signal import stop_on_sigterm
+from kvcanary.recorder.trace.reader import TraceReader, read_events
 
 PROCESS = """
 import signal, sys, threading, time
-from kvcanary.recorder.engines.stop_signal import stop_on_sigterm
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
+from kvcanary.recorder.engines.common.stop_signal import stop_on_sigterm
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.capture.recorder import Recorder
 
 header = TraceHeader(groups=(PoolGroup(name="full", num_slots=16),), tables=(StateTable(rows=4, width=8),))
 recorder = Recorder(sys.argv[1], header)

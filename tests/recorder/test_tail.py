@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvcanary.recorder import tail as tail_module
-from kvcanary.recorder.batch import TraceBatch, TraceGap
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.file_lock import is_being_written
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.reader import TraceReader
-from kvcanary.recorder.recovery import recover
-from kvcanary.recorder.tail import HEADER_BYTES, open_tail, tail_paths
-from kvcanary.recorder.tail_reader import TailReader
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.trace.batch import TraceBatch, TraceGap
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.trace.recovery import recover
+from kvcanary.recorder.trace.tail_reader import TailReader
+from kvcanary.recorder.writing import tail as tail_module
+from kvcanary.recorder.writing.file_lock import is_being_written
+from kvcanary.recorder.writing.tail import HEADER_BYTES, open_tail, tail_paths
+from kvcanary.recorder.writing.writer import TraceWriter
 
 HEADER = TraceHeader(groups=(PoolGroup(name="full", num_slots=64),), tables=(StateTable(rows=2, width=2),))
 NEVER_NS = 10**15
@@ -189,7 +189,7 @@ def test_a_disk_that_makes_the_engine_wait_is_spared(tmp_path: Path, monkeypatch
     assert not reader.whole
     now[0] += 10**11
     tail.put(6, event(6), 1000)
-    batches = list(reader.batches(0, 100, __import__("kvcanary.recorder.schema", fromlist=["x"]).trace_schema()))
+    batches = list(reader.batches(0, 100, __import__("kvcanary.recorder.trace.schema", fromlist=["x"]).trace_schema()))
     assert [(type(item).__name__, getattr(item, "missing_events", None)) for item in batches] == [
         ("TraceBatch", None),
         ("TraceGap", 3),

@@ -5,8 +5,8 @@ import os
 import pyarrow as pa
 import pyarrow.ipc
 from kvcanary.recorder.errors import UnreadableTraceError
-from kvcanary.recorder.framing import parse_footer
-from kvcanary.recorder.recovery import recover
+from kvcanary.recorder.trace.framing import parse_footer
+from kvcanary.recorder.trace.recovery import recover
 
 
 def test_cut_anywhere(traces, every_byte):

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.header import CaptureInfo, KvStream, NotWatched, PoolGroup, Runner, TraceHeader
-from kvcanary.recorder.schema import BYTE_LISTS, EVENT_KINDS, FORMAT_MAJOR, FORMAT_MINOR, INT_LISTS, SCALARS
+from kvcanary.recorder.trace.header import CaptureInfo, KvStream, NotWatched, PoolGroup, Runner, TraceHeader
+from kvcanary.recorder.trace.schema import BYTE_LISTS, EVENT_KINDS, FORMAT_MAJOR, FORMAT_MINOR, INT_LISTS, SCALARS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "trace-format.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.engines.transformers import attach, attach_from_environment
-from kvcanary.recorder.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_events
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from kvcanary.recorder.engines.transformers import attach
-from kvcanary.recorder.reader import read_events
-from kvcanary.recorder.schema import ATTENTION_LENS, ATTENTION_SLOTS
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from .documented_engine import judged

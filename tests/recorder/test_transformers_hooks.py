@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.engines.transformers import attach
-from kvcanary.recorder.engines.transformers_session import Session
+from kvcanary.recorder.engines.transformers.session import Session
 from transformers.generation.continuous_batching import continuous_api, offloading_manager
 
 from .documented_engine import judged

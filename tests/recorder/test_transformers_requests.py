@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvcanary.recorder.engines.transformers import attach
-from kvcanary.recorder.engines.transformers_requests import KnownRequests
-from kvcanary.recorder.reader import read_events
+from kvcanary.recorder.engines.transformers.requests import KnownRequests
+from kvcanary.recorder.trace.reader import read_events
 
 from .hooked_engine import assert_clean
 from .tiny_models import generate, model

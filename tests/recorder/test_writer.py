@@ -12,12 +12,12 @@ import threading
 
 import numpy as np
 import pytest
-from kvcanary.recorder import trace_file
-from kvcanary.recorder import writer as writer_module
 from kvcanary.recorder.errors import TraceError
-from kvcanary.recorder.event import TraceEvent, loss_event
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.trace.event import TraceEvent, loss_event
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.writing import trace_file
+from kvcanary.recorder.writing import writer as writer_module
+from kvcanary.recorder.writing.writer import TraceWriter
 
 
 @contextlib.contextmanager
@@ -188,7 +188,7 @@ def test_a_trace_that_a_full_disk_lets_nobody_begin_leaves_no_file(traces, tmp_p
 
 
 def test_dev_full():
-    from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
+    from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 
     header = TraceHeader(groups=(PoolGroup(name="full", num_slots=2),), tables=(StateTable(rows=1, width=1),))
     with pytest.raises(TraceError, match="/dev/full: cannot be written: the disk is full"):
@@ -325,9 +325,9 @@ def test_a_forked_child_never_touches_the_file(traces):
     code = f"""
 import os, sys
 sys.path[:] = {sys.path!r}
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.recorder.header import *
-from kvcanary.recorder.event import TraceEvent
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.recorder.trace.header import *
+from kvcanary.recorder.trace.event import TraceEvent
 header = TraceHeader(groups=(PoolGroup(name="full", num_slots=2),), tables=(StateTable(rows=1, width=1),))
 writer = TraceWriter({str(traces.folder / "t.arrow")!r}, header)
 assert writer.append(TraceEvent(kind="mark"))
@@ -352,9 +352,9 @@ def test_kill_dash_nine(traces):
 import sys, itertools
 sys.path[:] = {sys.path!r}
 import numpy as np
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.recorder.header import *
-from kvcanary.recorder.event import TraceEvent
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.recorder.trace.header import *
+from kvcanary.recorder.trace.event import TraceEvent
 header = TraceHeader(groups=(PoolGroup(name="full", num_slots=2),), tables=(StateTable(rows=1, width=1),))
 writer = TraceWriter({str(path)!r}, header, flush_bytes=50_000)
 for number in itertools.count():

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.recorder.forward_input import ForwardInput, TruthTokens
-from kvcanary.recorder.header import KvStream, Oracle, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.recorder.capture.forward_input import ForwardInput, TruthTokens
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import KvStream, Oracle, PoolGroup, StateTable, TraceHeader
 
 BYTES = 16
 SLOTS = 64

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from kvcanary.replayer.replay import ReplayRun, ReplaySettings
-from kvcanary.replayer.summary import Summary
+from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings
 
 # What keyframes, which are events too, move: event numbers, and words that hold some.
 NUMBERED = ("event", "writer_event", "evidence", "detail")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.violations import VIOLATION_SCHEMA
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .published import published_rows
 from .toy_engine import FAULTS, Shape, ToyEngine

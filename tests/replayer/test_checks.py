@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.replayer.checks import CHECK_NAMES
-from kvcanary.replayer.findings import FINDING_KINDS
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.replayer.report.findings import FINDING_KINDS
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .test_against_published import SHAPES, record
 from .test_losses import write

@@ -8,13 +8,13 @@ from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
 from kvcanary.recorder.engines.simulated.runner import ForwardRunner as SimulatedRunner
-from kvcanary.recorder.header import KvStream, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
+from kvcanary.recorder.trace.header import KvStream, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
 from kvcanary.replayer.checks import CHECK_NAMES, Covered
-from kvcanary.replayer.coverage import Watched, coverage, no_figures, not_watched
-from kvcanary.replayer.folder_screen import ranks_there
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.screen import one_line, show
-from kvcanary.replayer.summary import Summary
+from kvcanary.replayer.cli.folder_screen import ranks_there
+from kvcanary.replayer.cli.screen import one_line, show
+from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.run.coverage import Watched, coverage, no_figures, not_watched
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 from rich.console import Console
 
 from ..recorder.test_rings import Ring
@@ -121,7 +121,7 @@ def test_the_summary_names_the_executor_that_ran(executor: str, monkeypatch: pyt
     trace = DATA / "clean_llama.arrow"
     settings = ReplaySettings(executor=executor)
     assert replay(trace, settings=settings, report=None).settings["executor_ran"] == executor
-    monkeypatch.setattr("kvcanary.replayer.executors.covered_by", lambda _: {"of_ones_own": Covered.NOTHING})
+    monkeypatch.setattr("kvcanary.replayer.executors.executors.covered_by", lambda _: {"of_ones_own": Covered.NOTHING})
     ran = replay(trace, settings=settings, report=None).settings
     assert (ran["executor"], ran["executor_ran"]) == (executor, "stepwise")
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.recovery import recover
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.commands.replay import replay_command
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.recorder.trace.recovery import recover
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.cli.replay import replay_command
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+from kvcanary.replayer.run.verdict import Verdict
 
 from .test_against_published import SHAPES
 from .test_losses import write

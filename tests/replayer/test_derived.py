@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from kvcanary.recorder.checksum import text_crc32c
-from kvcanary.recorder.header import NotWatched, TraceHeader
-from kvcanary.recorder.schema import HEADER_CRC_KEY, HEADER_KEY
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.summary import Summary
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.recorder.trace.checksum import text_crc32c
+from kvcanary.recorder.trace.header import NotWatched, TraceHeader
+from kvcanary.recorder.trace.schema import HEADER_CRC_KEY, HEADER_KEY
+from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+from kvcanary.replayer.run.verdict import Verdict
 
 DATA = Path(__file__).parent.parent.parent / "data"
 

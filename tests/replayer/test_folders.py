@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.commands.inspect import inspect_command
-from kvcanary.recorder.commands.recover import recover_command
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import Ranks
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.commands.replay import replay_command
+from kvcanary.recorder.cli.inspect import inspect_command
+from kvcanary.recorder.cli.recover import recover_command
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import Ranks
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
 

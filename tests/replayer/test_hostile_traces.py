@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.recorder.errors import UnreadableTraceError
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import Runner, TraceHeader
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import Runner, TraceHeader
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+from kvcanary.replayer.run.verdict import Verdict
 
 from .test_against_published import SHAPES
 from .test_replay_command import run

@@ -19,16 +19,16 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import Ranks
-from kvcanary.recorder.recordings import group_recordings
-from kvcanary.replayer.commands.replay import replay_command
-from kvcanary.replayer.parallel import sharing
-from kvcanary.replayer.parallel.group_replay import GroupTask
-from kvcanary.replayer.parallel.jobs import Job, plan_jobs
-from kvcanary.replayer.parallel.pool import replay_in_workers
-from kvcanary.replayer.parallel.server import start_server
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import Ranks
+from kvcanary.recorder.trace.recordings import group_recordings
+from kvcanary.replayer.cli.replay import replay_command
+from kvcanary.replayer.run.settings import ReplaySettings
+from kvcanary.replayer.workers import sharing
+from kvcanary.replayer.workers.group_replay import GroupTask
+from kvcanary.replayer.workers.jobs import Job, plan_jobs
+from kvcanary.replayer.workers.pool import replay_in_workers
+from kvcanary.replayer.workers.server import start_server
 
 from .test_against_published import SHAPES, record
 from .test_folders import as_rank

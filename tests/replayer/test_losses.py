@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.reader import TraceGap, TraceReader
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.reader import TraceGap, TraceReader
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+from kvcanary.replayer.run.verdict import Verdict
 
 from .test_against_published import SHAPES
 from .toy_engine import ToyEngine

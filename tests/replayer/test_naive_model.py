@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import KvStream, PoolGroup, Runner, StateTable, TraceHeader
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, Runner, StateTable, TraceHeader
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 ROWS, WIDTH, SLOTS, HOST = 5, 14, 24, 9
 WORD = (1 << 64) - 1

@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.kernels.plan import VerifyPlan, WritePlan, plan
-from kvcanary.recorder.header import PoolGroup
-from kvcanary.recorder.machine.forward import Forward
-from kvcanary.recorder.machine.pools import GroupPool
-from kvcanary.recorder.machine.requests import RequestBook
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.out_of_range import explain_plan
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
+from kvcanary.recorder.state.forward import Forward
+from kvcanary.recorder.state.pools import GroupPool
+from kvcanary.recorder.state.requests import RequestBook
+from kvcanary.recorder.trace.header import PoolGroup
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.run.out_of_range import explain_plan
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+from kvcanary.replayer.run.verdict import Verdict
 
 from .test_against_published import SHAPES
 from .toy_engine import ToyEngine

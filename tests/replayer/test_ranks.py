@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.header import PoolGroup, Ranks, StateTable, TraceHeader
-from kvcanary.recorder.recordings import Recording
-from kvcanary.replayer.ranks import ranks_together, replayed_together
+from kvcanary.recorder.trace.header import PoolGroup, Ranks, StateTable, TraceHeader
+from kvcanary.recorder.trace.recordings import Recording
+from kvcanary.replayer.run.ranks import ranks_together, replayed_together
 
 
 def folder(*told: str, tp_size: int = 2) -> list[Recording]:

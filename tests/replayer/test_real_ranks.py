@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 from click.testing import CliRunner
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.schema import BYTE_LISTS, INT_LISTS, SCALARS
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.commands.replay import replay_command
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.cli.replay import replay_command
 
 RANKS = Path(__file__).parents[2] / "data" / "sglang" / "tp2_h200"
 

@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
-from kvcanary.replayer import takings
-from kvcanary.replayer.commands.replay import replay_command
-from kvcanary.replayer.merged.expansion import expand
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.replayer.cli.replay import replay_command
+from kvcanary.replayer.report import takings
+from kvcanary.replayer.report.merged.expansion import expand
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .test_against_published import SHAPES, record
 from .toy_engine import ToyEngine
@@ -189,7 +189,7 @@ def test_kv_hash_all_needs_all_bytes(tmp_path: Path) -> None:
     engine = ToyEngine(SHAPES["full"], seed=0, forwards=3)
     header = engine.header
     streams = tuple(replace(stream, bytes_per_token=64) for stream in header.groups[0].streams)
-    from kvcanary.recorder.writer import TraceWriter
+    from kvcanary.recorder.writing.writer import TraceWriter
 
     path = tmp_path / "t.arrow"
     with TraceWriter(path, replace(header, groups=(replace(header.groups[0], streams=streams),))) as writer:
@@ -203,7 +203,7 @@ def test_kv_hash_all_needs_all_bytes(tmp_path: Path) -> None:
 def test_a_pool_too_large_for_this_machine_is_one_clear_error(tmp_path: Path) -> None:
     from dataclasses import replace
 
-    from kvcanary.recorder.writer import TraceWriter
+    from kvcanary.recorder.writing.writer import TraceWriter
 
     engine = ToyEngine(SHAPES["full"], seed=0, forwards=1)
     group = replace(engine.header.groups[0], num_slots=1 << 31)

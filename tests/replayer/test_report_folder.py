@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-from kvcanary.recorder.recordings import group_recordings
-from kvcanary.replayer.commands.replay import replay_command
-from kvcanary.replayer.commands.report_places import reports_held
-from kvcanary.replayer.parallel.jobs import Job
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.report import write_summary
+from kvcanary.recorder.trace.recordings import group_recordings
+from kvcanary.replayer.cli.replay import replay_command
+from kvcanary.replayer.cli.report_places import reports_held
+from kvcanary.replayer.report.report import write_summary
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+from kvcanary.replayer.workers.jobs import Job
 
 TRACE = Path(__file__).parents[2] / "data" / "kv_flip.arrow"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.replayer import takings, violations
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.replayer.report import takings, violations
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 TRACE = Path(__file__).parents[2] / "data" / "free_too_early.arrow"
 

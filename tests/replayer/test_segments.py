@@ -6,21 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvcanary.kernels.constants import KvHashMode
-from kvcanary.kernels.ledger import STAMP, STAMP_REQUEST
-from kvcanary.recorder.batch import TraceBatch
-from kvcanary.recorder.encode import encode_events, header_schema
+from kvcanary.kernels.replay_pass.ledger import STAMP, STAMP_REQUEST
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.machine.keyframe import keyframe_events
-from kvcanary.recorder.machine.keyframe_load import KeyframeLoader
-from kvcanary.recorder.machine.machine import Machine, MachineState
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.recovery import recover
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.state.keyframe import keyframe_events
+from kvcanary.recorder.state.keyframe_load import KeyframeLoader
+from kvcanary.recorder.state.machine import Machine, MachineState
+from kvcanary.recorder.trace.batch import TraceBatch
+from kvcanary.recorder.trace.encode import encode_events, header_schema
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.recovery import recover
+from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
-from kvcanary.replayer.replay import ReplayRun, ReplaySettings, replay_joined
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings, replay_joined
+from kvcanary.replayer.run.verdict import Verdict
 
 from ..recorder.segmented import cut
 from .segment_runs import check, run

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.commands.simulate import simulate_command
-from kvcanary.recorder.endings import ENDINGS, endings_deferred
+from kvcanary.recorder.cli.simulate import simulate_command
+from kvcanary.recorder.process.endings import ENDINGS, endings_deferred
 
 REPLAY = [sys.executable, "-c", "from kvcanary.cli import replay_main; replay_main()"]
 

@@ -9,21 +9,21 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.recordings import Recording, group_recordings
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.commands.replay import replay_command
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.recordings import Recording, group_recordings
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
-from kvcanary.replayer.parallel import sharing
-from kvcanary.replayer.parallel.group_replay import GroupResult, GroupTask, replay_group
-from kvcanary.replayer.parallel.jobs import Job, Plan, plan_jobs
-from kvcanary.replayer.parallel.joining import joined_results
-from kvcanary.replayer.parallel.pool import replay_in_workers
-from kvcanary.replayer.parallel.splitting import split_plan
-from kvcanary.replayer.settings import Progress, ReplaySettings
-from kvcanary.replayer.summary import Summary
+from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.run.settings import Progress, ReplaySettings
+from kvcanary.replayer.workers import sharing
+from kvcanary.replayer.workers.group_replay import GroupResult, GroupTask, replay_group
+from kvcanary.replayer.workers.jobs import Job, Plan, plan_jobs
+from kvcanary.replayer.workers.joining import joined_results
+from kvcanary.replayer.workers.pool import replay_in_workers
+from kvcanary.replayer.workers.splitting import split_plan
 
 from ..recorder.segmented import cut, told
 

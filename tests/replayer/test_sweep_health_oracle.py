@@ -6,13 +6,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.kernels.constants import LaunchTag
-from kvcanary.kernels.oracle import oracle_tokens
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.machine.forward import read_forward
-from kvcanary.recorder.reader import TraceReader
-from kvcanary.replayer.health import Health
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.kernels.ops.oracle.reference import oracle_tokens
+from kvcanary.recorder.state.forward import read_forward
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.replayer.run.health import Health
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+from kvcanary.replayer.run.verdict import Verdict
 
 from .pd_engine import SLOTS, Side
 from .test_losses import write
@@ -143,7 +143,7 @@ def test_a_draft_runner_that_never_runs_is_a_finding(tmp_path):
     from kvcanary.recorder.engines.simulated.config import EngineConfig
     from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
     from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-    from kvcanary.recorder.writer import TraceWriter
+    from kvcanary.recorder.writing.writer import TraceWriter
 
     source, target = tmp_path / "a.arrow", tmp_path / "b.arrow"
     workload = RandomWorkload(requests=3, prompt_tokens=20, output_tokens=5, max_tokens=60)
@@ -164,7 +164,7 @@ def test_a_draft_runner_that_never_runs_is_a_finding(tmp_path):
 
 
 def _copy(view) -> TraceEvent:
-    from kvcanary.recorder.schema import BYTE_LISTS, INT_LISTS, SCALARS
+    from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 
     return TraceEvent(
         kind=view.kind,

@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.replayer.commands.replay import replay_command
-from kvcanary.replayer.exchange import Exchange
-from kvcanary.replayer.replay import ReplaySettings, replay, replay_joined
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.replayer.cli.replay import replay_command
+from kvcanary.replayer.run.exchange import Exchange
+from kvcanary.replayer.run.replay import ReplaySettings, replay, replay_joined
+from kvcanary.replayer.run.verdict import Verdict
 
 from .pd_engine import SLOTS, Side, carry
 from .test_losses import write

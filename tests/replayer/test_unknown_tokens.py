@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvcanary.recorder.forward_input import ForwardInput, TruthTokens
-from kvcanary.recorder.header import Oracle, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.replayer.interval import lane
-from kvcanary.replayer.settings import ReplaySettings
-from kvcanary.replayer.summary import Summary
+from kvcanary.recorder.capture.forward_input import ForwardInput, TruthTokens
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import Oracle, PoolGroup, StateTable, TraceHeader
+from kvcanary.replayer.executors.incremental import lane
+from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from .equality.both_ways import check
 from .on_device.same import replay_both

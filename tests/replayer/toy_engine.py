@@ -8,8 +8,8 @@ the trace are found here by plain loops, independent of the Recorder.
 from dataclasses import dataclass, field
 
 import numpy as np
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import KvStream, PoolGroup, Runner, StateTable, TraceHeader
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, Runner, StateTable, TraceHeader
 
 FAULTS = ("none", "table", "token", "position", "kv", "early_free")
 CAPTURE = 32

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcanary.recorder import recorder as recorder_module
+from kvcanary.recorder.capture import recorder as recorder_module
+from kvcanary.recorder.capture.kv_shadow import GroupKvShadow
+from kvcanary.recorder.capture.state_shadow import StateShadow
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.kv_shadow import GroupKvShadow
-from kvcanary.recorder.single_file import SingleFile
-from kvcanary.recorder.state_shadow import StateShadow
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.writing.single_file import SingleFile
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ..recorder.failures.subject import serve
 from ..recorder.simulated.engines import random_config, random_workload

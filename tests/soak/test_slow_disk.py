@@ -10,11 +10,11 @@ import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-from kvcanary.recorder.inspect import inspect_trace
-from kvcanary.recorder.recordings import group_recordings, traces_in
-from kvcanary.recorder.trace_file import TraceFile
-from kvcanary.replayer.replay import ReplayRun, ReplaySettings
-from kvcanary.replayer.verdict import Verdict
+from kvcanary.recorder.trace.inspect import inspect_trace
+from kvcanary.recorder.trace.recordings import group_recordings, traces_in
+from kvcanary.recorder.writing.trace_file import TraceFile
+from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings
+from kvcanary.replayer.run.verdict import Verdict
 
 BYTES_A_SECOND = 1_000_000
 SECONDS = 20

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...attention import row_read
-from ...forward_input import TableRead
+from ...capture.attention import row_read
+from ...capture.forward_input import TableRead
 from .batch import Batch
 from .memory import KvMemory
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...host_arrays import ragged_index
+from ...capture.host_arrays import ragged_index
 from .config import EngineConfig
 from .requests import Request
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ...recorder import Recorder
-from ...recording import WRITER_STOPPED
+from ...capture.recorder import Recorder
+from ...capture.recording import WRITER_STOPPED
 from .batch import Batch, BatchBuilder
 from .config import EngineConfig
 from .counters import Counters

@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from ...recorder import Recorder
-from ...schema import TIER_HOST, TIER_POOL
+from ...capture.recorder import Recorder
+from ...trace.schema import TIER_HOST, TIER_POOL
 from .layout import Layout
 from .requests import Request
 

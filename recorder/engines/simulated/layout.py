@@ -2,7 +2,17 @@
 
 from dataclasses import dataclass
 
-from ...header import EngineInfo, KvStream, ModelInfo, NotWatched, Oracle, PoolGroup, Runner, StateTable, TraceHeader
+from ...trace.header import (
+    EngineInfo,
+    KvStream,
+    ModelInfo,
+    NotWatched,
+    Oracle,
+    PoolGroup,
+    Runner,
+    StateTable,
+    TraceHeader,
+)
 from .config import EngineConfig
 
 CAPTURE_BYTES = 16

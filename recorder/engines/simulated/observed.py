@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from ..observed import (
+from ..common.observed import (
     ATTENTION,
     COPIES,
     LUT_RUNS,

@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels.kv_source import KvSource
-from ...header import PoolGroup
+from ....kernels.ops.hash.kv_source import KvSource
+from ...trace.header import PoolGroup
 
 Int64Array = npt.NDArray[np.int64]
 WordArray = npt.NDArray[np.uint64]

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ...forward_input import AttentionInput, ForwardInput, TruthTokens
-from ...recorder import Recorder
-from ...submitted import Submitted
+from ...capture.forward_input import AttentionInput, ForwardInput, TruthTokens
+from ...capture.recorder import Recorder
+from ...capture.submitted import Submitted
 from .attention import AttentionBackend
 from .batch import Batch
 from .counters import Counters

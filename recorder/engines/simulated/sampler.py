@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels.oracle import oracle_tokens
+from ....kernels.ops.oracle.reference import oracle_tokens
 from .config import EngineConfig
 from .pools import WordArray, scramble
 

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from ...recorder import Recorder
+from ...capture.recorder import Recorder
 from .layout import DRAFT, TARGET
 from .memory import KvMemory
 from .radix import NO_PAGE, Node

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kvcanary.analysis.commands.bisect import bisect_command
+from kvcanary.analysis.cli.bisect import bisect_command
 
 from .tiny_engine import FIRST_BAD, git, make_repository
 

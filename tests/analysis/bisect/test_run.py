@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kvcanary.analysis.commands.bisect import bisect_command
+from kvcanary.analysis.cli.bisect import bisect_command
 
 from .traces import DATA
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from kvcanary.analysis.bisect import cache, criteria
-from kvcanary.analysis.commands.bisect import bisect_command
+from kvcanary.analysis.cli.bisect import bisect_command
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 

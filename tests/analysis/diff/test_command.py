@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kvcanary.analysis.commands.diff import diff_command
+from kvcanary.analysis.cli.diff import diff_command
 
 DATA = Path(__file__).parents[3] / "data"
 GOOD, BAD = DATA / "clean_llama.arrow", DATA / "table_swap.arrow"

@@ -13,7 +13,7 @@ from kvcanary.analysis.diff.kv_values import beyond, largest_difference, values_
 from kvcanary.analysis.diff.names import ROOT, SlotNames, token_words, weights
 from kvcanary.analysis.diff.pairing import pair_requests
 from kvcanary.analysis.diff.settings import DiffSettings, NotComparableError
-from kvcanary.recorder.header import KvStream, ModelInfo, Oracle, PoolGroup, Ranks, StateTable, TraceHeader
+from kvcanary.recorder.trace.header import KvStream, ModelInfo, Oracle, PoolGroup, Ranks, StateTable, TraceHeader
 
 MASK = (1 << 64) - 1
 

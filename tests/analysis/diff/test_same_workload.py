@@ -7,8 +7,8 @@ from kvcanary.analysis.diff.compare import diff_traces
 from kvcanary.analysis.diff.kinds import KINDS
 from kvcanary.analysis.diff.settings import DiffSettings, NotComparableError
 from kvcanary.analysis.errors import AnalysisError
+from kvcanary.recorder.capture.privacy import Privacy
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.privacy import Privacy
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 
 SLOWER = ("overlap_swa", "sweeps_eagle", "host")

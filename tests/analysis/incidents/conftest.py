@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.recorder import Recorder
+from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
-from kvcanary.replayer.replay import replay, replay_joined
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.replayer.run.replay import replay, replay_joined
+from kvcanary.replayer.run.settings import ReplaySettings
 
 
 class Tried:

@@ -8,13 +8,13 @@ from kvcanary.analysis.incidents.finding import find_incidents, read_incidents, 
 from kvcanary.analysis.incidents.linking import components, page_nodes
 from kvcanary.analysis.incidents.sites import read_sites
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.header import PoolGroup
+from kvcanary.recorder.trace.header import PoolGroup
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.effect import Clock, Probe
 from kvcanary.replayer.lab.fault import Bench
 from kvcanary.replayer.lab.faults import FAULTS
-from kvcanary.replayer.replay import replay
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.replayer.run.replay import replay
+from kvcanary.replayer.run.settings import ReplaySettings
 
 
 def copied(report, folder):

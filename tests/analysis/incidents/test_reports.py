@@ -8,11 +8,11 @@ import pytest
 from kvcanary.analysis import open_report
 from kvcanary.analysis.errors import AnalysisError
 from kvcanary.analysis.incidents.finding import find_incidents, incidents_fit, read_incidents, write_incidents
-from kvcanary.analysis.sources import find_sources
-from kvcanary.replayer.findings import FINDING_SCHEMA, Finding, finding_table
-from kvcanary.replayer.replay import replay
-from kvcanary.replayer.settings import ReplaySettings
-from kvcanary.replayer.violations import VIOLATION_SCHEMA
+from kvcanary.analysis.store.sources import find_sources
+from kvcanary.replayer.report.findings import FINDING_SCHEMA, Finding, finding_table
+from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
+from kvcanary.replayer.run.replay import replay
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from ..page_reports import HOSTILE, hostile_report
 

@@ -6,7 +6,7 @@ import pytest
 from kvcanary.analysis import build_store, open_report
 from kvcanary.analysis.incidents.finding import find_incidents, write_incidents
 from kvcanary.analysis.incidents.rules import RULES
-from kvcanary.analysis.sources import find_sources
+from kvcanary.analysis.store.sources import find_sources
 
 # kind: the lab's fault, its configuration, and a seed in which it has an effect
 TRIALS = {

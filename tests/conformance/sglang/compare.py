@@ -72,7 +72,7 @@ def compare(folder: Path) -> Comparison:
 
 def offline_rows(path: Path, trace: Path) -> dict[int, Counter[Row]]:
     """Return the replay's rows by forward; a violation of several forwards counts in each."""
-    from kvcanary.replayer.merged.expansion import expand_tables, read_violations
+    from kvcanary.replayer.report.merged.expansion import expand_tables, read_violations
 
     rows: dict[int, Counter[Row]] = {}
     for table in expand_tables(read_violations(path), trace) if path.exists() else ():
@@ -83,7 +83,7 @@ def offline_rows(path: Path, trace: Path) -> dict[int, Counter[Row]]:
 
 def first_step(trace: Path) -> int | None:
     """Return the canary's step at which forward 0 ran, None where the trace does not say."""
-    from kvcanary.recorder.reader import TraceReader
+    from kvcanary.recorder.trace.reader import TraceReader
 
     with TraceReader(trace) as reader:
         notes = reader.header.notes

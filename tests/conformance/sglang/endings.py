@@ -179,8 +179,8 @@ def stop(server: Server) -> None:
 
 def sampled(path: Path) -> tuple[dict[str, int], list[str]]:
     """Return how many tokens a trace says that each request got, and how the trace ends."""
-    from kvcanary.recorder.batch import TraceGap
-    from kvcanary.recorder.reader import TraceReader
+    from kvcanary.recorder.trace.batch import TraceGap
+    from kvcanary.recorder.trace.reader import TraceReader
 
     names: dict[int, str] = {}
     batches: dict[int, list[int]] = {}

@@ -200,7 +200,7 @@ def wrong_transfers(
     run: Any, traces: list[Path], outputs: dict[str, list[Any]], decode: dict[str, Any], result: dict[str, Any]
 ) -> list[str]:
     """Return what is wrong with the transfers: each told on both sides, joined, and each slot of them judged."""
-    from kvcanary.recorder.reader import read_events
+    from kvcanary.recorder.trace.reader import read_events
 
     wrong = []
     told = [

@@ -54,8 +54,8 @@ def main() -> int:
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):  # read at the interpreter's start
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
     import torch
-    from kvcanary.recorder.engines.sglang_layout import POOLS, Layout
-    from kvcanary.recorder.environment import RecordingSettings
+    from kvcanary.recorder.engines.sglang.layout import POOLS, Layout
+    from kvcanary.recorder.process.environment import RecordingSettings
 
     wrong = 0
     for name, make in pools().items():

@@ -291,7 +291,7 @@ def judge(folder: Path) -> dict[str, Any]:
     from collections import Counter
 
     from compare import compare
-    from kvcanary.recorder.reader import read_events
+    from kvcanary.recorder.trace.reader import read_events
 
     (trace,) = (folder / "traces").glob("*.arrow")
     told: Counter[str] = Counter()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 def told_samples(trace: Path) -> list[list[int]]:
     """Return the tokens of each request that has any, in the order in which its forwards sampled them; sorted."""
-    from kvcanary.recorder.reader import read_events
+    from kvcanary.recorder.trace.reader import read_events
 
     requests: dict[int, list[int]] = {}
     samples: dict[int, list[tuple[int, list[int]]]] = {}

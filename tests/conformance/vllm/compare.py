@@ -34,7 +34,7 @@ class Result:
 
 def compare(folder: Path, *, faulty: bool) -> Result:
     """Replay the one trace in `folder / "traces"`; what is wrong is said, not raised."""
-    from kvcanary.recorder.reader import TraceReader
+    from kvcanary.recorder.trace.reader import TraceReader
 
     traces = sorted((folder / "traces").glob("*.arrow"))
     if len(traces) != 1:
@@ -86,7 +86,7 @@ def compare(folder: Path, *, faulty: bool) -> Result:
 
 def _missed(marks: list[dict], report: Path, trace: Path) -> tuple[list[dict], int]:
     """Return the faults that nothing was found of, and after how many forwards the slowest was found."""
-    from kvcanary.replayer.merged.expansion import expand_tables, read_violations
+    from kvcanary.replayer.report.merged.expansion import expand_tables, read_violations
 
     by_forward = expand_tables(read_violations(report / "violations.parquet"), trace)
     rows = [dict(row, kind="") for table in by_forward for row in table.to_pylist()]

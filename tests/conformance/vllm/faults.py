@@ -295,7 +295,7 @@ class Injector:
 
 def mark(runner, labels) -> None:
     """Leave the fault's ground truth in the runner's trace."""
-    from kvcanary.recorder.engines import vllm_hooks
+    from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
 
     for attachment in vllm_hooks._installed:
         session = attachment._sessions.get(runner)

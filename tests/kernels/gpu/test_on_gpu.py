@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.constants import KvHashMode
-from kvcanary.kernels.fused import CanaryBuffer, plan_verify, write_shared
-from kvcanary.kernels.gpu import write as write_triton
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.kernels.plan import WritePlan
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.kernels.ops.plan.reference import WritePlan
+from kvcanary.kernels.ops.plan_verify.reference import CanaryBuffer, plan_verify, write_shared
+from kvcanary.kernels.ops.write import triton as write_triton
 
 KINDS = [("none",), ("partial",), ("all",), ("several",), ("pairs", "none"), ("none", "none", "partial", "all")]
 

@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 
 import pyarrow.parquet as pq
 from kvcanary.cli import kvcanary_main, replay_main
-from kvcanary.kernels.state import prepare
+from kvcanary.kernels.replay_pass.state import prepare
 from kvcanary.recorder.errors import TraceError, UnreadableTraceError
-from kvcanary.recorder.reader import TraceGap, TraceReader
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.trace.reader import TraceGap, TraceReader
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ..documented_engine import run_requests, toy_engine
 
@@ -191,7 +191,7 @@ class Store(OfReport):
     arguments = ("sql", "{}/t.report", "--save", "select count(*) as n from violations")
 
     def outcome(self, folder: Path, *, whole: bool) -> str:
-        from kvcanary.analysis.session import open_report
+        from kvcanary.analysis.store.session import open_report
 
         with open_report(folder / "t.report") as session:
             counted = session.sql("select count(*) as n from violations")["n"].to_pylist()

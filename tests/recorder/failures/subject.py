@@ -9,8 +9,8 @@ import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.summary import Summary
+from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 Outputs = dict[int, list[int]]
 OnStep = Callable[[int, SimulatedEngine], None]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.errors import TraceError
-from kvcanary.recorder.single_file import SingleFile
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.writing.single_file import SingleFile
+from kvcanary.recorder.writing.writer import TraceWriter
 
 from .disks import OFTEN, PipeDisk, files_of_at_most
 from .subject import assert_inconclusive, judged, logged, make_engine, serve, unrecorded

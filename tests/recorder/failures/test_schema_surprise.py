@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcanary.recorder.engines import sglang_attachment
-from kvcanary.recorder.engines.sglang_session import Session
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.engines.sglang.session import Session
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ..sglang import fake_engine
 from ..sglang.fake_engine import ForwardBatch, ModelRunner, Request, RowPool, Scheduler, hooked, serve

@@ -5,9 +5,9 @@ import struct
 from types import SimpleNamespace
 
 import torch
-from kvcanary.kernels.gpu import frame_launch
-from kvcanary.kernels.gpu.frame_driver import CudaDriver, _LaunchConfig, _places, _sorts
-from kvcanary.recorder.device.capture import DeviceCapture
+from kvcanary.kernels.capture import frame_launch
+from kvcanary.kernels.capture.frame_driver import CudaDriver, _LaunchConfig, _places, _sorts
+from kvcanary.recorder.capture.device.capture import DeviceCapture
 
 _ITEMS = {torch.int64: ctypes.c_int64, torch.int32: ctypes.c_int32}
 _FIXED = "3Q8i"

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.gpu import frame_again, frame_launch
-from kvcanary.kernels.gpu.frame_driver import CudaDriver
-from kvcanary.recorder.device import capture as capturing
-from kvcanary.recorder.device.forward import BatchRequests, Lens
+from kvcanary.kernels.capture import frame_again, frame_launch
+from kvcanary.kernels.capture.frame_driver import CudaDriver
+from kvcanary.recorder.capture.device import capture as capturing
+from kvcanary.recorder.capture.device.forward import BatchRequests, Lens
 
 from .two_recorders import Engine
 
@@ -57,7 +57,7 @@ BOTH = {1: DOWN, 2: BACK}
 
 @functools.cache
 def frame_launch_places(layout):
-    from kvcanary.kernels.gpu.frame_driver import _places
+    from kvcanary.kernels.capture.frame_driver import _places
 
     return _places(layout)
 

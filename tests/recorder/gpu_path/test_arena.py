@@ -4,7 +4,7 @@ import random
 from collections import deque
 
 import pytest
-from kvcanary.recorder.device.arena import Arena
+from kvcanary.recorder.capture.device.arena import Arena
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -4,13 +4,13 @@ import threading
 
 import numpy as np
 import pytest
-from kvcanary.kernels.gpu.frame_launch import FrameKernels
-from kvcanary.recorder.device import capture
-from kvcanary.recorder.device.forward import BatchRequests, DeviceForward
-from kvcanary.recorder.device.landing import Landing
-from kvcanary.recorder.device.taking_down import LOST
-from kvcanary.recorder.reader import read_events
-from kvcanary.recorder.schema import TIER_HOST, TIER_POOL
+from kvcanary.kernels.capture.frame_launch import FrameKernels
+from kvcanary.recorder.capture.device import capture
+from kvcanary.recorder.capture.device.forward import BatchRequests, DeviceForward
+from kvcanary.recorder.capture.device.landing import Landing
+from kvcanary.recorder.capture.device.taking_down import LOST
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.schema import TIER_HOST, TIER_POOL
 
 from .test_device_losses import follow
 from .two_recorders import Engine

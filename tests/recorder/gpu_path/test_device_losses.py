@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kvcanary.recorder.device import same_size
+from kvcanary.recorder.capture.device import same_size
 
 from .test_device_recorder import random_forward
 from .two_recorders import ROWS, SLOTS, WIDTH, Engine

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.gpu.frame_driver import Launch
-from kvcanary.kernels.gpu.frame_launch import FrameKernels
-from kvcanary.recorder.device.forward import BatchRequests, Lens
+from kvcanary.kernels.capture.frame_driver import Launch
+from kvcanary.kernels.capture.frame_launch import FrameKernels
+from kvcanary.recorder.capture.device.forward import BatchRequests, Lens
 
 from .two_recorders import Engine
 

@@ -4,8 +4,8 @@ import gc
 import weakref
 
 import numpy as np
-from kvcanary.recorder.device.truth import TruthBook
-from kvcanary.recorder.header import StateTable
+from kvcanary.recorder.capture.device.truth import TruthBook
+from kvcanary.recorder.trace.header import StateTable
 
 from .two_recorders import Tokens
 

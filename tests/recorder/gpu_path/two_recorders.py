@@ -4,14 +4,14 @@ import threading
 
 import numpy as np
 import torch
-from kvcanary.kernels.gpu import frame_launch
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.recorder.device.forward import BatchRequests, DeviceForward
-from kvcanary.recorder.device.recorder import DeviceRecorder
-from kvcanary.recorder.forward_input import ForwardInput, TruthTokens
-from kvcanary.recorder.header import KvStream, PoolGroup, Runner, StateTable, TraceHeader
-from kvcanary.recorder.reader import TraceReader
-from kvcanary.recorder.recorder import Recorder
+from kvcanary.kernels.capture import frame_launch
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.recorder.capture.device.forward import BatchRequests, DeviceForward
+from kvcanary.recorder.capture.device.recorder import DeviceRecorder
+from kvcanary.recorder.capture.forward_input import ForwardInput, TruthTokens
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, Runner, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import TraceReader
 
 # The interpreter runs one program after another: few of them, but more than one for each request.
 frame_launch.PREFIX_PROGRAMS = 4

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from kvcanary.recorder.engines.hooking import harmless
-from kvcanary.recorder.engines.sglang_attachment import Attachment
-from kvcanary.recorder.engines.sglang_hooks import TARGETS
-from kvcanary.recorder.environment import RecordingSettings
+from kvcanary.recorder.engines.common.hooking import harmless
+from kvcanary.recorder.engines.sglang.attachment import Attachment
+from kvcanary.recorder.engines.sglang.hooks import TARGETS
+from kvcanary.recorder.process.environment import RecordingSettings
 
 ROWS, WIDTH, SLOTS, HEADS, DIM = 5, 64, 96, 2, 8
 

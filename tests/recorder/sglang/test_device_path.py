@@ -6,16 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.gpu import frame_launch
-from kvcanary.recorder.device.capture import DeviceCapture
-from kvcanary.recorder.device.recorder import DeviceRecorder
-from kvcanary.recorder.engines import sglang_attachment, sglang_session
-from kvcanary.recorder.engines.sglang_batches import KnownBatch
-from kvcanary.recorder.engines.sglang_device import Telling
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import read_events
-from kvcanary.replayer.replay import replay
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.kernels.capture import frame_launch
+from kvcanary.recorder.capture.device.capture import DeviceCapture
+from kvcanary.recorder.capture.device.recorder import DeviceRecorder
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.engines.sglang import session as sglang_session
+from kvcanary.recorder.engines.sglang.batches import KnownBatch
+from kvcanary.recorder.engines.sglang.device import Telling
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.replayer.run.replay import replay
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import ModelRunner, hooked, serve
 
@@ -130,7 +131,7 @@ def test_no_kernel_gets_the_address_of_a_tensor_that_is_elsewhere() -> None:
 
 
 def test_a_landing_that_fails_leaves_the_engine_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcanary.recorder.device.landing import Landing
+    from kvcanary.recorder.capture.device.landing import Landing
 
     expected, _ = serve()
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path, history="off"))

@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcanary.recorder.engines import sglang_attachment, sglang_host_cache
-from kvcanary.recorder.engines.sglang_host_cache import copy_runs
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.replayer.replay import replay
-from kvcanary.replayer.settings import ReplaySettings
-from kvcanary.replayer.summary import Summary
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.engines.sglang import host_cache as sglang_host_cache
+from kvcanary.recorder.engines.sglang.host_cache import copy_runs
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.run.replay import replay
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import DIM, HEADS, SLOTS, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked
 

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcanary.recorder.engines import sglang_attachment, sglang_session
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import read_events
-from kvcanary.replayer.replay import replay
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.engines.sglang import session as sglang_session
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.replayer.run.replay import replay
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import SLOTS, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked, serve
 

@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from kvcanary.kernels.gpu import frame_inside, frame_launch
-from kvcanary.kernels.gpu.model_forward import ModelForward
-from kvcanary.recorder.engines import sglang_attachment, sglang_inside, sglang_session
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.replayer.replay import replay
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.kernels.capture import frame_inside, frame_launch
+from kvcanary.kernels.capture.model_forward import ModelForward
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.engines.sglang import inside as sglang_inside
+from kvcanary.recorder.engines.sglang import session as sglang_session
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.replayer.run.replay import replay
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import (
     DECODE,
@@ -209,7 +211,7 @@ def serve(
 
 def monkeypatch_raw(monkeypatch: pytest.MonkeyPatch, attachment: Any) -> None:
     """Hook the runner's own `_forward_raw`, which its class has overwritten."""
-    from kvcanary.recorder.engines.hooking import harmless
+    from kvcanary.recorder.engines.common.hooking import harmless
 
     original = Runner.__dict__["_forward_raw"]
     around = harmless(attachment.on_model, attachment.fault, attachment.cost)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvcanary.recorder.engines import sglang_attachment
-from kvcanary.recorder.engines.sglang_attention import ROW_READERS, backend_of
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.schema import ATTENTION_LENS, ATTENTION_SLOTS
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.engines.sglang.attention import ROW_READERS, backend_of
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .fake_engine import ModelRunner, hooked, serve
 

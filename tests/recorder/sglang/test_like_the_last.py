@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.gpu import frame_launch
-from kvcanary.recorder.device.capture import DeviceCapture
-from kvcanary.recorder.device.recorder import DeviceRecorder
-from kvcanary.recorder.engines import sglang_attachment, sglang_session
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import read_events
-from kvcanary.recorder.schema import BYTE_LISTS, INT_LISTS, SCALARS
+from kvcanary.kernels.capture import frame_launch
+from kvcanary.recorder.capture.device.capture import DeviceCapture
+from kvcanary.recorder.capture.device.recorder import DeviceRecorder
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.engines.sglang import session as sglang_session
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 
 from ..gpu_path.interpreted import InterpretingDriver
 from .fake_engine import SLOTS, ForwardBatch, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from kvcanary.recorder.engines import sglang_attachment
-from kvcanary.recorder.engines.sglang_attachment import Attachment
-from kvcanary.recorder.engines.sglang_requests import KnownRequest
-from kvcanary.recorder.engines.sglang_transfers import Transfers
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import read_events
-from kvcanary.replayer.replay import replay_joined
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.engines.sglang.attachment import Attachment
+from kvcanary.recorder.engines.sglang.requests import KnownRequest
+from kvcanary.recorder.engines.sglang.transfers import Transfers
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.replayer.run.replay import replay_joined
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import SLOTS, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked
 

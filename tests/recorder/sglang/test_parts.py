@@ -7,21 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.recorder.engines import hooking, sglang_hooks, sglang_requests, step_cost
-from kvcanary.recorder.engines.hooking import harmless, wrap_method
-from kvcanary.recorder.engines.sglang_attachment import Attachment
-from kvcanary.recorder.engines.sglang_batches import KnownBatches
-from kvcanary.recorder.engines.sglang_drafts import DraftGraph
-from kvcanary.recorder.engines.sglang_forward import MODES, forward_input, prefix_and_extend
-from kvcanary.recorder.engines.sglang_history import GroupHistory
-from kvcanary.recorder.engines.sglang_hooks import TARGETS, Target, find
-from kvcanary.recorder.engines.sglang_layout import Layout, ranks_of
-from kvcanary.recorder.engines.sglang_requests import KnownRequest, RequestBook, request_id_of, row_of
-from kvcanary.recorder.engines.sglang_sweep import PrefixCacheWalk
-from kvcanary.recorder.engines.step_cost import PLACES, StepCost
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.header import NotWatched
-from kvcanary.recorder.host_arrays import own_int64
+from kvcanary.recorder.capture.host_arrays import own_int64
+from kvcanary.recorder.engines.common import hooking, step_cost
+from kvcanary.recorder.engines.common.hooking import harmless, wrap_method
+from kvcanary.recorder.engines.common.step_cost import PLACES, StepCost
+from kvcanary.recorder.engines.sglang import hooks as sglang_hooks
+from kvcanary.recorder.engines.sglang import requests as sglang_requests
+from kvcanary.recorder.engines.sglang.attachment import Attachment
+from kvcanary.recorder.engines.sglang.batches import KnownBatches
+from kvcanary.recorder.engines.sglang.drafts import DraftGraph
+from kvcanary.recorder.engines.sglang.forward import MODES, forward_input, prefix_and_extend
+from kvcanary.recorder.engines.sglang.history import GroupHistory
+from kvcanary.recorder.engines.sglang.hooks import TARGETS, Target, find
+from kvcanary.recorder.engines.sglang.layout import Layout, ranks_of
+from kvcanary.recorder.engines.sglang.requests import KnownRequest, RequestBook, request_id_of, row_of
+from kvcanary.recorder.engines.sglang.sweep import PrefixCacheWalk
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.header import NotWatched
 
 from .fake_engine import SLOTS, MHATokenToKVPool, MLATokenToKVPool, ModelRunner, SWAKVPool, TokenToKVPoolAllocator
 

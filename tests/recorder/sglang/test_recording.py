@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcanary.recorder.engines import sglang_attachment, sglang_session
-from kvcanary.recorder.engines.sglang_attachment import Attachment
-from kvcanary.recorder.engines.sglang_requests import request_id_of
-from kvcanary.recorder.engines.sglang_session import Session
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.replayer.replay import replay
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.engines.sglang import session as sglang_session
+from kvcanary.recorder.engines.sglang.attachment import Attachment
+from kvcanary.recorder.engines.sglang.requests import request_id_of
+from kvcanary.recorder.engines.sglang.session import Session
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.replayer.run.replay import replay
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import ModelRunner, Request, Result, Scheduler, hooked, serve
 

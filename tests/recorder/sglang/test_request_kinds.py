@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.recorder.engines import sglang_attachment
-from kvcanary.recorder.engines.sglang_batches import KnownBatches
-from kvcanary.recorder.engines.sglang_device import Telling
-from kvcanary.recorder.engines.sglang_requests import RequestBook, request_id_of
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import read_events
-from kvcanary.replayer.replay import replay
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.engines.sglang.batches import KnownBatches
+from kvcanary.recorder.engines.sglang.device import Telling
+from kvcanary.recorder.engines.sglang.requests import RequestBook, request_id_of
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.replayer.run.replay import replay
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import (
     SLOTS,

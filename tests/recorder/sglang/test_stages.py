@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from kvcanary.recorder.engines import sglang_attachment
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import read_events
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import read_events
 
 from .fake_engine import SLOTS, Batch, ModelRunner, Request, Result, Scheduler, TokenToKVPoolAllocator, hooked
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.engines.sglang_hooks import TARGETS, Target
+from kvcanary.recorder.engines.sglang.hooks import TARGETS, Target
 
 # another version's source, unpacked: SGLANG_SOURCE=/somewhere/sglang pytest tests/recorder/sglang/test_versions.py
 SOURCE = os.environ.get("SGLANG_SOURCE", "")

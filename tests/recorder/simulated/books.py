@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kvcanary.recorder.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_events
 
 NOBODY = -1
 CACHE = -2

@@ -8,8 +8,8 @@ from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.pd_pair import PairSettings, PdPair
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-from kvcanary.replayer.replay import ReplaySettings, replay, replay_joined
-from kvcanary.replayer.summary import Summary
+from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.run.replay import ReplaySettings, replay, replay_joined
 
 from .books import Books, read_books
 

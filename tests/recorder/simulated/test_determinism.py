@@ -4,8 +4,8 @@ import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-from kvcanary.recorder.reader import read_events
-from kvcanary.recorder.schema import BYTE_LISTS, INT_LISTS, SCALARS
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 
 SHAPES = {
     "paged": {"page_size": 4, "mixed": True},

@@ -5,8 +5,8 @@ from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.pd_pair import PairSettings, PdPair
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
 from kvcanary.recorder.engines.simulated.transfers import Link
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.schema import BYTE_LISTS, INT_LISTS, SCALARS
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 
 from .engines import assert_books_balance, assert_clean_pair, judge_pair
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.commands.simulate import simulate_command
+from kvcanary.recorder.cli.simulate import simulate_command
 from kvcanary.recorder.engines.simulated.pools import KvPool
-from kvcanary.recorder.trace_file import TraceFile
-from kvcanary.replayer.replay import ReplaySettings, replay_joined
+from kvcanary.recorder.writing.trace_file import TraceFile
+from kvcanary.replayer.run.replay import ReplaySettings, replay_joined
 
 from .engines import judge
 
@@ -119,7 +119,7 @@ def test_existing_file_is_kept_unless_forced(tmp_path):
 
 def test_help_teaches_and_loads_nothing_heavy():
     code = (
-        "import sys\nfrom kvcanary.recorder.commands.simulate import simulate_command\n"
+        "import sys\nfrom kvcanary.recorder.cli.simulate import simulate_command\n"
         "try:\n    simulate_command(['--help'])\nexcept SystemExit:\n    pass\n"
         "print(sorted({'torch', 'numba', 'pyarrow', 'numpy'} & set(sys.modules)))"
     )
@@ -130,7 +130,7 @@ def test_help_teaches_and_loads_nothing_heavy():
 
 def test_running_it_never_loads_torch(tmp_path):
     code = (
-        "import sys\nfrom kvcanary.recorder.commands.simulate import simulate_command\n"
+        "import sys\nfrom kvcanary.recorder.cli.simulate import simulate_command\n"
         f"simulate_command(['-o', {str(tmp_path / 't.arrow')!r}, '--requests', '3'], standalone_mode=False)\n"
         "print('torch' in sys.modules)"
     )

@@ -5,7 +5,7 @@ from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.radix import NO_PAGE
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-from kvcanary.recorder.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_events
 
 from .engines import assert_clean, judge
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.recorder.engines import vllm_attachment
-from kvcanary.recorder.engines.vllm_requests import KnownRequest, RequestBook, prompt_of
-from kvcanary.recorder.engines.vllm_step import Step, forwards_of
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.replayer.replay import replay
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
+from kvcanary.recorder.engines.vllm.requests import KnownRequest, RequestBook, prompt_of
+from kvcanary.recorder.engines.vllm.step import Step, forwards_of
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.replayer.run.replay import replay
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import BLOCK, DIM, HEADS, FullAttentionSpec, GPUModelRunner, SlidingWindowSpec, hooked, serve
 from .test_parts import group

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from kvcanary.recorder.engines import vllm_attachment
-from kvcanary.recorder.engines.vllm_blocks import BlockHistory
-from kvcanary.recorder.engines.vllm_hooks import PROCESSES, hook_module
-from kvcanary.recorder.engines.vllm_session import Session
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.replayer.replay import replay
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
+from kvcanary.recorder.engines.vllm.blocks import BlockHistory
+from kvcanary.recorder.engines.vllm.hooks import PROCESSES, hook_module
+from kvcanary.recorder.engines.vllm.session import Session
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.replayer.run.replay import replay
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import (
     BLOCK,

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.gather import gather_kv
-from kvcanary.recorder.engines import vllm_hooks
-from kvcanary.recorder.engines.import_hook import WhenImported, when_imported
-from kvcanary.recorder.engines.vllm_hooks import MODULES, RUNNER_V1, TARGETS, hook_module
-from kvcanary.recorder.engines.vllm_kv import head_views, layer_number, row_source
-from kvcanary.recorder.engines.vllm_layout import GroupLayout, fed_otherwise, kind_of, ranks_of
-from kvcanary.recorder.engines.vllm_requests import KnownRequest, RequestBook, request_id_of
-from kvcanary.recorder.engines.vllm_step import Step, levels, table_read
-from kvcanary.recorder.forward_input import TableRead
+from kvcanary.kernels.capture.gather import gather_kv
+from kvcanary.recorder.capture.forward_input import TableRead
+from kvcanary.recorder.engines.common.import_hook import WhenImported, when_imported
+from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
+from kvcanary.recorder.engines.vllm.hooks import MODULES, RUNNER_V1, TARGETS, hook_module
+from kvcanary.recorder.engines.vllm.kv import head_views, layer_number, row_source
+from kvcanary.recorder.engines.vllm.layout import GroupLayout, fed_otherwise, kind_of, ranks_of
+from kvcanary.recorder.engines.vllm.requests import KnownRequest, RequestBook, request_id_of
+from kvcanary.recorder.engines.vllm.step import Step, levels, table_read
 
 from .fake_engine import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
@@ -129,7 +129,7 @@ def test_a_module_of_another_shape_is_left_alone(caplog: pytest.LogCaptureFixtur
 
 
 def test_the_targets_have_hooks() -> None:
-    from kvcanary.recorder.engines.vllm_attachment import Attachment
+    from kvcanary.recorder.engines.vllm.attachment import Attachment
 
     assert all(callable(getattr(Attachment, f"on_{target.hook}")) for target in TARGETS)
     assert {target.module for target in TARGETS} == set(vllm_hooks.MODULES)

@@ -7,13 +7,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from kvcanary.recorder.engines import vllm_attachment
-from kvcanary.recorder.engines.vllm_hooks import GPU_WORKER, hook_module
-from kvcanary.recorder.engines.vllm_requests import request_id_of
-from kvcanary.recorder.environment import RecordingSettings
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.replayer.replay import replay
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
+from kvcanary.recorder.engines.vllm.hooks import GPU_WORKER, hook_module
+from kvcanary.recorder.engines.vllm.requests import request_id_of
+from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.replayer.run.replay import replay
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import (
     BLOCK,

@@ -4,13 +4,15 @@ As a program it is the replay command with this check among the others: `fires_e
 that the command starts read this file too, and so have the check.
 """
 
-from kvcanary.recorder.reader import EventView
-from kvcanary.replayer import checks, executors, findings
+from kvcanary.recorder.trace.reader import EventView
+from kvcanary.replayer import checks
 from kvcanary.replayer.checks.check import HistoryCheck
 from kvcanary.replayer.checks.reporting import forward_finding
 from kvcanary.replayer.checks.view import ForwardView
-from kvcanary.replayer.findings import Finding
-from kvcanary.replayer.interval import lane
+from kvcanary.replayer.executors import executors
+from kvcanary.replayer.executors.incremental import lane
+from kvcanary.replayer.report import findings
+from kvcanary.replayer.report.findings import Finding
 
 NAME = "fires_everywhere"
 
@@ -65,6 +67,6 @@ if __name__ in ("__main__", "__mp_main__"):
     register()
 
 if __name__ == "__main__":
-    from kvcanary.replayer.commands.replay import replay_command
+    from kvcanary.replayer.cli.replay import replay_command
 
     replay_command()

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from kvcanary.recorder.forward_input import AttentionInput, ForwardInput, TruthTokens
-from kvcanary.recorder.header import PoolGroup, Runner, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.summary import Summary
+from kvcanary.recorder.capture.forward_input import AttentionInput, ForwardInput, TruthTokens
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import PoolGroup, Runner, StateTable, TraceHeader
+from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 ROWS, WIDTH, SLOTS = 8, 32, 64
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcanary.recorder.forward_input import AttentionInput, TableRead
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.capture.forward_input import AttentionInput, TableRead
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .scene import Part, Scene, told
 

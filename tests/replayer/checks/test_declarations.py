@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.replayer import checks, executors
+from kvcanary.replayer import checks
 from kvcanary.replayer.checks import CHECK_NAMES, Covered
-from kvcanary.replayer.interval import lane
-from kvcanary.replayer.interval.lane import Lane
+from kvcanary.replayer.executors import executors
+from kvcanary.replayer.executors.incremental import lane
+from kvcanary.replayer.executors.incremental.lane import Lane
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ...recorder.segmented import cut
 from ...recorder.test_rings import Ring

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.machine.forward import UnusableEventError
-from kvcanary.recorder.machine.requests import RequestBook
-from kvcanary.recorder.machine.slot_events import CopyEvent, SlotEvent, read_known_event
-from kvcanary.recorder.reader import TraceReader
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.state.forward import UnusableEventError
+from kvcanary.recorder.state.requests import RequestBook
+from kvcanary.recorder.state.slot_events import CopyEvent, SlotEvent, read_known_event
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.checks import CHECK_NAMES, make_checks
 from kvcanary.replayer.checks.history import History
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kvcanary.kernels.ledger import (
+from kvcanary.kernels.replay_pass.ledger import (
     LEDGER_COLUMNS,
     OWNER,
     STATE,
@@ -10,7 +10,7 @@ from kvcanary.kernels.ledger import (
     judge_writes,
     note_writes,
 )
-from kvcanary.kernels.swa_partners import shared_halves
+from kvcanary.kernels.replay_pass.swa_partners import shared_halves
 
 NUM_SLOTS = 40
 

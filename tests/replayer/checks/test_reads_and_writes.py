@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvcanary.recorder.forward_input import ForwardInput, TruthTokens
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.reading_order import in_reading_order
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.recorder.schema import TIER_HOST
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.capture.forward_input import ForwardInput, TruthTokens
+from kvcanary.recorder.capture.reading_order import in_reading_order
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.schema import TIER_HOST
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .scene import Part, Scene, told
 

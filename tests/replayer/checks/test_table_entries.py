@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.forward_input import ForwardInput
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.interval import lane
-from kvcanary.replayer.interval.lane import Lane
+from kvcanary.recorder.capture.forward_input import ForwardInput
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.executors.incremental import lane
+from kvcanary.replayer.executors.incremental.lane import Lane
 
 from ..equality.both_ways import check
 

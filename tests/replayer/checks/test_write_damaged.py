@@ -4,12 +4,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.recorder.forward_input import ForwardInput
-from kvcanary.recorder.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.reader import read_events
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.recorder.capture.forward_input import ForwardInput
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import read_events
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 SLOTS, HEADS, DIM = 12, 2, 8
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.recorder.forward_input import ForwardInput
-from kvcanary.recorder.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.recorder import Recorder
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.recorder.capture.forward_input import ForwardInput
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 SLOTS, SIZE = 8, 32
 STREAMS = tuple(KvStream(half=half, layer=0, bytes_per_token=SIZE, capture_bytes=16) for half in "KV")

@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from kvcanary.analysis.incidents.finding import find_incidents
-from kvcanary.replayer.merged.expansion import expand_tables, read_violations
-from kvcanary.replayer.replay import ReplaySettings, replay_joined
-from kvcanary.replayer.summary import Summary
-from kvcanary.replayer.violations import VIOLATION_SCHEMA
+from kvcanary.replayer.report.merged.expansion import expand_tables, read_violations
+from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
+from kvcanary.replayer.run.replay import ReplaySettings, replay_joined
 
 # What tells how it was replayed, not what was found.
 _TOLD_APART = ("settings", "seconds", "report", "incidents", "num_incidents")

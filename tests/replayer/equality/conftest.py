@@ -1,7 +1,7 @@
 """How much of the fault lab, and how many random histories, the equality tests go through."""
 
 import pytest
-from kvcanary.replayer.interval import lane
+from kvcanary.replayer.executors.incremental import lane
 from kvcanary.replayer.lab.faults import FAULTS
 
 NORMAL_CASES = 500

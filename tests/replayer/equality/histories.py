@@ -4,11 +4,11 @@ import copy
 from pathlib import Path
 
 import numpy as np
-from kvcanary.recorder.event import TraceEvent, loss_event
-from kvcanary.recorder.header import TraceHeader
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.schema import BYTE_LISTS, INT_LISTS, SCALARS
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.trace.event import TraceEvent, loss_event
+from kvcanary.recorder.trace.header import TraceHeader
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
+from kvcanary.recorder.writing.writer import TraceWriter
 
 _TOKEN_COLUMNS = ("input_ids", "positions", "out_cache_loc", "sampled_tokens")
 _CHANGES = (

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.writer import TraceWriter
+from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
 

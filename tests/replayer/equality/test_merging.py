@@ -9,16 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.machine.forward import Forward
-from kvcanary.recorder.machine.requests import RequestBook, RequestFacts
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.merged import expansion, merging
-from kvcanary.replayer.merged.expansion import ExpansionError, expand
-from kvcanary.replayer.merged.merging import MergingSink
-from kvcanary.replayer.sweep import Sweep
-from kvcanary.replayer.violations import LaunchViolations, violation_table
+from kvcanary.recorder.state.forward import Forward
+from kvcanary.recorder.state.requests import RequestBook, RequestFacts
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.report.merged import expansion, merging
+from kvcanary.replayer.report.merged.expansion import ExpansionError, expand
+from kvcanary.replayer.report.merged.merging import MergingSink
+from kvcanary.replayer.report.violations import LaunchViolations, violation_table
+from kvcanary.replayer.run.sweep import Sweep
 
 from .both_ways import assert_tables, plain
 

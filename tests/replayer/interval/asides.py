@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import TraceHeader
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import TraceHeader
 
 from .shapes import HOST, ROWS, SLOTS
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvcanary.recorder.header import KvStream, Oracle, PoolGroup, Runner, StateTable, TraceHeader
+from kvcanary.recorder.trace.header import KvStream, Oracle, PoolGroup, Runner, StateTable, TraceHeader
 
 ROWS, WIDTH, SLOTS, HOST = 6, 30, 70, 12
 

@@ -6,12 +6,12 @@ them, and may leave out only entries of which all that is still the same.
 
 import numpy as np
 import pytest
-from kvcanary.kernels.divergence import swa_divergence, watched_divergence
-from kvcanary.kernels.intervals.cells import MAX_CELLS, Cells
-from kvcanary.kernels.intervals.looks import plan_looks, watch_forward
-from kvcanary.kernels.intervals.settling import settle_forward
-from kvcanary.kernels.intervals.touches import touch_lut, touch_slots, touch_table, touch_truth
-from kvcanary.kernels.plan import VerifyPlan
+from kvcanary.kernels.ops.plan.reference import VerifyPlan
+from kvcanary.kernels.replay_pass.cells import MAX_CELLS, Cells
+from kvcanary.kernels.replay_pass.divergence import swa_divergence, watched_divergence
+from kvcanary.kernels.replay_pass.looks import plan_looks, watch_forward
+from kvcanary.kernels.replay_pass.settling import settle_forward
+from kvcanary.kernels.replay_pass.touches import touch_lut, touch_slots, touch_table, touch_truth
 
 ROWS, WIDTH, SLOTS, FULL = 5, 200, 40, 50
 BACKENDS = ["cpu", "reference"]

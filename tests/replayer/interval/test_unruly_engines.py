@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.commands.replay import replay_command
-from kvcanary.replayer.interval.planning import IntervalPlanner
-from kvcanary.replayer.replay import ReplaySettings, replay
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.cli.replay import replay_command
+from kvcanary.replayer.executors.incremental.planning import IntervalPlanner
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .shapes import SHAPES, header
 from .unruly_engine import UnrulyEngine

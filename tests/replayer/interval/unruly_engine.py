@@ -7,7 +7,7 @@ often anything of that happens.
 """
 
 import numpy as np
-from kvcanary.recorder.event import TraceEvent
+from kvcanary.recorder.trace.event import TraceEvent
 
 from .asides import Asides, Request
 from .shapes import ROWS, SLOTS, WIDTH

@@ -12,10 +12,10 @@ from concurrent.futures.process import BrokenProcessPool
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.reader import TraceReader
-from kvcanary.recorder.trace_file import TraceFile
-from kvcanary.replayer.commands.lab import lab_command
-from kvcanary.replayer.commands.replay import replay_command
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.writing.trace_file import TraceFile
+from kvcanary.replayer.cli.lab import lab_command
+from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.lab import matrix, results
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS

@@ -8,16 +8,16 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.kernels.constants import RECORD_POSITION
-from kvcanary.kernels.lane.forward import requests_ordinary
-from kvcanary.kernels.lane.loops import lane_loops
-from kvcanary.kernels.lane.writes import seeds_ordinary
-from kvcanary.kernels.plan import MAX_PLAN_ENTRIES
-from kvcanary.recorder.batch import TraceBatch
-from kvcanary.replayer import executors
-from kvcanary.replayer.interval import lane
-from kvcanary.replayer.interval.lane import Lane
-from kvcanary.replayer.replay import ReplayRun, ReplaySettings, replay
-from kvcanary.replayer.segment_stream import SegmentStream
+from kvcanary.kernels.ops.plan.reference import MAX_PLAN_ENTRIES
+from kvcanary.kernels.replay_pass.forward import requests_ordinary
+from kvcanary.kernels.replay_pass.loops import lane_loops
+from kvcanary.kernels.replay_pass.writes import seeds_ordinary
+from kvcanary.recorder.trace.batch import TraceBatch
+from kvcanary.replayer.executors import executors
+from kvcanary.replayer.executors.incremental import lane
+from kvcanary.replayer.executors.incremental.lane import Lane
+from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings, replay
+from kvcanary.replayer.run.segment_stream import SegmentStream
 
 from ..interval.test_unruly_engines import write
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from kvcanary.kernels.dispatch import select
-from kvcanary.replayer.commands.replay import replay_command
-from kvcanary.replayer.interval import lane
-from kvcanary.replayer.parallel import pool
+from kvcanary.replayer.cli.replay import replay_command
+from kvcanary.replayer.executors.incremental import lane
+from kvcanary.replayer.workers import pool
 
 TRACE = Path(__file__).parents[3] / "data" / "clean_llama.arrow"
 SAID = "compiling the fast path"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvcanary.kernels.oracle import oracle_tokens
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import Oracle, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.writer import TraceWriter
-from kvcanary.replayer.interval import lane
+from kvcanary.kernels.ops.oracle.reference import oracle_tokens
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import Oracle, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.executors.incremental import lane
 from kvcanary.replayer.lab.trial import Trial, run_trial
 
 from ...recorder.segmented import cut

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from kvcanary.recorder.event import TraceEvent
-from kvcanary.recorder.header import TraceHeader
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.recorder.schema import ADDED, BYTE_LISTS, INT_LISTS, SCALARS
+from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import TraceHeader
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.schema import ADDED, BYTE_LISTS, INT_LISTS, SCALARS
 
 
 def read_raw(path: Path) -> tuple[TraceHeader, list[TraceEvent]]:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
-from kvcanary.replayer.replay import ReplaySettings, replay_joined
-from kvcanary.replayer.summary import Summary
+from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.run.replay import ReplaySettings, replay_joined
 
 TABLES = ("violations", "findings", "swa_divergence")
 # Not what was found, but how long it took and where it was done.

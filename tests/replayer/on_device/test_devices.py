@@ -7,8 +7,8 @@ import sys
 import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.errors import TraceError
-from kvcanary.replayer.commands.replay import replay_command
-from kvcanary.replayer.device.cuda import find_device, is_device_name
+from kvcanary.replayer.cli.replay import replay_command
+from kvcanary.replayer.executors.device.cuda import find_device, is_device_name
 
 from .test_interpreted import DATA
 

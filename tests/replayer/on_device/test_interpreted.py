@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvcanary.replayer.checks import CHECK_NAMES
-from kvcanary.replayer.device import executor, pieces
-from kvcanary.replayer.device.state import DeviceState, UnlikeRecordsError
+from kvcanary.replayer.executors.device import executor, pieces
+from kvcanary.replayer.executors.device.state import DeviceState, UnlikeRecordsError
 from kvcanary.replayer.lab.trial import Trial, run_trial
-from kvcanary.replayer.settings import ReplaySettings
+from kvcanary.replayer.run.settings import ReplaySettings
 
 from ...recorder.segmented import cut
 from ..equality.histories import bend, write_raw

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvcanary.recorder.machine.forward import UnusableEventError, read_forward
-from kvcanary.recorder.machine.kv_changes import KvChanges
-from kvcanary.recorder.machine.slot_events import read_known_event
-from kvcanary.recorder.machine.tables import StateTables
-from kvcanary.recorder.reader import TraceBatch, TraceReader
-from kvcanary.recorder.schema import INT_LISTS
-from kvcanary.replayer.device.screening import screen
-from kvcanary.replayer.out_of_range import beyond_table
+from kvcanary.recorder.state.forward import UnusableEventError, read_forward
+from kvcanary.recorder.state.kv_changes import KvChanges
+from kvcanary.recorder.state.slot_events import read_known_event
+from kvcanary.recorder.state.tables import StateTables
+from kvcanary.recorder.trace.reader import TraceBatch, TraceReader
+from kvcanary.recorder.trace.schema import INT_LISTS
+from kvcanary.replayer.executors.device.screening import screen
+from kvcanary.replayer.run.out_of_range import beyond_table
 
 from ..equality.histories import write_raw
 from .raw import read_raw

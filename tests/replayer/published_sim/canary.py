@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 
 import numpy as np
-from kvcanary.kernels.kv_source import KvSource
-from kvcanary.recorder.header import PoolGroup, TraceHeader
+from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.recorder.trace.header import PoolGroup, TraceHeader
 
 from .oracle import expected_inputs, published_oracle
 from .step import Step, plan_input

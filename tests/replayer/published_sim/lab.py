@@ -10,7 +10,7 @@ from kvcanary.recorder.engines.simulated.pd_pair import PdPair
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS, Configuration
 from kvcanary.replayer.lab.effect import Clock, Probe
 from kvcanary.replayer.lab.fault import Bench, Fault
-from kvcanary.replayer.replay import replay_joined
+from kvcanary.replayer.run.replay import replay_joined
 
 from .pair import carry_records
 from .run import Run, compared, settings

@@ -5,7 +5,7 @@ from pathlib import Path
 from kvcanary.recorder.engines.simulated.errors import BrokenEngineError
 from kvcanary.recorder.engines.simulated.pd_pair import PairSettings, PdPair
 from kvcanary.recorder.engines.simulated.transfers import Link
-from kvcanary.replayer.replay import replay_joined
+from kvcanary.replayer.run.replay import replay_joined
 
 from .cases import FORWARDS, config_and_workload
 from .injector import Injector

@@ -7,10 +7,10 @@ import pyarrow.parquet as pq
 from kvcanary.kernels.constants import FailReason, LaunchTag
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.errors import BrokenEngineError
-from kvcanary.recorder.reader import TraceReader, read_events
-from kvcanary.replayer.replay import ReplaySettings, replay
-from kvcanary.replayer.summary import Summary
-from kvcanary.replayer.violations import VIOLATION_SCHEMA
+from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .cases import FORWARDS, config_and_workload
 from .injector import Injector

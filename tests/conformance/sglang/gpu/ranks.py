@@ -30,7 +30,7 @@ sys.path.insert(0, str(HERE))
 sys.path.append(str(HERE.parent))
 DOCUMENT = HERE.parents[3] / "docs" / "ranks-sglang-gpu.md"
 
-from kvcanary.recorder.reader import read_events  # noqa: E402
+from kvcanary.recorder.trace.reader import read_events  # noqa: E402
 from run import REPLAY  # noqa: E402
 from runs import REQ, GpuRun  # noqa: E402
 from sampled import wrong_samples  # noqa: E402

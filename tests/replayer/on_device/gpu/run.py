@@ -110,8 +110,8 @@ def traces_of(case: Case, folder: Path) -> list[Path | list[Path]]:
 def run(case: Case, device: str) -> dict[str, object]:
     """Replay a case on the CPU and the device; what came of it."""
     from kvcanary.replayer.checks import CHECK_NAMES
-    from kvcanary.replayer.device import pieces
-    from kvcanary.replayer.settings import ReplaySettings
+    from kvcanary.replayer.executors.device import pieces
+    from kvcanary.replayer.run.settings import ReplaySettings
     from same import replay_both
 
     pieces.FEWEST_ROWS = case.rows

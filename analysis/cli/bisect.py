@@ -1,0 +1,278 @@
+"""`kvcanary bisect`: the engine version that brought a fault."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...recorder.cli.given_path import GivenPath
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from click.shell_completion import CompletionItem
+
+    from ..bisect.bisection import Bisection
+    from ..bisect.criteria import Criterion
+    from ..bisect.outcome import Judgement
+
+EXIT_FAILED = 2
+MAX_SHOWN = 12
+
+_EXIT_CODES = """\b
+Exit codes: 0 the first bad version was found, 1 there is none between the ends (the first is bad, or the last is good),
+2 wrong usage or unreadable input, 125 several versions are left because others could not be judged.
+docs/bisect.md says more.
+"""
+
+_SAVED_EPILOG = f"""\b
+Examples:
+  kvcanary bisect traces/*.arrow
+      saved traces of many engine versions: which version was the first with a violation?
+  kvcanary bisect --incident stale_swa_mapping traces/*.arrow
+  kvcanary bisect --sql "select count(*) > 0 from violations where position > 4096" traces/*.arrow
+  kvcanary bisect --reference good.arrow --no-kv traces/*.arrow
+      the first version that differs from a good trace of the same prompts
+  kvcanary bisect --order commits.txt v1/ v2/ v3/
+      a folder is one run: its ranks, or a prefill and a decode side
+  kvcanary bisect run --good 0.5.16 --bad 0.5.23 --versions 0.5.16,0.5.18,0.5.20,0.5.23 -- ./record.sh {{version}} {{out}}
+      record each version when its turn comes; see kvcanary bisect run --help
+
+{_EXIT_CODES}"""
+
+_RUN_EPILOG = f"""\b
+COMMAND runs the engine of one version, recorded. In its words {{version}}, {{out}} (a folder of the trial's own) and
+{{trace}} (trace.arrow in it) are put in; KVCANARY_BISECT_VERSION, KVCANARY_TRACE (the folder, which is where the
+adapters record) and KVCANARY_BISECT_TRACE hold the same. Every trace in the folder is judged. Exit code 0: judge;
+125, any other failure, no trace, or the time limit: the version is skipped; 126 and 127: the bisection ends.
+
+\b
+Examples:
+  kvcanary bisect run --good 0.5.16 --bad 0.5.23 --versions versions.txt -- ./record.sh {{version}} {{out}}
+      #!/bin/sh
+      /envs/sglang-$1/bin/python generate.py
+  kvcanary bisect run --good v1.0 --bad main -- sh -c 'git checkout -q {{version}} && python engine.py {{trace}}'
+      without --versions: the commits of the git repository here
+  kvcanary bisect run --tries 3 --vote any --timeout 600 --good a --bad c --versions a,b,c -- ./record.sh {{version}}
+      a fault that shows now and then
+
+\b
+Interrupted, the same command goes on where it was: trials stand in the log.
+
+{_EXIT_CODES}"""
+
+
+class _BisectGroup(click.Group):
+    """`kvcanary bisect TRACES...` is `kvcanary bisect saved TRACES...`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            args = ["--help"]
+        if not args or args[0] == "run":
+            return super().parse_args(ctx, args)
+        return super().parse_args(ctx, ["saved", *args])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete what `saved` takes, too: its options, and files."""
+        saved = self.commands["saved"]
+        with saved.make_context("saved", [], parent=ctx, resilient_parsing=True) as of_saved:
+            if incomplete.startswith("-"):
+                found = saved.shell_complete(of_saved, incomplete)
+            else:
+                found = [
+                    item
+                    for param in saved.params
+                    if param.name == "traces"
+                    for item in param.shell_complete(of_saved, incomplete)
+                ]
+        known = [item for item in super().shell_complete(ctx, incomplete) if item.value != "saved"]
+        return known + [item for item in found if item.value not in {one.value for one in known}]
+
+
+def _criterion_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(
+        (
+            click.option("--incident", default="", metavar="KIND", help="Bad is an incident of this kind."),
+            click.option("--finding", default="", metavar="KIND", help="Bad is a finding of this kind."),
+            click.option("--reference", default="", metavar="TRACE", help="Bad is a difference from this trace."),
+            click.option("--sql", default="", metavar="QUERY", help="Bad is a query whose first value is true."),
+            click.option("--no-kv", is_flag=True, help="With --reference: compare no KV bytes."),
+            click.option("--kv-tolerance", type=click.FloatRange(min=0), help="With --reference: as in kvcanary diff."),
+            click.option(
+                "--vote",
+                type=click.Choice(["majority", "any"]),
+                default="majority",
+                show_default=True,
+                help="How several runs of a version count; a draw is bad.",
+            ),
+            click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@click.group("bisect", cls=_BisectGroup, invoke_without_command=False)
+def bisect_command() -> None:
+    """Find the engine version that brought a fault."""
+
+
+@bisect_command.command("saved", epilog=_SAVED_EPILOG, options_metavar="[OPTIONS]")
+@click.argument("traces", nargs=-1, required=True, metavar="TRACES...", type=GivenPath())
+@click.option(
+    "--order",
+    type=GivenPath(),
+    metavar="FILE",
+    help="Versions, commits or trace files, one a line, oldest first. [default: by the versions in the headers]",
+)
+@click.option("--cache", type=GivenPath(file_okay=False), help="Where verdicts are kept.")
+@click.option("--no-cache", is_flag=True, help="Judge every trace anew.")
+@_criterion_options
+def saved_command(
+    traces: tuple[Path, ...], order: Path | None, cache: Path | None, no_cache: bool, **options: Any
+) -> None:
+    """Bisect over TRACES, saved from several versions of an engine: files, or folders that are one run each.
+
+    Both ends are verified first. Verdicts are kept by the content of the traces, so that a second call is quick.
+    `kvcanary bisect run` records the versions itself.
+    """
+    if cache and no_cache:
+        raise click.UsageError("--cache and --no-cache exclude one another")
+
+    def bisect(criterion: Criterion, tell: Callable[[str, Judgement], None]) -> Bisection:
+        from ..bisect.bisection import bisect_saved
+        from ..bisect.cache import VerdictCache, default_cache
+        from ..bisect.versions import read_order, read_versions
+
+        versions = read_versions(traces, read_order(order) if order else ())
+        kept = VerdictCache(None if no_cache else cache or default_cache())
+        return bisect_saved(versions, criterion, kept, rule=options["vote"], tell=tell)
+
+    _finish(bisect, options, anew="--no-cache")
+
+
+@bisect_command.command("run", epilog=_RUN_EPILOG, context_settings={"ignore_unknown_options": False})
+@click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...", type=click.UNPROCESSED)
+@click.option("--good", required=True, help="A version known to be good.")
+@click.option("--bad", required=True, help="A later one known to be bad.")
+@click.option(
+    "--versions", metavar="LIST|FILE", help="Versions, oldest first: joined by commas, or one a line. [default: git]"
+)
+@click.option("--tries", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of a version at most.")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for one run.")
+@click.option(
+    "--log",
+    type=GivenPath(dir_okay=False),
+    default=Path("kvcanary-bisect.jsonl"),
+    show_default=True,
+    help="Trials done, to go on from.",
+)
+@click.option("--fresh", is_flag=True, help="Begin anew, over an older log.")
+@click.option("--keep", type=GivenPath(file_okay=False), help="Keep the traces in this folder.")
+@_criterion_options
+def run_command(
+    command: tuple[str, ...],
+    good: str,
+    bad: str,
+    versions: str | None,
+    tries: int,
+    timeout: float | None,
+    log: Path,
+    fresh: bool,
+    keep: Path | None,
+    **options: Any,
+) -> None:
+    """Record and judge the versions between --good and --bad that a bisection asks for."""
+
+    def bisect(criterion: Criterion, tell: Callable[[str, Judgement], None]) -> Bisection:
+        from ... import __version__
+        from ..bisect.bisection import bisect_run
+        from ..bisect.log import BisectLog
+        from ..bisect.trial import Command, listed_versions
+
+        if timeout is not None and not math.isfinite(timeout):
+            raise click.UsageError(
+                f"--timeout is {timeout}, expected seconds; without it a run may take as long as it likes"
+            )
+        names = listed_versions(versions, good, bad)
+        if fresh:
+            log.unlink(missing_ok=True)
+        about = {"versions": names, "command": list(command), "criterion": criterion.key(), "kvcanary": __version__}
+        return bisect_run(
+            names,
+            Command(words=command, timeout_s=timeout, keep=keep.absolute() if keep else None),
+            criterion,
+            BisectLog(log, about),
+            tries=tries,
+            rule=options["vote"],
+            tell=tell,
+        )
+
+    _finish(bisect, options, anew="--fresh")
+
+
+def _finish(
+    bisect: Callable[[Criterion, Callable[[str, Judgement], None]], Bisection], options: dict[str, Any], *, anew: str
+) -> None:
+    """Bisect, print what came of it, and exit; `anew` is the option by which verdicts from before do not count."""
+    from ...recorder.cli.text import printable, printable_message
+    from ..bisect.bisection import make_criterion
+    from ..errors import AnalysisError
+
+    as_json = options["as_json"]
+
+    def tell(version: str, judgement: Judgement) -> None:
+        line = printable(f"{judgement.outcome.value:5s}{version}   {judgement.words}")
+        click.echo(line, err=as_json)
+
+    try:
+        criterion = make_criterion(
+            incident=options["incident"],
+            finding=options["finding"],
+            reference=options["reference"],
+            sql=options["sql"],
+            kv=not options["no_kv"],
+            kv_tolerance=options["kv_tolerance"],
+        )
+        criterion.check()
+        found = bisect(criterion, tell)
+    except AnalysisError as error:
+        if as_json:
+            import json
+
+            click.echo(json.dumps({"exit_code": EXIT_FAILED, "error": str(error)}, indent=2))
+        click.echo(printable_message(f"Error: {error}"), err=True)
+        sys.exit(EXIT_FAILED)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        for line in _lines(found, anew):
+            click.echo(printable(line))
+    sys.exit(found.exit_code)
+
+
+def _lines(found: Bisection, anew: str) -> list[str]:
+    asked = len(found.search.judged)
+    verdicts = "verdict" if found.cached == 1 else "verdicts"
+    cached = f", {found.cached:,} {verdicts} from before ({anew} judges anew)" if found.cached else ""
+    lines = ["", f"judged  {asked} of {len(found.versions)} versions by {found.criterion.words()}{cached}"]
+    if found.first_bad is not None:
+        lines.append(f"FOUND   {found.first_bad} is the first bad version")
+    elif found.candidates:
+        shown = ", ".join(found.candidates[:MAX_SHOWN])
+        more = f" and {len(found.candidates) - MAX_SHOWN} more" if len(found.candidates) > MAX_SHOWN else ""
+        lines.append(f"SKIPS   the first bad version is one of {shown}{more}: those between could not be judged")
+    else:
+        lines.append(f"NONE    {found.search.problem}")
+    if found.search.good >= 0 and found.candidates:
+        lines.append(f"        the last good one is {found.versions[found.search.good]}")
+    if found.evidence is not None and found.search.bad >= 0:
+        lines.append(f"there   {found.versions[found.search.bad]}: {found.evidence.words}")
+        lines.append(f"next    {found.reproduce}")
+    return lines

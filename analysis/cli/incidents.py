@@ -1,0 +1,182 @@
+"""`kvcanary incidents`: a report's incidents, found anew and explained."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...recorder.cli.given_path import GivenPath
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_FAILED = 2
+
+_EPILOG = """\b
+Examples:
+  kvcanary incidents trace.report
+      every incident: what it is, how sure that is, where it was seen
+  kvcanary incidents trace.report --explain 1
+      one incident with its mechanism, its look-alikes, and the queries that prove it
+  kvcanary incidents trace.report --json | jq '.incidents[] | {kind, confidence, sentence}'
+  kvcanary incidents trace.report --trace /mnt/traces/trace.arrow
+      where the trace is no longer where it was replayed
+
+\b
+Exit codes: 0 shown (also where there is none), 2 wrong usage or an unreadable report. docs/incidents.md describes the
+kinds.
+"""
+
+
+@click.command("incidents", epilog=_EPILOG)
+@click.argument("report", metavar="REPORT", type=GivenPath())
+@click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
+@click.option("--explain", type=click.IntRange(min=1), metavar="N", help="Explain incident N with its evidence.")
+@click.option("--json", "as_json", is_flag=True, help="Print incidents as JSON.")
+def incidents_command(report: Path, trace: Path | None, explain: int | None, as_json: bool) -> None:
+    """Put violations and findings that share a cause together, and say what kind of mistake each looks like.
+
+    REPORT is the folder that kvcanary-replay wrote. The incidents are found anew and written into it, as
+    incidents.parquet and incident_members.parquet. Without the trace those that were found with it stay; where there
+    are none, the kinds are less certain.
+    """
+    from ...recorder.cli.text import printable, printable_message
+    from ..errors import AnalysisError
+    from ..incidents.finding import find_incidents, read_incidents, write_incidents
+    from ..store.sources import read_summary
+
+    try:
+        summary = read_summary(report)
+        traces, why = _traces(report, trace)
+        torn = _torn_since(summary, traces)
+        stored = None if traces and not torn else read_incidents(report)
+        if stored is None:
+            found = find_incidents(report, traces)
+            _write(lambda: write_incidents(report, found))
+        incidents = found.rows if stored is None else stored
+        rows = _chosen(incidents, explain)
+    except AnalysisError as error:
+        click.echo(f"Error: {printable_message(str(error))}", err=True)
+        sys.exit(EXIT_FAILED)
+    if why or torn:
+        then = "so the kinds are less certain" if stored is None else "so what was found before is shown"
+        click.echo(
+            printable(f"note: {torn or f'{why}: the trace is not at hand'}, {then} (--trace says where it is now)"),
+            err=True,
+        )
+    if as_json:
+        import json
+
+        click.echo(
+            json.dumps(
+                {"report": str(report), "num_incidents": len(incidents), "incidents": rows}, indent=2, default=str
+            )
+        )
+        return
+    from rich.console import Console
+
+    console = Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160)
+    _show(console, report, rows, len(incidents), _begin(summary), explained=explain is not None)
+
+
+def _traces(report: Path, moved_to: Path | None) -> tuple[list[Path], str]:
+    """Return the files of the report's trace, [] and why where they are not there.
+
+    Of a recording in segments these are all that lie there, also before those that the report speaks of: they tell how
+    it came to that.
+    """
+    from ..incidents.finishing import trace_files
+    from ..store.sources import find_sources
+
+    [source] = find_sources([report], trace=moved_to)
+    if source.segments and source.summary is not None:
+        whole = source.segments[0].with_name(Path(source.summary["trace"]).name)
+        return trace_files(whole, str(source.summary.get("trace_id"))), ""
+    return list(source.files), source.problem
+
+
+def _torn_since(summary: dict[str, Any], traces: list[Path]) -> str:
+    """Say which file of a trace that was whole when it was replayed has lost its end since; "" for none."""
+    from ...recorder.errors import TraceError
+    from ...recorder.trace.reader import TraceReader
+
+    if summary.get("complete") is not True:
+        return ""
+    for path in traces:
+        try:
+            with TraceReader(path) as reader:
+                whole = reader.complete
+        except TraceError:
+            whole = False
+        if not whole:
+            return f"{path}: torn, and was whole when it was replayed"
+    return ""
+
+
+def _write(write: Any) -> None:
+    """Write the tables; a report that may only be read is shown all the same."""
+    from ...recorder.cli.text import printable_message
+    from ..errors import AnalysisError
+
+    try:
+        write()
+    except AnalysisError as error:
+        click.echo(printable_message(f"note: {error}"), err=True)
+
+
+def _chosen(rows: list[dict[str, Any]], number: int | None) -> list[dict[str, Any]]:
+    from ..errors import AnalysisError
+
+    if number is None:
+        return rows
+    if number > len(rows):
+        raise AnalysisError(f"--explain {number}: the report has {len(rows)} incident(s)")
+    return [rows[number - 1]]
+
+
+def _begin(summary: dict[str, Any]) -> int:
+    first = summary.get("first_time_ns")
+    return first if isinstance(first, int) else 0
+
+
+def _show(
+    console: Console, report: Path, rows: list[dict[str, Any]], total: int, begin: int, *, explained: bool
+) -> None:
+    from rich.text import Text
+
+    from ...recorder.cli.text import printable
+    from ...replayer.cli.incident_blocks import show_incident
+
+    noun = "incident" if total == 1 else "incidents"
+    console.print(Text(printable(f"report  {report}   {total:,} {noun}")), soft_wrap=True)
+    for row in rows:
+        console.print()
+        show_incident(console, row, begin)
+        if explained:
+            _explain(console, row)
+    if rows and not explained:
+        console.print()
+        command = shlex.join(["kvcanary", "incidents", str(report), "--explain", str(rows[0]["incident"])])
+        console.print(Text(printable(f"next    {command}"), style="dim"), soft_wrap=True)
+
+
+def _explain(console: Console, row: dict[str, Any]) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from ...recorder.cli.text import printable
+    from ..incidents.rules import RULES
+
+    parts = [("mechanism", row["detail"] or "no rule knows this kind")]
+    parts += [(f"or {kind}", RULES[kind].mechanism) for kind in row["alternatives"] if kind != row["kind"]]
+    for title, text in parts:
+        console.print()
+        console.print(Padding(Text(f"{title}: {printable(text)}"), (0, 0, 0, 4), expand=False))
+    console.print()
+    console.print(Padding(Text("evidence, for kvcanary sql:", style="dim"), (0, 0, 0, 4), expand=False))
+    for query in row["evidence"]:
+        console.print(Padding(Text(printable(query)), (0, 0, 0, 6), expand=False), soft_wrap=True)

@@ -1,0 +1,227 @@
+"""`kvcanary sql`: any question, in SQL."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ...recorder.cli.given_path import GivenPath
+
+if TYPE_CHECKING:
+    from ..store.session import Session
+    from ..store.sources import Source
+
+EXIT_FAILED = 2
+FORMATS = ("table", "csv", "json", "parquet", "arrow")
+
+_EPILOG = """\b
+Examples:
+  kvcanary sql trace.arrow "select mode, count(*) from forwards group by mode"
+  kvcanary sql trace.report
+      a prompt with history and completion; \\d lists what there is, \\q leaves
+  kvcanary sql trace.report "from slot_history(4711)"
+      all that happened to a slot
+  kvcanary sql a.arrow b.arrow "select trace, count(*) from tokens group by trace"
+      several traces; the column trace says which
+  kvcanary sql /traces/ "select trace, count(*) from forwards group by trace"
+      all traces of a folder, with their reports where they were replayed
+  kvcanary sql trace.report --format parquet -o tokens.parquet "from tokens"
+  kvcanary sql trace.report -f query.sql --format json | jq .
+  kvcanary sql trace.report --save
+      write report.duckdb into the report, for speed and for other DuckDB clients
+
+\b
+Exit codes: 0 answered, 2 wrong usage, an unreadable file, or an SQL error. docs/sql.md describes every relation.
+"""
+
+
+@click.command("sql", epilog=_EPILOG)
+@click.argument("arguments", nargs=-1, required=True, metavar='TRACE_OR_REPORT... ["SELECT ..."]')
+@click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="Of the result.")
+@click.option("-f", "--file", "script", type=GivenPath(), help="Read SQL from a file; - is stdin.")
+@click.option("-o", "--output", type=GivenPath(dir_okay=False), help="Write the result to a file.")
+@click.option(
+    "--rows", type=click.IntRange(min=0), default=100, show_default=True, help="Rows shown in a table; 0: all."
+)
+@click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
+@click.option("--save", is_flag=True, help="First write report.duckdb into each report.")
+@click.option(
+    "--live", is_flag=True, help="Read the files even where report.duckdb fits; raw_events is there only then."
+)
+@click.option(
+    "--unlocked",
+    is_flag=True,
+    help="Let the SQL read and write files, load extensions and change DuckDB's settings.",
+)
+def sql_command(
+    arguments: tuple[str, ...],
+    form: str,
+    script: Path | None,
+    output: Path | None,
+    rows: int,
+    trace: Path | None,
+    save: bool,
+    live: bool,
+    unlocked: bool,
+) -> None:
+    """Ask traces and reports anything, in SQL.
+
+    Nothing is imported: DuckDB reads the files where they lie, and unless --unlocked no others. A report beside a trace (trace.report beside
+    trace.arrow) goes with it. Without a query a prompt opens, or SQL is read from a pipe.
+    """
+    from ...recorder.cli.text import printable_message
+    from ..errors import AnalysisError
+
+    paths, query = _split(arguments)
+    if query is not None and script is not None:
+        raise click.UsageError("a query and --file exclude one another")
+    if form in ("parquet", "arrow") and output is None and sys.stdout.isatty():
+        raise click.UsageError(f"--format {form} is not for a terminal; name a file with -o")
+    try:
+        _run(paths, query, script, output, form, rows, trace, save, live, unlocked)
+    except AnalysisError as error:
+        click.echo(f"Error: {printable_message(str(error))}", err=True)
+        if "disabled by configuration" in str(error) or "has been locked" in str(error):
+            click.echo(
+                "  a query reaches only what is named on the command line; --unlocked lets it reach more", err=True
+            )
+        sys.exit(EXIT_FAILED)
+
+
+def _split(arguments: tuple[str, ...]) -> tuple[list[Path], str | None]:
+    """Tell sources from the query: the last argument is one where no such file exists and it has more than a word."""
+    last = arguments[-1]
+    if not last.strip():
+        raise click.UsageError("the query, or a name, is empty; is a variable of the shell unset?")
+    if len(arguments) > 1 and not _exists(last) and (len(last.split()) > 1 or last.rstrip().endswith(";")):
+        return [Path(argument) for argument in arguments[:-1]], last
+    return [Path(argument) for argument in arguments], None
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # too long for a name
+        return False
+
+
+def _run(
+    paths: list[Path],
+    query: str | None,
+    script: Path | None,
+    output: Path | None,
+    form: str,
+    rows: int,
+    trace: Path | None,
+    save: bool,
+    live: bool,
+    unlocked: bool,
+) -> None:
+    from ...recorder.cli.text import printable
+    from ..store.output import spare
+    from ..store.session import open_sources
+    from ..store.sources import find_sources
+    from ..store.store import build_store
+
+    sources = find_sources([source for path in paths for source in _named(path)], trace=trace)
+    if output is not None:
+        spare([path for source in sources for path in source.kept] + ([script] if script else []), output)
+    if save:
+        for source in sources:
+            click.echo(printable(f"wrote   {build_store(source)}"), err=True)
+        if query is None and script is None:
+            return
+    text = query if query is not None else _read_script(script)
+    with open_sources(sources, use_store=not live, unlocked=unlocked) as session:
+        _tell_problems(sources, session)
+        if text is None:
+            _prompt(session, form, rows)
+        elif text.strip():
+            _show(session, text, form, rows, output)
+
+
+def _named(path: Path) -> list[Path]:
+    """Return what a path stands for: itself, or of a folder of traces every recording's report or else its files."""
+    from ...recorder.errors import TraceError
+    from ...recorder.trace.recordings import group_recordings, traces_in
+    from ..errors import AnalysisError
+
+    if not path.is_dir() or (path / "summary.json").exists():
+        return [path]
+    try:
+        recordings, _ = group_recordings(traces_in(path))
+    except TraceError:
+        raise AnalysisError(
+            f"{path}: neither a report (it has no summary.json) nor a folder of traces (it holds no .arrow file)"
+        ) from None
+    reports = [Path(recording.name).with_suffix(".report") for recording in recordings]
+    return [
+        named
+        for recording, report in zip(recordings, reports, strict=True)
+        for named in ([report] if (report / "summary.json").exists() else recording.paths)
+    ]
+
+
+def _read_script(script: Path | None) -> str | None:
+    """Return the SQL of a file or a pipe, None where a person sits at the other end."""
+    from ..errors import AnalysisError
+
+    if script is None and sys.stdin.isatty():
+        return None
+    if script is None or str(script) == "-":
+        return sys.stdin.read()
+    try:
+        return script.read_text(encoding="utf-8")
+    except OSError as error:
+        raise AnalysisError(f"{script}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise AnalysisError(f"{script}: not UTF-8 text; name a file with SQL in it") from None
+
+
+def _tell_problems(sources: list[Source], session: Session) -> None:
+    """Say on standard error what the answers cannot know."""
+    from ...recorder.cli.text import printable
+    from ..store.triage import is_whole, lost_line
+
+    for source in sources:
+        if source.trace is None and not session.stored:
+            message = f"{source.problem}: the report's trace is not at hand, only violations and findings are"
+            click.echo(printable(f"note: {message} (--trace says where it is now)"), err=True)
+    for row in session.sql("from lost").to_pylist():
+        if row["present"] and not is_whole(row):
+            click.echo(printable(f"note: {row['trace']}: {lost_line(row)} (see losses and gaps)"), err=True)
+
+
+def _show(session: Session, query: str, form: str, rows: int, output: Path | None) -> None:
+    import pyarrow as pa
+
+    from ..errors import AnalysisError, SqlError
+    from ..store.output import private_output, write_result
+
+    reader = session.batches(query)
+    try:
+        if output is None:
+            sys.stdout.flush()
+            write_result(reader, sys.stdout.buffer, form, max_rows=rows or None, on_screen=sys.stdout.isatty())
+            return
+        with private_output(output) as sink:
+            write_result(reader, sink, form, max_rows=None)
+    except pa.ArrowException as error:
+        raise SqlError(str(error)) from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise AnalysisError(f"{output or 'standard output'}: cannot be written ({error.strerror or error})") from None
+
+
+def _prompt(session: Session, form: str, rows: int) -> None:
+    from .prompt import Prompt, line_editing
+
+    if form in ("parquet", "arrow"):
+        raise click.UsageError(f"--format {form} goes with a query")
+    click.echo("\\h for help, \\d for what there is, \\q to leave")
+    with line_editing(session.words):
+        Prompt(session, show=lambda query: _show(session, query, form, rows, None), read=input, write=click.echo).run()

@@ -1,0 +1,177 @@
+"""`kvcanary triage`: the questions asked of every damage, answered."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ...recorder.cli.given_path import GivenPath
+
+if TYPE_CHECKING:
+    from ..store.session import Session
+    from ..store.sources import Source
+    from ..store.triage import Triage
+
+EXIT_FAILED = 2
+MAX_LINE, MAX_NAME = 500, 120
+
+_EPILOG = """\b
+Examples:
+  kvcanary triage trace.report
+      ten questions, in words and small tables
+  kvcanary triage trace.report --sql
+      the same with the SQL behind each, for kvcanary sql
+  kvcanary triage trace.report --json | jq '.questions[] | {question, answer}'
+  kvcanary triage trace.report --trace /mnt/traces/trace.arrow
+      where the trace is no longer where it was replayed
+
+\b
+Exit codes: 0 answered (also where nothing was found), 2 wrong usage or an unreadable report.
+"""
+
+
+@click.command("triage", epilog=_EPILOG)
+@click.argument("report", metavar="REPORT", type=GivenPath())
+@click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
+@click.option("--sql", "show_sql", is_flag=True, help="Show the SQL behind each answer.")
+@click.option("--json", "as_json", is_flag=True, help="Print answers, rows and SQL as JSON.")
+def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bool) -> None:
+    """Answer the questions that are asked of every damage: who held the slot before, which forward wrote it first, is
+    it the prefix cache, chunk boundaries, page sizes, the same slots, other requests' tokens, the draft, the prefill
+    or decode side, a transfer.
+
+    REPORT is the folder that kvcanary-replay wrote. The first call writes report.duckdb into it, which answers from
+    then on and opens with any DuckDB client.
+    """
+    from ...recorder.cli.text import printable_message
+    from ..errors import AnalysisError
+    from ..store.sources import find_sources, read_summary
+    from ..store.triage import triage
+
+    try:
+        read_summary(report)
+        [source] = find_sources([report], trace=trace)
+        with _session(source) as session:
+            found = triage(session)
+    except AnalysisError as error:
+        click.echo(f"Error: {printable_message(str(error))}", err=True)
+        sys.exit(EXIT_FAILED)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(_to_json(source, found), indent=2, default=str))
+        return
+    for line in _lines(source, found, show_sql):
+        click.echo(line)
+
+
+def _session(source: Source) -> Session:
+    """Open the report's store, made first where there is none that fits; without one where it cannot be written."""
+    from ...recorder.cli.text import printable_message
+    from ...replayer.report.report import STORE_NAME
+    from ..errors import AnalysisError
+    from ..store.session import open_sources
+    from ..store.store import build_store, fresh_store
+
+    if fresh_store(source) is None:
+        if source.trace is None:
+            raise AnalysisError(
+                f"{source.problem}; without {STORE_NAME}, which {source.report} does not have, triage reads the trace: "
+                "say with --trace where it is now"
+            )
+        try:
+            build_store(source)
+        except AnalysisError as error:
+            click.echo(printable_message(f"note: {error}; answering from the files, which is slower"), err=True)
+    return open_sources([source])
+
+
+def _to_json(source: Source, found: Triage) -> dict[str, object]:
+    return {
+        "report": str(source.report),
+        "trace": str(source.trace) if source.trace else None,
+        "violations": found.violations,
+        "findings": found.findings,
+        "num_incidents": found.num_incidents,
+        "incidents": found.incidents,
+        "first_damage": found.first,
+        "questions": [
+            {
+                "name": answer.name,
+                "question": answer.question,
+                "answer": answer.words,
+                "first": answer.first,
+                "overall": answer.overall,
+                "first_sql": answer.first_sql,
+                "overall_sql": answer.overall_sql,
+            }
+            for answer in found.answers
+        ],
+        "lost": found.lost,
+    }
+
+
+def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
+    from ...recorder.cli.text import printable
+    from ..store.text_table import text_table
+    from ..store.triage import lost_line
+
+    lines = [f"report  {printable(str(source.report))}   {found.violations:,} violations, {found.findings:,} findings"]
+    first = found.first
+    if first:
+        whose = f"   request {first['request']}" if first["request"] else ""
+        where = f", position {first['position']}" if first["position"] >= 0 else ""
+        when = f"forward {first['forward']}" if first["forward"] >= 0 else f"event {first['event']}"
+        slot = f"slot {first['slot']} of group {first['pool_group']}{where}"
+        lines.append(_line(f"first   {when}{_line(whose, MAX_NAME)}   {slot}   {first['what']}"))
+    lines += _incident_lines(source, found)
+    if not found.answers:
+        lines.append("nothing was found, so there is nothing to ask")
+    for number, answer in enumerate(found.answers, 1):
+        lines += ["", f"{number:2}  {answer.question}", f"    {_line(answer.words)}"]
+        for title, rows, columns, sql in (
+            ("the first damage", answer.first, answer.first_columns, answer.first_sql),
+            ("over all", answer.overall, answer.overall_columns, answer.overall_sql),
+        ):
+            if rows:
+                lines += [f"    {title}:", *text_table(rows, columns, indent="      ")]
+            if show_sql and sql:
+                lines += ["", *(f"      {line}" for line in sql.splitlines()), ""]
+    lines.append("")
+    lines += [printable(f"lost    {lost_line(row)}") for row in found.lost]
+    lines.append(f"next    kvcanary sql {printable(shlex.quote(str(source.report)))}")
+    return lines
+
+
+def _line(text: str, most: int = MAX_LINE) -> str:
+    """Text on one line, cut where it is long: whoever names a request may send any name."""
+    from ...recorder.cli.text import printable
+
+    shown = printable(text)
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
+
+
+def _incident_lines(source: Source, found: Triage) -> list[str]:
+    """Cite the report's incidents, a line each; say how to have them where something was found and there are none."""
+    from ...recorder.cli.text import printable
+
+    command = f"kvcanary incidents {shlex.quote(str(source.report))}"
+    if not found.incidents:
+        return [printable(f"        no incidents in this report yet: {command}")] if found.answers else []
+    lines = []
+    for row in found.incidents:
+        title = f"{row['title'][:1].upper()}{row['title'][1:]}"
+        what = title if row["title"] == row["kind"] else f"{title} ({row['kind']})"
+        since = f"from forward {row['first_forward']:,}" if row["first_forward"] >= 0 else "between forwards"
+        lines.append(
+            f"#{row['incident']:<7}{what}, confidence {row['confidence']}   {since}   "
+            f"{row['num_requests']:,} request{'' if row['num_requests'] == 1 else 's'} hit"
+        )
+    more = found.num_incidents - len(found.incidents)
+    explain = f"{command} --explain {found.incidents[0]['incident']}"
+    lines.append(f"        {f'and {more:,} more; ' if more else ''}why: {explain}")
+    return [printable(line) for line in lines]

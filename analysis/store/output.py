@@ -1,0 +1,227 @@
+"""Query results on their way out: text, CSV, JSON, Parquet or Arrow, batch by batch."""
+
+import contextlib
+import csv
+import errno
+import io
+import json
+import math
+import os
+import stat
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...recorder.cli.text import printable
+from ..errors import AnalysisError
+from .text_table import text_table
+
+FORMATS: Final = ("table", "csv", "json", "parquet", "arrow")
+BINARY_FORMATS: Final = ("parquet", "arrow")
+
+
+def write_result(
+    reader: pa.RecordBatchReader, sink: IO[bytes], form: str, *, max_rows: int | None, on_screen: bool = False
+) -> None:
+    """Write a result to a binary stream in one of `FORMATS`.
+
+    Args:
+        reader: the rows.
+        sink: where to.
+        form: a name of `FORMATS`.
+        max_rows: in a text table, how many rows are shown; None for all.
+        on_screen: a terminal reads along: nothing in a cell may steer it.
+
+    Raises:
+        OSError: `sink` cannot be written.
+        pa.ArrowException: the query failed under way.
+    """
+    if form in BINARY_FORMATS:
+        _binary(reader, _Cuttable(sink), form)
+    else:
+        text = io.TextIOWrapper(sink, encoding="utf-8", errors="backslashreplace", write_through=True)
+        if form == "table":
+            _table(reader, text, max_rows)
+        elif form == "csv":
+            _csv(reader, text, printable if on_screen else str)
+        else:
+            _json(reader, text)
+        text.flush()
+        text.detach()
+
+
+def spare(kept: Iterable[Path], target: Path) -> None:
+    """Raise `AnalysisError` where a result would take the place of a file that it is made of."""
+    try:
+        same = target.exists() and any(path.exists() and path.samefile(target) for path in kept)
+    except OSError:  # told where it is written
+        return
+    if same:
+        raise AnalysisError(f"{target}: what is asked for is made of this file; name another with -o")
+
+
+@contextlib.contextmanager
+def private_output(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for a result, readable by this user only; it takes its place when all is written, else nothing does.
+
+    A device, a pipe and a link are written through and never replaced, and so is a file in a folder that takes no new
+    one; a file that was written through to the middle is left empty. Raises `OSError`.
+    """
+    if not path.is_symlink() and (path.is_file() or not path.exists()):
+        partial = path.with_name(f".kvcanary-{uuid.uuid4().hex}.part")
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not path.is_file():
+                raise
+        else:
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    yield file
+                partial.replace(path)
+            finally:
+                with contextlib.suppress(OSError):
+                    partial.unlink(missing_ok=True)
+            return
+    with _open_private(path) as file:
+        try:
+            yield file
+            file.flush()
+        except BaseException:
+            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            with contextlib.suppress(OSError):
+                file.close()  # which writes what it still holds
+            if regular:
+                with contextlib.suppress(OSError):
+                    os.truncate(path, 0)
+            raise
+
+
+def _open_private(path: Path) -> IO[bytes]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.ftruncate(descriptor, 0)
+    return os.fdopen(descriptor, "wb")
+
+
+class _Cuttable:
+    """A stream that can be cut off: what is written from then on goes nowhere."""
+
+    closed = False
+
+    def __init__(self, sink: IO[bytes]) -> None:
+        self._sink = sink
+        self._cut = False
+
+    def cut(self) -> None:
+        self._cut = True
+
+    def write(self, data: bytes) -> int:
+        return len(data) if self._cut else self._sink.write(data)
+
+    def flush(self) -> None:
+        if not self._cut:
+            self._sink.flush()
+
+
+def _binary(reader: pa.RecordBatchReader, sink: _Cuttable, form: str) -> None:
+    """Write Parquet or Arrow. Both write their footer when they are closed, also after an error: half a result would
+    look whole.
+    """
+    file = pa.PythonFile(sink, mode="w")
+    writer: Any
+    if form == "parquet":
+        writer = pq.ParquetWriter(file, reader.schema, compression="zstd")
+    else:
+        writer = pa.ipc.new_file(file, reader.schema)
+    with writer:
+        try:
+            for batch in reader:
+                writer.write_batch(batch)
+        except BaseException:
+            sink.cut()
+            raise
+
+
+def _csv(reader: pa.RecordBatchReader, text: IO[str], shown: Callable[[str], str]) -> None:
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([shown(name) for name in reader.schema.names])
+    for batch in reader:
+        for row in _rows(batch):
+            cells = (_flat(value) for value in row)
+            writer.writerow([shown(cell) if isinstance(cell, str) else cell for cell in cells])
+
+
+def _json(reader: pa.RecordBatchReader, text: IO[str]) -> None:
+    """A list of objects, one a line; a name that comes again is numbered, and a float that JSON has not is null."""
+    names = _distinct(reader.schema.names)
+    separator = "[\n"
+    for batch in reader:
+        for row in _rows(batch):
+            text.write(separator + _json_row(dict(zip(names, row, strict=True))))
+            separator = ",\n"
+    text.write("[]\n" if separator == "[\n" else "\n]\n")
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Column names, each once: x, x_1, x_2, as DuckDB has them."""
+    found: list[str] = []
+    for name in names:
+        free = name
+        number = 0
+        while free in found or (number and free in names):
+            number += 1
+            free = f"{name}_{number}"
+        found.append(free)
+    return found
+
+
+def _json_row(row: dict[str, Any]) -> str:
+    try:
+        return json.dumps(row, default=_plain, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(row), default=_plain)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _table(reader: pa.RecordBatchReader, text: IO[str], max_rows: int | None) -> None:
+    names = reader.schema.names
+    if not names:
+        text.write("done\n")
+        return
+    shown: list[dict[int, Any]] = []
+    num_rows = 0
+    for batch in reader:
+        if max_rows is None or len(shown) < max_rows:
+            left = batch if max_rows is None else batch.slice(0, min(max_rows - len(shown), batch.num_rows))
+            shown += [dict(enumerate(row)) for row in _rows(left)]
+        num_rows += batch.num_rows
+    for line in text_table(shown, list(range(len(names))), headings=names):
+        text.write(line + "\n")
+    hidden = f", {len(shown):,} shown; --rows 0 shows all" if len(shown) < num_rows else ""
+    text.write(f"({num_rows:,} row{'' if num_rows == 1 else 's'}{hidden})\n")
+
+
+def _rows(batch: pa.RecordBatch) -> list[tuple[Any, ...]]:
+    return list(zip(*(column.to_pylist() for column in batch.columns), strict=True))
+
+
+def _flat(value: Any) -> Any:
+    if isinstance(value, (list, dict)):
+        return json.dumps(value, default=_plain)
+    return _plain(value) if isinstance(value, bytes) else value
+
+
+def _plain(value: Any) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,221 @@
+"""An open session: SQL over traces and reports, answered as Arrow or Polars."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import duckdb
+import pyarrow as pa
+
+from ..errors import AnalysisError, SqlError
+from .interrupting import Interruptible
+from .library import BASE, DERIVED, derived_statements, relation_statements, sql_file
+from .live import NO_LOOP_JOIN, make_raw_relations, quoted
+from .sources import Source, find_sources, read_summary
+from .store import fresh_store
+from .trace_scan import plain_path, private_folder
+
+if TYPE_CHECKING:
+    import polars as pl
+
+ROWS_PER_BATCH = 100_000
+MEMORY_LIMIT: Final = "4GB"  # of a query; what does not fit is spilled
+_MAX_THREADS: Final = 8
+
+
+class Session:
+    """SQL over traces and reports; a context manager.
+
+    `sources` are the traces and reports behind it, `stored` says whether it answers from report.duckdb.
+    """
+
+    def __init__(self, connection: Any, sources: Sequence[Source], resources: ExitStack, *, stored: bool) -> None:
+        self.sources = tuple(sources)
+        self.stored = stored
+        self._connection = connection
+        self._resources = resources
+        self._interruptible = Interruptible(connection)
+        self._open: pa.RecordBatchReader | None = None
+
+    def sql(self, query: str) -> pa.Table:
+        """Run SQL and return the last statement's rows; raise `SqlError` with DuckDB's message."""
+        return self.batches(query).read_all()
+
+    def batches(self, query: str) -> pa.RecordBatchReader:
+        """Run SQL and return the last statement's rows as a stream of record batches; raise `SqlError`.
+
+        The stream raises it too, where the query fails under way, and where the next query has begun, which closes it.
+        """
+        if self._open is not None:
+            self._open.close()  # DuckDB begins nothing beside it
+            self._open = None
+        try:
+            self._open = self._interruptible.run(lambda: self._begin(query))
+        except (duckdb.Error, pa.ArrowException) as error:
+            raise SqlError(str(error)) from None
+        if self._open is None:
+            return pa.table({}).to_reader()
+        return pa.RecordBatchReader.from_batches(self._open.schema, self._read(self._open))
+
+    def _begin(self, query: str) -> pa.RecordBatchReader | None:
+        result = self._connection.sql(query)
+        return None if result is None else result.to_arrow_reader(ROWS_PER_BATCH)
+
+    def _read(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+        """The batches; what DuckDB says while they are made is an error of the query, whatever class it comes as."""
+        try:
+            while (batch := self._interruptible.run(lambda: next(reader, None))) is not None:
+                yield batch
+        except (duckdb.Error, pa.ArrowException, OSError) as error:
+            raise SqlError(str(error)) from None
+
+    def polars(self, query: str) -> "pl.DataFrame":
+        """Run SQL and return the last statement's rows as a Polars frame; raise `SqlError`.
+
+        Raises:
+            AnalysisError: polars is not installed.
+        """
+        try:
+            import polars as pl
+        except ModuleNotFoundError:
+            raise AnalysisError("polars is not installed: pip install 'kvcanary[analysis]'") from None
+        frame = pl.from_arrow(self.sql(query))
+        return frame if isinstance(frame, pl.DataFrame) else frame.to_frame()
+
+    def relations(self) -> dict[str, str]:
+        """Return the library's relations and macros with their descriptions."""
+        named = [*(("base", name) for name in BASE), *DERIVED]
+        return {name: sql_file(folder, name).description for folder, name in named}
+
+    def words(self) -> list[str]:
+        """Return the names of relations, columns and macros, for completion."""
+        columns = self.sql("select distinct column_name from information_schema.columns where column_name[1] <> '_'")
+        return sorted({*self.relations(), *columns["column_name"].to_pylist()})
+
+    def interrupt(self) -> None:
+        """Stop the running query."""
+        self._connection.interrupt()
+
+    def close(self) -> None:
+        """Close the session and remove its temporary files."""
+        self._interruptible.close()
+        self._connection.close()
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_report(
+    path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None, unlocked: bool = False
+) -> Session:
+    """Open a report folder, from its report.duckdb where this user made one that fits, else from the files themselves.
+
+    Args:
+        path: the folder that kvcanary-replay wrote.
+        trace: where its trace is now, if it has moved.
+        unlocked: let the SQL read and write files, load extensions and change DuckDB's settings.
+
+    Raises:
+        AnalysisError: no report, or no readable one.
+    """
+    report = Path(path)
+    read_summary(report)  # says so where a trace was given
+    return open_sources(find_sources([report], trace=None if trace is None else Path(trace)), unlocked=unlocked)
+
+
+def open_traces(*paths: str | os.PathLike[str], unlocked: bool = False) -> Session:
+    """Open traces and report folders together; the column `trace` says which is which. `unlocked` as in `open_report`.
+
+    Raises:
+        AnalysisError: a path is neither a trace nor a report, or none is given.
+    """
+    if not paths:
+        raise AnalysisError("no trace is given; name at least one trace or report folder")
+    return open_sources(find_sources([Path(path) for path in paths]), unlocked=unlocked)
+
+
+def open_sources(
+    sources: Sequence[Source], *, use_store: bool = True, unlocked: bool = False, memory_limit: str = MEMORY_LIMIT
+) -> Session:
+    """Open sources: from their stores if each has one that fits, else from their files.
+
+    Unless `unlocked`, what the SQL can reach is what was opened: no other file, no extension, no setting.
+
+    Raises:
+        AnalysisError: a trace or report cannot be read.
+    """
+    with ExitStack() as resources:
+        connection = connect(":memory:", resources, memory_limit)
+        stores = [fresh_store(source) for source in sources] if use_store else [None]
+        try:
+            if all(stores):
+                opened = _attach(connection, list(zip(sources, stores, strict=True)), resources)
+            else:
+                opened = make_raw_relations(connection, sources, resources)
+                for statement in relation_statements(stored=False):
+                    connection.execute(statement)
+            if not unlocked:
+                _lock(connection, opened)
+        except duckdb.Error as error:
+            if "KeyboardInterrupt" in str(error):  # Ctrl-C while DuckDB asks us for a relation
+                raise KeyboardInterrupt from None
+            cause = (str(error).splitlines() or [""])[0]  # what follows shows our own SQL
+            raise AnalysisError(
+                f"{_named(sources)}: cannot be opened: {cause}; where a report's file is damaged, replay the trace again"
+            ) from None
+        return Session(connection, sources, resources.pop_all(), stored=all(stores))
+
+
+def connect(database: str, resources: ExitStack, memory_limit: str = MEMORY_LIMIT) -> Any:
+    """Return a DuckDB connection that fetches nothing from outside and spills into a private folder."""
+    connection = duckdb.connect(
+        database, config={"autoinstall_known_extensions": False, "python_enable_replacements": False}
+    )
+    resources.callback(connection.close)
+    spill = resources.enter_context(private_folder())
+    connection.execute(f"set temp_directory = {quoted(spill)}")
+    connection.execute(f"set memory_limit = {quoted(memory_limit)}")
+    connection.execute(f"set threads = {min(os.cpu_count() or 1, _MAX_THREADS)}")
+    connection.execute(NO_LOOP_JOIN)
+    return connection
+
+
+def _lock(connection: Any, opened: Sequence[str]) -> None:
+    """Let SQL reach the files that were opened and no others, and change no setting any more."""
+    spill = connection.execute("select current_setting('temp_directory')").fetchone()[0]
+    connection.execute(f"set allowed_directories = [{quoted(spill)}]")
+    connection.execute(f"set allowed_paths = [{', '.join(map(quoted, opened))}]")
+    connection.execute("set autoload_known_extensions = false")
+    connection.execute("set enable_external_access = false")
+    connection.execute("set lock_configuration = true")
+
+
+def _attach(connection: Any, stores: Sequence[tuple[Source, Path | None]], resources: ExitStack) -> list[str]:
+    """Make one view a base relation, over all stores; return the stores' paths."""
+    opened = []
+    for number, (_, store) in enumerate(stores):
+        if store is not None:
+            opened.append(str(plain_path(store.parent, resources) / store.name))
+            connection.execute(f"attach {quoted(opened[-1])} as store_{number} (read_only)")
+    for name in BASE:
+        parts = [
+            f"select * replace ({quoted(source.name)} as trace) from store_{number}.{name}"
+            for number, (source, _) in enumerate(stores)
+        ]
+        connection.execute(f"create view {name} as " + " union all by name ".join(parts))
+    for statement in derived_statements():
+        connection.execute(statement)
+    return opened
+
+
+def _named(sources: Sequence[Source]) -> str:
+    return ", ".join(str(source.report or source.trace) for source in sources)

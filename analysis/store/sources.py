@@ -1,0 +1,188 @@
+"""What the user names on the command line, traces and report folders, as sources: a trace, and the report on it."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ...recorder.errors import TraceError
+from ...recorder.small_file import read_regular_file
+from ...recorder.trace.reader import TraceReader
+from ...recorder.writing.segments import split_segment_name
+from ...replayer.report.report import REPORT_FILES, SUMMARY_NAME
+from ..errors import AnalysisError
+
+MAX_SUMMARY_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One trace and the report on it; either may be missing, not both.
+
+    `name` is what the column `trace` holds. Of a recording in segments `trace` is the first and `segments` are all, in
+    order; else there are none. `problem` says why the trace of a report cannot be opened.
+    """
+
+    name: str
+    trace: Path | None
+    report: Path | None
+    summary: dict[str, Any] | None
+    segments: tuple[Path, ...] = ()
+    problem: str = ""
+
+    @property
+    def kept(self) -> tuple[Path, ...]:
+        """The trace's files and those of the report, which nothing else may take the place of."""
+        return self.files + (() if self.report is None else tuple(self.report / name for name in REPORT_FILES))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The trace's files, in order; none where it is not at hand."""
+        return self.segments or (() if self.trace is None else (self.trace,))
+
+
+def find_sources(paths: Sequence[Path], *, trace: Path | None = None) -> list[Source]:
+    """Return a source for each path; a report beside a trace goes with it, a trace named with its report is one.
+
+    Args:
+        paths: trace files and report folders.
+        trace: where the trace of the only report is now, if it has moved.
+
+    Raises:
+        AnalysisError: a path is neither, or `trace` does not fit.
+    """
+    if trace is not None and (len(paths) != 1 or not paths[0].is_dir()):
+        raise AnalysisError("--trace goes with one report folder; name traces as arguments instead")
+    found: list[Source] = []
+    for path in paths:
+        source = _report_source(path, trace) if path.is_dir() else _trace_source(path)
+        known = next((i for i, other in enumerate(found) if _same_file(other.trace, source.trace)), None)
+        if known is None:
+            found.append(source)
+        elif source.report is not None:  # the report that was named, not the one that happened to lie beside the trace
+            found[known] = source
+    return _distinct_names(found)
+
+
+def read_summary(report: Path) -> dict[str, Any]:
+    """Return a report's summary; raise `AnalysisError` where the folder is no report."""
+    path = report / SUMMARY_NAME
+    try:
+        summary = json.loads(read_regular_file(path, MAX_SUMMARY_BYTES))
+    except FileNotFoundError:
+        what = "no report: it has no summary.json" if report.is_dir() else "no such folder"
+        raise AnalysisError(f"{report}: {what}; name the folder that kvcanary-replay wrote") from None
+    except NotADirectoryError:
+        raise AnalysisError(f"{report}: a file, not a report; name the folder that kvcanary-replay wrote") from None
+    except OSError as error:
+        raise AnalysisError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise AnalysisError(f"{path}: not JSON ({error}); replay the trace again") from None
+    if not isinstance(summary, dict) or not isinstance(summary.get("trace"), str):
+        raise AnalysisError(f"{path}: not a summary of kvcanary-replay; replay the trace again")
+    return summary
+
+
+def _report_source(report: Path, moved_to: Path | None) -> Source:
+    summary = read_summary(report)
+    recorded = Path(summary["trace"])
+    beside = report.with_name(f"{report.name.removesuffix('.report')}.arrow")
+    candidates = [moved_to] if moved_to else [beside, recorded, report / recorded.name, report.parent / recorded.name]
+    numbers = summary.get("segments")
+    if isinstance(numbers, list) and numbers and split_segment_name(recorded) is None:
+        return _segments_source(report, summary, numbers, candidates, moved_to)
+    problem = ""
+    for candidate in candidates:
+        try:
+            trace_id = _trace_id(candidate)
+        except TraceError as error:
+            if candidate in (moved_to, recorded) or os.path.lexists(candidate):  # the others are guesses
+                problem = problem or str(error)
+            continue
+        if trace_id == summary.get("trace_id"):
+            return Source(name=candidate.stem, trace=candidate, report=report, summary=summary)
+        problem = f"{candidate}: another trace than the one that {report} was made of"
+    if moved_to:
+        raise AnalysisError(problem)
+    return Source(name=recorded.stem, trace=None, report=report, summary=summary, problem=problem)
+
+
+def _segments_source(
+    report: Path, summary: dict[str, Any], numbers: list[int], candidates: list[Path], moved_to: Path | None
+) -> Source:
+    """Return a report on segments with those of its recording, in the folder where all that it speaks of lie."""
+    recorded = Path(summary["trace"])
+    problem = f"{moved_to or recorded}: no segment of this recording is there"
+    for candidate in candidates:
+        folder = candidate if candidate.is_dir() else candidate.parent
+        found = {number: path for number, path in _segments_in(folder, recorded.stem) if number in numbers}
+        if not found:
+            continue
+        missing = sorted({*numbers} - {*found})
+        paths = tuple(found[number] for number in sorted(found))
+        try:
+            same = _trace_id(paths[0]) == summary.get("trace_id")
+        except TraceError as error:
+            problem = str(error)
+            continue
+        if not same:
+            problem = f"{paths[0]}: of another recording than the one that {report} was made of"
+        elif missing:
+            problem = f"{folder / recorded.name}: segment {missing[0]} is missing, which {report} was made of"
+        else:
+            return Source(name=recorded.stem, trace=paths[0], segments=paths, report=report, summary=summary)
+    if moved_to:
+        raise AnalysisError(problem)
+    return Source(name=recorded.stem, trace=None, report=report, summary=summary, problem=problem)
+
+
+def _segments_in(folder: Path, name: str) -> list[tuple[int, Path]]:
+    """Return the segments of a name in a folder with their numbers, in order."""
+    if not folder.is_dir():
+        return []
+    found = [(split_segment_name(path), path) for path in folder.iterdir() if path.is_file()]
+    return sorted((split[1], path) for split, path in found if split is not None and split[0] == name)
+
+
+def _trace_source(trace: Path) -> Source:
+    if not os.path.lexists(trace):
+        raise AnalysisError(f"{trace}: no such file or folder; name a trace or a report folder")
+    try:
+        trace_id = _trace_id(trace)
+    except TraceError as error:
+        raise AnalysisError(str(error)) from None
+    report = trace.with_name(f"{trace.stem}.report")
+    try:
+        summary = read_summary(report)
+    except AnalysisError:
+        return Source(name=trace.stem, trace=trace, report=None, summary=None)
+    if summary.get("trace_id") != trace_id:
+        return Source(name=trace.stem, trace=trace, report=None, summary=None)
+    return Source(name=trace.stem, trace=trace, report=report, summary=summary)
+
+
+def _trace_id(trace: Path) -> str:
+    with TraceReader(trace) as reader:
+        return reader.header.trace_id
+
+
+def _same_file(one: Path | None, other: Path | None) -> bool:
+    return one is not None and other is not None and one.samefile(other)
+
+
+def _distinct_names(sources: list[Source]) -> list[Source]:
+    """Names as short as they can be told apart: the file's, else with its folder, else numbered."""
+    names = [source.name for source in sources]
+    if len(set(names)) < len(names):
+        names = [f"{(s.trace or s.report or Path()).absolute().parent.name}/{s.name}" for s in sources]
+    if len(set(names)) < len(names):
+        names = [f"{name}#{number}" for number, name in enumerate(names, 1)]
+    return [dataclasses.replace(source, name=printable_name(name)) for name, source in zip(names, sources, strict=True)]
+
+
+def printable_name(name: str) -> str:
+    """Return a file's name as text that is UTF-8: bytes that are not become escapes."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,169 @@
+"""`report.duckdb`: the library's base as tables, its views and macros, in one file that any DuckDB client opens."""
+
+import contextlib
+import hashlib
+import os
+import shlex
+import shutil
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from ...kernels.user_cache import is_own, user_cache
+from ...recorder.small_file import read_small_file
+from ...recorder.writing.private_files import is_regular, replace_file
+from ...replayer.report.report import STORE_NAME, check_report_folder
+from ..errors import AnalysisError
+from ..incidents.schema import INCIDENTS_NAME
+from .interrupting import Interruptible
+from .library import BASE, comment_statements, library_hash, relation_statements
+from .live import NO_LOOP_JOIN, make_raw_relations, quoted
+from .sources import Source
+from .trace_scan import is_plain, plain_path, private_folder
+
+# What the build may hold in memory; what does not fit goes to the temporary folder.
+MEMORY_LIMIT = "1536MB"
+
+
+def build_store(source: Source) -> Path:
+    """Write a report's `report.duckdb`, in place of an older one, and return its path.
+
+    The file needs neither trace nor report afterwards. It is made beside and renamed, so that nobody sees half of it,
+    and only this user can read it.
+
+    Raises:
+        AnalysisError: there is no report folder, the trace is not at hand, or the file cannot be written.
+    """
+    if source.report is None:
+        raise AnalysisError(
+            f"{source.trace}: no report beside it to hold {STORE_NAME}; run kvcanary-replay "
+            f"{shlex.quote(str(source.trace))}"
+        )
+    if source.trace is None:
+        raise AnalysisError(f"{source.problem}; name the place that it has moved to with --trace")
+    check_writable(source.report)
+    return write_store(source, source.report / STORE_NAME)
+
+
+def write_store(source: Source, target: Path) -> Path:
+    """Write a store to any file; see `build_store`."""
+    try:
+        with ExitStack() as resources:
+            folder = Path(resources.enter_context(private_folder(target.parent)))
+            made = folder / STORE_NAME
+            if is_plain(made):
+                _fill(made, source, resources)
+            else:  # DuckDB writes no file of such a name, by whatever link
+                elsewhere = Path(resources.enter_context(private_folder())) / STORE_NAME
+                _fill(elsewhere, source, resources)
+                shutil.move(elsewhere, made)
+            made.chmod(0o600)
+            made.replace(target)
+            _keep_stamp(target)
+    except OSError as error:
+        raise AnalysisError(f"{target}: cannot be written ({error.strerror or error})") from None
+    except duckdb.Error as error:
+        cause = (str(error).splitlines() or [""])[0]  # what follows shows our own SQL
+        raise AnalysisError(f"{target}: cannot be made: {cause}") from None
+    return target
+
+
+def check_writable(report: Path) -> None:
+    """Raise `AnalysisError` where a report folder is not one that this user's replays write to."""
+    try:
+        check_report_folder(report)
+    except OSError as error:
+        raise AnalysisError(
+            f"{report}: not written to: {error.strerror or error}; replay the trace again with --report DIR"
+        ) from None
+
+
+def fresh_store(source: Source) -> Path | None:
+    """Return a report's store if this user's build made it, of these very files by this library, else None.
+
+    A store that came with a report is never opened: it may hold anything under the names of our tables.
+    """
+    if source.report is None:
+        return None
+    store = source.report / STORE_NAME
+    try:
+        if not is_regular(store) or is_regular(_log_of(store)) or _kept_stamp(store) != _identity(store):
+            return None
+        with ExitStack() as resources:
+            plain = plain_path(store.parent, resources) / store.name
+            connection: Any = duckdb.connect(str(plain), read_only=True, config={"autoload_known_extensions": False})
+            resources.callback(connection.close)
+            connection.execute("set enable_external_access = false")
+            found = dict(connection.execute("select key, value from store_info").fetchall())
+            tables = {name for (name,) in connection.execute("select table_name from duckdb_tables()").fetchall()}
+    except (duckdb.Error, OSError, UnicodeError):
+        return None
+    expected = _stamp(source)
+    fits = tables >= {*BASE} and all(found.get(key) == value for key, value in expected.items())
+    return store if fits else None
+
+
+def _log_of(store: Path) -> Path:
+    """Return the write-ahead log that DuckDB would apply to a store; ours is closed without one."""
+    return store.with_name(f"{store.name}.wal")
+
+
+def _keep_stamp(store: Path) -> None:
+    """Note in this user's own folder that this file was made here."""
+    with contextlib.suppress(OSError):
+        _note_of(store).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(_note_of(store), _identity(store).encode())
+
+
+def _kept_stamp(store: Path) -> str:
+    note = _note_of(store)
+    return read_small_file(note).decode("utf-8", "replace") if is_own(note.parent.lstat()) else ""
+
+
+def _note_of(store: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(store.resolve())).hexdigest()
+    return user_cache() / "stores" / name
+
+
+def _identity(store: Path) -> str:
+    """Return what tells this very file from any that could take its place."""
+    found = store.stat()
+    return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+
+
+def _fill(path: Path, source: Source, resources: ExitStack) -> None:
+    connection: Any = duckdb.connect(str(path), config={"autoinstall_known_extensions": False})
+    interruptible = Interruptible(connection)
+    try:
+        connection.execute(f"set temp_directory = {quoted(str(path.parent / 'spill'))}")
+        connection.execute(f"set memory_limit = '{MEMORY_LIMIT}'")
+        connection.execute(NO_LOOP_JOIN)
+        make_raw_relations(connection, [source], resources)
+        for statement in relation_statements(stored=True):
+            interruptible.run(partial(connection.execute, statement))
+        for statement in comment_statements():
+            connection.execute(statement)
+        connection.execute("create table store_info (key varchar, value varchar)")
+        connection.executemany("insert into store_info values (?, ?)", list(_stamp(source).items()))
+        interruptible.run(partial(connection.execute, "checkpoint"))
+    finally:
+        interruptible.close()
+        connection.close()
+
+
+def _stamp(source: Source) -> dict[str, str]:
+    """What a store is made of; of a trace that is not at hand nothing is asked."""
+    stamp = {"library": library_hash(), "summary": _file_stamp((source.report or Path()) / "summary.json")}
+    incidents = (source.report or Path()) / INCIDENTS_NAME
+    stamp["incidents"] = _file_stamp(incidents) if incidents.is_file() else ""
+    if source.trace is not None:
+        stamp["trace"] = ", ".join(_file_stamp(path) for path in source.files)
+    return stamp
+
+
+def _file_stamp(path: Path) -> str:
+    found = path.stat()
+    return f"{found.st_size} {found.st_mtime_ns}"

@@ -1,0 +1,181 @@
+"""Gather: what lies at listed places; the bytes of slots, cells of state tables. What does not exist gives zeros or -1."""
+
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ..dispatch import In8x2, In32x2, In64, In64x2, Out8x2, Out64, primitive, select
+from ..ops.hash.kv_source import KvSource
+
+
+def gather_kv(
+    *, source: KvSource, slots: npt.NDArray[np.int64], out: npt.NDArray[np.uint8], backend: str = "cpu"
+) -> None:
+    """Copy the leading bytes of each slot.
+
+    Args:
+        source: where the bytes lie; its tensor is `[rows, row_bytes] uint8` with any row stride.
+        slots: `[n] int64`; a negative slot, or one beyond the source's rows, gives zeros.
+        out: `[n, capture_bytes] uint8`, capture_bytes at most the source's `bytes_per_token`; every byte is written.
+        backend: "cpu" or "reference".
+
+    Raises:
+        ValueError: `out` does not fit `slots` or the source.
+    """
+    if out.ndim != 2 or out.shape[0] != slots.shape[0] or out.shape[1] > source.bytes_per_token:
+        raise ValueError(
+            f"out has shape {list(out.shape)}, expected [{slots.shape[0]}, up to {source.bytes_per_token}]: "
+            "one row per slot, at most bytes_per_token wide"
+        )
+    select(_gather_kv_loops, backend)(source.tensor, source.page_size, source.bytes_per_token, slots, out)
+
+
+def read_runs(
+    *,
+    table: npt.NDArray[np.int32] | npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    out: npt.NDArray[np.int64],
+    backend: str = "cpu",
+) -> None:
+    """Read `table[rows[r], starts[r] : starts[r] + counts[r]]` for each r, one after another.
+
+    Args:
+        table: `[height, width] int32` or `int64`.
+        rows: `[n] int64`.
+        starts: `[n] int64`.
+        counts: `[n] int64`; a negative count is none.
+        out: `[sum(max(counts, 0))] int64`; -1 for a cell that the table does not have.
+        backend: "cpu" or "reference".
+
+    Raises:
+        ValueError: `out` has another length, or the table another type.
+    """
+    wanted = int(np.maximum(counts, 0).sum())
+    if out.shape[0] != wanted:
+        raise ValueError(f"out has length {out.shape[0]}, expected sum(counts), {wanted}")
+    if table.dtype == np.int32:
+        select(_read_runs_32_loops, backend)(cast("npt.NDArray[np.int32]", table), rows, starts, counts, out)
+    elif table.dtype == np.int64:
+        select(_read_runs_64_loops, backend)(cast("npt.NDArray[np.int64]", table), rows, starts, counts, out)
+    else:
+        raise ValueError(f"table has dtype {table.dtype}, expected int32 or int64")
+
+
+def look_up(
+    *, table: npt.NDArray[np.int64], places: npt.NDArray[np.int64], out: npt.NDArray[np.int64], backend: str = "cpu"
+) -> None:
+    """Read `table[places[i]]`; -1 for a place that the table does not have. All `[n] int64`, the table of any length."""
+    if out.shape[0] != places.shape[0]:
+        raise ValueError(f"out has length {out.shape[0]}, expected {places.shape[0]}, one for each place")
+    select(_look_up_loops, backend)(table, places, out)
+
+
+def expand_blocks(
+    *,
+    blocks: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    block_size: int,
+    out: npt.NDArray[np.int64],
+    backend: str = "cpu",
+) -> None:
+    """Write the slot of each position that is read through blocks of `block_size` tokens.
+
+    Args:
+        blocks: the blocks of each request from that of position `starts[r]` to that of its last one, one request after
+            another, `[sum(blocks of r)] int64`; a negative one gives -1.
+        starts: `[n] int64`, none negative.
+        counts: `[n] int64`; a negative count is none.
+        block_size: tokens of a block.
+        out: `[sum(max(counts, 0))] int64`.
+        backend: "cpu" or "reference".
+
+    Raises:
+        ValueError: `blocks` or `out` has another length.
+    """
+    lens = np.maximum(counts, 0)
+    wanted = np.where(lens > 0, (starts + lens - 1) // block_size - starts // block_size + 1, 0)
+    if int(wanted.sum()) != blocks.shape[0] or int(lens.sum()) != out.shape[0]:
+        raise ValueError(
+            f"{blocks.shape[0]} blocks for {out.shape[0]} slots, expected {wanted.sum()} blocks for {lens.sum()} slots"
+        )
+    select(_expand_blocks_loops, backend)(blocks, starts, counts, block_size, out)
+
+
+def prepare(backend: str) -> None:
+    """Compile what there is to compile now, so that no engine waits for it later."""
+    for loops in (_gather_kv_loops, _read_runs_32_loops, _read_runs_64_loops, _look_up_loops, _expand_blocks_loops):
+        select(loops, backend)
+
+
+def _gather_kv_loops(tensor: In8x2, page_size: int, bytes_per_token: int, slots: In64, out: Out8x2) -> None:
+    num_slots = tensor.shape[0] * page_size
+    for i in range(slots.shape[0]):
+        slot = slots[i]
+        if slot < 0 or slot >= num_slots:
+            for b in range(out.shape[1]):
+                out[i, b] = 0
+        else:
+            row = slot // page_size
+            column = (slot % page_size) * bytes_per_token
+            for b in range(out.shape[1]):
+                out[i, b] = tensor[row, column + b]
+
+
+@primitive()
+def read_run(table: Any, row: int, start: int, count: int, at: int, out: Any) -> None:
+    """Write `table[row, start : start + count]` to `out[at :]`, -1 for what the table does not have."""
+    # Of the run, the part [first, end) lies in the table. No sum is taken of what may be near an int64's end.
+    first = count
+    end = count
+    if 0 <= row < table.shape[0] and -count < start < table.shape[1]:
+        first = max(-start, 0)
+        end = min(table.shape[1] - start, count)
+    for i in range(first):
+        out[at + i] = -1
+    for i in range(first, end):
+        out[at + i] = table[row, start + i]
+    for i in range(end, count):
+        out[at + i] = -1
+
+
+# Compiled code has one signature each: two entries, one body.
+def _read_runs_32_loops(table: In32x2, rows: In64, starts: In64, counts: In64, out: Out64) -> None:
+    at = 0
+    for r in range(rows.shape[0]):
+        count = max(counts[r], 0)
+        read_run(table, rows[r], starts[r], count, at, out)
+        at += count
+
+
+def _read_runs_64_loops(table: In64x2, rows: In64, starts: In64, counts: In64, out: Out64) -> None:
+    at = 0
+    for r in range(rows.shape[0]):
+        count = max(counts[r], 0)
+        read_run(table, rows[r], starts[r], count, at, out)
+        at += count
+
+
+def _look_up_loops(table: In64, places: In64, out: Out64) -> None:
+    for i in range(places.shape[0]):
+        place = places[i]
+        out[i] = table[place] if 0 <= place < table.shape[0] else -1
+
+
+def _expand_blocks_loops(blocks: In64, starts: In64, counts: In64, block_size: int, out: Out64) -> None:
+    at = 0
+    block = 0
+    for r in range(starts.shape[0]):
+        inside = starts[r] % block_size
+        for _ in range(counts[r]):
+            out[at] = blocks[block] * block_size + inside if blocks[block] >= 0 else -1
+            at += 1
+            inside += 1
+            if inside == block_size:
+                inside = 0
+                block += 1
+        if inside > 0 and counts[r] > 0:
+            block += 1

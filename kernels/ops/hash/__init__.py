@@ -1,0 +1,1 @@
+"""The hash over canary records, and over KV bytes."""

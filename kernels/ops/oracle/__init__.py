@@ -1,0 +1,1 @@
+"""The token oracle: a sampler whose every token is a hash of request and position."""

@@ -1,0 +1,1 @@
+"""Plan: from requests and block table to verify entries and write metadata."""

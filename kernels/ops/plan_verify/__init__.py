@@ -1,0 +1,1 @@
+"""Plan and verify in one op, without the entries between them."""

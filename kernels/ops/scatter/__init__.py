@@ -1,0 +1,1 @@
+"""Scatter: committed tokens into the truth table."""

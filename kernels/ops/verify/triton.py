@@ -1,0 +1,167 @@
+"""Verify a plan on the device, for entries that are there already (a sweep's); `fused` does without them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ...arrays import require_tensor
+from ...constants import KvHashMode
+from ..hash.kv_source import KvSource
+from ..hash.triton import CHAIN_SEED, hash_chain, load_pair, signed
+from ..hash.triton_kv import fold_slots
+from ..plan.reference import VerifyPlan
+from ..plan_verify.reference import CanaryBuffer
+from ..triton_buffers import BufferPointers
+from ..triton_violations import add_where_any, store_rows, sum_before
+from ..violation_log import ViolationLog
+
+PROGRAMS = 4096
+_UNIT_BLOCK = tl.constexpr(32)
+
+
+@triton.jit
+def _active(num_valid, enable, capacity):
+    """How many entries count."""
+    return tl.where(tl.load(enable) != 0, tl.maximum(tl.minimum(tl.load(num_valid), capacity), 0), 0)
+
+
+@triton.jit
+def _check_share(
+    unit, units, active, slots_in, tokens_in, positions_in, prevs_in, words, kv, kv_slots, num_slots, failed_counter,
+    rows, entries, capacity, tag, place, CHECK_TOKENS: tl.constexpr, STRIDE: tl.constexpr, SOURCES: tl.constexpr,
+    NUM: tl.constexpr, T: tl.constexpr, EMIT: tl.constexpr,
+):  # fmt: skip
+    """Check one unit's share of the entries; returns how many rows it has, and with EMIT puts them down."""
+    lane = tl.arange(0, T)
+    share = (active + units * T - 1) // (units * T) * T
+    count = tl.zeros([T], tl.int32)
+    failed = tl.zeros([T], tl.int32)
+    for tile in range(unit * share, tl.minimum(unit * share + share, active), T):
+        i = tile + lane
+        mask = i < active
+        slot = tl.load(slots_in + i, mask=mask, other=0)
+        prev = tl.load(prevs_in + i, mask=mask, other=0)
+        inside = (slot > 0) & (slot < num_slots)
+        at = tl.where(inside, slot, 0) * STRIDE
+        token, position = load_pair(words, at, inside, T)
+        prev_hash, kv_hash = load_pair(words, at + 2, inside, T)
+        has_record = inside & (prev > 0) & (prev < num_slots)
+        at = tl.where(has_record, prev, 0) * STRIDE
+        prev_token, prev_position = load_pair(words, at, has_record, T)
+        prev_prev, _unused = load_pair(words, at + 2, has_record, T)
+        successor = tl.where(prev < 0, CHAIN_SEED, hash_chain(prev_prev, prev_token, prev_position))
+        want_hash = tl.where(has_record | (prev < 0), successor, prev_hash)
+        want = tl.zeros([T], tl.int64) - 1
+        if CHECK_TOKENS:
+            want = tl.load(tokens_in + i, mask=mask, other=-1)
+        reason = tl.where(prev_hash != want_hash, 1, 0)
+        reason |= tl.where((want != -1) & (signed(token) != want), 32, 0)
+        reason |= tl.where(signed(position) != tl.load(positions_in + i, mask=mask, other=0), 2, 0)
+        reason |= tl.where(kv_hash != fold_slots(kv, slot, inside, kv_slots, SOURCES, 0, NUM, T), 4, 0)
+        reason = tl.where(inside, reason, 0)
+        found = (reason != 0).to(tl.int32)
+        if EMIT:
+            done = tl.sum(count)
+            store_rows(
+                rows, entries, capacity, place + done + (tl.cumsum(found, 0) - found), reason != 0, i, tag, slot,
+                signed(position), signed(token), want, signed(prev_hash), signed(want_hash), reason,
+            )  # fmt: skip
+        else:
+            failed += ((slot < 0) | (slot >= num_slots)).to(tl.int32)
+            failed += (inside & (prev >= num_slots)).to(tl.int32)
+        count += found
+    if not EMIT:
+        add_where_any(failed_counter, tl.sum(failed.to(tl.int64)))
+    return tl.sum(count)
+
+
+@triton.jit(do_not_specialize=["plan_capacity", "kv_slots", "num_slots"])
+def _count_kernel(
+    slots_in, tokens_in, positions_in, prevs_in, num_valid, enable, plan_capacity, words, kv, kv_slots, num_slots,
+    failed_counter, write_index, counts, begin, CHECK_TOKENS: tl.constexpr, STRIDE: tl.constexpr, SOURCES: tl.constexpr,
+    NUM: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    unit = tl.program_id(0)
+    found = _check_share(
+        unit, tl.num_programs(0), _active(num_valid, enable, plan_capacity), slots_in, tokens_in, positions_in, prevs_in,
+        words, kv, kv_slots, num_slots, failed_counter, None, None, None, None, None, CHECK_TOKENS, STRIDE, SOURCES, NUM, T,
+        False,
+    )  # fmt: skip
+    tl.store(counts + unit, found)
+    if unit == 0:
+        tl.store(begin, tl.load(write_index))
+
+
+@triton.jit(do_not_specialize=["plan_capacity", "kv_slots", "num_slots", "capacity", "tag", "units"])
+def _emit_kernel(
+    slots_in, tokens_in, positions_in, prevs_in, num_valid, enable, plan_capacity, words, kv, kv_slots, num_slots, counts,
+    begin, rows, entries, capacity, tag, write_index, slot_counter, kernel_counter, units, CHECK_TOKENS: tl.constexpr,
+    STRIDE: tl.constexpr, SOURCES: tl.constexpr, NUM: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * _UNIT_BLOCK
+    mine = first + tl.arange(0, _UNIT_BLOCK)
+    here = tl.load(counts + mine, mask=mine < units, other=0)
+    active = _active(num_valid, enable, plan_capacity)
+    if first == 0:
+        tl.atomic_add(kernel_counter, tl.load(begin) * 0 + 1)
+        add_where_any(slot_counter, active.to(tl.int64))
+    if tl.sum(here) > 0:
+        add_where_any(write_index, tl.sum(here).to(tl.int64))
+        place = tl.load(begin) + sum_before(counts, first)
+        for unit in range(first, tl.minimum(first + _UNIT_BLOCK, units)):
+            if tl.load(counts + unit) > 0:
+                place += _check_share(
+                    unit, units, active, slots_in, tokens_in, positions_in, prevs_in, words, kv, kv_slots, num_slots, None,
+                    rows, entries, capacity, tag, place, CHECK_TOKENS, STRIDE, SOURCES, NUM, T, True,
+                )  # fmt: skip
+
+
+def verify(
+    *,
+    canary: Any,
+    tag: int,
+    plan: VerifyPlan,
+    check_tokens: bool,
+    sources: Sequence[KvSource],
+    kv_hash_mode: KvHashMode,
+    violations: ViolationLog,
+    slot_counter: Any,
+    kernel_counter: Any,
+) -> None:
+    """`verify.verify` on tensors: two launches."""
+    buffer = CanaryBuffer(
+        canary=canary,
+        tag=tag,
+        sources=sources,
+        kv_hash_mode=kv_hash_mode,
+        violations=violations,
+        slot_counter=slot_counter,
+        kernel_counter=kernel_counter,
+    )
+    one = BufferPointers.of([buffer])
+    require_tensor("verify_plan.slots", plan.slots, "int64", 1)
+    folds_rows = any(geometry[3] >= 16 for geometry in one.sources)
+    tile, warps = (32, 1) if folds_rows else (256, 4)
+    units = max(1, min(PROGRAMS, triton.cdiv(len(plan.slots), tile)))
+    counts = torch.empty(units, dtype=torch.int32, device=canary.device)
+    begin = torch.empty(1, dtype=torch.int64, device=canary.device)
+    read = (
+        plan.slots, plan.expected_tokens, plan.expected_positions, plan.prev_slots, plan.num_valid, plan.enable,
+        len(plan.slots), one.canaries[0], one.kv, one.kv_slots[0], one.num_slots,
+    )  # fmt: skip
+    constants = {
+        "CHECK_TOKENS": check_tokens,
+        "STRIDE": one.strides[0],
+        "SOURCES": one.sources,
+        "NUM": len(one.sources),
+        "T": tile,
+        "num_warps": warps,
+    }
+    _count_kernel[(units,)](*read, one.failed[0], one.write_indexes[0], counts, begin, **constants)
+    _emit_kernel[(triton.cdiv(units, 32),)](
+        *read, counts, begin, one.rows[0], one.entries[0], one.capacities[0], one.tags[0], one.write_indexes[0],
+        one.slot_counters[0], one.kernel_counters[0], units, **constants,
+    )  # fmt: skip

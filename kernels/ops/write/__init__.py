@@ -1,0 +1,1 @@
+"""Write: a canary record into every slot that a forward writes."""

@@ -1,0 +1,276 @@
+"""Write few tokens, a decode step's, in one launch: one program for the chains, a request a lane; others fold KV bytes.
+
+It writes first and looks after. Every seed is read before anything is written. If then each record that was laid is still
+what was laid, and each seed what was read, then in whatever order it is done the result is this one; else, or where there
+are rows to write, the seeds' records are put back and `write_order` does it in order. KV hashes do not depend on order.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ..hash.triton import CHAIN_SEED, hash_chain, load_pair, signed, store_pair, unsigned
+from ..hash.triton_kv import fold_slots
+from ..triton_buffers import BufferPointers
+from ..triton_launch import launch
+from ..triton_violations import add_where_any
+from .triton_order import write_in_order
+from .triton_steps import active_requests
+
+_MALFORMED = tl.constexpr(1 << 20)  # more tokens than there ever are here
+
+FOLD_TILE = 32
+LANES_PER_WARP = 32  # one a thread: nothing is ever handed from thread to thread
+
+
+@triton.jit
+def _fold_records(
+    tile, offsets, num_valid_reqs, capacity, slots_in, canaries, kv, kv_slots, num_tokens, num_slots, STRIDES: tl.constexpr,
+    SOURCES: tl.constexpr, ENDS: tl.constexpr, BUFFERS: tl.constexpr, LANES: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Put a tile of KV hashes into their records."""
+    r = tl.arange(0, LANES)
+    listed = r < tl.minimum(active_requests(num_valid_reqs, capacity), capacity)
+    start = tl.load(offsets + r, mask=listed, other=0)
+    end = tl.load(offsets + r + 1, mask=listed, other=0)
+    i = tile * S + tl.arange(0, S)
+    slot = tl.load(slots_in + i, mask=i < num_tokens, other=-1)
+    valid = (slot >= 0) & (slot < num_slots)
+    malformed = tl.max((listed & ((start < 0) | (end < start) | (end > num_tokens))).to(tl.int32))
+    first = tl.min(tl.where(listed, start, _MALFORMED).to(tl.int32))
+    # Where offsets are not fine all is done in order.
+    last = tl.where(malformed == 0, tl.max(tl.where(listed, end, 0).to(tl.int32)), 0)
+    mine = valid & (i >= first) & (i < last)
+    for b in tl.static_range(BUFFERS):
+        if ENDS[b + 1] > ENDS[b]:
+            kv_hash = fold_slots(kv, slot, valid, kv_slots[b], SOURCES, ENDS[b], ENDS[b + 1], S, True)
+            tl.store(canaries[b] + tl.where(mine, slot, 0) * STRIDES[b] + 3, signed(kv_hash), mask=mine)
+
+
+@triton.jit
+def _lay(
+    slot, token, position, running, own, canaries, STRIDES: tl.constexpr, ENDS: tl.constexpr, BUFFERS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Lay a record a lane; its KV hash too, where there is nothing to hash."""
+    cell = tl.where(own, slot, 0)
+    for b in tl.static_range(BUFFERS):
+        record = canaries[b] + cell * STRIDES[b]
+        store_pair(record, token, position, own, LANES)
+        if ENDS[b + 1] > ENDS[b]:
+            tl.store(record + 2, signed(running), mask=own)
+        else:
+            store_pair(record + 2, signed(running), token * 0, own, LANES)
+
+
+@triton.jit
+def _look(slot, own, words, STRIDE: tl.constexpr, LANES: tl.constexpr):
+    """A lane's record as it is now, but for its KV hash."""
+    cell = tl.where(own, slot, 0) * STRIDE
+    token, position = load_pair(words, cell, own, LANES)
+    return signed(token), signed(position), tl.load(words + cell + 2, mask=own, other=0)
+
+
+@triton.jit
+def _misses(token, position, valid, i, expected_ids, expected_positions, before, follows, ASSERT_INPUTS: tl.constexpr,
+            ASSERT_STEPS: tl.constexpr):  # fmt: skip
+    """Whether a lane's token has a row to write; 0 or 1."""
+    bad = valid.to(tl.int32) * 0
+    if ASSERT_INPUTS:
+        want = tl.load(expected_ids + i, mask=valid, other=0)
+        want_position = tl.load(expected_positions + i, mask=valid, other=0)
+        bad |= (valid & ((token != want) | (position != want_position))).to(tl.int32)
+    if ASSERT_STEPS:
+        bad |= (valid & follows & (position != before + 1)).to(tl.int32)
+    return bad
+
+
+@triton.jit
+def _next(i, mask, slots_in, ids, positions, num_slots):
+    """A lane's token `i`: slot, token, position, and whether it is to be written."""
+    slot = tl.load(slots_in + i, mask=mask, other=-1)
+    there = (slot >= 0) & (slot < num_slots)
+    return slot, tl.load(ids + i, mask=there, other=0), tl.load(positions + i, mask=there, other=0), there
+
+
+@triton.jit
+def _lay_all(
+    start, count, longest, running, before, follows, slots_in, ids, positions, expected_ids, expected_positions, canaries,
+    num_slots, STRIDES: tl.constexpr, ENDS: tl.constexpr, BUFFERS: tl.constexpr, ASSERT_INPUTS: tl.constexpr,
+    ASSERT_STEPS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Lay all tokens of each lane's request.
+
+    Returns, a lane each: records written, slots not there, the last token of slot 0 and what it carries, and whether there
+    are rows to write.
+    """
+    written, missing, bad = count * 0, count * 0, count * 0
+    last, last_hash = start * 0 - 1, running
+    for j in range(longest):
+        i = start + j
+        slot, token, position, there = _next(i, j < count, slots_in, ids, positions, num_slots)
+        bad |= _misses(
+            token, position, there, i, expected_ids, expected_positions, before, follows, ASSERT_INPUTS, ASSERT_STEPS
+        )
+        _lay(slot, token, position, running, there & (slot > 0), canaries, STRIDES, ENDS, BUFFERS, LANES)
+        written += there.to(tl.int32)
+        missing += (slot >= num_slots).to(tl.int32)
+        last = tl.where(there & (slot == 0), i, last)
+        last_hash = tl.where(there & (slot == 0), running, last_hash)
+        before = tl.where(there, position, before)
+        running = tl.where(there, hash_chain(running, unsigned(token), unsigned(position)), running)
+    return written, missing, last, last_hash, bad
+
+
+@triton.jit
+def _all_differ(
+    start,
+    count,
+    longest,
+    running,
+    slots_in,
+    ids,
+    positions,
+    words,
+    num_slots,
+    STRIDE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Whether any record of a lane's request is not what `_lay_all` laid; 0 or 1."""
+    bad = count * 0
+    for j in range(longest):
+        slot, token, position, there = _next(start + j, j < count, slots_in, ids, positions, num_slots)
+        own = there & (slot > 0)
+        token_now, position_now, hash_now = _look(slot, own, words, STRIDE, LANES)
+        differs = (token_now ^ token) | (position_now ^ position) | (hash_now ^ signed(running))
+        bad |= (own & (differs != 0)).to(tl.int32)
+        running = tl.where(there, hash_chain(running, unsigned(token), unsigned(position)), running)
+    return bad
+
+
+@triton.jit
+def _lay_padding(last, prev_hash, ids, positions, canaries, ENDS: tl.constexpr, BUFFERS: tl.constexpr):
+    """Give slot 0 the record of its last token: `last` and what it carries, a lane each."""
+    i = tl.max(last)
+    carried = tl.sum(tl.where(last == i, signed(prev_hash), 0))
+    for b in tl.static_range(BUFFERS):
+        tl.store(canaries[b], tl.load(ids + i))
+        tl.store(canaries[b] + 1, tl.load(positions + i))
+        tl.store(canaries[b] + 2, carried)
+        if ENDS[b + 1] == ENDS[b]:
+            tl.store(canaries[b] + 3, i * 0)
+
+
+@triton.jit(do_not_specialize=["capacity", "kv_slots", "num_tokens", "num_slots", "capacities", "tags"])
+def _few_kernel(
+    offsets, seed_slots, num_valid_reqs, capacity, slots_in, ids, positions, expected_ids, expected_positions, canaries, kv,
+    kv_slots, num_tokens, num_slots, logs, log_entries, capacities, tags, write_indexes, failed_counters, slot_counters,
+    kernel_counters,
+    STRIDES: tl.constexpr, SOURCES: tl.constexpr, ENDS: tl.constexpr, BUFFERS: tl.constexpr, ASSERT_INPUTS: tl.constexpr,
+    ASSERT_STEPS: tl.constexpr, LANES: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(0) > 0:
+        _fold_records(
+            tl.program_id(0) - 1, offsets, num_valid_reqs, capacity, slots_in, canaries, kv, kv_slots, num_tokens, num_slots,
+            STRIDES, SOURCES, ENDS, BUFFERS, LANES, S,
+        )  # fmt: skip
+    else:
+        r = tl.arange(0, LANES)
+        start = tl.load(offsets + r, mask=r < capacity, other=0)
+        end = tl.load(offsets + r + 1, mask=r < capacity, other=0)
+        seed = tl.load(seed_slots + r, mask=r < capacity, other=-1)
+        # Mostly request r has token r alone, which is asked for before that is known.
+        slot = tl.load(slots_in + r, mask=r < num_tokens, other=-1)
+        token = tl.load(ids + r, mask=r < num_tokens, other=0)
+        position = tl.load(positions + r, mask=r < num_tokens, other=0)
+        active = active_requests(num_valid_reqs, capacity)
+        here = r < active
+        follows = here & (seed >= 0) & (seed < num_slots)
+        seed_token, seed_position, seed_prev = _look(seed, follows, canaries[0], STRIDES[0], LANES)
+        running = hash_chain(unsigned(seed_prev), unsigned(seed_token), unsigned(seed_position))
+        running = tl.where(follows, running, CHAIN_SEED)
+        own = here & (start == r) & (end == r + 1) & (r < num_tokens) & (slot > 0) & (slot < num_slots)
+        rare = (here & ((start != end) | (seed >= num_slots)) & (own == 0)).to(tl.int32)
+        rare |= _misses(
+            token,
+            position,
+            own,
+            r,
+            expected_ids,
+            expected_positions,
+            seed_position,
+            follows,
+            ASSERT_INPUTS,
+            ASSERT_STEPS,
+        )
+        # Every seed has been read.
+        tl.debug_barrier()
+        _lay(slot, token, position, running, own, canaries, STRIDES, ENDS, BUFFERS, LANES)
+        # All that is laid lies where other lanes look for it.
+        tl.debug_barrier()
+        token_now, position_now, hash_now = _look(slot, own, canaries[0], STRIDES[0], LANES)
+        seed_token_now, seed_position_now, seed_prev_now = _look(seed, follows, canaries[0], STRIDES[0], LANES)
+        differs = (token_now ^ token) | (position_now ^ position) | (hash_now ^ signed(running))
+        rare |= (own & (differs != 0)).to(tl.int32)
+        differs = (seed_token_now ^ seed_token) | (seed_position_now ^ seed_position) | (seed_prev_now ^ seed_prev)
+        rare |= (follows & (differs != 0)).to(tl.int32)
+        # Two sums in one, of 1,024 lanes at most.
+        tally = tl.sum(own.to(tl.int32) + (rare << 12))
+        written, failed = (tally & 4095).to(tl.int64), (tally >> 12).to(tl.int64) * 0
+        if tally >> 12 != 0:
+            malformed = here & ((start < 0) | (end < start) | (end > num_tokens))
+            count = tl.where(here & (malformed == 0), end - start, 0).to(tl.int32)
+            longest = tl.max(count)
+            laid, missing, last, last_hash, bad = _lay_all(
+                start, count, longest, running, seed_position, follows, slots_in, ids, positions, expected_ids,
+                expected_positions, canaries, num_slots, STRIDES, ENDS, BUFFERS, ASSERT_INPUTS, ASSERT_STEPS, LANES,
+            )  # fmt: skip
+            tl.debug_barrier()
+            bad |= _all_differ(
+                start, count, longest, running, slots_in, ids, positions, canaries[0], num_slots, STRIDES[0], LANES
+            )
+            seed_token_now, seed_position_now, seed_prev_now = _look(seed, follows, canaries[0], STRIDES[0], LANES)
+            differs = (seed_token_now ^ seed_token) | (seed_position_now ^ seed_position) | (seed_prev_now ^ seed_prev)
+            bad |= (malformed | (follows & (differs != 0))).to(tl.int32)
+            # A chain that goes on from slot 0 may want what another request puts there.
+            latest = tl.max(last)
+            bad |= tl.where((latest >= 0) & (seed == 0) & (count > 0), 1, 0)
+            if tl.max(bad) != 0:
+                # Nobody still looks at what is put back.
+                tl.debug_barrier()
+                for b in tl.static_range(BUFFERS):
+                    record = canaries[b] + tl.where(follows, seed, 0) * STRIDES[b]
+                    tl.store(record, seed_token, mask=follows)
+                    tl.store(record + 1, seed_position, mask=follows)
+                    tl.store(record + 2, seed_prev, mask=follows)
+                written, failed = write_in_order(
+                    offsets, seed_slots, active, slots_in, ids, positions, expected_ids, expected_positions, canaries, kv,
+                    kv_slots, num_tokens, num_slots, logs, log_entries, capacities, tags, write_indexes, STRIDES, SOURCES,
+                    ENDS, BUFFERS, ASSERT_INPUTS, ASSERT_STEPS,
+                )  # fmt: skip
+            else:
+                missing += ((count > 0) & (seed >= num_slots)).to(tl.int32)
+                written, failed = tl.sum(laid).to(tl.int64), tl.sum(missing).to(tl.int64)
+                if latest >= 0:
+                    _lay_padding(last, last_hash, ids, positions, canaries, ENDS, BUFFERS)
+        for b in tl.static_range(BUFFERS):
+            add_where_any(kernel_counters[b], written * 0 + 1)
+            add_where_any(slot_counters[b], written)
+            add_where_any(failed_counters[b], failed)
+
+
+def write_few(
+    requests: tuple[Any, ...], inputs: tuple[Any, ...], many: BufferPointers, constants: dict[str, Any]
+) -> None:
+    """Launch; arguments as for `write_many.write_many`."""
+    capacity, tokens = requests[3], inputs[0].shape[0]
+    lanes = max(32, triton.next_power_of_2(capacity))
+    folding = triton.cdiv(tokens, FOLD_TILE) if many.sources else 0
+    launch(
+        _few_kernel,
+        1 + folding,
+        (*requests, *inputs, many.canaries, many.kv, many.kv_slots, tokens, many.num_slots, *many.ends),
+        constants | {"LANES": lanes, "S": FOLD_TILE},
+        num_warps=lanes // LANES_PER_WARP,
+    )

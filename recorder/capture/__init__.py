@@ -1,0 +1,1 @@
+"""The Recorder: what an engine calls around a forward, and how its arrays become events."""

@@ -1,0 +1,147 @@
+"""What attention got in a forward: where it differs from what the forward was told to read and write."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ...kernels.capture.changes import RowRuns, run_differences
+from ...kernels.capture.gather import expand_blocks
+from ..trace.header import TraceHeader
+from ..trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
+from .forward_input import AttentionInput, CopiedForward, TableRead, window_positions
+from .host_arrays import Int64Array, own_int64, read_runs, saturated
+
+_NOTHING = np.empty(0, np.int64)
+
+
+def paged_read(block_tables: Any, block_size: int, ends: Any, *, starts: Any | None = None) -> TableRead:
+    """Return the slots that attention reads through a block table.
+
+    Args:
+        block_tables: `[at least bs, max_blocks]`, any integer type, numpy or torch on any device; only the cells that
+            are read are brought to the host.
+        block_size: tokens of a block.
+        ends: `[bs]` position behind the last that each request reads: its seq_len.
+        starts: `[bs]` first position that it reads; None: 0.
+
+    Returns:
+        Slot `block_tables[r, p // block_size] * block_size + p % block_size` of each position p of request r; -1 where
+        the table has no such cell, or a negative block in it.
+    """
+    first, counts = _reach(ends, starts)
+    first_blocks = first // block_size
+    num_blocks = np.where(counts > 0, (first + counts - 1) // block_size - first_blocks + 1, 0)
+    blocks = read_runs(block_tables, np.arange(first.size, dtype=np.int64), first_blocks, num_blocks)
+    slots = np.empty(int(counts.sum()), np.int64)
+    expand_blocks(blocks=blocks, starts=first, counts=counts, block_size=block_size, out=slots)
+    return TableRead(starts=first, counts=counts, slots=slots)
+
+
+def row_read(table: Any, rows: Any, ends: Any, *, starts: Any | None = None) -> TableRead:
+    """Return the slots that attention reads in a req_to_token table, positions as in `paged_read`.
+
+    Args:
+        table: `[rows, width]`, any integer type, numpy or torch on any device.
+        rows: `[bs]`.
+        ends: `[bs]`.
+        starts: `[bs]` or None.
+    """
+    first, counts = _reach(ends, starts)
+    return TableRead(starts=first, counts=counts, slots=read_runs(table, own_int64(rows), first, counts))
+
+
+def indexed_read(indptr: Any, indices: Any, *, starts: Any | None = None) -> TableRead:
+    """Return the slots that attention reads through page indices of one token each.
+
+    Args:
+        indptr: `[bs + 1]` where each request's slots begin in `indices`; the first need not be 0.
+        indices: `[at least indptr[-1]]` slots, of any integer type.
+        starts: `[bs]` position of each request's first slot; None: 0.
+    """
+    bounds = own_int64(indptr)
+    counts = np.diff(bounds)
+    begin, end = (int(bounds[0]), int(bounds[-1])) if bounds.size else (0, 0)
+    return TableRead(
+        starts=np.zeros_like(counts) if starts is None else starts, counts=counts, slots=indices[begin:end]
+    )
+
+
+def _reach(ends: Any, starts: Any | None) -> tuple[Int64Array, Int64Array]:
+    """Return `[bs]` the first position of each request, none negative, and `[bs]` how many it reads from there."""
+    last = own_int64(ends)
+    first = np.zeros_like(last) if starts is None else np.maximum(own_int64(starts), 0)
+    return first, np.maximum(last - first, 0)
+
+
+def take_attention(forward: CopiedForward, told: AttentionInput, header: TraceHeader) -> None:
+    """Add to the forward's event what attention got.
+
+    Raises:
+        ValueError: lengths that do not fit the forward or the header; the message names the field.
+    """
+    bs = forward.rows.size
+    if told.seq_lens is not None or told.query_lens is not None:
+        for name, lens in (("seq_lens", told.seq_lens), ("query_lens", told.query_lens)):
+            own = np.full(bs, -1, np.int64) if lens is None else np.maximum(own_int64(lens), -1)
+            _check_length(f"AttentionInput.{name}", own.size, bs, "one for each of req_pool_indices")
+            forward.attention[f"attention_{name}"] = own
+        forward.attention_watched |= ATTENTION_LENS
+    if not told.slots:
+        return
+    _check_length("AttentionInput.slots", len(told.slots), len(header.groups), "one for each of the header's groups")
+    found = [
+        (group, runs) for group, read in enumerate(told.slots) for runs in _differing(forward, header, group, read)
+    ]
+    for name, parts in (
+        ("group", [np.full(runs.rows.size, group, np.int64) for group, runs in found]),
+        ("request", [runs.rows for _, runs in found]),
+        ("start", [runs.starts for _, runs in found]),
+        ("count", [runs.counts for _, runs in found]),
+        ("slots", [runs.values for _, runs in found]),
+    ):
+        before = forward.attention.get(f"attention_{name}", _NOTHING)
+        forward.attention[f"attention_{name}"] = np.concatenate([before, *parts])
+    forward.attention_groups.update(group for group, read in enumerate(told.slots) if read is not None)
+    if forward.attention_groups >= {g for g, group in enumerate(header.groups) if group.runner == forward.runner}:
+        forward.attention_watched |= ATTENTION_SLOTS
+
+
+def _differing(forward: CopiedForward, header: TraceHeader, number: int, got: TableRead | None) -> Iterator[RowRuns]:
+    """Yield where attention got other slots of a group than the block table's, then other than those written."""
+    group = header.groups[number]
+    if got is None or group.runner != forward.runner:
+        return
+    bs = forward.rows.size
+    starts, counts = own_int64(got.starts), np.maximum(own_int64(got.counts), 0)
+    slots = saturated(own_int64(got.slots))
+    where = f"AttentionInput.slots[{number}]"
+    _check_length(f"{where}.starts", starts.size, bs, "one for each of req_pool_indices")
+    _check_length(f"{where}.counts", counts.size, bs, "one for each of req_pool_indices")
+    _check_length(f"{where}.slots", slots.size, int(counts.sum()), "sum(counts)")
+    read = forward.reads[group.table]
+    low, read_counts = window_positions(forward, read, group.window)
+    padding = forward.rows == 0  # its tokens come last
+    extend = np.where(padding, 0, forward.extend_lens)
+    for held_starts, held_counts, held in (
+        (low, read_counts, forward.watched[number]),
+        (forward.prefix_lens, extend, forward.written[number]),
+    ):
+        sizes, runs = np.zeros(2, np.int64), RowRuns.allocate(slots.size)
+        run_differences(
+            starts=starts,
+            counts=counts,
+            values=slots,
+            held_starts=np.where(padding, -1, held_starts),
+            held_counts=held_counts,
+            held=held,
+            runs=runs,
+            sizes=sizes,
+        )
+        if sizes[0]:
+            yield runs.cut(int(sizes[0]), int(sizes[1]))
+
+
+def _check_length(name: str, came: int, expected: int, what: str) -> None:
+    if came != expected:
+        raise ValueError(f"{name} has length {came}, expected {expected}: {what}")

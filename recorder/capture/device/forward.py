@@ -1,0 +1,143 @@
+"""What an integrator tells of a forward whose tensors lie on the device, and what is kept of it until it has landed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from ....kernels.capture.frames import FrameLayout
+from ..host_arrays import Int64Array
+
+
+class TokenSource(Protocol):
+    """A request whose tokens only ever grow at the end; one whose tokens become others is another object.
+
+    Objects of it can be weakly referenced, and its tokens are asked for later, by another thread.
+    """
+
+    def tokens(self, start: int, stop: int) -> Int64Array:
+        """Return its tokens from position `start` to before `stop`, fewer where it has no longer so many."""
+
+
+class ForwardRequests(Protocol):
+    """The requests of a forward; asked for later, by another thread. `BatchRequests` is the plain one.
+
+    Attributes:
+        ids: `[bs]` on the host, -1 for padding, which has none at the end.
+        truth: each request's tokens, or None where the engine cannot tell; as many as requests without padding.
+        known_lens: tokens that each has beside `DeviceForward.truth_lens`: prompts, which do not grow; None for none.
+    """
+
+    @property
+    def ids(self) -> Int64Array:
+        """See the class."""
+
+    @property
+    def truth(self) -> Sequence[TokenSource] | None:
+        """See the class."""
+
+    @property
+    def known_lens(self) -> Int64Array | None:
+        """See the class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequests:
+    """The requests of a forward, as `ForwardRequests` has them."""
+
+    ids: Int64Array
+    truth: Sequence[TokenSource] | None = None
+    known_lens: Int64Array | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceForward:
+    """One forward, told before it runs; tensors are the engine's own, of any integer type, contiguous, read on its stream.
+
+    Attributes:
+        mode: one of `forward_input.MODES`.
+        runner: index into the header's runners.
+        rows: `[bs]` rows of the block table; row 0 is padding.
+        prefix: `[any]` tokens in the cache before this forward; 0 past its end.
+        minus: `[bs]` to be taken off `prefix`, or None.
+        extend: `[bs]` tokens that this forward adds; None where it adds `extend_each` to all.
+        extend_each: see `extend`.
+        input_ids: `[tokens]`.
+        positions: `[tokens]`.
+        out_cache_loc: `[any]` slot of each token; past its end the tokens have none.
+        num_tokens: how many of `input_ids` and `positions` count.
+        requests: whose forward it is.
+        truth_lens: how many of each request's tokens the scheduler has at this moment, beside `known_lens`.
+    """
+
+    mode: str
+    runner: int
+    rows: Any
+    prefix: Any
+    minus: Any | None = None
+    extend: Any | None = None
+    extend_each: int = 1
+    input_ids: Any
+    positions: Any
+    out_cache_loc: Any
+    num_tokens: int
+    requests: ForwardRequests
+    truth_lens: Sequence[int] = ()
+
+
+class Lens(NamedTuple):
+    """How much of each request is in the cache, and how much its forward adds, as `DeviceForward` has it."""
+
+    prefix: Any
+    minus: Any | None
+    extend: Any | None
+    extend_each: int
+
+    def check(self, bs: int) -> None:
+        """Raise a `ValueError` for fewer lengths than requests."""
+        for lens in (self.minus, self.extend):
+            if lens is not None and lens.numel() < bs:
+                raise ValueError(f"{lens.numel()} lengths for {bs} requests, expected one for each")
+
+    def dtypes(self) -> tuple[Any, ...]:
+        """Return the types of its tensors."""
+        return tuple(lens if lens is None else lens.dtype for lens in self[:3])
+
+
+class Flight(NamedTuple):
+    """A forward on its way from the device: what was told of it on the host, and where its frame lies.
+
+    Attributes:
+        launched_ns: when it was told, on the monotonic clock.
+        mode: as told, like `runner`, `requests` and `truth_lens`.
+        runner: see `mode`.
+        requests: see `mode`.
+        truth_lens: see `mode`; bytes are int64 numbers.
+        number: the forward's.
+        layout: its frame's sections.
+        place: of its frame, as the arena counts.
+        at: where its frame begins.
+        counters: the row of its counters.
+        watched: whether its prefix's bytes are compared.
+        fresh: the shadows were reset right before it, so it tells everything anew.
+        note: how it failed.
+        bs: requests that the engine told of, where it may have run more for padding; -1 where it cannot.
+        programs: of all its launches, 0 where the frame's sections say how many.
+        attention: what was read where attention takes it, as the column `attention_watched` has it.
+    """
+
+    launched_ns: int
+    mode: str
+    runner: int
+    requests: ForwardRequests | None
+    truth_lens: Sequence[int] | bytes
+    number: int
+    layout: FrameLayout
+    place: int
+    at: int
+    counters: int
+    watched: bool
+    fresh: bool
+    note: str
+    bs: int = -1
+    programs: int = 0
+    attention: int = 0

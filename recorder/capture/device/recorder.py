@@ -1,0 +1,362 @@
+"""A recorder for an engine on a GPU: the engine's thread launches and queues, a thread of ours does all the rest.
+
+Everything that is told goes through one queue, so that the trace has it in the order in which it was told. A forward
+waits there until the device has come to its end; what was told after it waits behind it. Nothing on the engine's
+thread waits for the device, the disk or this thread, but for `drain`.
+"""
+
+import functools
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any, Final
+
+from ....kernels.ops.hash.kv_source import KvSource
+from ...process.process_end import at_process_end
+from ...trace.header import TraceHeader
+from ...trace.schema import RECEIVE, TIER_POOL
+from ...trace.slot_runs import runs_to_slots
+from ...writing.outbox import RecorderStats
+from ..host_arrays import Int64Array, own_int64
+from ..recorder import Recorder
+from ..recording import beginning
+from .background import AT_ONCE, Background, Told
+from .capture import DeviceCapture
+from .forward import DeviceForward, Flight, Lens
+from .shadows import DeviceShadows
+from .taking_down import TakingDown
+
+logger = logging.getLogger("kvcanary")
+
+MAX_WAITING: Final = 16_384  # things told and not yet taken down; beyond it they are lost
+_in_this_process: "weakref.WeakSet[DeviceRecorder]" = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """A forked child has neither our thread nor our file; asking for its process id in every step would take longer."""
+    for recorder in list(_in_this_process):
+        recorder._capture.off = recorder._foreign = True
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
+class DeviceRecorder:
+    """Records one engine whose block tables and pools are CUDA tensors; has the telling methods of `Recorder`.
+
+    As there, no method raises after construction: a fault switches the recorder off, and the engine goes on.
+
+    Args:
+        path: the trace to write.
+        header: what the engine is.
+        tables: the engine's block table of each of the header's tables.
+        luts: its full-to-SWA tables.
+        kv_sources: for each `(group, stream)`, where the bytes lie.
+        kv_watch_every: forwards between two looks for bytes that nobody wrote, 0 never.
+        frame_bytes: device memory for forwards in flight; where they do not fit, forwards are lost, and said to be.
+        writer_options: as for `Recorder`.
+
+    Raises:
+        ValueError: an engine that cannot be recorded this way; the message says why.
+        TraceError: the file cannot be created.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        header: TraceHeader,
+        *,
+        tables: Sequence[Any],
+        luts: Sequence[Any],
+        kv_sources: Mapping[tuple[int, int], KvSource],
+        kv_watch_every: int = 1,
+        frame_bytes: int = 64 << 20,
+        **writer_options: Any,
+    ) -> None:
+        shadows = DeviceShadows(header, tables=tables, luts=luts, sources=kv_sources)
+        self._recorder = Recorder(path, header, kv_sources=kv_sources, kv_watch_every=kv_watch_every, **writer_options)
+        self.header = self._recorder.header
+        with beginning(self._recorder):
+            self._begin(shadows, frame_bytes)
+        self._no_close_at_end = at_process_end(self.close, priority=3)  # before the recorder's own
+
+    def _begin(self, shadows: DeviceShadows, frame_bytes: int) -> None:
+        every = self.header.capture.kv_watch_every
+        self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=every)
+        self._capture.error_text = self.error_text
+        self._capture.prepare()
+        self._taking_down = TakingDown(self._recorder, self._capture)
+        self._foreign = False
+        self._engine_thread_ns = 0
+        self._clock_ahead_ns = self._recorder.clock() - perf_counter_ns()
+        self._latest_ns = 0  # our thread's
+        _in_this_process.add(self)
+        # Bound once: of what comes with every request there is as little as can be, see `Told`.
+        self._tell_request, self._tell_status = self._request_told, self._status_told
+        self._background = Background(
+            begin=self._taking_down.landing.begin, take=self._take, on_look=self._look, on_death=self._died
+        )
+        self._queue = self._background.queue
+        self._capture.deliver = self._background.put
+        self._capture.on_no_room = functools.partial(self._lose, "the device had no room for another forward in flight")
+
+    # The engine's thread.
+
+    def before_forward(self, told: DeviceForward) -> None:
+        """Take down what a forward is about to read and write; runs on the current stream, waits for nothing."""
+        begin = perf_counter_ns()
+        try:
+            self._capture.before(
+                told.mode,
+                told.runner,
+                told.rows.numel(),
+                told.rows,
+                told.input_ids,
+                told.positions,
+                told.out_cache_loc,
+                told.num_tokens,
+                Lens(told.prefix, told.minus, told.extend, told.extend_each),
+                told.requests,
+                told.truth_lens,
+            )
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"before_forward: {self.error_text(error)}", error)
+        self._engine_thread_ns += perf_counter_ns() - begin
+
+    def after_forward(self, *, note: str = "") -> None:
+        """Complete the forward that `before_forward` began."""
+        begin = perf_counter_ns()
+        try:
+            self._capture.after(note)
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"after_forward: {self.error_text(error)}", error)
+        self._engine_thread_ns += perf_counter_ns() - begin
+
+    @property
+    def capture(self) -> DeviceCapture:
+        """For who catches faults and takes the time himself: its `before` and `after` do the same, and may raise."""
+        return self._capture
+
+    def later(self, tell: Callable[..., Any], *args: Any) -> None:
+        """Have `tell` called with `args` on the recorder's thread once everything told so far is taken down."""
+        if self._capture.off:
+            return
+        if len(self._queue) < MAX_WAITING:
+            self._queue.append((perf_counter_ns(), tell, *args))
+            if self._background.asleep:
+                self._background.wake()
+        else:
+            self._lose("more was told than could be taken down")
+
+    def tell_sampled(self, forward: int, sampled: Callable[..., tuple[Int64Array, Int64Array]], *args: Any) -> None:
+        """As `Recorder.sampled`, to be told `later`: `sampled(*args)` gives tokens and lens."""
+        tokens, lens = sampled(*args)
+        if tokens.size:
+            self._recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
+
+    def request(
+        self,
+        *,
+        request_id: int,
+        name: str = "",
+        prompt_len: int = -1,
+        room: int = -1,
+        labels: Mapping[str, Any] | None = None,
+    ) -> None:
+        """As `Recorder.request`."""
+        self.later(self._tell_request, request_id, name, prompt_len, room, labels)
+
+    def request_status(self, *, request_id: int, status: str, row: int = -1, note: str = "") -> None:
+        """As `Recorder.request_status`."""
+        self.later(self._tell_status, request_id, status, row, note)
+
+    def sampled(self, **kwargs: Any) -> None:
+        """As `Recorder.sampled`."""
+        self.later(functools.partial(self._recorder.sampled, **kwargs))
+
+    def slots(self, kind: str, **kwargs: Any) -> None:
+        """As `Recorder.slots`."""
+        self.later(functools.partial(self._recorder.slots, kind, **kwargs))
+
+    def mark(self, note: str, labels: Mapping[str, Any] | None = None) -> None:
+        """As `Recorder.mark`."""
+        self.later(self._recorder.mark, note, labels)
+
+    def lost(self, note: str) -> None:
+        """As `Recorder.lost`."""
+        if not self._capture.off:
+            self._lose(note)
+
+    def freeze(self, note: str = "") -> None:
+        """As `Recorder.freeze`; everything told so far is in it."""
+        self.later(self._recorder.freeze, note)
+
+    def kv_copy(self, *, group: int, src: Any, dst: Any, count: Any, **kwargs: Any) -> None:
+        """As `Recorder.kv_copy`; of what comes from another tier the bytes are not watched until they are written."""
+        if self._capture.off:
+            return
+        try:
+            src, dst, count = own_int64(src), own_int64(dst), own_int64(count)
+            self.later(functools.partial(self._recorder.kv_copy, group=group, src=src, dst=dst, count=count, **kwargs))
+            if kwargs.get("dst_tier", TIER_POOL) == TIER_POOL:
+                read = runs_to_slots(src, count) if kwargs.get("src_tier", TIER_POOL) == TIER_POOL else None
+                self._capture.shadows.copy(group, read, runs_to_slots(dst, count))
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"kv_copy: {self.error_text(error)}", error)
+
+    def kv_copy_later(
+        self, copies: Callable[[], tuple[Int64Array, Int64Array, Int64Array]], *, filled: Any | None, **kwargs: Any
+    ) -> None:
+        """As `kv_copy` of slots that lie on the device yet: `copies` gives src, dst, count, on the recorder's thread.
+
+        `filled` are the pool's slots that get bytes from another tier, any integer tensor; None for none.
+        """
+        if self._capture.off:
+            return
+        try:
+            self.later(self._tell_copies, copies, kwargs)
+            if filled is not None:
+                self._capture.shadows.forget_slots(kwargs["group"], filled)
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"kv_copy_later: {self.error_text(error)}", error)
+
+    def _tell_copies(
+        self, copies: Callable[[], tuple[Int64Array, Int64Array, Int64Array]], kwargs: Mapping[str, Any]
+    ) -> None:
+        src, dst, count = copies()
+        self._recorder.kv_copy(src=src, dst=dst, count=count, **kwargs)
+
+    def sweep(self, **kwargs: Any) -> None:
+        """As `Recorder.sweep`; waits until everything told so far is taken down, since it compares bytes with it."""
+        if self._caught_up():
+            self._recorder.sweep(**kwargs)
+
+    def transfer(self, status: str, *, direction: str, group: int, slots: Any, **kwargs: Any) -> None:
+        """As `Recorder.transfer`; waits as `sweep` does."""
+        if not self._caught_up():
+            return
+        try:
+            own = own_int64(slots)
+            self._recorder.transfer(status, direction=direction, group=group, slots=own, **kwargs)
+            if direction == RECEIVE and status == "end":
+                self._capture.shadows.learn(group, *self._recorder.known_bytes(group, own))
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"transfer: {self.error_text(error)}", error)
+
+    def _caught_up(self) -> bool:
+        """Wait until everything told so far is taken down, and return whether the trace can go on from it.
+
+        Where it cannot, a loss after which nothing is known is due, and stands for what is not told now. Whoever
+        waited in vain is not kept waiting again: the recorder switches itself off.
+        """
+        if self._capture.off:
+            return False
+        if not self.drain():
+            self.switch_off("what the device took down did not arrive in time")
+        return self._live() and self._taking_down.goes_on
+
+    def _live(self) -> bool:
+        return not self._capture.off
+
+    def drain(self, timeout: float = 30.0) -> bool:
+        """Wait until everything told so far is taken down; False where that takes longer, or our thread has ended."""
+        return self._background.drain(timeout)
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Write out what is queued and the file's end, waiting at most `timeout` seconds."""
+        if self._foreign:
+            return
+        self._no_close_at_end()
+        pending = self._capture.pending
+        if pending is not None and get_ident() == self._capture.engine_thread:
+            self.after_forward(note="recording ended during this forward")
+        elif pending is not None:  # only the engine's own thread knows its stream
+            self.mark(f"the recording ended during forward {pending.number}")
+        self._capture.off = True
+        self._background.put_at_once(None)
+        end = time.monotonic() + timeout
+        if not self._background.join(timeout):
+            logger.error("kvcanary: %s: what the device took down last did not arrive in time", self.path)
+            self._recorder.lost("what the device took down last did not arrive in time")
+        self._recorder.close(max(end - time.monotonic(), 1.0))
+
+    def switch_off(self, reason: str, error: BaseException | None = None) -> None:
+        """Stop recording for good and say so in the log and the trace."""
+        self._capture.off = True
+        self._background.put_at_once((AT_ONCE, self._recorder.switch_off, reason, error))
+        self._background.put_at_once(None)
+
+    def error_text(self, error: BaseException) -> str:
+        """As `Recorder.error_text`."""
+        return self._recorder.error_text(error)
+
+    @property
+    def next_forward(self) -> int:
+        """The number that the next `before_forward` will get."""
+        return self._capture.next_forward
+
+    @property
+    def path(self) -> Path:
+        """The trace."""
+        return self._recorder.path
+
+    def stats(self) -> RecorderStats:
+        """Return what the recorder has done so far; `engine_thread_ns` counts the engine's thread alone."""
+        stats = self._recorder.stats()
+        return RecorderStats(
+            forwards=stats.forwards,
+            events=stats.events,
+            dropped_events=stats.dropped_events,
+            engine_thread_ns=self._engine_thread_ns,
+            off=stats.off,
+        )
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of shadows and frames."""
+        return self._capture.shadows.bytes + 8 * int(self._capture.frames.shape[0])
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned host memory."""
+        return self._taking_down.landing.pinned_bytes
+
+    def _lose(self, note: str) -> None:
+        if len(self._background.queue) < 2 * MAX_WAITING:  # else the forward that tells everything anew says it
+            self._background.put((perf_counter_ns(), self._taking_down.say_lost, note))
+        self._capture.reset()  # after it, so that such a forward finds it said
+
+    # Our own thread.
+
+    def _take(self, item: Flight | Told) -> None:
+        told_ns = item.launched_ns if isinstance(item, Flight) else item[0]
+        # What was told during a forward was told after its beginning, but comes before it.
+        if told_ns != AT_ONCE:
+            self._latest_ns = max(self._latest_ns, told_ns + self._clock_ahead_ns)
+        with self._recorder.as_of(self._latest_ns if told_ns != AT_ONCE else 0):
+            if isinstance(item, Flight):
+                self._taking_down.take(item, self._latest_ns)
+                return
+            self._taking_down.say_what_is_due()
+            item[1](*item[2:])
+
+    def _request_told(
+        self, request_id: int, name: str, prompt_len: int, room: int, labels: Mapping[str, Any] | None
+    ) -> None:
+        self._recorder.request(request_id=request_id, name=name, prompt_len=prompt_len, room=room, labels=labels)
+
+    def _status_told(self, request_id: int, status: str, row: int, note: str) -> None:
+        self._recorder.request_status(request_id=request_id, status=status, row=row, note=note)
+
+    def _look(self) -> None:
+        if self._recorder.off:
+            self._capture.off = True
+
+    def _died(self, error: BaseException) -> None:
+        self._capture.off = True
+        self._recorder.switch_off(f"what the device took down: {self.error_text(error)}", error)

@@ -1,0 +1,179 @@
+"""The device's picture of what a replay knows: block tables, full-to-SWA tables, bytes of slots."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....kernels.capture.frames import GroupOnDevice, LutOnDevice, RunnerOnDevice, StreamOnDevice
+from ....kernels.ops.hash.kv_source import KvSource
+from ...trace.header import PoolGroup, TraceHeader
+from ..host_arrays import ByteArray, Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerCapture:
+    """One runner's shadows, its descriptor on the device, and which header groups and tables its parts are.
+
+    `groups[i]` is the header's number of the runner's i-th group, `luts[i]` of its i-th full-to-SWA table.
+    """
+
+    on_device: RunnerOnDevice
+    descriptor: Any
+    table: int
+    groups: tuple[int, ...]
+    luts: tuple[int, ...]
+    stream_words: tuple[int, ...]
+    lut_int64: bool
+
+
+class DeviceShadows:
+    """Every runner's shadows; `bytes` is what they take on the device.
+
+    Args:
+        header: what the engine is; no group may be a ring buffer.
+        tables: the engine's block table of each of the header's tables, `[rows, width] int32`.
+        luts: its full-to-SWA tables.
+        sources: for each `(group, stream)`, where the bytes lie.
+
+    Raises:
+        ValueError: an engine that cannot be recorded this way; the message says why.
+    """
+
+    def __init__(
+        self,
+        header: TraceHeader,
+        *,
+        tables: Sequence[Any],
+        luts: Sequence[Any],
+        sources: Mapping[tuple[int, int], KvSource],
+    ) -> None:
+        import torch
+
+        self._owned: list[Any] = []
+        device = tables[0].device
+
+        def zeros(shape: Sequence[int], dtype: Any) -> Any:
+            self._owned.append(torch.zeros(tuple(shape), dtype=dtype, device=device))
+            return self._owned[-1]
+
+        table_shadows = [zeros(table.shape, torch.int32) for table in tables]
+        on_device_luts = [LutOnDevice(table=lut, shadow=zeros(lut.shape, torch.int64)) for lut in luts]
+        self.runners: list[RunnerCapture] = []
+        for number in range(len(header.runners)):
+            mine = [(g, group) for g, group in enumerate(header.groups) if group.runner == number]
+            used = sorted({group.lut for _, group in mine if group.lut >= 0})
+            groups = [
+                GroupOnDevice(
+                    window=group.window,
+                    lut=used.index(group.lut) if group.lut >= 0 else -1,
+                    num_slots=group.num_slots,
+                    stamps=zeros((group.num_slots,), torch.int32),
+                    known=zeros((group.num_slots,), torch.uint8),
+                )
+                for _, group in mine
+            ]
+            streams = [
+                StreamOnDevice(
+                    rows=_rows(sources[g, s])[: group.num_slots],  # the shadow has no more
+                    shadow=zeros((group.num_slots, stream.capture_bytes // 8), torch.int64),
+                    group=place,
+                )
+                for place, (g, group) in enumerate(mine)
+                for s, stream in enumerate(group.streams)
+            ]
+            table = _only_table(number, [group for _, group in mine])
+            on_device = RunnerOnDevice(
+                table=tables[table],
+                shadow=table_shadows[table],
+                groups=groups,
+                luts=[on_device_luts[lut] for lut in used],
+                streams=streams,
+            )
+            self.runners.append(
+                RunnerCapture(
+                    on_device=on_device,
+                    descriptor=torch.tensor(on_device.descriptor(), dtype=torch.int64, device=device),
+                    table=table,
+                    groups=tuple(g for g, _ in mine),
+                    luts=tuple(used),
+                    stream_words=tuple(stream.words for stream in streams),
+                    lut_int64=bool(used) and str(luts[used[0]].dtype) == "torch.int64",
+                )
+            )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on the device."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._owned)
+
+    def reset(self) -> None:
+        """Take everything for unknown, as a replay does after a loss; runs on the current stream."""
+        for tensor in self._owned:
+            tensor.zero_()
+
+    def learn(self, group: int, slots: Int64Array, content: Sequence[ByteArray]) -> None:
+        """Take over bytes that the trace has got otherwise than by a forward; runs on the current stream.
+
+        Args:
+            group: index into the header's groups.
+            slots: `[n]` in the group's own numbering, none outside the pool.
+            content: for each of the group's streams `[n, capture_bytes]`.
+        """
+        import torch
+
+        runner, place = self._find(group)
+        known = runner.on_device.groups[place].known
+        where = torch.from_numpy(slots).to(known.device)
+        streams = [stream for stream in runner.on_device.streams if stream.group == place]
+        for stream, rows in zip(streams, content, strict=True):
+            stream.shadow[where] = torch.from_numpy(np.ascontiguousarray(rows).view(np.int64)).to(known.device)
+        known[where] = 1
+
+    def copy(self, group: int, src: Int64Array | None, dst: Int64Array) -> None:
+        """Copy what is known of whole slots, all read before any is written; `src` None: nothing is known of `dst` now.
+
+        `src`, `dst` `[n]` in the group's own numbering; runs on the current stream.
+        """
+        import torch
+
+        runner, place = self._find(group)
+        shadow = runner.on_device.groups[place]
+        inside = (dst >= 0) & (dst < shadow.num_slots)
+        if src is not None:
+            inside &= (src >= 0) & (src < shadow.num_slots)
+        there = torch.from_numpy(dst[inside]).to(shadow.known.device)
+        if src is None:
+            shadow.known[there] = 0
+            return
+        here = torch.from_numpy(src[inside]).to(shadow.known.device)
+        for stream in runner.on_device.streams:
+            if stream.group == place:
+                stream.shadow[there] = stream.shadow[here]
+        shadow.known[there] = shadow.known[here]
+
+    def forget_slots(self, group: int, slots: Any) -> None:
+        """Take slots' bytes for unknown; `slots` `[n]`, any integer tensor, in the group's own numbering, none outside."""
+        runner, place = self._find(group)
+        known = runner.on_device.groups[place].known
+        known[slots.to(known.device).long()] = 0
+
+    def _find(self, group: int) -> tuple[RunnerCapture, int]:
+        runner = next(runner for runner in self.runners if group in runner.groups)
+        return runner, runner.groups.index(group)
+
+
+def _only_table(runner: int, groups: list[PoolGroup]) -> int:
+    tables = {group.table for group in groups}
+    if len(tables) > 1:
+        raise ValueError(f"runner {runner} has groups of {len(tables)} block tables, expected one")
+    if any(group.reads_before_write for group in groups):
+        raise ValueError(f"runner {runner} has ring buffers, which must be looked at before a forward")
+    return tables.pop() if tables else 0
+
+
+def _rows(source: KvSource) -> Any:
+    if source.page_size != 1:
+        raise ValueError(f"pages of {source.page_size} slots in one row, expected one slot a row")
+    return source.tensor

@@ -1,0 +1,255 @@
+"""The recorder's picture of the KV bytes that a replay knows, and of the slots that a replay lost sight of.
+
+The bytes of a slot are known from the first write that the recorder saw; a later read of other bytes is a change that
+nobody wrote. Slots that dropped events wrote are marked lost, to be named by the next loss event.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.capture.changes import kv_changes, kv_same, new_slots
+from ...kernels.capture.gather import gather_kv
+from ...kernels.ops.hash.kv_source import KvSource
+from ..trace.header import KvStream, PoolGroup, TraceHeader
+from ..trace.schema import TIER_POOL
+from ..trace.slot_runs import mask_to_runs
+from .device_kv import gather_device, on_device
+from .host_arrays import ByteArray, Int64Array
+
+
+class GroupKvShadow:
+    """One pool group: its streams' bytes, slot by slot, in the pool and in the offload tier.
+
+    `any_lost` says that slots of the pool are lost and not yet named by a loss event.
+    """
+
+    __slots__ = ("_backend", "_stamp", "_stamps", "_tiers", "any_lost", "group", "sources")
+
+    def __init__(self, group: PoolGroup, sources: list[KvSource], *, backend: str) -> None:
+        self.group = group
+        self.sources = sources
+        self.any_lost = False
+        self._tiers = tuple(_Tier(group.streams, size) for size in (group.num_slots, group.host_num_slots))
+        self._stamps = np.zeros(group.num_slots, np.int64)
+        self._stamp = 0
+        self._backend = backend
+
+    def gather(self, stream: int, slots: Int64Array) -> ByteArray:
+        """Return the stream's leading bytes of each slot now, `[n, capture_bytes] uint8`; zeros outside the pool."""
+        capture = self.group.streams[stream].capture_bytes
+        source = self.sources[stream]
+        slots = slots - self.group.slot_shift if self.group.slot_shift else slots
+        if on_device(source):
+            return gather_device(source, slots, capture)
+        out = np.empty((slots.size, capture), np.uint8)
+        gather_kv(source=source, slots=slots, out=out, backend=self._backend)
+        return out
+
+    def changes(self, read: Int64Array, written: Int64Array) -> list[tuple[int, Int64Array, ByteArray]]:
+        """Compare the slots of a prefix, each once, with the picture; `written` ones are left out.
+
+        Returns:
+            `(stream, slots [n] int64, bytes [n, capture_bytes] uint8)` for each stream with a change.
+        """
+        if all(self._same(stream, read) for stream in range(len(self.sources))):
+            return []
+        self._stamp += 1
+        fresh = np.empty(max(read.size, written.size), np.int64)
+        size = np.zeros(1, np.int64)
+        for slots in (written, read):
+            new_slots(slots=slots, stamps=self._stamps, stamp=self._stamp, out=fresh, size=size, backend=self._backend)
+        slots = fresh[: size[0]]
+        found = []
+        for stream in range(len(self.sources)):
+            changed, content = self._stream_changes(stream, slots)
+            if changed.size:
+                found.append((stream, changed, content))
+        return found
+
+    def _same(self, stream: int, slots: Int64Array) -> bool:
+        """Return whether it is plain that no slot's bytes have changed, which is nearly always."""
+        source, pool = self.sources[stream], self._tiers[TIER_POOL]
+        if on_device(source) or self.group.slot_shift:
+            return False
+        return kv_same(source=source, slots=slots, shadow=pool.content[stream], known=pool.known, backend=self._backend)
+
+    def _stream_changes(self, stream: int, slots: Int64Array) -> tuple[Int64Array, ByteArray]:
+        pool = self._tiers[TIER_POOL]
+        source = self.sources[stream]
+        if on_device(source) or self.group.slot_shift:
+            slots = slots[pool.known[slots] != 0]
+            content = self.gather(stream, slots)
+            changed = (content != pool.content[stream][slots]).any(axis=1)
+            return slots[changed], content[changed]
+        out_slots = np.empty(slots.size, np.int64)
+        out_bytes = np.empty((slots.size, self.group.streams[stream].capture_bytes), np.uint8)
+        size = np.zeros(1, np.int64)
+        kv_changes(
+            source=source,
+            slots=slots,
+            shadow=pool.content[stream],
+            known=pool.known,
+            out_slots=out_slots,
+            out_bytes=out_bytes,
+            size=size,
+            backend=self._backend,
+        )
+        return out_slots[: size[0]].copy(), out_bytes[: size[0]].copy()
+
+    def take_change(self, stream: int, slots: Int64Array, content: ByteArray) -> None:
+        """Take over the bytes of an accepted event's observed change."""
+        self._tiers[TIER_POOL].content[stream][slots] = content
+
+    def take_written(self, slots: Int64Array, content: list[ByteArray]) -> None:
+        """Take over an accepted forward's written slots, `content[stream]` `[n, capture_bytes]`; the last write wins."""
+        pool = self._tiers[TIER_POOL]
+        inside = (slots >= 0) & (slots < pool.known.size)
+        for stream, rows in enumerate(content):
+            pool.content[stream][slots[inside]] = rows[inside]
+        pool.known[slots[inside]] = 1
+
+    def known_bytes(self, slots: Int64Array) -> tuple[Int64Array, list[ByteArray]]:
+        """Return those of the pool's slots whose bytes are known, and of each stream `[n, capture_bytes]`."""
+        pool = self._tiers[TIER_POOL]
+        inside = slots[(slots >= 0) & (slots < pool.known.size)]
+        known = inside[pool.known[inside] != 0]
+        return known, [content[known] for content in pool.content]
+
+    def take_copy(self, *, src_tier: int, src: Int64Array, dst_tier: int, dst: Int64Array) -> None:
+        """Take over an accepted copy of whole slots; everything is read before anything is written."""
+        source, target = self._tiers[src_tier], self._tiers[dst_tier]
+        inside = (src >= 0) & (src < source.known.size) & (dst >= 0) & (dst < target.known.size)
+        src, dst = src[inside], dst[inside]
+        for stream, rows in enumerate(source.content):
+            target.content[stream][dst] = rows[src]
+        target.known[dst] = source.known[src]
+        if dst_tier != TIER_POOL:
+            target.lost[dst] = False
+        # What a replay does not know in the offload tier it does not know after the load-back either.
+        if src_tier != TIER_POOL and source.lost[src].any():
+            target.lost[dst] |= source.lost[src]
+            self.any_lost = True
+
+    def lose(self, slots: Int64Array, *, tier: int = TIER_POOL) -> None:
+        """Mark slots that a dropped event wrote."""
+        target = self._tiers[tier]
+        inside = slots[(slots >= 0) & (slots < target.known.size)]
+        target.lost[inside] = True
+        target.known[inside] = 0
+        self.any_lost |= tier == TIER_POOL and bool(inside.size)
+
+    def forget(self) -> None:
+        """Take the bytes of all slots for unknown."""
+        for tier in self._tiers:
+            tier.known[:] = 0
+
+    def lost_runs(self) -> tuple[Int64Array, Int64Array]:
+        """Return the pool's lost slots as runs `(starts, counts)`."""
+        return mask_to_runs(self._tiers[TIER_POOL].lost)
+
+    def clear_lost(self) -> None:
+        """Forget the pool's lost slots: a loss event that names them was accepted."""
+        self._tiers[TIER_POOL].lost[:] = False
+        self.any_lost = False
+
+
+class _Tier:
+    """The slots of one tier, 0 the pool, 1 the host; zeros are handed out lazily, so untouched slots cost nothing.
+
+    `content[stream]` `[num_slots, capture_bytes] uint8`, `known` `[num_slots] uint8`, `lost` `[num_slots] bool`.
+    """
+
+    __slots__ = ("content", "known", "lost")
+
+    def __init__(self, streams: tuple[KvStream, ...], num_slots: int) -> None:
+        self.content: list[ByteArray] = [np.zeros((num_slots, s.capture_bytes), np.uint8) for s in streams]
+        self.known: ByteArray = np.zeros(num_slots, np.uint8)
+        self.lost: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+
+
+def group_shadows(
+    header: TraceHeader, kv_sources: Mapping[tuple[int, int], KvSource], *, backend: str = "cpu"
+) -> list[GroupKvShadow]:
+    """Return one shadow for each of the header's groups.
+
+    Raises:
+        ValueError: a stream of the header has no source, a source has no stream, their sizes differ, a source does not
+            hold its group's slots, or two of a group lie over the same bytes.
+    """
+    expected = {(g, s) for g, group in enumerate(header.groups) for s in range(len(group.streams))}
+    if set(kv_sources) != expected:
+        raise ValueError(
+            f"kv_sources has (group, stream) keys {sorted(kv_sources)}, the header's groups have {sorted(expected)}"
+        )
+    for (g, s), source in kv_sources.items():
+        stream = header.groups[g].streams[s]
+        if source.bytes_per_token != stream.bytes_per_token:
+            raise ValueError(
+                f"kv_sources[{g}, {s}] has {source.bytes_per_token} bytes a token, the header says "
+                f"{stream.bytes_per_token}"
+            )
+        _check_source(f"kv_sources[{g}, {s}]", source, header.groups[g], stream)
+    for g, group in enumerate(header.groups):
+        for (s, one), (t, other) in itertools.combinations(
+            [(s, kv_sources[g, s]) for s in range(len(group.streams))], 2
+        ):
+            if _overlap(one, other):
+                raise ValueError(
+                    f"kv_sources[{g}, {s}] and kv_sources[{g}, {t}] lie over the same bytes; pass each layer's K and V once"
+                )
+    return [
+        GroupKvShadow(group, [_host_view(kv_sources[g, s]) for s in range(len(group.streams))], backend=backend)
+        for g, group in enumerate(header.groups)
+    ]
+
+
+def _check_source(name: str, source: KvSource, group: PoolGroup, stream: KvStream) -> None:
+    """Raise `ValueError` where a source is not made for its group's slots: what is beyond it nobody would watch."""
+    num_slots = group.num_slots - group.slot_shift
+    if not num_slots <= source.num_slots < num_slots + source.page_size:
+        raise ValueError(
+            f"{name} holds {source.num_slots} slots ({source.tensor.shape[0]} rows of {source.page_size}), the group "
+            f"{group.name} has {num_slots}; pass the rows of exactly its slots, of one layer, token by token (of a pool "
+            "with the heads first, one head)"
+        )
+    if source.read_bytes < stream.capture_bytes:
+        raise ValueError(
+            f"{name} reads {source.read_bytes} bytes of a slot, the header captures {stream.capture_bytes}; pass the same"
+        )
+    stride, width = source.strides[0], source.page_size * source.bytes_per_token
+    if source.tensor.shape[0] > 1 and stride < width:
+        raise ValueError(f"{name} has rows {stride} bytes apart that hold {width}: its slots overlap")
+
+
+def _overlap(one: KvSource, other: KvSource) -> bool:
+    """Say whether the bytes that two sources read of their slots lie over one another, as far as their geometry tells.
+
+    K and V of a token may take turns: then they lie within each other's rows, and have no byte in common.
+    """
+    if str(getattr(one.tensor, "device", "cpu")) != str(getattr(other.tensor, "device", "cpu")):
+        return False
+    near, far = sorted((one, other), key=lambda source: source.address)
+    offset, stride = far.address - near.address, near.strides[0]
+    if (near.page_size, near.bytes_per_token, stride) != (far.page_size, far.bytes_per_token, far.strides[0]):
+        return offset == 0
+    if offset >= near.tensor.shape[0] * stride:
+        return False
+    within = offset % stride
+    size, page_bytes = near.bytes_per_token, near.page_size * near.bytes_per_token
+    if within >= page_bytes and within + page_bytes <= stride:
+        return False
+    within = within % size if within < page_bytes else (within - stride) % size
+    return within < near.read_bytes or within + far.read_bytes > size
+
+
+def _host_view(source: KvSource) -> KvSource:
+    """Return the source over a numpy view of the same memory, where that memory is the host's."""
+    tensor: Any = source.tensor
+    if hasattr(tensor, "detach") and tensor.device.type == "cpu":
+        return dataclasses.replace(source, tensor=tensor.detach().numpy())
+    return source

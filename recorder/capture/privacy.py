@@ -1,0 +1,151 @@
+"""Salted hashes in place of token ids, request names and KV bytes; the salt is never written.
+
+What two hashes say is whether two tokens are the same, which is all that a replay asks. KV bytes are computed from tokens,
+and whoever has the model's weights could tell the tokens from them; so a trace with hashed tokens has keyed digests of
+them, which still show that bytes changed.
+"""
+
+import dataclasses
+import hashlib
+import os
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ...kernels.keyed_digest import DIGEST_BYTES, KEY_BYTES, keyed_digests
+from ..small_file import read_small_file
+from ..trace.event import TraceEvent
+from ..trace.header import TraceHeader
+from .host_arrays import Int64Array
+
+MIN_SALT_BYTES: Final = 16
+TABLE_TOKENS: Final = 1 << 18  # above every vocabulary known; a token beyond it costs a hash each time
+_NO_CHANGES: Final = np.empty(0, np.int64)
+_PER_DIGEST: Final = 16
+_MASK: Final = (1 << 31) - 1
+
+
+class Privacy:
+    """Hashes tokens, names of requests, or both, by one secret salt.
+
+    A token's hash is four bytes, without their highest bit, of BLAKE2b keyed with the salt over the token's number
+    divided by 16, little-endian int64; which four is the number's remainder. A table of the first 2^18 is made once
+    (about 20 ms), so that hashing an array is one look-up.
+
+    Raises `ValueError` for a salt of fewer than 16 bytes.
+    """
+
+    __slots__ = ("_key", "_kv_key", "_table", "names", "salt_id", "tokens")
+
+    def __init__(self, salt: bytes, *, tokens: bool = True, names: bool = False) -> None:
+        if len(salt) < MIN_SALT_BYTES:
+            raise ValueError(f"the salt has {len(salt)} bytes, expected at least {MIN_SALT_BYTES} random ones")
+        self._key = hashlib.blake2b(salt, digest_size=32, person=b"kvcanary").digest()
+        self._kv_key = hashlib.blake2b(digest_size=KEY_BYTES, key=self._key, person=b"kv-bytes").digest()
+        self.salt_id = hashlib.blake2b(digest_size=8, key=self._key, person=b"salt-id").hexdigest()
+        self.tokens = tokens
+        self.names = names
+        self._table = self._hashes(np.arange(TABLE_TOKENS // _PER_DIGEST)).reshape(-1) if tokens else None
+
+    def hash_tokens(self, tokens: Int64Array) -> Int64Array:
+        """Return each token's hash, `[n] int64` from 0 to 2^31 - 1; negative ids mean unknown and stay as they are."""
+        if self._table is None:
+            return tokens
+        # One wrapped look-up for all; what it cannot answer is put right afterwards, which is next to never.
+        hashed = self._table.take(tokens, mode="clip")
+        if tokens.size and tokens.min() < 0:
+            hashed[tokens < 0] = tokens[tokens < 0]
+        if tokens.size and tokens.max() >= TABLE_TOKENS:
+            beyond = tokens >= TABLE_TOKENS
+            found, places = np.unique(tokens[beyond], return_inverse=True)
+            hashed[beyond] = self._hashes(found // _PER_DIGEST)[np.arange(found.size), found % _PER_DIGEST][places]
+        return hashed
+
+    def hash_name(self, name: str) -> str:
+        """Return a request's name, or 16 hexadecimal digits that stand for it."""
+        if not self.names or not name:
+            return name
+        text = name.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(text, digest_size=8, key=self._key, person=b"name").hexdigest()
+
+    def hash_kv(self, event: TraceEvent, header: TraceHeader) -> None:
+        """Put digests in place of an event's KV bytes: 16 bytes over each row, repeated to the row's width.
+
+        Rows of zeros, which stand for slots without bytes, stay zeros.
+        """
+        for column, widths in _kv_widths(event, header).items():
+            data = event.bytes.get(column)
+            if data is None or not self.tokens:
+                continue
+            hashed, at = np.zeros_like(data), 0
+            for width, count in widths:
+                rows = data[at : at + width * count].reshape(count, width)
+                digests = np.tile(keyed_digests(rows=rows, key=self._kv_key), width // DIGEST_BYTES)
+                digests[~rows.any(axis=1)] = 0
+                hashed[at : at + width * count] = digests.reshape(-1)
+                at += width * count
+            event.bytes[column] = hashed
+
+    def _hashes(self, numbers: Int64Array) -> Int64Array:
+        """Return the 16 hashes that each digest holds, `[n, 16] int64`."""
+        places = numbers.astype("<i8").tobytes()
+        digests = [
+            hashlib.blake2b(places[at : at + 8], digest_size=64, key=self._key, person=b"token").digest()
+            for at in range(0, len(places), 8)
+        ]
+        return np.frombuffer(b"".join(digests), "<u4").reshape(-1, _PER_DIGEST).astype(np.int64) & _MASK
+
+
+def _kv_widths(event: TraceEvent, header: TraceHeader) -> dict[str, list[tuple[int, int]]]:
+    """Return for each column of KV bytes its runs of rows, `(capture_bytes, rows)`, as docs/trace-format.md lays them out."""
+    if not event.bytes:
+        return {}
+    of_runner = [stream.capture_bytes for _, stream in header.streams(int(event.scalars.get("runner", 0)))]
+    changed = [(of_runner[stream], 1) for stream in event.ints.get("kv_change_stream", _NO_CHANGES).tolist()]
+    if changed and len(set(of_runner)) == 1:
+        changed = [(of_runner[0], len(changed))]
+    if event.kind == "transfer":
+        group = header.groups[int(event.ints["slot_group"][0])]
+        count, widths = int(event.ints["slot_count"].sum()), [stream.capture_bytes for stream in group.streams]
+    else:
+        count, widths = event.ints["input_ids"].size if "input_ids" in event.ints else 0, of_runner
+    written = [(width, count) for width in widths]
+    return {"kv_bytes": written, "kv_submitted_bytes": written, "kv_change_bytes": changed}
+
+
+def new_salt() -> bytes:
+    """Return a fresh random salt."""
+    return os.urandom(32)
+
+
+def read_salt(path: Path) -> bytes:
+    """Return the salt that a file holds, without white space at its ends.
+
+    Raises:
+        ValueError: it cannot be read, or is too short.
+    """
+    try:
+        salt = read_small_file(path).strip()
+    except OSError as error:
+        raise ValueError(f"{path}: the token salt cannot be read: {error.strerror}") from None
+    if len(salt) < MIN_SALT_BYTES:
+        raise ValueError(
+            f"{path}: the token salt has {len(salt)} bytes, expected at least {MIN_SALT_BYTES} random ones; "
+            f"make one with: openssl rand -hex 32 > {path}"
+        )
+    return salt
+
+
+def with_privacy(header: TraceHeader, privacy: Privacy) -> TraceHeader:
+    """Return the header of a trace with hashes in it: what is hashed stands there, and no oracle foretells a hash."""
+    notes = header.notes
+    if any(group.streams for group in header.groups) and privacy.tokens:
+        notes = (*notes, "the KV bytes are keyed digests")
+    if privacy.names:
+        notes = (*notes, "the requests' names are salted hashes")
+    if not privacy.tokens:
+        return dataclasses.replace(header, notes=notes, salt_id=privacy.salt_id)
+    if header.oracle is not None:
+        notes = (*notes, f"tokens are salted hashes: the engine's {header.oracle.kind} oracle is not checked against")
+    return dataclasses.replace(header, tokens="hashed", oracle=None, notes=notes, salt_id=privacy.salt_id)

@@ -1,0 +1,261 @@
+"""What keeps a recorder harmless: nothing is raised into the engine, nothing waits, a fault switches it off once.
+
+Also the recorder's way out: every event goes through the outbox, which counts what the writer refuses.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
+
+from ...kernels.capture import changes, gather
+from ...kernels.ops.hash.kv_source import KvSource
+from ..error_text import error_text
+from ..process.process_end import at_process_end
+from ..trace.event import NO_LISTS, TraceEvent
+from ..trace.header import CaptureInfo, TraceHeader
+from ..writing.outbox import Outbox, RecorderStats
+from ..writing.writer import TraceWriter
+from .engine_events import add_changes, seen_changes
+from .forward_input import CopiedForward
+from .host_arrays import Int64Array
+from .kv_shadow import group_shadows
+from .privacy import Privacy, with_privacy
+from .slot_numbers import SlotNumbers
+from .state_shadow import StateShadow
+
+logger = logging.getLogger("kvcanary")
+
+# A thread that has not come back from the recorder for so long, from a device that hangs say, will not: nobody else
+# shall wait for it, least of all a process that is about to end.
+WRITER_STOPPED: Final = "the writer stopped"  # how a reason to be off begins that lies with the file
+LOCK_PATIENCE_S: Final = 10.0
+SHORT_PATIENCE_S: Final = 1.0  # of whoever goes on without the lock
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R", bound="Recording")
+
+
+def prepare_kernels(backend: str = "cpu") -> None:
+    """Compile the recorder's kernels, or load them from the disk cache; done once, before the engine runs."""
+    gather.prepare(backend)
+    changes.prepare(backend)
+
+
+def guarded(
+    method: Callable[Concatenate[_R, _P], None],
+) -> Callable[Concatenate[_R, _P], None]:
+    """Make a method harmless: nothing is raised, and after the first fault nothing is done."""
+
+    @functools.wraps(method)
+    def call(self: _R, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if self._off or os.getpid() != self._pid:  # a forked child may not even take the lock
+            return
+        begin = time.perf_counter_ns()
+        try:
+            self._take_lock(LOCK_PATIENCE_S)
+            try:
+                if not self._off:  # another thread may have closed the recorder meanwhile
+                    method(self, *args, **kwargs)
+            finally:
+                self._lock.release()
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"{method.__name__}: {self.error_text(error)}", error)
+        self._engine_thread_ns += time.perf_counter_ns() - begin
+
+    return call
+
+
+@contextlib.contextmanager
+def beginning(recorder: Any) -> Iterator[None]:
+    """Where what follows raises, have the trace say that it is none, so that nobody takes it for a whole one; raise."""
+    try:
+        yield
+    except BaseException:
+        recorder.lost("the recording could not begin")
+        recorder.close()
+        raise
+
+
+class Recording:
+    """An open trace and the state of what was told so far; `Recorder` adds what an engine tells."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        header: TraceHeader,
+        *,
+        kv_sources: Mapping[tuple[int, int], KvSource] | None = None,
+        kv_watch_every: int = 1,
+        backend: str = "cpu",
+        privacy: Privacy | None = None,
+        **writer_options: Any,
+    ) -> None:
+        if kv_watch_every < 0:
+            raise ValueError(f"kv_watch_every is {kv_watch_every}, expected 0 (never) or a number of forwards")
+        prepare_kernels(backend)
+        self.path = Path(path)
+        header = header if privacy is None else with_privacy(header, privacy)
+        self._numbers = SlotNumbers(header)
+        header = self._numbers.header(header)
+        self._kv = group_shadows(header, kv_sources or {}, backend=backend)
+        self._state = StateShadow(header, backend=backend)
+        self._kv_watch_every = kv_watch_every
+        self._privacy = privacy
+        # Wall-clock time that cannot run backwards: one reading of the clock, then the monotonic one.
+        self._clock_offset_ns = time.time_ns() - time.perf_counter_ns()
+        self._moment = 0
+        self.header = dataclasses.replace(
+            header,
+            created_ns=header.created_ns or self._now(),
+            capture=CaptureInfo(kv_watch_every=kv_watch_every, truth_tokens=header.truth_table is not None),
+        )
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._off = ""
+        self._closed = False
+        self._pending: CopiedForward | None = None
+        self._forwards = 0
+        self._engine_thread_ns = 0
+        writer = TraceWriter(self.path, self.header, **writer_options)
+        self.header = writer.header
+        self._outbox = Outbox(writer, self._kv)
+        # Registered after the writer's own, so run before it: a forward that killed the engine is still told.
+        self._no_close_at_end = at_process_end(self.close, priority=2)
+
+    def _end_pending(self, note: str) -> None:
+        """Complete a forward that was begun, where the recording ends during it."""
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Write out what is queued and the file's end, waiting at most `timeout` seconds; a second call does nothing."""
+        if os.getpid() != self._pid:
+            return
+        self._no_close_at_end()
+        until = time.monotonic() + timeout
+        try:
+            self._take_lock(min(timeout, LOCK_PATIENCE_S))
+            try:
+                if self._closed:
+                    return
+                self._closed = True
+                self._end_pending("recording ended during this forward")
+                self._off = self._off or "closed"
+            finally:
+                self._lock.release()
+        except TimeoutError as busy:
+            self._closed = True
+            self.switch_off(f"close: {busy}")
+        try:
+            self._outbox.close(self._now(), max(until - time.monotonic(), 1.0))
+        except Exception:
+            logger.exception("kvcanary: the trace %s could not be closed", self.path)
+        if self._outbox.failed and self._off == "closed":
+            self._off = f"{WRITER_STOPPED}: {self._outbox.failed}"
+        self._kv.clear()  # the engine's pools must not live on through our views of them
+
+    def _take_lock(self, patience_s: float) -> None:
+        """Take the lock; raise `TimeoutError` where another thread holds it for `patience_s` seconds."""
+        if not self._lock.acquire(timeout=patience_s):
+            raise TimeoutError(f"another thread has not come back from the recorder for {patience_s:g} s")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def next_forward(self) -> int:
+        """The number that the next `before_forward` will get."""
+        return self._forwards
+
+    def stats(self) -> RecorderStats:
+        """Return what the recorder has done so far."""
+        return RecorderStats(
+            forwards=self._forwards,
+            events=self._outbox.taken,
+            dropped_events=self._outbox.dropped,
+            engine_thread_ns=self._engine_thread_ns,
+            off=self._off,
+        )
+
+    @property
+    def off(self) -> str:
+        """Why nothing is recorded any more, empty while it is."""
+        return self._off
+
+    def error_text(self, error: BaseException) -> str:
+        """Return what the trace may say of an exception: where it has hashes, not what may hold a token or a name."""
+        return error_text(error) if self._privacy is None else type(error).__name__
+
+    def clock(self) -> int:
+        """Return the wall-clock time in nanoseconds; it never runs backwards."""
+        return self._clock_offset_ns + time.perf_counter_ns()
+
+    @contextlib.contextmanager
+    def as_of(self, time_ns: int) -> Iterator[None]:
+        """Give what is told meanwhile an earlier reading of `clock`: it was told then, and has waited since."""
+        self._moment = time_ns
+        try:
+            yield
+        finally:
+            self._moment = 0
+
+    def _now(self) -> int:
+        return self._moment or self.clock()
+
+    def _hash_tokens(self, tokens: Int64Array) -> Int64Array:
+        """Return tokens as the trace may hold them."""
+        return tokens if self._privacy is None else self._privacy.hash_tokens(tokens)
+
+    def _put_watched(self, event: TraceEvent, runner: int, looked_at: list[tuple[int, Int64Array]]) -> None:
+        """Send an event off with what changed, without a write, of the slots that it names."""
+        changes = []
+        if self._kv_watch_every:
+            changes = [change for group, slots in looked_at for change in seen_changes(self._kv, group, slots)]
+            add_changes(event, changes, self._kv, runner)
+        if self._put(event):
+            for change in changes:
+                self._kv[change.group].take_change(change.stream, change.slots, change.content)
+
+    def _say(self, kind: str, *, ints: dict[str, Int64Array] | None = None, **scalars: int | str) -> bool:
+        return self._put(
+            TraceEvent(kind=kind, time_ns=self._now(), scalars=scalars, ints=ints or NO_LISTS, bytes=NO_LISTS)
+        )
+
+    def _put(self, event: TraceEvent) -> bool:
+        if self._privacy is not None:
+            self._privacy.hash_kv(event, self.header)
+        if self._outbox.put(event):
+            return True
+        if self._outbox.failed:  # the writer has logged it
+            self._off = f"{WRITER_STOPPED}: {self._outbox.failed}"
+        return False
+
+    def switch_off(self, reason: str, error: BaseException | None = None) -> None:
+        """Stop recording for good and say so in the log and the trace: for an integrator whose own hook failed."""
+        if os.getpid() != self._pid:  # a forked child may not even take the lock
+            return
+        try:
+            locked = self._lock.acquire(timeout=SHORT_PATIENCE_S)  # else without it
+            try:
+                if self._off:
+                    return
+                self._off = reason
+                self._pending = None
+            finally:
+                if locked:
+                    self._lock.release()
+            logger.error("kvcanary: the recorder of %s switched itself off: %s", self.path, reason, exc_info=error)
+            self._outbox.end(f"the recorder switched itself off: {reason}", self._now())
+        except Exception:  # nothing may reach the engine
+            logger.exception("kvcanary: switching off failed")

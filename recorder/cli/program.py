@@ -1,0 +1,168 @@
+"""Running a command as a program: whatever fails outside, no traceback, and no exit code that is a verdict."""
+
+import contextlib
+import errno
+import gc
+import io
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from ..process.endings import ENDINGS, ignore_endings
+from .text import printable
+
+EXIT_FAILED: Final = 2
+QUERY_INTERRUPTED: Final = "Query interrupted"  # DuckDB's RuntimeError for Ctrl-C while it computes
+EXIT_BROKEN_PIPE: Final = 141  # 128 + SIGPIPE, what a shell shows of any other program whose reader left
+
+# What libraries make while they are imported stays until the end: looking at it again and again takes a tenth of a
+# short command's time.
+_OBJECTS_WHILE_LOADING: Final = 400_000
+_COLLECTOR: Final = gc.get_threshold()
+
+_interrupted_by: int = signal.SIGINT  # the exit code is 128 more: above 127, so that `git bisect run` stops
+_interrupted_at: float | None = None
+_SAME_WISH_SECONDS: Final = 1.0
+
+
+def run_program(command: click.Command, program: str) -> None:
+    """Run `command` with the process's arguments and exit; 1 and 125 come from the command alone.
+
+    SIGTERM and a closed terminal end it as Ctrl-C does. Exits with 130 after that (143, 129), with 141 when whoever read
+    the output has left, and with 2 when the output cannot be written or something happens that nobody foresaw.
+    """
+    _make_streams_safe()
+    for number in ENDINGS:
+        if signal.getsignal(number) in (
+            signal.SIG_DFL,
+            signal.default_int_handler,
+        ):  # what the caller has us ignore (nohup) stays ignored
+            signal.signal(number, _interrupt)
+    gc.set_threshold(_OBJECTS_WHILE_LOADING, *_COLLECTOR[1:])
+    invoke, make_context = command.invoke, command.make_context
+
+    # Options are looked at before anything runs, which may load libraries; click would end an interrupt there with 1.
+    def parsed(*args: Any, **named: Any) -> click.Context:
+        try:
+            return make_context(*args, **named)
+        except KeyboardInterrupt:
+            raise SystemExit(_interrupted()) from None
+
+    # Around `invoke`, not `main`: click itself would end an interrupt and a broken pipe with 1.
+    def guarded(context: click.Context) -> Any:
+        try:
+            try:
+                return invoke(context)
+            finally:
+                sys.stdout.flush()
+                _leave_alone()
+        except (click.ClickException, click.exceptions.Exit):
+            raise
+        except SystemExit as end:
+            if not isinstance(end.__context__, BrokenPipeError):  # which rich turns into an exit
+                raise
+            _drop_output()
+            raise SystemExit(EXIT_BROKEN_PIPE) from None
+        except (KeyboardInterrupt, click.Abort):
+            raise SystemExit(_interrupted()) from None
+        except Exception as error:  # noqa: BLE001  # the last resort: its message without the traceback
+            raise SystemExit(_tell(program, error)) from None
+
+    command.invoke = guarded  # type: ignore[assignment, method-assign]  # of this one object
+    command.make_context = parsed  # type: ignore[method-assign]  # as above
+    command.main(prog_name=program)
+
+
+def _interrupt(number: int, _: object) -> None:
+    """End what is under way as Ctrl-C does: what it leaves behind is cleared away, a replay judges as far as it came.
+
+    One that comes right behind another says the same once more, as `timeout` does, which asks the process and its group:
+    it must not end the clearing away.
+    """
+    global _interrupted_by, _interrupted_at
+    now = time.monotonic()
+    if _interrupted_at is not None and now - _interrupted_at < _SAME_WISH_SECONDS:
+        return
+    _interrupted_by, _interrupted_at = number, now
+    raise KeyboardInterrupt
+
+
+def _interrupted() -> int:
+    """Say so, and return the exit code; one more Ctrl-C is ignored, since nothing is left but to clear away."""
+    ignore_endings()
+    _say("interrupted")
+    return 128 + _interrupted_by
+
+
+def loaded() -> None:
+    """Say that a program's libraries are loaded: the collector leaves them alone, and looks as often as ever at the rest.
+
+    For commands that go on for long; does nothing where no program runs, as in a test.
+    """
+    if gc.get_threshold()[0] == _OBJECTS_WHILE_LOADING:
+        gc.freeze()
+        gc.set_threshold(*_COLLECTOR)
+
+
+def _leave_alone() -> None:
+    """Spare the interpreter its last look at all that was imported, which takes a fifth of a short replay."""
+    if "duckdb" not in sys.modules:  # which prints what it takes for leaks, where its classes outlive that look
+        gc.freeze()
+
+
+def _tell(program: str, error: Exception) -> int:
+    """Say what went wrong, and return the exit code."""
+    if isinstance(error, BrokenPipeError):
+        _drop_output()
+        return EXIT_BROKEN_PIPE
+    if isinstance(error, OSError):
+        _drop_output()
+        where = f"{error.filename}: " if error.filename else ""
+        _say(f"{program}: {where}{error.strerror or error}")
+        if error.errno == errno.ENOSPC:
+            _say("the disk is full; make room, then run the same command again")
+        return EXIT_FAILED
+    if isinstance(error, RuntimeError) and str(error) == QUERY_INTERRUPTED:
+        return _interrupted()
+    _say(f"{program}: {unforeseen(error)}")
+    return EXIT_FAILED
+
+
+def unforeseen(error: Exception) -> str:
+    """Say what nobody foresaw, and where, in a line."""
+    return f"internal error: {type(error).__name__}: {error} ({_place(error)}); please report it"
+
+
+def _make_streams_safe() -> None:
+    """Any name can be printed in any locale, and a closed stream takes what is printed to it."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """What is buffered still can never be written; without this the interpreter says so once more at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody is there to read it: the exit code says it too
+        click.echo(printable(line), err=True)
+
+
+def _place(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "unknown" if trace is None else f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"

@@ -1,0 +1,263 @@
+"""`kvcanary record`: run an engine with the recorder on, and say what came of it."""
+
+import os
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import click
+
+from ..process.knobs import KNOBS, PREFIX, TRACE_KNOB, Knob
+from .given_path import GivenPath
+from .text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..process.harvest import RecordedTrace
+
+GROUP_PATIENCE_S: Final = 10.0  # for processes that the engine leaves behind, which may still end their traces
+
+_COUNTED: Final = ("forwards", "requests", "input_tokens", "sampled_tokens")
+_FROM_BEST_TO_WORST: Final = ("complete", "lossy", "torn", "damaged", "unreadable")
+
+_EPILOG = """\b
+Examples:
+  kvcanary record -o traces -- python -m sglang.launch_server --model-path ...
+  kvcanary record -o traces --segment-seconds 60 --keep-segments 10 -- vllm serve ...
+      a flight recorder: the last ten minutes stay
+  kvcanary record -o traces --tokens hashed --json run.json -- ./serve.sh
+
+Ctrl-C and SIGTERM go to the engine. The exit code is the engine's; 2 where it could not be started.
+"""
+
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Add one option for each setting."""
+    for knob in reversed([knob for knob in KNOBS if knob is not TRACE_KNOB]):
+        default = f" [default: {knob.default}]" if knob.default else ""
+        kind = "|".join(knob.words) if knob.words else {"path": "PATH", "bytes": "BYTES"}.get(knob.kind, "N")
+        command = click.option(knob.option, knob.name, metavar=kind, help=knob.help + default)(command)
+    return command
+
+
+@click.command("record", epilog=_EPILOG, context_settings={"allow_interspersed_args": False})
+@click.argument("command", nargs=-1, required=True)
+@click.option("-o", "--output", type=GivenPath(), help="Folder for the traces. [default: KVCANARY_TRACE's]")
+@click.option("--config", type=GivenPath(), help="TOML file of settings; options go before it.")
+@click.option("--json", "json_path", type=GivenPath(), help="Also write what was recorded to this file.")
+@_with_settings
+def record_command(
+    command: tuple[str, ...], output: Path | None, config: Path | None, json_path: Path | None, **options: str | None
+) -> None:
+    """Run COMMAND, an engine's server, with the recorder on, and say what was recorded when it ends.
+
+    The same as setting KVCANARY_TRACE and the other variables of docs/production.md, which the options are named after.
+    """
+    from ..process.environment import read_environment
+
+    try:
+        environ = _environ(output, config, options)
+        settings = read_environment(environ)
+        if settings is not None:
+            _make_folder(settings.folder)
+        if json_path is not None:  # known before an engine has run for hours
+            os.close(_open_private(json_path, emptied=False))
+    except FileExistsError as error:
+        _fail(f"{error.filename}: is a file, expected a folder for the traces; name another")
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}")
+    except ValueError as error:
+        _fail(str(error))
+    if settings is None:
+        _fail("no folder for the traces: name one with -o")
+    shared_salt = settings.tokens == "hashed" or settings.names == "hashed"
+    salt = _new_salt() if shared_salt and settings.token_salt_file is None else None
+    if salt is not None:
+        environ[PREFIX + "TOKEN_SALT_FILE"] = str(salt)
+    try:
+        _run(command, environ, settings.folder, json_path)
+    finally:
+        if salt is not None:
+            salt.unlink(missing_ok=True)
+
+
+def _environ(output: Path | None, config: Path | None, options: dict[str, str | None]) -> dict[str, str]:
+    """Return the engine's environment: this one, and what the options say.
+
+    Raises:
+        ValueError: an option that cannot be.
+    """
+    from ..process.run_identity import give_run_id
+
+    environ = dict(os.environ)
+    give_run_id(environ)
+    given: dict[Knob, str] = {knob: text for knob in KNOBS if (text := options.get(knob.name)) is not None}
+    if output is not None:
+        given[TRACE_KNOB] = str(output)
+    for knob, text in given.items():
+        value = knob.parse(text, "-o" if knob is TRACE_KNOB else knob.option)
+        # The engine may go to another folder before it reads this.
+        environ[knob.variable] = str(value.absolute()) if isinstance(value, Path) else text
+    if config is not None:
+        environ[PREFIX + "CONFIG"] = str(config.absolute())
+    return environ
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder, and find out that a trace can be made in it."""
+    import tempfile
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _open_private(path: Path, *, emptied: bool) -> int:
+    """Open a file for writing that only this user can read: a command line may hold keys. Raises `OSError`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.fchmod(descriptor, 0o600)
+        if emptied:
+            os.ftruncate(descriptor, 0)
+    return descriptor
+
+
+def _new_salt() -> Path:
+    """Return a file with a fresh salt, for all processes of this run and nobody else."""
+    import tempfile
+
+    from ..capture.privacy import new_salt
+
+    file, path = tempfile.mkstemp(prefix="kvcanary-salt-")  # mode 0600
+    with os.fdopen(file, "w", encoding="ascii") as out:
+        out.write(new_salt().hex())
+    _remove_at_our_end(path)
+    return Path(path)
+
+
+def _remove_at_our_end(path: str) -> None:
+    """Have a process of its own remove a file once this one is gone, however it ends: SIGKILL lets nobody clear away."""
+    end, kept = os.pipe()  # the writing end closes with us, and no child has it
+    if os.fork():
+        os.close(end)
+        return
+    try:
+        os.setsid()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number, other in ((0, nowhere), (1, nowhere), (2, nowhere), (3, end)):
+            os.dup2(other, number)
+        os.closerange(4, max(end, kept, nowhere, 256) + 1)  # who waits for the end of a pipe must not wait for us
+        while os.read(3, 1):
+            pass
+        Path(path).unlink(missing_ok=True)
+    finally:
+        os._exit(0)
+
+
+def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_path: Path | None) -> None:
+    import json
+    import shlex
+    import time
+
+    from rich.console import Console
+    from rich.markup import escape
+
+    from ..process.child import run_child, wait_for_group
+    from ..process.harvest import changed, harvest, replay_command, stamps, why_nothing
+
+    before, begin = stamps(folder), time.monotonic()
+    try:
+        code, group = run_child(command, environ)
+    except OSError as error:
+        _fail(f"{command[0]}: cannot be started: {error.strerror}")
+    seconds = time.monotonic() - begin
+    # A pipe has no width of its own; lines must not be cut at 80 there.
+    console = Console(stderr=True, emoji=False, highlight=False, width=None if sys.stderr.isatty() else 160)
+    with console.status("waiting for the engine's processes") as status:
+        gone = wait_for_group(group, GROUP_PATIENCE_S)
+        paths, frozen = changed(folder, before)
+        found = harvest(paths, lambda path: status.update(f"reading {path.name}"))
+    recorded = any(trace.forwards for trace in found)
+    advice = [] if recorded else why_nothing(command, environ)
+    if not gone:
+        console.print(f"note    processes of the engine still run after {GROUP_PATIENCE_S:g} s; their traces may go on")
+    _show(console, found, advice, folder)
+    for copy in frozen:
+        console.print(f"frozen  {escape(printable(shlex.join(['kvcanary-replay', str(copy)])))}", soft_wrap=True)
+    if json_path is not None:
+        told = {
+            "command": list(command),
+            "exit_code": code,
+            "seconds": seconds,
+            "folder": str(folder),
+            "processes_left": not gone,
+            "frozen": [str(copy) for copy in frozen],
+            "traces": [trace.to_json() for trace in found],
+            "replay_command": replay_command(found),
+            "advice": advice,
+        }
+        try:
+            with os.fdopen(_open_private(json_path, emptied=True), "w", encoding="utf-8") as file:
+                file.write(json.dumps(told, indent=2) + "\n")
+        except OSError as error:
+            click.echo(f"Error: {printable(str(json_path))}: {error.strerror}", err=True)
+            sys.exit(code or 2)
+    sys.exit(code)
+
+
+def _show(console: "Console", found: "list[RecordedTrace]", advice: list[str], folder: Path) -> None:
+    from rich.markup import escape
+
+    from ..process.harvest import replay_command
+
+    def say(text: str) -> None:
+        console.print(escape(printable(text)), soft_wrap=True)
+
+    if found:
+        say(f"recorded in {folder}")
+        console.print(_table(found))
+    for trace in found:
+        if trace.error:
+            say(f"error   {trace.error}")
+    if any(trace.state == "torn" for trace in found):
+        say("torn    a process was killed before it could end its trace: what was flushed is there, and is judged")
+    if advice:
+        say("no forward was recorded" if found else f"nothing was recorded in {folder}")
+        for reason in advice:
+            say(f"why     {reason}")
+    else:
+        say(f"next    {replay_command(found)}")
+
+
+def _table(found: "list[RecordedTrace]") -> "Table":
+    """Return a line for each recording, that is for each process."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..process.harvest import by_recording
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("trace", overflow="fold")
+    for name in ("state", "files", "forwards", "requests", "tokens in", "sampled", "lost", "MB"):
+        table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
+    for name, traces in by_recording(found).items():
+        counts = [sum(getattr(trace, field) for trace in traces) for field in _COUNTED]
+        lost = f"{sum(trace.lost_events for trace in traces):,}"
+        table.add_row(
+            escape(printable(name)),
+            max((trace.state for trace in traces), key=_FROM_BEST_TO_WORST.index),
+            f"{len(traces):,}",
+            *(f"{count:,}" for count in counts),
+            f"{lost} and more" if any(trace.unknown_losses for trace in traces) else lost,
+            f"{sum(trace.size_bytes for trace in traces) / 1e6:,.1f}",
+        )
+    return table
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(f"Error: {printable(message)}", err=True)
+    sys.exit(2)

@@ -1,0 +1,322 @@
+"""`kvcanary simulate`: record a trace from the simulated engine."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from .given_path import GivenPath
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from ..engines.simulated.config import EngineConfig
+    from ..engines.simulated.engine import SimulatedEngine
+    from ..engines.simulated.file_workload import FileWorkload
+    from ..engines.simulated.pd_pair import PdPair
+    from ..engines.simulated.random_workload import RandomWorkload
+
+_EPILOG = """\b
+Examples:
+  kvcanary simulate -o trace.arrow
+      200 random requests through a paged pool with a prefix cache, small enough for evictions
+  kvcanary simulate -o swa.arrow --shape swa --window 128 --page-size 16
+      full and sliding-window layers, as Gemma or Mistral have them
+  kvcanary simulate -o eagle.arrow --eagle --accept-rate 0.7
+      a draft model guesses three tokens a round, the target verifies them
+  kvcanary simulate --pd -o pair --failure-rate 0.05
+      a prefill engine and a decode engine, KV sent between them: pair/prefill.arrow and pair/decode.arrow
+  kvcanary simulate -o load.arrow --workload conversation_trace.jsonl --fraction 0.01 --page-size 64
+      the first hundredth of a Mooncake trace: real arrivals, lengths and prefix sharing
+  kvcanary simulate -o tight.arrow --pool-tokens 2000 --fork-rate 0.2 --abort-rate 0.1 --priorities 3
+      little memory, much retraction, forks and aborts
+  kvcanary-replay trace.arrow
+      a clean engine must be judged clean
+
+The same options and seed give the same events, apart from their times.
+"""
+
+
+@click.command("simulate", epilog=_EPILOG)
+@click.option("-o", "--output", required=True, type=GivenPath(), help="Trace to write; a folder with --pd.")
+@click.option("--force", is_flag=True, help="Replace the output file if it exists.")
+@click.option("--pd", is_flag=True, help="A prefill engine and a decode engine: prefill.arrow and decode.arrow.")
+@click.option("--failure-rate", type=click.FloatRange(0, 1), default=0.0, help="Transfers that fail, with --pd.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
+@click.option(
+    "--shape",
+    type=click.Choice(["mha", "mla", "swa", "dsv4"]),
+    default="mha",
+    show_default=True,
+    help="mha: K and V. mla: K only. swa: full and sliding-window layers. dsv4: sliding window, K, no bytes.",
+)
+@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True, help="Tokens a page.")
+@click.option("--pool-tokens", type=click.IntRange(min=1), help="Slots of the pool. [default: from the workload]")
+@click.option("--swa-tokens", type=click.IntRange(min=1), help="Slots of the sliding-window pool. [default: half]")
+@click.option("--window", type=click.IntRange(min=1), default=128, show_default=True, help="Sliding window, tokens.")
+@click.option("--host-tokens", type=click.IntRange(min=0), default=0, help="Slots of a host tier; 0 for none.")
+@click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Radix prefix cache.")
+@click.option("--max-running", type=click.IntRange(min=1), default=16, show_default=True, help="Largest batch.")
+@click.option("--chunk-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per prefill forward.")
+@click.option("--mixed", is_flag=True, help="Decode along with prefills, in mixed forwards.")
+@click.option("--graphs/--no-graphs", default=True, show_default=True, help="Pad decode batches to CUDA graph sizes.")
+@click.option("--overlap", is_flag=True, help="Launch a forward before the host has seen the last one's tokens.")
+@click.option("--sweep-interval", type=click.IntRange(min=0), default=0, help="Walk the cache every N forwards.")
+@click.option("--eagle", is_flag=True, help="Speculative decoding with a draft model, top-k 1.")
+@click.option("--draft-tokens", type=click.IntRange(min=1), default=3, show_default=True, help="Guesses a round.")
+@click.option("--accept-rate", type=click.FloatRange(0, 1), default=0.6, show_default=True, help="Of each guess.")
+@click.option(
+    "--sampler",
+    type=click.Choice(["oracle", "content", "random"]),
+    default="oracle",
+    show_default=True,
+    help="oracle: a hash of request and position. content: equal contexts, equal tokens. random: neither.",
+)
+@click.option(
+    "--noise/--no-noise", default=True, show_default=True, help="KV bits differ from run to run, as on a GPU."
+)
+@click.option("--requests", type=click.IntRange(min=1), help="How many. [default: 200; all of a workload file's part]")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=300, show_default=True, help="Mean prompt.")
+@click.option("--output-tokens", type=click.IntRange(min=1), default=100, show_default=True, help="Mean answer.")
+@click.option("--sharing", type=click.FloatRange(0, 1), default=0.5, show_default=True, help="Prompts that share.")
+@click.option("--arrival-rate", type=click.FloatRange(0, min_open=True), default=40.0, help="Requests a second.")
+@click.option("--priorities", type=click.IntRange(min=1), default=1, show_default=True, help="Levels, drawn evenly.")
+@click.option("--abort-rate", type=click.FloatRange(0, 1), default=0.0, help="Requests aborted on their way.")
+@click.option("--fork-rate", type=click.FloatRange(0, 1), default=0.0, help="Requests that want several answers.")
+@click.option(
+    "--workload",
+    type=GivenPath(dir_okay=False),
+    help="Requests from a file instead: Mooncake's .jsonl or Azure's .csv.",
+)
+@click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Read this much of the file.")
+@click.option("--scale-time", type=click.FloatRange(min=0), default=1.0, help="Multiply the file's arrival times.")
+@click.option("--kv-watch-every", type=click.IntRange(min=0), default=1, show_default=True, help="0: never.")
+@click.option(
+    "--tokens",
+    type=click.Choice(["plain", "hashed"]),
+    default="plain",
+    show_default=True,
+    help="hashed: salted hashes in place of the tokens, by a fresh salt.",
+)
+@click.option(
+    "--compression",
+    type=click.Choice(["lz4", "zstd", "none"]),
+    default="lz4",
+    show_default=True,
+    help="Of the trace: none reads fastest and takes most of the disk.",
+)
+@click.option(
+    "--segment-bytes",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Begin a new file, with the whole state in it, after so many bytes of events: such a recording is replayed by "
+    "several workers at once. 0: one file.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON.")
+def simulate_command(  # one parameter an option
+    output: Path,
+    force: bool,
+    pd: bool,
+    failure_rate: float,
+    as_json: bool,
+    kv_watch_every: int,
+    tokens: str,
+    compression: str,
+    segment_bytes: int,
+    **options: Any,
+) -> None:
+    """Record a trace from an engine that has no model, only everything around one.
+
+    Paged allocation, prefix cache, chunked prefill, retraction, sliding windows, speculative decoding: what happens to
+    the KV cache happens, and is recorded as in a real engine.
+    """
+    from ..capture.privacy import Privacy, new_salt
+    from ..engines.simulated.engine import SimulatedEngine
+    from ..engines.simulated.errors import WorkloadError
+    from ..engines.simulated.pd_pair import PairSettings, PdPair
+    from ..errors import TraceError
+    from .text import printable
+
+    privacy = Privacy(new_salt()) if tokens == "hashed" else None
+    recording: dict[str, Any] = {"kv_watch_every": kv_watch_every, "overwrite": force, "privacy": privacy}
+    recording |= {"compression": compression, "segment_bytes": segment_bytes}
+    runs: SimulatedEngine | PdPair
+    try:
+        workload = _workload(options)
+        config = _config(options, workload)
+        if pd:
+            settings = PairSettings(failure_rate=failure_rate)
+            runs = PdPair(config, workload, output, settings=settings, **recording)
+            engines: list[SimulatedEngine] = [runs.prefill, runs.decode]
+        else:
+            runs = SimulatedEngine(config, workload, output, **recording)
+            engines = [runs]
+        with runs:
+            seconds = _run(runs, engines, quiet=as_json)
+    except (ValueError, WorkloadError, TraceError) as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename or output}: cannot be written: {error.strerror or error}")
+    except MemoryError as error:
+        _fail(
+            f"{str(error) or 'no memory is left'}: less memory is needed with a smaller --pool-tokens, --max-running or --prompt-tokens"
+        )
+    for engine in engines:
+        if engine.unwritten:
+            _fail(f"{engine.recorder.path}: torn: {engine.unwritten}; make room, then run it again with --force")
+    if as_json:
+        import json
+
+        told = [_as_json(engine, seconds, _files(engine, segment_bytes)) for engine in engines]
+        click.echo(json.dumps(told[0] if not pd else {"prefill": told[0], "decode": told[1]}, indent=2))
+        return
+    for engine in engines:
+        _show(engine, seconds, _files(engine, segment_bytes))
+    traces = [str(path) for engine in engines for path in _files(engine, segment_bytes)]
+    click.echo(f"next    {printable(shlex.join(['kvcanary-replay', *traces]))}")
+
+
+def _fail(message: str) -> NoReturn:
+    from .text import printable
+
+    click.echo(f"Error: {printable(message)}", err=True)
+    sys.exit(2)
+
+
+def _as_json(engine: SimulatedEngine, seconds: float, files: list[Path]) -> dict[str, Any]:
+    stats, counters, path = engine.recorder.stats(), engine.counters, engine.recorder.path
+    found = {"trace": str(path), "seconds": seconds, "bytes": _size(files), "simulated_seconds": engine.clock_s}
+    found |= {"segments": [str(file) for file in files]} if files != [path] else {}
+    found |= {"tokens_per_second": counters.tokens / seconds, "dropped_events": stats.dropped_events}
+    return found | {"recorder_seconds": stats.engine_thread_ns / 1e9, "counters": counters.to_json()}
+
+
+def _show(engine: SimulatedEngine, seconds: float, files: list[Path]) -> None:
+    from .text import printable
+
+    stats, counters, path = engine.recorder.stats(), engine.counters, engine.recorder.path
+    cut = f"   {len(files):,} segments" if files != [path] else ""
+    click.echo(f"wrote   {printable(str(path))}   {_size(files) / 1e6:,.1f} MB{cut}   {counters.forwards:,} forwards")
+    click.echo(
+        f"ran     {counters.finished:,} requests finished, {counters.aborted:,} aborted   {counters.tokens:,} tokens in "
+        f"{seconds:,.1f} s, {counters.tokens / seconds:,.0f} tokens/s, {stats.engine_thread_ns / 1e9:,.1f} s of it "
+        "recording"
+    )
+    if counters.forwards:
+        click.echo(f"did     {_deeds(counters.to_json())}")
+    if counters.refused:
+        click.echo(f"left    {counters.refused:,} requests out that no row or pool could hold; see --pool-tokens")
+    if stats.dropped_events:
+        events = "event" if stats.dropped_events == 1 else "events"
+        click.echo(f"lost    {stats.dropped_events:,} {events}: the disk was too slow")
+
+
+def _files(engine: SimulatedEngine, segment_bytes: int) -> list[Path]:
+    """Return what was written: the trace, or its segments."""
+    from ..trace.segment_names import base_name, glob_escape
+
+    path = engine.recorder.path
+    if not segment_bytes:
+        return [path]  # and what else is called like its segments is an earlier recording's
+    return sorted(path.parent.glob(f"{glob_escape(base_name(path))}.[0-9]*.arrow"))
+
+
+def _size(files: list[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
+
+
+def _workload(options: dict[str, Any]) -> RandomWorkload | FileWorkload:
+    from ..engines.simulated.file_workload import FileWorkload
+    from ..engines.simulated.random_workload import RandomWorkload
+
+    if options["workload"] is not None:
+        return FileWorkload(
+            path=options["workload"],
+            fraction=options["fraction"],
+            scale_time=options["scale_time"],
+            limit=options["requests"] or 0,
+            seed=options["seed"],
+        )
+    names = ["seed", "prompt_tokens", "output_tokens", "sharing", "arrival_rate"]
+    names += ["priorities", "abort_rate", "fork_rate"]
+    longest = 4 * (options["prompt_tokens"] + options["output_tokens"])
+    pool = options["pool_tokens"]
+    if pool is not None:  # leaves room for the tokens that a verify forward writes ahead
+        longest = max(2, min(longest, pool - options["page_size"] - options["draft_tokens"] - 1))
+    return RandomWorkload(
+        requests=options["requests"] or 200, max_tokens=longest, **{name: options[name] for name in names}
+    )
+
+
+def _config(options: dict[str, Any], workload: RandomWorkload | FileWorkload) -> EngineConfig:
+    """Return an engine whose rows, and unless it was said otherwise whose pool, suit the workload."""
+    from ..engines.simulated.config import GRAPH_BATCH_SIZES, EngineConfig
+    from ..engines.simulated.random_workload import RandomWorkload
+
+    longest = workload.max_tokens if isinstance(workload, RandomWorkload) else max(2, workload.longest())
+    size = options["page_size"]
+    pool = options["pool_tokens"] or max(3 * longest, options["max_running"] * longest // 3)
+    names = ["seed", "shape", "page_size", "window", "prefix_cache", "max_running", "chunk_tokens", "mixed", "eagle"]
+    names += ["draft_tokens", "accept_rate", "sampler", "noise", "overlap", "sweep_interval"]
+    return EngineConfig(
+        num_pages=-(-pool // size),
+        swa_num_pages=-(-(options["swa_tokens"] or 0) // size),
+        host_pages=-(-options["host_tokens"] // size),
+        rows=options["max_running"] + 1,
+        width=longest + options["draft_tokens"] + 1,
+        graph_batch_sizes=GRAPH_BATCH_SIZES if options["graphs"] else (),
+        **{name: options[name] for name in names},
+    )
+
+
+def _run(runs: SimulatedEngine | PdPair, engines: list[SimulatedEngine], *, quiet: bool) -> float:
+    """Run an engine or a pair, with progress on a terminal, and return the seconds that it took."""
+    import time
+
+    from rich.console import Console
+
+    err = Console(stderr=True, emoji=False, highlight=False)
+    begin = time.perf_counter()
+    if quiet or not err.is_terminal:
+        runs.run()
+    else:
+        _run_shown(runs, engines, err, time.perf_counter)
+    runs.close()
+    return time.perf_counter() - begin
+
+
+def _run_shown(
+    runs: SimulatedEngine | PdPair, engines: list[SimulatedEngine], err: Console, clock: Callable[[], float]
+) -> None:
+    next_s = 0.0
+    with err.status("simulating") as status:
+
+        def show(_: SimulatedEngine | PdPair) -> None:
+            nonlocal next_s
+            if clock() >= next_s:
+                next_s = clock() + 0.2
+                first, last = engines[0].counters, engines[-1].counters
+                forwards, tokens = (sum(getattr(e.counters, n) for e in engines) for n in ("forwards", "tokens"))
+                status.update(
+                    f"simulating   {runs.clock_s:,.0f} s   {first.requests:,} requests, {last.finished:,} finished   "
+                    f"{forwards:,} forwards   {tokens:,} tokens"
+                )
+
+        runs.run(show)
+
+
+def _deeds(counters: dict[str, int]) -> str:
+    """Name the mechanisms that came to act."""
+    plain = {"requests", "finished", "aborted", "refused", "forwards", "target_forwards", "tokens"}
+    return ", ".join(
+        f"{count:,} {(name.removesuffix('s') if count == 1 else name).replace('_', ' ')}"
+        for name, count in counters.items()
+        if count and name not in plain
+    )

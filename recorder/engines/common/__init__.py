@@ -1,0 +1,1 @@
+"""What every adapter shares: hooking, stopping, and the table of what is observed."""

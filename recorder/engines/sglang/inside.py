@@ -1,0 +1,325 @@
+"""SGLang's models, taken down where their first layer begins and their last one ends, as its own canary does.
+
+What a model is run with is read from its arguments, and what its attention gets from the attention backend's own
+metadata. Inside a CUDA graph the same launches are captured with the model's; they do nothing until a forward has been
+told, right before the graph is launched. A draft's steps in one graph are so many runs of its model.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from ....kernels.constants import UNKNOWN_TOKEN
+from ...capture.device.capture import DeviceCapture
+from ...capture.device.forward import Flight, Lens
+from ..common.hooking import Finish
+from .batches import KnownBatch
+from .forward import MODES, has_embeddings
+
+if TYPE_CHECKING:
+    from ....kernels.capture.model_forward import AttentionTensors, ModelForward, ModelInput
+
+logger = logging.getLogger("kvcanary")
+
+MAX_TICKETS: Final = 4096  # of runs of models in graphs; beyond it a graph is not looked into
+KNOWN_ATTENTION: Final = ("TritonAttnBackend",)  # whose metadata are read
+
+
+class Expected:
+    """A forward that has been told and has not begun yet: whose it is, and what takes it down."""
+
+    __slots__ = ("bs", "capture", "flights", "index", "known", "runner", "taken", "truth_lens")
+
+    def __init__(
+        self, capture: DeviceCapture, runner: int, index: int, bs: int, known: KnownBatch, truth_lens: bytes
+    ) -> None:
+        self.capture = capture
+        self.runner = runner  # the model runner's id
+        self.index = index  # into the header's runners
+        self.bs = bs
+        self.known = known
+        self.truth_lens = truth_lens
+        self.taken = False
+        self.flights: list[Flight | None] = []  # of a graph that has been launched
+
+    def deliver(self) -> None:
+        """Deliver what was taken down in a graph."""
+        capture = self.capture
+        if not capture.off:
+            for flight in self.flights:
+                if flight is not None:
+                    capture.deliver(flight)
+
+
+class InsideModels:
+    """What stands around the forward of each of a process's models, and around its graphs.
+
+    Args:
+        on_fault: is told which part failed, and how. It is switched off then, and forwards are taken down outside.
+    """
+
+    def __init__(self, on_fault: Callable[[str, Exception], None]) -> None:
+        self._on_fault = on_fault
+        self.off = False
+        self._wrapped: dict[int, Any] = {}  # model runners by their ids
+        self._tickets: dict[Any, Any] = {}  # by device
+        self._used: dict[Any, int] = {}
+        self._depth = 0
+        self._capturing: list[tuple[int, str, ModelForward]] | None = None
+        self._graphs: dict[tuple[int, Any], tuple[Any, list[tuple[int, str, ModelForward]]]] = {}
+        self.expected: Expected | None = None
+
+    def watches(self, runner: Any) -> bool:
+        """Say whether a model runner's forwards are taken down here."""
+        return not self.off and id(runner) in self._wrapped
+
+    def in_graphs(self, backend: Any) -> bool:
+        """Say whether the graphs of one of SGLang's graph backends hold the launches that take their forwards down."""
+        return any(mine is backend and runs for mine, runs in self._graphs.values())
+
+    def drafts_in_graphs(self, runner: Any) -> bool:
+        """Say whether the launches that take a runner's decode steps down are in a graph."""
+        runs = [run for _, mine in self._graphs.values() for run in mine]
+        return any(owner == id(runner) and mode == "decode" for owner, mode, _ in runs)
+
+    # Hooks, by the names of sglang_hooks.TARGETS.
+
+    def on_load(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Stand around a model's forward as soon as there is a model; graphs are captured later."""
+        return lambda _, error: None if error else self._wrap(runner)
+
+    def on_capture(self, backend: Any, shape_key: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Take note of the runs of models that a graph holds."""
+        self._capturing = []
+
+        def finish(_: Any, error: BaseException | None) -> None:
+            runs, self._capturing = self._capturing, None
+            if error is None and runs is not None:
+                self._graphs[id(backend), shape_key] = (backend, runs)
+
+        return finish
+
+    def on_replay(self, backend: Any, shape_key: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Have the forwards in a graph taken down that is launched for a forward that has been told."""
+        expected = self.expected
+        if expected is None or expected.taken:
+            return None
+        _, runs = self._graphs.get((id(backend), shape_key), (None, ()))
+        if not runs or runs[0][0] != expected.runner:
+            return None
+        expected.taken = True
+        take, told = expected.capture.inside, (expected.index, expected.bs, expected.known, expected.truth_lens)
+        expected.flights = [take(forward, mode, *told) for _, mode, forward in runs]
+        return None  # they are delivered with the forward's end: each call here has a price
+
+    # The model.
+
+    def _wrap(self, runner: Any) -> None:
+        model: Any = getattr(runner, "model", None)
+        original = getattr(model, "forward", None)
+        device = gpu_of(runner)
+        if device is None or not callable(original) or id(runner) in self._wrapped:
+            return
+        import torch
+
+        if device not in self._tickets:
+            from ....kernels.capture.frame_inside import TICKET_WORDS
+
+            self._tickets[device] = torch.zeros((MAX_TICKETS, TICKET_WORDS), dtype=torch.int64, device=device)
+            self._used[device] = 1  # the first is nobody's: what is run before a graph is captured gets it
+        forward = functools.partial(self._forward, torch.compiler.is_compiling, runner, device, original)
+        model.forward = functools.update_wrapper(forward, original)
+        self._wrapped[id(runner)] = runner
+
+    def _forward(
+        self, compiling: Callable[[], bool], runner: Any, device: Any, original: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if compiling() or self._depth or self.off or (self._capturing is None and self.expected is None):
+            return original(*args, **kwargs)
+        end: Callable[[], None] | None = None
+        try:
+            end = self._begin(runner, device, args, kwargs)
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self._fail(error)
+        self._depth += 1
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if end is not None:
+            try:
+                end()
+            except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+                self._fail(error)
+        return result
+
+    def _fail(self, error: Exception) -> None:
+        self.off = True
+        self._on_fault("on_inside", error)
+
+    def _begin(
+        self, runner: Any, device: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], None] | None:
+        """Launch what belongs before a model's first layer, and return what launches the rest; None for nothing."""
+        expected, runs = self.expected, self._capturing
+        if runs is None and (expected is None or expected.taken or expected.runner != id(runner)):
+            return None
+        batch = next((one for one in (*args, *kwargs.values()) if hasattr(one, "forward_mode")), None)
+        mode = None if batch is None else MODES.get(batch.forward_mode.name)
+        if batch is None or mode is None:
+            return None
+        given = model_input(batch, mode, args, kwargs)
+        if given is None or given.rows.device != device:
+            return None
+        if runs is None:
+            assert expected is not None  # for the type checker: see above
+            forward = self._made(runner, batch, given, self._tickets[device][self._own_ticket(device, runner)])
+            expected.taken = True
+            capture = expected.capture
+            flight = capture.inside(forward, mode, expected.index, expected.bs, expected.known, expected.truth_lens)
+            if flight is None:
+                return None
+            capture.begin(forward, flight)
+            return functools.partial(capture.after, "")
+        captured = is_capturing(device)
+        number = self._used[device] if captured else 0
+        # Padding can be told from requests only where each has as many tokens.
+        if (
+            number >= MAX_TICKETS - len(self._wrapped)
+            or mode in ("extend", "mixed")
+            or given.tokens % given.rows.numel()
+        ):
+            return None
+        forward = self._made(runner, batch, given, self._tickets[device][number])
+        forward.begin()
+        if captured:
+            self._used[device] = number + 1
+            runs.append((id(runner), mode, forward))
+        return forward.end
+
+    def _own_ticket(self, device: Any, runner: Any) -> int:
+        """Return which ticket a runner's forwards outside of graphs have: one of the last."""
+        return MAX_TICKETS - 1 - list(self._wrapped).index(id(runner))
+
+    def _made(self, runner: Any, batch: Any, given: "ModelInput", ticket: Any) -> "ModelForward":
+        from ....kernels.capture import frame_launch
+        from ....kernels.capture.model_forward import ModelForward
+
+        lut = getattr(getattr(runner, "token_to_kv_pool", None), "full_to_swa_index_mapping", None)
+        return ModelForward(
+            ticket,
+            given,
+            attention_tensors(runner, batch, int(given.rows.numel())),
+            lut_int64=str(getattr(lut, "dtype", "")) == "torch.int64",
+            tile=frame_launch.TILE,
+        )
+
+
+def gpu_of(runner: Any) -> Any:
+    """Return the GPU that a model runner runs on, None where it is none."""
+    import torch
+
+    device = torch.device(runner.device)
+    if device.type != "cuda":
+        return None
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def is_capturing(device: Any) -> bool:
+    """Say whether what is launched now goes into a CUDA graph."""
+    import torch
+
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def model_input(batch: Any, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "ModelInput | None":
+    """Return what a model is run with: token ids and positions as its arguments have them, the rest as its batch.
+
+    Of a batch that is fed embeddings the token ids are unknown. None for a batch that is empty, or has nothing to run.
+    """
+    from ....kernels.capture.model_forward import ModelInput
+
+    ids, positions = (_argument(args, kwargs, place, name) for place, name in enumerate(("input_ids", "positions")))
+    ids = batch.input_ids if ids is None else ids
+    positions = batch.positions if positions is None else positions
+    if positions is not None and (has_embeddings(batch) or kwargs.get("input_embeds") is not None):
+        ids = positions.new_full(positions.shape, UNKNOWN_TOKEN)
+    rows, loc = batch.req_pool_indices, batch.out_cache_loc
+    if ids is None or positions is None or loc is None or not rows.numel() or ids.ndim != 1 or positions.ndim != 1:
+        return None
+    rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
+    lens = Lens(positions, None, None, 1) if mode in ("decode", "idle") else lens_of(batch, mode)
+    lens.check(int(rows.numel()))
+    return ModelInput(
+        rows=rows,
+        prefix=lens.prefix,
+        minus=lens.minus,
+        extend=lens.extend,
+        extend_each=lens.extend_each,
+        input_ids=ids,
+        positions=positions,
+        out_cache_loc=loc,
+        tokens=min(int(ids.numel()), int(positions.numel())),
+    )
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:
+    found = args[place] if place < len(args) else kwargs.get(name)
+    return found if getattr(found, "ndim", 0) == 1 else None
+
+
+def lens_of(batch: Any, mode: str) -> Lens:
+    """Return how much of each request is in the cache and how much is added, of a mode that goes by lengths."""
+    if mode == "target_verify":
+        return Lens(batch.seq_lens.contiguous(), None, None, int(batch.spec_info.draft_token_num))
+    extend = batch.extend_seq_lens.contiguous()
+    if mode == "draft_extend":
+        return Lens(batch.seq_lens.contiguous(), extend, extend, 1)
+    return Lens(batch.extend_prefix_lens.contiguous(), None, extend, 1)
+
+
+def attention_tensors(runner: Any, batch: Any, bs: int) -> "AttentionTensors | None":
+    """Return what the attention kernels of a forward are about to be given, None of a backend that is not known."""
+    from ....kernels.capture.model_forward import AttentionTensors
+
+    backend = _attention_backend(runner, batch)
+    told = getattr(backend, "forward_metadata", None)
+    # Other backends give other tensors other meanings; parts of a context on several devices, or a pool that slots are
+    # translated for, have slots of their own.
+    if (
+        told is None
+        or type(backend).__name__ not in KNOWN_ATTENTION
+        or getattr(backend, "dcp_size", 1) != 1
+        or getattr(backend, "_translate_kv_loc", None) is not None
+    ):
+        return None
+    indptr, indices = told.kv_indptr, told.kv_indices
+    if not (_fits(indptr, bs + 1) and _fits(indices, 0)):
+        return None
+    window_indptr, window_indices = told.window_kv_indptr, told.window_kv_indices
+    windowed = _fits(window_indptr, bs + 1) and _fits(window_indices, 0)
+    qo_indptr = told.qo_indptr
+    if qo_indptr is not None and not _fits(qo_indptr, bs + 1):
+        return None
+    return AttentionTensors(
+        kv_indptr=indptr,
+        kv_indices=indices,
+        window_indptr=window_indptr if windowed else None,
+        window_indices=window_indices if windowed else None,
+        qo_indptr=qo_indptr,
+    )
+
+
+def _attention_backend(runner: Any, batch: Any) -> Any:
+    try:
+        from sglang.srt.model_executor.forward_context import get_attn_backend
+
+        return get_attn_backend()
+    except Exception:  # noqa: BLE001  # another version has it elsewhere, and raises outside of a forward
+        return getattr(batch, "attn_backend", None) or getattr(runner, "attn_backend", None)
+
+
+def _fits(tensor: Any, least: int) -> bool:
+    """Whether a tensor is there, one after another in memory, and long enough."""
+    return tensor is not None and tensor.ndim == 1 and tensor.is_contiguous() and int(tensor.numel()) >= least

@@ -1,0 +1,316 @@
+"""How SGLang's KV pools lie in memory, in the trace's words: groups, slots, streams of bytes.
+
+A slot is a token's index into the pool (paged pools too: `page * page_size + offset`); slot 0 and request row 0 are
+padding. The groups are those of SGLang's own canary: FULL for MHA and MLA pools, FULL and SWA for hybrid ones, the
+first layer of each sub-pool, K and V.
+"""
+
+import dataclasses
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from ....kernels.ops.hash.kv_source import KvSource
+from ...process.environment import RecordingSettings
+from ...process.run_identity import run_id
+from ...trace.header import (
+    EngineInfo,
+    KvStream,
+    ModelInfo,
+    NotWatched,
+    Oracle,
+    PoolGroup,
+    Ranks,
+    Runner,
+    StateTable,
+    TraceHeader,
+)
+from .host_cache import host_slots
+
+ALIGN_BYTES: Final = 16
+
+# What is recorded of a pool, by its very class: where each half's layers are. A class derived from one of these may lay
+# out its memory otherwise, and is not recorded.
+POOLS: Final[dict[str, dict[str, str]]] = {
+    "MHATokenToKVPool": {"K": "k_buffer", "V": "v_buffer"},
+    "MHATokenToKVPoolFP4": {"K": "k_buffer", "V": "v_buffer"},
+    "MLATokenToKVPool": {"K": "kv_buffer"},
+    "MLATokenToKVPoolFP4": {"K": "kv_buffer"},
+    "DSATokenToKVPool": {"K": "kv_buffer"},
+    "NSATokenToKVPool": {"K": "kv_buffer"},  # what it was called before
+    "DeepSeekV4SingleKVPool": {"K": "kv_buffer"},
+}
+# What else these have for each token, which is not recorded.
+BESIDE: Final[dict[str, tuple[str, ...]]] = {
+    "MHATokenToKVPoolFP4": ("k_scale_buffer", "v_scale_buffer"),
+    "MLATokenToKVPoolFP4": ("kv_scale_buffer",),
+    "DSATokenToKVPool": ("index_k_with_scale_buffer",),
+    "NSATokenToKVPool": ("index_k_with_scale_buffer",),
+}
+
+
+class _SubPool(NamedTuple):
+    kind: str
+    pool: Any
+    lut: Any = None  # the full-to-SWA tensor
+    first_layer: int | None = None  # of the model's, where the pool itself does not say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLayout:
+    """One model runner: its index in the header, its table's, and the index of each of its groups by kind.
+
+    `sampled`: what the scheduler takes over comes from its forwards; no draft's. `runner` is the model runner's id.
+    """
+
+    runner: int
+    index: int
+    table: int
+    groups: dict[str, int]
+    sampled: bool
+
+
+class Layout:
+    """The engine's pools as the header names them, with the tensors behind the names.
+
+    `tables[t]` is a `req_to_token` tensor, `luts[n]` a full-to-SWA tensor, `runners` maps `id(model runner)`.
+    """
+
+    def __init__(self, model_runners: list[Any], settings: RecordingSettings) -> None:
+        self.tables: list[Any] = []
+        self.luts: list[Any] = []
+        self.groups: list[PoolGroup] = []
+        self.sources: dict[tuple[int, int], KvSource] = {}
+        self.runners: dict[int, RunnerLayout] = {}
+        self.names: list[Runner] = []
+        self.not_watched: list[NotWatched] = []
+        self._settings = settings
+        for runner in model_runners:
+            self._add_runner(runner)
+
+    def _add_runner(self, runner: Any) -> None:
+        draft = bool(runner.is_draft_worker)
+        index = len(self.names)
+        same_kind = sum(name.token_offset == int(draft) for name in self.names)
+        name = "draft" if draft else "target"
+        self.names.append(Runner(name=f"{name}{same_kind or ''}", token_offset=int(draft)))
+        table = _index_of(self.tables, runner.req_to_token_pool.req_to_token)
+        groups: dict[str, int] = {}
+        pool = runner.token_to_kv_pool
+        window = int(getattr(runner, "sliding_window_size", None) or 0)
+        for kind, sub_pool, lut, first_layer in self._sub_pools(pool):
+            if kind == "swa" and not window:
+                self._not_watched("pool", sub_pool, "a sliding-window pool whose window the model does not say")
+                continue
+            number = len(self.groups)
+            groups[kind] = number
+            layer = _first_layer(sub_pool) if first_layer is None else first_layer
+            streams = self._streams(f"{name} {kind}", sub_pool, layer)
+            self.sources |= {(number, s): source for s, (_, source) in enumerate(streams)}
+            self.groups.append(
+                PoolGroup(
+                    name=f"{name}_{kind}" if draft else kind,
+                    kind=kind,
+                    window=window if kind == "swa" else 0,
+                    runner=index,
+                    table=table,
+                    lut=_index_of(self.luts, lut) if lut is not None else -1,
+                    num_slots=_num_slots(sub_pool),
+                    page_size=int(getattr(sub_pool, "page_size", 1) or 1),
+                    halves=tuple(POOLS[type(sub_pool).__name__]),
+                    streams=tuple(stream for stream, _ in streams),
+                    num_layers=len(_layers(sub_pool, "K")),
+                )
+            )
+        self.runners[id(runner)] = RunnerLayout(
+            runner=id(runner), index=index, table=table, groups=groups, sampled=not draft
+        )
+
+    def _sub_pools(self, pool: Any) -> list[_SubPool]:
+        """Return each group of a pool, and note what of it is not recorded."""
+        kind = type(pool).__name__
+        parts = [_SubPool("full", pool)]
+        if kind == "SWAKVPool":
+            parts = [_SubPool("full", pool.full_kv_pool), _SubPool("swa", pool.swa_kv_pool, _lut(pool))]
+        elif kind == "HybridLinearKVPool":
+            first = min(getattr(pool, "full_attention_layer_id_mapping", None) or (), default=None)
+            parts = [_SubPool("full", pool.full_kv_pool, first_layer=first)]
+            self.not_watched.append(
+                NotWatched(what="pool", name="MambaPool", reason="states of linear attention are not recorded")
+            )
+        elif kind == "DeepSeekV4TokenToKVPool":
+            parts = [_SubPool("swa", pool.swa_kv_pool, _lut(pool))]
+            self._not_watched("pool", pool, "of its pools only that of the sliding window is recorded")
+        known = []
+        for part in parts:
+            if type(part.pool).__name__ not in POOLS or (part.kind == "swa") != (part.lut is not None):
+                self._not_watched("pool", part.pool, "the adapter does not know how this class lays out its slots")
+                continue
+            known.append(part)
+            for beside in BESIDE.get(type(part.pool).__name__, ()):
+                self._not_watched("bytes", part.pool, f"{beside} is not recorded")
+        return [part for part in known if _num_slots(part.pool)]
+
+    def _not_watched(self, what: str, of: Any, reason: str) -> None:
+        self.not_watched.append(NotWatched(what=what, name=type(of).__name__, reason=reason))
+
+    def _streams(self, where: str, pool: Any, layer: int) -> list[tuple[KvStream, KvSource]]:
+        """Return the first layer's halves; none where no bytes are wanted or a token's are no one aligned row."""
+        if not self._settings.capture_bytes:
+            return []
+        found = []
+        for half in POOLS[type(pool).__name__]:
+            layers = _layers(pool, half)
+            rows = _as_rows(layers[0], _num_slots(pool)) if layers else None
+            if rows is None:
+                self._not_watched("bytes", pool, f"{where}: bytes of {half}: a token is no row of aligned bytes")
+                return []
+            token_bytes = int(rows.shape[1])
+            capture = min(self._settings.capture_bytes, token_bytes)
+            found.append(
+                (
+                    KvStream(
+                        half=half,
+                        layer=layer,
+                        bytes_per_token=token_bytes,
+                        capture_bytes=capture,
+                    ),
+                    KvSource(tensor=rows, page_size=1, bytes_per_token=token_bytes, read_bytes=capture),
+                )
+            )
+        return found
+
+
+def describe_engine(
+    scheduler: Any, layout: Layout, target: Any, settings: RecordingSettings, notes: tuple[str, ...]
+) -> TraceHeader:
+    """Return the header of a scheduler's trace.
+
+    Args:
+        scheduler: SGLang's scheduler, ready to run.
+        layout: its pools.
+        target: the target model's runner.
+        settings: how to record.
+        notes: what else is to be known of it.
+    """
+    server_args, config = target.server_args, target.model_config
+    tables = [StateTable(rows=int(t.shape[0]), width=int(t.shape[1])) for t in layout.tables]
+    role = str(getattr(server_args, "disaggregation_mode", "") or "")
+    vocab_size = int(getattr(config, "vocab_size", 0) or 0)
+    in_host_cache = host_slots(scheduler, layout.groups)
+    oracle = getattr(server_args, "sampling_backend", "") == "token_oracle" and vocab_size > 0
+    return TraceHeader(
+        engine=EngineInfo(name="sglang", version=_version()),
+        model=ModelInfo(
+            name=str(getattr(server_args, "served_model_name", "") or getattr(server_args, "model_path", "unknown")),
+            dtype=str(getattr(target, "dtype", "")).removeprefix("torch."),
+        ),
+        groups=tuple(dataclasses.replace(group, host_num_slots=in_host_cache) for group in layout.groups),
+        tables=tuple(tables),
+        lut_lens=tuple(int(lut.shape[0]) for lut in layout.luts),
+        truth_table=StateTable(name="truth", rows=tables[0].rows, width=tables[0].width),
+        runners=tuple(layout.names),
+        ranks=ranks_of(scheduler, target),
+        run_id=run_id(),
+        oracle=Oracle(vocab_size=vocab_size) if oracle else None,
+        role=role if role in ("prefill", "decode") else "",
+        sweep_interval=online_sweep_interval(target) or settings.sweep_every,
+        not_watched=tuple(layout.not_watched),
+        notes=(*notes, *_online_canary(target)),
+    )
+
+
+def online_sweep_interval(target: Any) -> int:
+    """Return how often SGLang's own canary sweeps, 0 where it does not: the recorder's walks then follow its own."""
+    config = getattr(getattr(target, "canary_manager", None), "config", None)
+    return int(getattr(config, "sweep_interval", 0) or 0)
+
+
+def ranks_of(scheduler: Any, target: Any) -> Ranks:
+    """Return where in the parallel layout this process stands; the versions keep it in different places."""
+    places = [scheduler, target, getattr(scheduler, "ps", None), _parallel_context(), target.server_args]
+
+    def value(name: str, default: int) -> int:
+        for place in places:
+            try:
+                found = getattr(place, name, None)
+            except Exception:  # noqa: BLE001, S112  # the context raises where a value was not published
+                continue
+            if isinstance(found, int):
+                return found
+        return default
+
+    return Ranks(
+        tp_rank=value("tp_rank", 0),
+        tp_size=value("tp_size", 1),
+        pp_rank=value("pp_rank", 0),
+        pp_size=value("pp_size", 1),
+        dp_rank=value("dp_rank", 0),
+        dp_size=value("dp_size", 1),
+    )
+
+
+def _parallel_context() -> Any:
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        return get_parallel()
+    except Exception:  # noqa: BLE001  # older versions have no such thing
+        return None
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return ""
+
+
+def _online_canary(target: Any) -> tuple[str, ...]:
+    canary = getattr(target, "canary_manager", None)
+    step = getattr(canary, "_outer_step_counter", None)
+    if not isinstance(step, int):
+        return ()
+    return (f"online canary: forward 0 is its step {step}",)
+
+
+def _lut(pool: Any) -> Any:
+    return getattr(pool, "full_to_swa_index_mapping", None)
+
+
+def _layers(pool: Any, half: str) -> Any:
+    return getattr(pool, POOLS[type(pool).__name__][half], None) or ()
+
+
+def _first_layer(pool: Any) -> int:
+    """Return the model's layer that is the first of a pool's."""
+    layers = getattr(pool, "model_layer_ids", None)
+    return int(layers[0] if layers else getattr(pool, "start_layer", 0) or 0)
+
+
+def _num_slots(pool: Any) -> int:
+    """Return how many slots a pool has, its first page of padding included: what it says, or more rows of tokens."""
+    said = int(getattr(pool, "size", 0) or 0)
+    said += int(getattr(pool, "page_size", 1) or 1) if said else 0
+    layers = _layers(pool, "K")
+    rows = int(layers[0].shape[0]) if len(layers) and layers[0].dim() == 3 else 0
+    return rows if rows >= said else said
+
+
+def _as_rows(buffer: Any, num_slots: int) -> Any:
+    """Return a layer's buffer as `[slots, bytes of a token] uint8`, None where it is laid out otherwise."""
+    import torch
+
+    if not buffer.is_contiguous() or int(buffer.shape[0]) != num_slots or not num_slots:
+        return None
+    rows = buffer.view(torch.uint8).view(num_slots, -1)
+    return None if int(rows.shape[1]) % ALIGN_BYTES else rows
+
+
+def _index_of(known: list[Any], tensor: Any) -> int:
+    """Return the place of a tensor in a list of distinct ones; a view of the same memory is the same."""
+    for index, other in enumerate(known):
+        if other.data_ptr() == tensor.data_ptr() and other.shape == tensor.shape:
+            return index
+    known.append(tensor)
+    return len(known) - 1

@@ -1,0 +1,490 @@
+"""One scheduler's recording: what its forwards, requests and slots mean in the recorder's words."""
+
+import dataclasses
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Final
+from weakref import ref
+
+from ...capture.device.recorder import DeviceRecorder
+from ...capture.forward_input import translate
+from ...capture.host_arrays import Int64Array, own_int64
+from ...capture.recorder import Recorder
+from ...capture.recording import beginning
+from ...process.environment import RecordingSettings
+from ...trace.header import NotWatched, TraceHeader
+from ...writing.new_trace import begin_new
+from ..common.hooking import Finish
+from .attention import attention_input, not_read
+from .batches import KnownBatch, KnownBatches
+from .device import Telling
+from .forward import forward_input, has_embeddings, mode_of
+from .history import GroupHistory
+from .inside import Expected, InsideModels
+from .layers import ModelLayers
+from .layout import Layout, RunnerLayout, describe_engine
+from .requests import KnownRequest, RequestBook, row_of
+from .sweep import PrefixCacheWalk
+from .transfers import Transfers, room_of
+
+logger = logging.getLogger("kvcanary")
+
+# Forwards whose samples may still be outstanding: overlap scheduling is one behind, pipelines a few.
+MAX_OUTSTANDING: Final = 64
+
+# Of those, what is given out and taken back is known. What is derived from them may number something else.
+ALLOCATORS: Final = frozenset(
+    {
+        "TokenToKVPoolAllocator",
+        "PagedTokenToKVPoolAllocator",
+        "SWATokenToKVPoolAllocator",
+        "PureSWATokenToKVPoolAllocator",
+    }
+)
+# What DraftGraph works out.
+DERIVED_OF_DRAFTS: Final = ("prefix_lens", "input_ids", "positions", "out_cache_loc")
+
+# A step's result, by weak reference, and its forward's number and requests. The reference tells a result from a later
+# one at the same address, and keeps no tensor alive.
+Ran = tuple[ref[Any], tuple[int, KnownBatch]]
+
+
+class Session:
+    """Records one `Scheduler` and its model runners into one trace.
+
+    Methods may raise: the hooks that call them catch it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        model_runners: list[Any],
+        settings: RecordingSettings,
+        notes: tuple[str, ...],
+        not_watched: tuple[NotWatched, ...],
+        inside: InsideModels,
+        layers: ModelLayers,
+    ) -> None:
+        self.target: Any = next((runner for runner in model_runners if not runner.is_draft_worker), None)
+        if self.target is None:
+            raise ValueError("this process has no target model runner")
+        self.layout = Layout(model_runners, settings)
+        header = describe_engine(scheduler, self.layout, self.target, settings, notes)
+        header = dataclasses.replace(header, not_watched=(*header.not_watched, *not_watched, *submitted_is_not(header)))
+        self._layers = layers
+        self._told_inside = False
+        if not on_gpu(self.layout.tables[0]):
+            unread = not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
+            header = dataclasses.replace(header, not_watched=(*header.not_watched, *unread))
+        self._requests = RequestBook(exact_ids=header.oracle is not None)
+        tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        self.recorder = begin_new(
+            settings.folder / trace_name(header), lambda path: self._open(path, header, settings, model_runners, inside)
+        )
+        with beginning(self.recorder):
+            self.sweep = PrefixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
+        self.histories: list[GroupHistory] = []
+        self.transfers = Transfers(self.layout, self.recorder, self.histories)
+        self.retracting = False
+        self.restores = True  # whether what is retracted meanwhile gets its KV back
+        self._batches = KnownBatches(self._requests)
+        device = self.recorder if isinstance(self.recorder, DeviceRecorder) else None
+        # Bound once: each step would make them anew otherwise, and leave them to the collector of garbage.
+        self._later: Any = None if device is None else device.later
+        self._tell_sampled: Any = None if device is None else device.tell_sampled
+        self._read_sampled = self._sampled
+        self._capture = None if device is None else device.capture
+        self._tell = None if self._capture is None else Telling(self._capture).tell
+        self._tell_again: Any = None if self._capture is None else self._capture.again
+        self._ended: Finish | None = None if self._capture is None else self._capture.ended
+        self._inside = inside if self._capture is not None and inside.watches(self.target) else None
+        # A forward that is to be taken down inside its model: what tells it from outside, until the model is called.
+        self._outside: Callable[[], Any] | None = None
+        # What a forward must have in common with the last one to be told in one go: its mode and requests.
+        self._mode: Any = None
+        self._known: KnownBatch | None = None
+        self.reqs: list[Any] = []
+        # Of the batch that runs, what says that its last rows are beams, and whose; and whose beam each row was last.
+        self.beam_tail: Any = None
+        self._members: list[str] = []
+        self._beams: dict[int, KnownRequest] = {}
+        self._last_target: tuple[int, KnownBatch] | None = None
+        # The result that is being taken over: its forward's number and requests, and how many tokens each had.
+        self._taken: tuple[int, KnownBatch, bytes] | None = None
+        self._results: dict[int, Ran] = {}  # by id, oldest first
+        self._moment = 0  # between two, the scheduler appends no token to any request's
+        logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
+
+    def _open(
+        self,
+        path: Any,
+        header: TraceHeader,
+        settings: RecordingSettings,
+        model_runners: list[Any],
+        inside: InsideModels,
+    ) -> Recorder | DeviceRecorder:
+        """Return a recorder that never waits for the device, where there is one and it can be."""
+        sources, every = self.layout.sources, settings.kv_watch_every
+        # Slots that an allocator on the device gives out can only be told by waiting for it, and so in its order.
+        if on_gpu(self.layout.tables[0]) and settings.history != "on":
+            try:
+                return DeviceRecorder(
+                    path,
+                    what_is_derived(header, model_runners, inside),
+                    tables=self.layout.tables,
+                    luts=self.layout.luts,
+                    kv_sources=sources,
+                    kv_watch_every=every,
+                    **settings.writer_options(),
+                )
+            except ValueError as error:
+                note = f"every forward waits for the device: {error}"
+                logger.warning("kvcanary: %s", note)
+                header = dataclasses.replace(header, notes=(*header.notes, note))
+        header = what_is_derived(header, model_runners, None)
+        return Recorder(path, header, kv_sources=sources, kv_watch_every=every, **settings.writer_options())
+
+    def cost(self) -> dict[str, int]:
+        """Return what the recording has cost so far: forwards, and memory on the device and pinned on the host."""
+        recorder = self.recorder
+        if isinstance(recorder, DeviceRecorder):
+            memory = {"device_bytes": recorder.device_bytes, "pinned_bytes": recorder.pinned_bytes}
+        else:
+            memory = {}
+        return {"forwards": recorder.next_forward, **memory}
+
+    def own(self, values: Any) -> Any:
+        """Return a copy of a tensor of the engine's that may be read later: on the device, or flat on the host."""
+        return values.clone() if isinstance(self.recorder, DeviceRecorder) else own_int64(values)
+
+    def keep_history(self, allocator: Any) -> None:
+        """Find the allocators behind the groups; slots that they give out are told from now on."""
+        for kind, part in _allocators(allocator):
+            groups = tuple(runner.groups[kind] for runner in self.layout.runners.values() if kind in runner.groups)
+            if groups:
+                num_slots = max(self.layout.groups[group].num_slots for group in groups)
+                self.histories.append(GroupHistory(part, groups, num_slots, self.recorder))
+
+    def see(self, req: Any) -> KnownRequest:
+        """Return a request of the engine's; a new one is told of."""
+        known, new = self._requests.see(req)
+        if new:
+            self.recorder.request(
+                request_id=known.request_id,
+                name=req.rid,
+                prompt_len=len(req.origin_input_ids),
+                room=room_of(req),
+            )
+        return known
+
+    def before_model(self, layout: RunnerLayout, batch: Any, bs: int) -> None:
+        """Tell of the forward of `bs` requests that a model runner is about to run.
+
+        Raises:
+            ValueError: a batch that cannot be recorded.
+        """
+        self._known = None
+        rids = batch.rids if not self._members else [*(batch.rids or ()), *self._members]
+        known = self._batches.of(rids, bs)
+        if getattr(batch, "spec_info", batch) is not None:  # a speculative worker may append what it has verified
+            self._moment += 1
+        if self._tell is not None:
+            moment = self._moment
+            lens = known.lens if known.moment == moment else known.output_lens(moment)
+            if self._inside is not None:
+                number = self._expect(self._inside, layout, batch, bs, known, lens)
+            else:
+                number = self._tell(layout.index, batch, bs, known, lens)
+        else:
+            number = self.recorder.next_forward
+            if self._layers.watches(layout.runner) and batch.forward_mode.name != "SPLIT_PREFILL":
+                self._layers.expect(layout.runner, functools.partial(self._begin, layout, batch, batch.forward_mode))
+                self._outside = functools.partial(self._tell_on_host, batch, layout, known)
+            else:
+                self._tell_on_host(batch, layout, known)
+        if layout.sampled:
+            self._last_target = (number, known)
+            if self._tell is not None and self._inside is None and not has_embeddings(batch):
+                self._mode, self._known = batch.forward_mode, known
+
+    def _expect(
+        self, inside: InsideModels, layout: RunnerLayout, batch: Any, bs: int, known: KnownBatch, lens: bytes
+    ) -> int:
+        """Have a forward taken down inside its model, and return its number; `after_model` sees whether it was."""
+        capture: Any = self._capture
+        inside.expected = Expected(capture, layout.runner, layout.index, bs, known, lens)
+        tell: Any = self._tell
+        self._outside = functools.partial(tell, layout.index, batch, bs, known, lens)
+        number: int = capture.next_forward
+        return number
+
+    def looks_into(self, graph_runner: Any) -> bool:
+        """Say whether the forwards in a graph runner's graphs are taken down there."""
+        return self._inside is not None and self._inside.in_graphs(getattr(graph_runner, "backend", None))
+
+    def after_draft_graph(self, _: Any, error: BaseException | None) -> None:
+        """Complete the steps of a draft that ran as one graph, which were taken down in it."""
+        taken = self._was_taken(error)
+        if taken is not None and not taken.taken and error is None:
+            self.recorder.lost("a draft's steps ran in a CUDA graph that is not looked into")
+
+    def _was_taken(self, error: BaseException | None) -> Expected | None:
+        """Return the forward that was expected inside its model, None for none; nothing is expected any more.
+
+        What a graph took down of it is delivered.
+
+        Raises:
+            RuntimeError: the graph failed.
+        """
+        self._outside = None
+        if self._inside is None:
+            return None
+        expected, self._inside.expected = self._inside.expected, None
+        if expected is not None and expected.flights:
+            if error is not None:  # nobody knows whether its launches ever run
+                raise RuntimeError(f"a CUDA graph that was looked into failed: {self.recorder.error_text(error)}")
+            expected.deliver()
+        return expected
+
+    def again(self, batch: Any) -> Finish | None:
+        """Tell of a forward by the runner of the last one; return what completes it, None where it is not like that one.
+
+        Nothing has been told then.
+        """
+        known = self._known
+        if (
+            known is None
+            or batch.forward_mode is not self._mode
+            or batch.rids != known.rids
+            or known.version != self._requests.version
+            or getattr(batch, "spec_info", batch) is not None
+        ):
+            return None
+        moment = self._moment
+        lens = known.lens if known.moment == moment else known.output_lens(moment)
+        number = self._tell_again(
+            batch.req_pool_indices, batch.input_ids, batch.positions, batch.out_cache_loc, known, lens
+        )
+        if number < 0:
+            return None
+        self._last_target = (number, known)
+        return self._ended
+
+    def _tell_on_host(self, batch: Any, layout: RunnerLayout, known: KnownBatch, forward_mode: Any = None) -> None:
+        recorder: Any = self.recorder
+        told = forward_input(
+            batch,
+            runner=layout,
+            layout=self.layout,
+            request_ids=known.ids,
+            truth=self._requests.truth(known.rids, known.rows),
+            forward_mode=forward_mode,
+        )
+        for history in self.histories:
+            self._tell_written(history, layout, told)
+        recorder.before_forward(told)
+
+    def _begin(self, layout: RunnerLayout, outer: Any, forward_mode: Any, model_runner: Any, batch: Any) -> Finish:
+        """Tell of a forward whose model has been called with `batch`; return what completes it after the last layer."""
+        recorder: Any = self.recorder
+        self._outside, self._told_inside = None, True
+        self._tell_on_host(batch, layout, self._batches.of(outer.rids, batch.req_pool_indices.numel()), forward_mode)
+        mode = mode_of(forward_mode)
+
+        def look() -> None:
+            attention = attention_input(model_runner, batch, mode, layout, self.layout)
+            if attention is not None:
+                recorder.attention(attention)
+
+        def finish(_: Any, error: BaseException | None) -> None:
+            if error is None:
+                look()  # what was changed meanwhile, a layer may have read
+            self._complete(error)
+
+        look()
+        return finish
+
+    def _complete(self, error: BaseException | None) -> None:
+        note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
+        self.recorder.after_forward(note=note)
+
+    def _tell_written(self, history: GroupHistory, layout: RunnerLayout, told: Any) -> None:
+        for number in layout.groups.values():
+            if number in history.groups:
+                lut = self.layout.groups[number].lut
+                slots = translate(told.luts[lut] if lut >= 0 else None, told.out_cache_loc[layout.table])
+                history.written(slots, told.req_pool_indices, told.request_ids, told.extend_lens)
+
+    def after_model(self, _: Any, error: BaseException | None) -> None:
+        """Complete the forward; its tokens are sampled later."""
+        if self._ended is not None:
+            outside = self._outside
+            expected = self._was_taken(error)
+            if expected is not None and not expected.taken and outside is not None:
+                outside()  # no model of ours was run, or in a graph that is not looked into
+            self._ended(None, error)
+            return
+        if self._layers.still_expected() and self._outside is not None:
+            self._outside()  # the model was never called
+        inside, self._told_inside, self._outside = self._told_inside, False, None
+        if not inside:
+            self._complete(error)
+
+    def runs(self, reqs: list[Any]) -> None:
+        """Get to know the requests of a step that begins, where they are others than the last one's, `reqs`."""
+        for req in reqs:
+            self.see(req)
+        self.reqs = list(reqs)
+
+    def runs_beams(self, batch: Any) -> None:
+        """Get to know the rows behind those of a batch's requests: beams, which have no name but their leader's."""
+        self.beam_tail = batch.beam_tail
+        self._members = []
+        for entry in () if self.beam_tail is None else self.beam_tail.entries:
+            leader = self.see(batch.reqs[entry.leader_idx])
+            rows = entry.group.member_rows_cpu.tolist()
+            self._members += [leader.req.rid] * len(rows)
+            for row in rows:
+                if self._beams.get(row) is not leader:
+                    self._beams[row] = leader
+                    self.recorder.request_status(request_id=leader.request_id, status="admitted", row=row, note="beam")
+
+    def ran(self, result: Any, _: BaseException | None) -> None:
+        """Note which forward a scheduler step's result belongs to."""
+        last = self._last_target
+        if last is None:
+            return
+        self._last_target = None
+        if result is None:
+            return
+        results = self._results
+        results[id(result)] = (ref(result), last)
+        if len(results) > MAX_OUTSTANDING:
+            del results[next(iter(results))]
+
+    def takes_result(self, result: Any) -> bool:
+        """Note how many tokens each request has before the scheduler takes over a result; return whether it is known.
+
+        Nothing is known of a result that no forward of this process's is known to have.
+        """
+        ran = self._results.pop(id(result), None)
+        moment = self._moment
+        self._moment = moment + 1
+        if ran is None or ran[0]() is not result:
+            self._taken = None
+            return False
+        forward, known = ran[1]
+        self._taken = (forward, known, known.lens if known.moment == moment else known.output_lens(moment))
+        return True
+
+    def take_ran(self, result: Any) -> Any:
+        """Return which forward a result belongs to, None for none, and no longer know it."""
+        ran = self._results.pop(id(result), None)
+        return None if ran is None or ran[0]() is not result else ran[1]
+
+    def put_ran(self, result: Any, ran: Any) -> None:
+        """Know from now on that a result belongs to what `take_ran` returned for another."""
+        self._results[id(result)] = (ref(result), ran)
+
+    def took_result(self, _: Any, error: BaseException | None) -> None:
+        """Tell which tokens the scheduler took over from a result."""
+        if self._taken is None or error is not None:
+            return
+        forward, known, before = self._taken
+        after = known.output_lens(self._moment)
+        if after == before:
+            return
+        if self._later is not None:
+            self._later(self._tell_sampled, forward, self._read_sampled, known, before, after)
+            return
+        tokens, lens = self._sampled(known, before, after)
+        self.recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
+
+    def _sampled(self, known: KnownBatch, before: bytes, after: bytes) -> tuple[Int64Array, Int64Array]:
+        self._batches.refresh()
+        return known.sampled(before, after)
+
+    def got_row(self, req: Any) -> None:
+        """Tell that a request was given a row."""
+        self.recorder.request_status(request_id=self.see(req).request_id, status="admitted", row=row_of(req))
+
+    def gave_row_back(self, req: Any, row: int) -> None:
+        """Tell what became of a request whose row is free again."""
+        self.transfers.forget(req)
+        finished, ends = req.finished(), getattr(req, "to_finish", None)
+        if finished or ends is not None:
+            reason = type(req.finished_reason if finished else ends).__name__
+            status = "aborted" if "ABORT" in reason else "finished"
+            self._requests.drop(req)
+        else:
+            status, reason = ("retracted", "") if self.retracting else ("aborted", "row freed before the end")
+        self.recorder.request_status(request_id=self._requests.id_of(req), status=status, row=row, note=reason)
+        if status == "retracted" and self.restores and self.recorder.header.role == "decode":
+            self.recorder.lost("a decode engine restores a retracted request's KV from the host, which is not told")
+
+
+def submitted_is_not(header: TraceHeader) -> tuple[NotWatched, ...]:
+    """Return that of no runner it is seen what the model hands to its pool."""
+    reason = "what the model hands to the pool is not read"
+    runners = [runner for index, runner in enumerate(header.runners) if header.streams(index)]
+    return tuple(NotWatched(what="submitted", name=runner.name, reason=reason) for runner in runners)
+
+
+def what_is_derived(header: TraceHeader, model_runners: list[Any], inside: InsideModels | None) -> TraceHeader:
+    """Return a header that says which columns of draft steps in CUDA graphs are worked out instead of observed.
+
+    `inside` is None where nothing is taken down inside a model.
+    """
+    runners, not_watched = list(header.runners), list(header.not_watched)
+    for index, model_runner in enumerate(model_runners):
+        graphs = on_gpu(model_runner.req_to_token_pool.req_to_token) and not getattr(
+            model_runner.server_args, "disable_cuda_graph", False
+        )
+        seen = inside is not None and not inside.off and inside.drafts_in_graphs(model_runner)
+        if model_runner.is_draft_worker and graphs and not seen:
+            runners[index] = dataclasses.replace(runners[index], derived=DERIVED_OF_DRAFTS)
+            not_watched.append(
+                NotWatched(
+                    what="graph",
+                    name=f"{runners[index].name}: steps in a CUDA graph",
+                    reason="their positions, tokens and slots are worked out from what goes into the graph and comes out",
+                )
+            )
+    return dataclasses.replace(header, runners=tuple(runners), not_watched=tuple(not_watched))
+
+
+def trace_name(header: Any) -> str:
+    """Return the name of a process's trace: when, role, ranks and process."""
+    ranks = header.ranks
+    when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    role = f"-{header.role}" if header.role else ""
+    return f"sglang-{when}{role}-dp{ranks.dp_rank}-pp{ranks.pp_rank}-tp{ranks.tp_rank}-{os.getpid()}.arrow"
+
+
+def _allocators(allocator: Any) -> list[tuple[str, Any]]:
+    """Return `(kind, allocator)` of the pools behind an allocator."""
+    swa = getattr(allocator, "swa_attn_allocator", None)
+    if swa is None:
+        return [("full", allocator)]
+    full = allocator.full_attn_allocator
+    return [("swa", swa)] if full is swa else [("full", full), ("swa", swa)]
+
+
+def knows_allocator(allocator: Any) -> bool:
+    """Say whether what an allocator, and those that it is made of, give out are slots of tokens: by their very classes."""
+    return {type(part).__name__ for part in (allocator, *(part for _, part in _allocators(allocator)))} <= ALLOCATORS
+
+
+def on_gpu(tensor: Any) -> bool:
+    """Say whether a tensor lies on a GPU."""
+    return getattr(getattr(tensor, "device", None), "type", "") == "cuda"
+
+
+def on_host(allocator: Any) -> bool:
+    """Say whether an allocator's tensors lie in the host's memory."""
+    pages = getattr(_allocators(allocator)[0][1], "free_pages", None)
+    return pages is not None and getattr(getattr(pages, "device", None), "type", "") == "cpu"

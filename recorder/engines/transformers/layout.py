@@ -1,0 +1,146 @@
+"""How transformers' paged cache lies in memory, in the trace's words: groups, slots, streams of bytes.
+
+A block is one page of K and V for each layer of its group; the engine indexes rows of `[kv_heads, head_dim]`, a block
+being `block_physical_stride` rows and its first `tokens_per_page` rows the tokens of the group's first layer. A slot
+here is `block * tokens_per_page + offset`, the same for all layers. Blocks of the first sector are never given out, so
+slot 0 is free for padding, and the write-trash row maps to it.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ....kernels.ops.hash.kv_source import KvSource
+from ...capture.host_arrays import Int64Array
+from ...trace.header import EngineInfo, KvStream, ModelInfo, NotWatched, PoolGroup, StateTable, TraceHeader
+
+ALIGN_BYTES = 16
+
+
+class GroupLayout:
+    """One allocator of the cache: a pool group with a table of its own.
+
+    `window` is the number of cached tokens that a forward reads, 0 for all of them; `ring_size` the number of slots
+    that a sliding group's request goes round in, 0 for a full group.
+    """
+
+    __slots__ = ("allocator", "index", "kind", "num_slots", "page_size", "ring_size", "stride", "trash_row", "window")
+
+    def __init__(self, index: int, allocator: Any) -> None:
+        self.allocator = allocator
+        self.index = index
+        self.page_size = int(allocator.tokens_per_page)
+        self.stride = int(allocator.block_physical_stride)
+        self.trash_row = int(allocator.write_trash_index)
+        self.ring_size = int(getattr(allocator, "sliding_window", 0) or 0)
+        self.window = self.ring_size - 1 if self.ring_size else 0
+        self.kind = "swa" if self.ring_size else "full"
+        self.num_slots = int(allocator._copy_view.shape[0]) * self.page_size
+        if self.ring_size == 1:
+            raise ValueError("a sliding window of 1 reads nothing from the cache, so there is nothing to record")
+
+    def rows_to_slots(self, rows: Int64Array) -> Int64Array:
+        """Return the slot of each physical row; a row that is no token of the group lands beyond the pool."""
+        block, offset = np.divmod(rows, self.stride)
+        slots = np.where(offset < self.page_size, block * self.page_size + offset, self.num_slots + np.abs(rows))
+        slots[rows == self.trash_row] = 0
+        return slots
+
+    def block_slots(self, blocks: list[int]) -> tuple[Int64Array, Int64Array]:
+        """Return the slots of whole blocks as runs `(starts, counts)`, block by block."""
+        starts = np.array(blocks, np.int64) * self.page_size
+        return starts, np.full(starts.size, self.page_size, np.int64)
+
+    def ring_slot(self, blocks: list[int], position: int) -> int:
+        """Return the slot of a position in a ring; -1 where the request has no block for it."""
+        page, offset = divmod(position % self.ring_size, self.page_size)
+        return blocks[page] * self.page_size + offset if page < len(blocks) else -1
+
+    def streams(self, layers: tuple[int, ...], capture_bytes: int) -> list[tuple[KvStream, KvSource]]:
+        """Return K and V of each of the layers, with where their bytes lie.
+
+        An empty list says that this group's bytes cannot be captured: a token's K is no multiple of 16 bytes.
+        """
+        blocks = self.allocator._copy_view  # [blocks, bytes_per_block] uint8
+        page_bytes = int(self.allocator.bytes_per_page) // 2
+        token_bytes = page_bytes // self.page_size
+        if token_bytes % ALIGN_BYTES:
+            return []
+        found = []
+        for layer in layers:
+            page = 2 * self.allocator.layer_indices.index(layer)
+            for half, number in (("K", page), ("V", page + 1)):
+                stream = KvStream(
+                    half=half, layer=layer, bytes_per_token=token_bytes, capture_bytes=min(capture_bytes, token_bytes)
+                )
+                source = KvSource(
+                    tensor=blocks[:, number * page_bytes : (number + 1) * page_bytes],
+                    page_size=self.page_size,
+                    bytes_per_token=token_bytes,
+                    read_bytes=stream.capture_bytes,
+                )
+                found.append((stream, source))
+        return found
+
+
+def describe_engine(
+    processor: Any, *, layers: tuple[int, ...] | None, capture_bytes: int
+) -> tuple[TraceHeader, list[GroupLayout], dict[tuple[int, int], KvSource]]:
+    """Return the header of a batch processor's trace, its groups' layouts and its KV sources.
+
+    Args:
+        processor: a `ContinuousBatchProcessor`.
+        layers: whose KV bytes to capture; None for the first layer of each group.
+        capture_bytes: how many leading bytes of each token's K and V; 0 for none.
+
+    Raises:
+        ValueError: a layer that the model does not have.
+    """
+    import transformers
+
+    cache, config = processor.cache, processor.config
+    groups: list[PoolGroup] = []
+    sources: dict[tuple[int, int], KvSource] = {}
+    layouts: list[GroupLayout] = []
+    not_watched: list[NotWatched] = []
+    unknown = sorted(set(layers or ()) - set(cache.layer_to_allocator))
+    if unknown:
+        raise ValueError(f"layers {unknown} asked for, the model has {len(cache.layer_to_allocator)} cached layers")
+    for index, (name, allocator) in enumerate(cache.cache_allocators.items()):
+        layout = GroupLayout(index, allocator)
+        layouts.append(layout)
+        wanted = tuple(n for n in allocator.layer_indices if capture_bytes and (layers is None or n in layers))
+        streams = layout.streams(wanted[:1] if layers is None else wanted, capture_bytes)
+        if wanted and not streams:
+            reason = f"a token's K is no multiple of {ALIGN_BYTES} bytes"
+            not_watched.append(NotWatched(what="bytes", name=name, reason=reason))
+        sources |= {(index, number): source for number, (_, source) in enumerate(streams)}
+        offloading = processor.offloading_manager
+        groups.append(
+            PoolGroup(
+                name=name,
+                kind=layout.kind,
+                window=layout.window,
+                table=index,
+                num_slots=layout.num_slots,
+                page_size=layout.page_size,
+                streams=tuple(stream for stream, _ in streams),
+                reads_before_write=layout.kind == "swa",
+                num_layers=len(allocator.layer_indices),
+                host_num_slots=offloading._num_cpu_sectors * allocator.blocks_per_sector * layout.page_size,
+            )
+        )
+    rows = 2 * int(processor.inputs_and_outputs.max_requests_per_batch) + 1
+    width = int(cache.max_tokens_read)
+    if all(layout.ring_size for layout in layouts):  # a ring holds requests of any length
+        width = max(width, int(getattr(config, "max_position_embeddings", 0) or 0))
+    header = TraceHeader(
+        engine=EngineInfo(name="transformers", version=transformers.__version__),
+        model=ModelInfo(name=str(config.model_type), dtype=str(cache.dtype).removeprefix("torch.")),
+        groups=tuple(groups),
+        tables=tuple(StateTable(name=group.name, rows=rows, width=width) for group in groups),
+        truth_table=StateTable(name="truth", rows=rows, width=width + 1),
+        not_watched=tuple(not_watched),
+        notes=("slot = block * page_size + offset in the page; slot 0 stands for the write-trash row",),
+    )
+    return header, layouts, sources

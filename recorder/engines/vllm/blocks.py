@@ -1,0 +1,274 @@
+"""Which slots vLLM's scheduler gives out and takes back, where it runs in the process that runs the model.
+
+Each KV-cache group has a manager, which knows the blocks of each request; the pool behind them knows which blocks the
+prefix cache holds. A block joins that cache when it is scheduled to be filled; it is told when it has been, since it
+is its request's until then.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ...capture.recorder import Recorder
+from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED
+from ..common.hooking import Finish, Hook, wrap_method
+from .layout import GroupLayout
+from .requests import RequestBook, request_id_of
+
+# Methods of a group's manager, and of the pool, without which the history has holes.
+MANAGER: Final = (
+    "allocate_new_blocks",
+    "add_local_computed_blocks",
+    "cache_blocks",
+    "free",
+    "remove_skipped_blocks",
+)
+POOL: Final = ("_maybe_evict_cached_block", "reset_prefix_cache", "free_blocks")
+KNOWN_MANAGERS: Final = ("FullAttentionManager", "SlidingWindowManager")
+
+
+def why_no_history(scheduler: Any, groups: Sequence[GroupLayout]) -> str:
+    """Return why a scheduler's slot history cannot be told whole, nothing where it can."""
+    coordinator = getattr(getattr(scheduler, "kv_cache_manager", None), "coordinator", None)
+    managers = getattr(coordinator, "single_type_managers", None)
+    pool = getattr(coordinator, "block_pool", None)
+    if managers is None or pool is None:
+        return "this vLLM keeps its blocks elsewhere"
+    missing = [name for name in POOL if not callable(getattr(pool, name, None))]
+    for group in groups:
+        manager = managers[group.gid]
+        missing += [name for name in MANAGER if not callable(getattr(manager, name, None))]
+        if type(manager).__name__ not in KNOWN_MANAGERS:
+            return f"group {group.gid} is managed by a {type(manager).__name__}"
+        if int(manager.block_size) != group.block_size:
+            return f"group {group.gid} is managed in blocks of another size"
+    if missing:
+        return f"this vLLM has no {', '.join(sorted(set(missing)))}"
+    if getattr(scheduler, "connector", None) is not None:
+        return "a KV connector moves blocks too"
+    if getattr(scheduler, "defer_block_free", False):
+        return "frees are put off until steps have ended"
+    if getattr(coordinator, "enable_partial_hash_hits", False):
+        return "prefix hits may end inside a block"
+    return ""
+
+
+def caches_prefixes(scheduler: Any) -> bool:
+    """Say whether a scheduler keeps a prefix cache."""
+    return bool(getattr(scheduler.kv_cache_manager.coordinator.block_pool, "enable_caching", False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedBlock:
+    """A block of the prefix cache: its group's index, its first position, and the cached block before it, if any.
+
+    `serial` tells it from what the cache holds in the same block at another time.
+    """
+
+    serial: int
+    group: int
+    first: int
+    before: int
+    before_serial: int
+
+
+class BlockHistory:
+    """The slot history of one scheduler; `attach` hooks it, `after_forward` is told by the session."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        groups: Sequence[GroupLayout],
+        book: RequestBook,
+        recorder: Recorder,
+        draft: GroupLayout | None = None,
+    ) -> None:
+        self._coordinator = scheduler.kv_cache_manager.coordinator
+        # A draft's layers have blocks of their own, or those of a group of the target's: what is told of that is told
+        # of both.
+        self._twin = draft if draft is not None and any(group.gid == draft.gid for group in groups) else None
+        self._groups = (*groups, draft) if draft is not None and self._twin is None else tuple(groups)
+        self._book = book
+        self._recorder = recorder
+        # Blocks that fill up in the coming forward and belong to the prefix cache then: (group, block) -> request.
+        self._filling: dict[tuple[int, int], str] = {}
+        self.cached: dict[int, CachedBlock] = {}
+        self._serial = 0
+        self._skipping: tuple[int, str] | None = None
+
+    def attach(self, while_on: Callable[[Hook], Hook], on_fault: Callable[[str, Exception], None]) -> None:
+        """Put the hooks around the managers and the pool; `while_on(hook)` is one that falls silent with the others."""
+
+        def wrap(owner: Any, name: str, hook: Hook) -> None:
+            wrap_method(owner, name, while_on(hook), on_fault)
+
+        pool = self._coordinator.block_pool
+        for group in self._groups:
+            manager = self._coordinator.single_type_managers[group.gid]
+            wrap(manager, "allocate_new_blocks", self._on_new(group))
+            wrap(manager, "allocate_external_computed_blocks", self._on_external(group, manager))
+            wrap(manager, "add_local_computed_blocks", self._on_hit(group, manager))
+            wrap(manager, "cache_blocks", self._on_cache(group, manager))
+            wrap(manager, "free", self._on_free(group, manager))
+            wrap(manager, "remove_skipped_blocks", self._on_skip(group))
+        wrap(pool, "free_blocks", self.on_free_blocks)
+        wrap(pool, "_maybe_evict_cached_block", self.on_evict)
+        wrap(pool, "reset_prefix_cache", self.on_reset)
+
+    def _on_new(self, group: GroupLayout) -> Any:
+        def on_new(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
+            return lambda blocks, _: self._tell("alloc", group, _ids(blocks), request_id)
+
+        return on_new
+
+    def _on_external(self, group: GroupLayout, manager: Any) -> Any:
+        def on_external(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
+            count = len(manager.req_to_blocks.get(request_id, ()))
+            return lambda _, __: self._tell(
+                "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())[count:]), request_id
+            )
+
+        return on_external
+
+    def _on_hit(self, group: GroupLayout, manager: Any) -> Any:
+        def on_hit(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
+            return lambda _, __: self._tell(
+                "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())), request_id, status=ALLOC_SHARED
+            )
+
+        return on_hit
+
+    def _on_cache(self, group: GroupLayout, manager: Any) -> Any:
+        def on_cache(request: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+            name = request.request_id
+            before = manager.num_cached_block.get(name, 0)
+
+            def finish(_: Any, __: BaseException | None) -> None:
+                blocks = manager.req_to_blocks.get(name, ())
+                for place in range(before, min(manager.num_cached_block.get(name, 0), len(blocks))):
+                    block = blocks[place]
+                    if block.is_null or block.block_hash is None or block.block_id in self.cached:
+                        continue
+                    self._filling[group.index, block.block_id] = name
+                    self._cache(group, block.block_id, place, blocks[place - 1].block_id if place else 0)
+
+            return finish
+
+        return on_cache
+
+    def _cache(self, group: GroupLayout, block: int, place: int, before: int) -> None:
+        self._serial += 1
+        known = self.cached.get(before) if place else None
+        self.cached[block] = CachedBlock(
+            serial=self._serial,
+            group=group.index,
+            first=place * group.block_size,
+            before=before,
+            before_serial=known.serial if known is not None and known.group == group.index else 0,
+        )
+
+    def _on_free(self, group: GroupLayout, manager: Any) -> Any:
+        def on_free(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
+            blocks = list(manager.req_to_blocks.get(request_id, ()))
+            self._hand_over({(group.index, block.block_id) for block in blocks})
+            return lambda _, __: self._freed(group, blocks, request_id)
+
+        return on_free
+
+    def _on_skip(self, group: GroupLayout) -> Any:
+        def on_skip(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
+            self._skipping = (group.index, request_id)
+
+            def finish(_: Any, __: BaseException | None) -> None:
+                self._skipping = None
+
+            return finish
+
+        return on_skip
+
+    def on_free_blocks(self, blocks: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Tell of the blocks that have left a sliding window; a request's last blocks are told by its manager."""
+        if self._skipping is None or not isinstance(blocks, list):
+            return None
+        index, request_id = self._skipping
+        self._hand_over({(index, block.block_id) for block in blocks})
+        return lambda _, __: self._freed(self._groups[index], blocks, request_id)
+
+    def on_evict(self, block: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Tell of a block that the prefix cache gives up; one that requests still use is told when they free it."""
+
+        def finish(evicted: Any, _: BaseException | None) -> None:
+            if not evicted:
+                return
+            known = self.cached.pop(block.block_id, None)
+            if known is not None and not block.ref_cnt:
+                self._tell("evict", self._groups[known.group], [block.block_id], "", note="cache pressure")
+
+        return finish
+
+    def on_reset(self, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Tell of everything that the prefix cache held, where it was emptied."""
+
+        def finish(emptied: Any, _: BaseException | None) -> None:
+            if not emptied:
+                return
+            for group in self._groups:
+                held = [block for block, known in self.cached.items() if known.group == group.index]
+                self._tell("evict", group, held, "", note="reset")
+            self.cached.clear()
+
+        return finish
+
+    def in_use(self, block: int) -> bool:
+        """Say whether a request uses a block."""
+        return bool(self._coordinator.block_pool.blocks[block].ref_cnt)
+
+    def after_forward(self) -> None:
+        """Hand the blocks that have been filled to the prefix cache."""
+        if self._filling:
+            self._hand_over(set(self._filling))
+
+    def _hand_over(self, blocks: set[tuple[int, int]]) -> None:
+        by_request: dict[tuple[int, str], list[int]] = {}
+        for index, block in sorted(blocks & self._filling.keys()):
+            by_request.setdefault((index, self._filling.pop((index, block))), []).append(block)
+        for (index, name), handed in by_request.items():
+            self._tell("alloc", self._groups[index], handed, name, status=ALLOC_CACHED)
+
+    def _freed(self, group: GroupLayout, blocks: Sequence[Any], request_id: str) -> None:
+        """Tell of the blocks that nobody uses and the prefix cache does not hold."""
+        gone = [b.block_id for b in blocks if not b.is_null and not b.ref_cnt and b.block_hash is None]
+        self._tell("free", group, gone, request_id)
+
+    def _tell(
+        self,
+        kind: str,
+        group: GroupLayout,
+        blocks: Sequence[int],
+        name: str,
+        *,
+        status: str = ALLOC_FRESH,
+        note: str = "",
+    ) -> None:
+        if not len(blocks):
+            return
+        known = self._book.get(name) if name else None
+        starts = np.array(blocks, np.int64) * group.block_size
+        index = np.full(starts.size, group.index, np.int64)
+        if self._twin is not None and self._twin.gid == group.gid:
+            starts, index = np.tile(starts, 2), np.append(index, np.full(index.size, self._twin.index))
+        self._recorder.slots(
+            kind,
+            group=index,
+            runs=(starts, np.full(starts.size, group.block_size, np.int64)),
+            request_id=request_id_of(name) if name else -1,
+            row=known.row if known is not None and known.row else -1,
+            status=status,
+            note=note,
+        )
+
+
+def _ids(blocks: Any) -> list[int]:
+    return [block.block_id for block in blocks or () if not block.is_null]

@@ -1,0 +1,190 @@
+"""Slots that a KV connector fills: what lies in them is unknown until a forward of this engine writes them.
+
+Each load is told as a receive without a room. Where the scheduler runs in this process it says which slots are loaded,
+and when a load that runs beside the forwards is over. Elsewhere the runner only sees that a request begins with tokens
+in the cache: all of them are taken for loaded, where they can have been.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ...capture.host_arrays import Int64Array, ragged_index
+from ...capture.recorder import Recorder
+from ...trace.header import NotWatched
+from ...trace.schema import RECEIVE
+from ..common.hooking import Finish, wrap_method
+from .layout import GroupLayout
+from .requests import KnownRequest, RequestBook
+from .step import Step, table_read
+
+OnFault = Callable[[str, Exception], None]
+
+# Connectors that write no slot but those of the tokens that they were asked for; others may load a request's whole
+# prefix anew, over what the prefix cache holds of it.
+EXACT: Final = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector"})
+
+
+def connector_of(config: Any) -> str:
+    """Return the name of the connector that may load into a runner's cache, "" where there is none."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    if transfer is None or getattr(transfer, "kv_role", None) == "kv_producer":
+        return ""
+    return str(getattr(transfer, "kv_connector", "") or "unknown")
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """What is loaded for a request in one group: `slots` `[n] int64` from position `start` on.
+
+    `own` is not set where the slots are the prefix cache's, and loaded anew in passing.
+    """
+
+    group: int
+    start: int
+    slots: Int64Array
+    own: bool
+
+
+class ExternalLoads:
+    """The loads of one runner's cache."""
+
+    def __init__(
+        self, connector: str, groups: Sequence[GroupLayout], book: RequestBook, recorder: Recorder, scheduler: Any
+    ) -> None:
+        self._exact = connector in EXACT
+        self._connector = connector
+        self._groups = groups
+        self._book = book
+        self._recorder = recorder
+        self._scheduler = scheduler
+        self._loads: dict[str, list[Load]] = {}
+        self._under_way: set[str] = set()
+        self._ends_are_told = False
+        self._landed: set[str] = set()  # requests whose load the runner has seen end, where it has no scheduler
+
+    def attach(self, on_fault: OnFault) -> None:
+        """Hook the scheduler's blocks, behind the hooks of the slot history: a slot is given out, then loaded."""
+        if not self._connector or self._scheduler is None:
+            return
+        managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+        for group in self._groups:
+            manager = managers[group.gid]
+            if not wrap_method(
+                manager, "allocate_external_computed_blocks", self._on_allocated(group, manager), on_fault
+            ):
+                raise ValueError("this vLLM does not say which blocks a KV connector loads")
+        self._ends_are_told = wrap_method(self._scheduler, "_update_from_kv_xfer_finished", self.on_finished, on_fault)
+
+    def _on_allocated(self, group: GroupLayout, manager: Any) -> Any:
+        def on_allocated(name: str, local: int, loaded: int, *_args: Any, **_kwargs: Any) -> Finish | None:
+            def finish(_: Any, error: BaseException | None) -> None:
+                if error is None:
+                    blocks = manager.req_to_blocks.get(name, ())
+                    self._remember(name, group, [block.block_id for block in blocks], local, local + loaded)
+
+            return finish
+
+        return on_allocated
+
+    def _remember(self, name: str, group: GroupLayout, blocks: Sequence[int], local: int, end: int) -> None:
+        """Note what is loaded for a request: positions `local` to `end` of its blocks, null blocks left out."""
+        size = group.block_size
+        first = local if self._exact else 0
+        positions = np.arange(first, min(end, len(blocks) * size), dtype=np.int64)
+        slots = np.array(blocks, np.int64)[positions // size] * size + positions % size
+        held = slots >= size
+        for mine, own in ((held & (positions < local), False), (held & (positions >= local), True)):
+            if mine.any():
+                load = Load(group=group.index, start=int(positions[mine][0]), slots=slots[mine], own=own)
+                self._loads.setdefault(name, []).append(load)
+
+    def begin_step(self, running: Any) -> None:
+        """Tell of the loads that go on beside a step: those of requests that do not take part in it."""
+        for name in self._loads:
+            if self._ends_are_told and name not in running and name not in self._under_way:
+                self._under_way.add(name)
+                self._tell(name, "start")
+
+    def on_finished(self, output: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Tell of loads that are over, before their slots are used or given back; a load that failed fills slots too."""
+        for name in getattr(output, "finished_recving", None) or ():
+            self._over(name)
+        return None
+
+    def _over(self, name: str) -> None:
+        if name in self._loads:
+            self._tell(name, "end")
+            del self._loads[name]
+        self._under_way.discard(name)
+
+    def left(self, name: str) -> None:
+        """Forget what was going to be loaded for a request that has given its slots back."""
+        self._loads.pop(name, None)
+        self._under_way.discard(name)
+
+    def _tell(self, name: str, status: str) -> None:
+        known = self._book.get(name)
+        for load in self._loads[name]:
+            if load.own:
+                self._receive(status, load, -1 if known is None else known.request_id)
+            elif status == "end":
+                self._receive(status, load, -1)
+
+    def _receive(self, status: str, load: Load, request_id: int) -> None:
+        self._recorder.transfer(
+            status,
+            direction=RECEIVE,
+            room=-1,
+            group=load.group,
+            slots=load.slots,
+            start_position=load.start,
+            request_id=request_id,
+            peer=self._connector,
+        )
+
+    def took_result(self, result: Any) -> None:
+        """Take note of the loads whose end a runner's output tells."""
+        if self._connector and self._scheduler is None:
+            output = getattr(result, "kv_connector_output", None)
+            self._landed.update(getattr(output, "finished_recving", None) or ())
+
+    def before_model(self, step: Step, output: Any, requests: Sequence[KnownRequest]) -> None:
+        """Tell what has been loaded for the requests of a step, or may have been for those that are new in it."""
+        if self._scheduler is not None:
+            for name in step.names if self._loads else ():
+                self._over(name)
+            return
+        if not self._connector:
+            return
+        every = bool(getattr(output, "has_sync_kv_loads", True))
+        fresh = np.array([known.fresh and (every or known.name in self._landed) for known in requests], np.bool_) & (
+            step.prefix > 0
+        )
+        self._landed.difference_update(step.names)
+        if not fresh.any():
+            return
+        for (table, block_size), group in zip(step.tables, self._groups, strict=True):
+            read = table_read(table, block_size, group, np.where(fresh, step.prefix, 0))
+            offsets = np.cumsum(read.counts) - read.counts
+            for r in np.flatnonzero(fresh).tolist():
+                slots = read.slots[ragged_index(offsets[r : r + 1], read.counts[r : r + 1])]
+                slots = slots[slots >= group.block_size]
+                if slots.size:
+                    start = int(step.prefix[r]) - slots.size
+                    self._receive("end", Load(group=group.index, start=start, slots=slots, own=False), -1)
+
+
+def not_watched(config: Any) -> tuple[NotWatched, ...]:
+    """Return what of a connector's work a trace does not hold."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    if transfer is None:
+        return ()
+    name = f"KV connector {getattr(transfer, 'kv_connector', None) or 'unknown'}"
+    entries = [NotWatched(what="other", name=name, reason="what it stores elsewhere is not compared")]
+    if connector_of(config):
+        reason = "what it loads is unknown until a forward writes the slot"
+        entries.insert(0, NotWatched(what="slots", name=name, reason=reason))
+    return tuple(entries)

@@ -1,0 +1,231 @@
+"""The KV bytes of vLLM's groups: read where they are stored in rows, else taken from what the model hands to the cache.
+
+The first layer of each group, the first KV head of each token. Where a token's bytes lie in one row they are read from
+the pool (origin "stored"). The CPU's attention packs K for its instruction set: there they are taken from the inputs of
+the cache's update (origin "submitted") and kept in a copy of the pool, which a write to a wrong slot changes as it does
+the pool itself.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from ....kernels.ops.hash.kv_source import KvSource
+from ...capture.host_arrays import Int64Array
+from ...trace.header import KvStream
+from ..common.hooking import Finish, wrap_method
+
+ALIGN_BYTES: Final = 16
+STORED: Final = "stored"
+SUBMITTED: Final = "submitted"
+
+
+class KvCapture:
+    """Where the bytes of a runner's groups come from; `sources[group index, stream index]` is for the recorder."""
+
+    def __init__(self, runner: Any, groups: list[Any], capture_bytes: int) -> None:
+        self.notes: list[str] = []
+        self.sources: dict[tuple[int, int], KvSource] = {}
+        self._streams: dict[int, tuple[KvStream, ...]] = {}
+        self._halves: dict[int, tuple[str, ...]] = {}
+        self._mirrors: list[_Mirror] = []
+        self._of_group: dict[int, list[_Mirror]] = {}
+        self._impls: list[tuple[Any, list[_Mirror]]] = []
+        layers = runner.vllm_config.compilation_config.static_forward_context
+        for group in groups:
+            layer = next((layers[name] for name in group.layers if name in layers), None)
+            self._add(group, layer, capture_bytes)
+
+    def streams(self, group: Any) -> tuple[KvStream, ...]:
+        """Return the captured streams of a group."""
+        return self._streams.get(group.index, ())
+
+    def halves(self, group: Any) -> tuple[str, ...]:
+        """Return a group's halves; a latent cache has K only."""
+        return self._halves.get(group.index, ("K", "V"))
+
+    def attach(self, on_fault: Any) -> None:
+        """Hook the updates of the caches whose bytes are taken as they are submitted."""
+        for impl, mirrors in self._impls:
+            wrap_method(impl, "do_kv_cache_update", _on_update(mirrors), on_fault)
+
+    def copied(self, group: Any, src: Int64Array, dst: Int64Array) -> None:
+        """Do to the copies of the pool what the engine does to the pool: `src` and `dst` `[n]` slots of a group."""
+        for mirror in self._of_group.get(group.index, ()):
+            mirror.content[dst] = mirror.content[src]
+
+    def _add(self, group: Any, layer: Any, capture_bytes: int) -> None:
+        kv: Any = getattr(layer, "kv_cache", None)
+        if isinstance(kv, list | tuple) and len(kv) == 1:
+            kv = kv[0]
+        if kv is None or not hasattr(kv, "stride"):
+            self.notes.append(f"{group.name}: KV bytes not captured, the layer has no cache of its own")
+            return
+        views = head_views(kv, group.spec, group.num_slots)
+        self._halves[group.index] = tuple(views) if views else ("K", "V")
+        if not capture_bytes:
+            return
+        if not views:
+            self.notes.append(f"{group.name}: KV bytes not captured, a layout that is not known: {list(kv.shape)}")
+            return
+        plain = set(views)
+        if kv.device.type == "cpu" and len(kv.shape) == 4:
+            views = packed_views(kv, group.spec)
+            plain = stored_plainly(layer, kv, group.spec)
+        streams: list[KvStream] = []
+        for half, view in views.items():
+            source = row_source(view, group.num_slots, capture_bytes) if half in plain else None
+            origin = STORED
+            if source is None and kv.device.type == "cpu" and half not in plain:
+                origin, source = SUBMITTED, self._mirror(group, layer, kv, half, view, capture_bytes)
+            if source is None:
+                self.notes.append(f"{group.name}: bytes of {half} not captured, a token is no row of aligned bytes")
+                continue
+            if origin == SUBMITTED:
+                self.notes.append(f"{group.name}: bytes of {half} were taken on submission, the pool packs them")
+            self.sources[group.index, len(streams)] = source
+            streams.append(
+                KvStream(
+                    half=half,
+                    layer=layer_number(group.layers[0]),
+                    bytes_per_token=source.bytes_per_token,
+                    capture_bytes=source.read_bytes,
+                    origin=origin,
+                )
+            )
+        self._streams[group.index] = tuple(streams)
+
+    def _mirror(self, group: Any, layer: Any, kv: Any, half: str, view: Any, capture_bytes: int) -> KvSource | None:
+        """Return the source over a copy that is filled from the layer's updates; groups that share memory share it."""
+        capture = min(capture_bytes, int(view.shape[2]) * kv.element_size()) // ALIGN_BYTES * ALIGN_BYTES
+        if not capture or not callable(getattr(layer.impl, "do_kv_cache_update", None)):
+            return None
+        key = (half, int(kv.data_ptr()), group.block_size, capture)
+        mirror = next((known for known in self._mirrors if known.key == key), None)
+        if mirror is None:
+            mirror = _Mirror(key, half, np.zeros((group.num_slots, capture), np.uint8))
+            self._mirrors.append(mirror)
+        self._of_group.setdefault(group.index, []).append(mirror)
+        for impl, mirrors in self._impls:
+            if impl is layer.impl:
+                mirrors.append(mirror)
+                break
+        else:
+            self._impls.append((layer.impl, [mirror]))
+        return KvSource(tensor=mirror.content, page_size=1, bytes_per_token=capture, read_bytes=capture)
+
+
+class _Mirror:
+    """What was submitted for each slot of a pool: `content` `[num_slots, capture] uint8`."""
+
+    __slots__ = ("content", "half", "key")
+
+    def __init__(self, key: tuple[Any, ...], half: str, content: Any) -> None:
+        self.key = key
+        self.half = half
+        self.content = content
+
+    def take(self, submitted: Any, slots: Any) -> None:
+        """Take over the leading bytes of `submitted` `[T, heads, dim]`, for the tokens that go to a slot."""
+        wanted = self.content.shape[1] // submitted.element_size()
+        head = submitted[: slots.size, 0, :wanted].detach().contiguous()
+        rows = _as_bytes(head).numpy().reshape(slots.size, -1)
+        inside = (slots >= 0) & (slots < self.content.shape[0])
+        self.content[slots[inside]] = rows[inside]
+
+
+def _on_update(mirrors: list[_Mirror]) -> Any:
+    def on_kv_update(_layer: Any, key: Any, value: Any, _kv_cache: Any, slot_mapping: Any) -> Finish | None:
+        slots = slot_mapping.detach().numpy().reshape(-1)
+        for mirror in mirrors:
+            mirror.take(key if mirror.half == "K" else value, slots)
+        return None
+
+    return on_kv_update
+
+
+def head_views(kv: Any, spec: Any, num_slots: int) -> dict[str, Any]:
+    """Return each half's first head as `[blocks, tokens, dim]`, nothing for a layout that is not known.
+
+    Known: `[blocks, tokens, width]` (a latent: K only), `[blocks, heads, tokens, K and V]`, and the older
+    `[2, blocks, tokens, heads, dim]` and `[blocks, 2, tokens, heads, dim]`.
+    """
+    shape = tuple(int(n) for n in kv.shape)
+    size_k = int(getattr(spec, "head_size", 0) or 0)
+    size_v = int(getattr(spec, "head_size_v", None) or size_k)
+    if len(shape) == 3 and shape[0] * shape[1] == num_slots:
+        return {"K": kv}
+    if len(shape) == 4 and shape[0] * shape[2] == num_slots and shape[3] == size_k + size_v:
+        return {"K": kv[:, 0, :, :size_k], "V": kv[:, 0, :, size_k:]}
+    if len(shape) == 5 and shape[0] == 2 and shape[1] * shape[2] == num_slots:
+        return {"K": kv[0][:, :, 0], "V": kv[1][:, :, 0]}
+    if len(shape) == 5 and shape[1] == 2 and shape[0] * shape[2] == num_slots:
+        return {"K": kv[:, 0, :, 0], "V": kv[:, 1, :, 0]}
+    return {}
+
+
+def packed_views(kv: Any, spec: Any) -> dict[str, Any]:
+    """Return the same of the CPU attention's cache, where a block holds all its tokens' K before all its tokens' V."""
+    blocks, heads, tokens, width = (int(n) for n in kv.shape)
+    size = int(spec.head_size)
+    if width != 2 * size:
+        return {}
+    both = kv.view(blocks, heads, 2 * tokens, size)
+    return {"K": both[:, 0, :tokens], "V": both[:, 0, tokens:]}
+
+
+def stored_plainly(layer: Any, kv: Any, spec: Any) -> set[str]:
+    """Find out which halves the CPU's cache update stores as it gets them, by one into two blocks of scratch memory."""
+    import torch
+
+    update = getattr(layer.impl, "do_kv_cache_update", None)
+    heads, tokens, size = int(kv.shape[1]), int(kv.shape[2]), int(spec.head_size)
+    if update is None or not kv.dtype.is_floating_point:
+        return set()
+    scratch = torch.zeros((2, *kv.shape[1:]), dtype=kv.dtype)
+    order = torch.arange(2 * tokens - 1, -1, -1)
+    given = torch.arange(2 * tokens * heads * size, dtype=torch.float32).reshape(2 * tokens, heads, size)
+    given = (given % 251 + 1).to(kv.dtype)
+    try:
+        update(layer, given, given + 1, scratch, order)
+        views = packed_views(scratch, spec)
+        found = {half: view[order // tokens, order % tokens] for half, view in views.items()}
+        return {half for half, rows in found.items() if torch.equal(rows, given[:, 0] + (half == "V"))}
+    except Exception:  # noqa: BLE001  # another signature, another layout: then nothing is known to be plain
+        return set()
+
+
+def row_source(view: Any, num_slots: int, capture_bytes: int) -> KvSource | None:
+    """Return a half's first head, `[blocks, tokens, dim]`, as rows of bytes; None where it cannot be read as such."""
+    import torch
+
+    if view.shape[0] * view.shape[1] != num_slots or view.stride(2) != 1:
+        return None
+    item = view.element_size()
+    tokens, dim = int(view.shape[1]), int(view.shape[2]) * item
+    block_bytes, token_bytes = int(view.stride(0)) * item, int(view.stride(1)) * item
+    capture = min(capture_bytes, dim) // ALIGN_BYTES * ALIGN_BYTES
+    if not capture or token_bytes % ALIGN_BYTES or block_bytes % ALIGN_BYTES or view.data_ptr() % ALIGN_BYTES:
+        return None
+    flat = _as_bytes(view)
+    if block_bytes == tokens * token_bytes:  # one row a slot
+        width = dim // ALIGN_BYTES * ALIGN_BYTES
+        rows = torch.as_strided(flat, (num_slots, width), (token_bytes, 1), flat.storage_offset())
+        return KvSource(tensor=rows, page_size=1, bytes_per_token=width, read_bytes=capture)
+    width = tokens * token_bytes
+    last = flat.storage_offset() + (int(view.shape[0]) - 1) * block_bytes + width
+    if last > flat.untyped_storage().nbytes():  # K and V of a token take turns, and V's last row would pass the end
+        return None
+    rows = torch.as_strided(flat, (int(view.shape[0]), width), (block_bytes, 1), flat.storage_offset())
+    return KvSource(tensor=rows, page_size=tokens, bytes_per_token=token_bytes, read_bytes=capture)
+
+
+def layer_number(name: str) -> int:
+    """Return the number in a layer's name, 0 where there is none."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), 0)
+
+
+def _as_bytes(tensor: Any) -> Any:
+    import torch
+
+    return tensor.detach().view(torch.uint8)

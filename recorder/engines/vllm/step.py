@@ -1,0 +1,256 @@
+"""One step of vLLM's in the recorder's words: what the model is about to read and write, as one forward or several.
+
+vLLM lets a request of a step read blocks that another request writes in that step: each layer stores the K and V of
+all before it attends. A replay reads before it writes, so such a step is told as several forwards, writers first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...capture.forward_input import AttentionInput, ForwardInput, TableRead
+from ...capture.host_arrays import Int64Array, own_int64, ragged_index, read_runs
+from .attention import AttentionReader, chosen_reads, forward_context
+from .layout import GroupLayout
+from .requests import UNKNOWN_TOKEN, KnownRequest, RequestBook
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """What a step feeds the model, in the recorder's own arrays.
+
+    Attributes:
+        names: the requests, in batch order.
+        prefix: `[bs]` tokens in the cache.
+        extend: `[bs]` tokens of this step.
+        input_ids: `[T]`.
+        positions: `[T]`.
+        tables: for each recorded group, its block table `[>= bs, blocks]` (not copied) and the tokens of its blocks.
+        written: for each recorded group, `[T]` the slot of each token.
+        drafted: requests that have drafted tokens verified.
+        given: attention's metadata by layer (not copied), None where they are not known.
+        attention: what attention gets by them; empty where that is not known yet.
+    """
+
+    names: tuple[str, ...]
+    prefix: Int64Array
+    extend: Int64Array
+    input_ids: Int64Array
+    positions: Int64Array
+    tables: tuple[tuple[Any, int], ...]
+    written: tuple[Int64Array, ...]
+    drafted: frozenset[str]
+    given: Any = None
+    attention: tuple[AttentionInput, ...] = ()
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Tokens of a block of each table."""
+        return [size for _, size in self.tables]
+
+
+# A forward of a step, the names of its requests, and their places in the step `[n]`.
+StepForward = tuple[ForwardInput, tuple[str, ...], Int64Array]
+
+
+def read_v1(
+    runner: Any,
+    output: Any,
+    groups: Sequence[GroupLayout],
+    input_ids: Any,
+    positions: Any,
+    attention: AttentionReader | None = None,
+) -> Step:
+    """Read what the V1 runner is about to feed its model; `output` is the scheduler's."""
+    batch = runner.input_batch
+    names = tuple(batch.req_ids)
+    bs, total = len(names), int(output.total_num_scheduled_tokens)
+    extend = np.array([output.num_scheduled_tokens[name] for name in names], np.int64)
+    if getattr(runner, "use_async_spec_decode", False):  # the host's are a guess there
+        prefix = own_int64(runner.num_computed_tokens[:bs])
+    else:
+        prefix = own_int64(batch.num_computed_tokens_cpu[:bs])
+    tables = [batch.block_table[group.gid] for group in groups]
+    context = forward_context()
+    sizes = [int(table.block_size) for table in tables]
+    given = getattr(context, "attn_metadata", None)
+    attended = [] if attention is None else attention.read(given, prefix, extend, sizes)
+    return Step(
+        names=names,
+        prefix=prefix,
+        extend=extend,
+        input_ids=own_int64((runner.input_ids.gpu if input_ids is None else input_ids)[:total]),
+        positions=_positions(positions, prefix, extend, total),
+        tables=tuple((table.block_table.gpu, size) for table, size in zip(tables, sizes, strict=True)),
+        written=tuple(
+            own_int64(_written(context, group, table.slot_mapping.gpu)[:total])
+            for group, table in zip(groups, tables, strict=True)
+        ),
+        drafted=frozenset(output.scheduled_spec_decode_tokens or ()),
+        given=given,
+        attention=tuple(attended),
+    )
+
+
+def _written(context: Any, group: GroupLayout, slot_mapping: Any) -> Any:
+    """Return the slots of a step's tokens where a group's first layer takes them, else the runner's own."""
+    mappings = getattr(context, "slot_mapping", None)
+    found = mappings.get(group.layers[0]) if isinstance(mappings, dict) and group.layers else None
+    return slot_mapping if found is None else found
+
+
+def read_v2(
+    runner: Any, output: Any, groups: Sequence[GroupLayout], batch: Any, block_tables: Any, slot_mappings: Any
+) -> Step:
+    """Read the same of the V2 runner, out of its `InputBatch` and what `prepare_attn` returns; untested on an engine."""
+    names = tuple(batch.req_ids)
+    bs, total = len(names), int(batch.num_tokens)
+    extend = own_int64(batch.num_scheduled_tokens[:bs])
+    if int(extend.sum()) != total:  # the device has decided how many drafts each request gets
+        extend = np.diff(own_int64(batch.query_start_loc[: bs + 1]))
+    prefix = own_int64(batch.seq_lens[:bs]) - extend
+    sizes = runner.block_tables.block_sizes
+    return Step(
+        names=names,
+        prefix=prefix,
+        extend=extend,
+        input_ids=own_int64(batch.input_ids[:total]),
+        positions=_positions(batch.positions, prefix, extend, total),
+        tables=tuple((block_tables[group.gid], int(sizes[group.gid])) for group in groups),
+        written=tuple(own_int64(slot_mappings[group.gid][:total]) for group in groups),
+        drafted=frozenset(output.scheduled_spec_decode_tokens or ()),
+    )
+
+
+def forwards_of(
+    step: Step, groups: Sequence[GroupLayout], requests: Sequence[KnownRequest], book: RequestBook
+) -> list[StepForward]:
+    """Return the step's forwards in order."""
+    _forget_embedded(step, requests)
+    reads = [
+        table_read(table, block_size, group, step.prefix)
+        for (table, block_size), group in zip(step.tables, groups, strict=True)
+    ]
+    drafted = np.array([name in step.drafted for name in step.names], np.bool_)
+    level = levels(step, reads, np.array([known.fresh for known in requests], np.bool_))
+    wave = 2 * level + drafted
+    return [_forward(step, reads, requests, book, np.flatnonzero(wave == number)) for number in np.unique(wave)]
+
+
+def _forget_embedded(step: Step, requests: Sequence[KnownRequest]) -> None:
+    """Make unknown the tokens of the positions that are fed an embedding: the engine keeps anything in their place."""
+    for known, begin, prefix, extend in zip(
+        requests, np.cumsum(step.extend) - step.extend, step.prefix, step.extend, strict=True
+    ):
+        if known.unknown.size:
+            low, high = np.searchsorted(known.unknown, (prefix, prefix + extend))
+            step.input_ids[begin - prefix + known.unknown[low:high]] = UNKNOWN_TOKEN
+
+
+def table_read(table: Any, block_size: int, group: GroupLayout, prefix: Int64Array) -> TableRead:
+    """Return the slots of the cached tokens that each request of a batch reads.
+
+    A sliding window's read begins with the position before the window, the chain's predecessor. The engine does not
+    read that one: where its block may have been given away already, slot 0 says that nothing is known of it.
+
+    Args:
+        table: `[>= bs, blocks]`, row r the batch's request r.
+        block_size: tokens of one of the table's blocks.
+        group: whose table it is; its blocks, as the engine allocates them, may hold several of the table's.
+        prefix: `[bs]`.
+    """
+    window = group.window
+    first = np.maximum(prefix - window - 1, 0) if window else np.zeros_like(prefix)
+    counts = np.maximum(prefix - first, 0)
+    low = first // block_size
+    blocks = np.where(counts > 0, -(-prefix // block_size) - low, 0)
+    cells = read_runs(table, np.arange(prefix.size, dtype=np.int64), low, blocks)
+    positions = ragged_index(first, counts)
+    before = np.cumsum(blocks) - blocks
+    held = cells[positions // block_size + np.repeat(before - low, counts)]
+    slots = np.where(held >= 0, held * block_size + positions % block_size, -1)
+    if window:
+        sliding = np.flatnonzero(prefix > window)
+        at = (np.cumsum(counts) - counts)[sliding]
+        gone = ((prefix[sliding] - window) % group.block_size == 0) | (held[at] == 0)
+        slots[at[gone]] = 0
+    return TableRead(starts=first, counts=counts, slots=slots)
+
+
+def levels(step: Step, reads: Sequence[TableRead], fresh: Any) -> Int64Array:
+    """Return `[bs]` how many others of the step, one after another, must have written before a request can read.
+
+    Only requests that are new in the batch (`fresh` `[bs] bool`) can have been given blocks of the same step.
+    """
+    level = np.zeros(step.prefix.size, np.int64)
+    readers = np.flatnonzero(fresh & (step.prefix > 0))
+    if not readers.size or step.prefix.size == 1:
+        return level
+    writer = np.repeat(np.arange(step.prefix.size, dtype=np.int64), step.extend)
+    needs: list[tuple[int, Int64Array]] = []
+    for written, read in zip(step.written, reads, strict=True):
+        order = np.argsort(written, kind="stable")
+        ascending = written[order]
+        offsets = np.cumsum(read.counts) - read.counts
+        for r in readers.tolist():
+            slots = read.slots[offsets[r] : offsets[r] + read.counts[r]]
+            at = np.minimum(np.searchsorted(ascending, slots), ascending.size - 1)
+            hit = (ascending[at] == slots) & (slots > 0)
+            others = np.unique(writer[order[at[hit]]])
+            needs.append((r, others[others != r]))
+    for _ in range(readers.size):  # a circle, which only a broken table has, ends here too
+        before = level.copy()
+        for r, others in needs:
+            if others.size:
+                level[r] = max(level[r], 1 + int(level[others].max()))
+        if np.array_equal(before, level):
+            break
+    return level
+
+
+def _forward(
+    step: Step,
+    reads: Sequence[TableRead],
+    requests: Sequence[KnownRequest],
+    book: RequestBook,
+    chosen: Int64Array,
+) -> StepForward:
+    """Return the forward of the chosen requests `[n]` of a step."""
+    mine = [requests[r] for r in chosen.tolist()]
+    names = tuple(known.name for known in mine)
+    prefix, extend = step.prefix[chosen], step.extend[chosen]
+    prompt = np.array([known.prompt_len for known in mine], np.int64)
+    written, ids, positions = step.written, step.input_ids, step.positions
+    if chosen.size < len(requests):
+        tokens = ragged_index((np.cumsum(step.extend) - step.extend)[chosen], extend)
+        ids, positions, written = ids[tokens], positions[tokens], tuple(slots[tokens] for slots in written)
+        reads = [chosen_reads(read, chosen) for read in reads]
+    told = ForwardInput(
+        mode="target_verify" if names[0] in step.drafted else _mode(extend, prefix, prompt),
+        req_pool_indices=np.array([known.row for known in mine], np.int64),
+        request_ids=np.array([known.request_id for known in mine], np.int64),
+        prefix_lens=prefix,
+        extend_lens=extend,
+        input_ids=ids,
+        positions=positions,
+        out_cache_loc=tuple(written),
+        reads=tuple(reads),
+        truth=book.truth(mine),
+    )
+    return told, names, chosen
+
+
+def _positions(positions: Any, prefix: Int64Array, extend: Int64Array, total: int) -> Int64Array:
+    """Return `[T]`; a model that is fed positions of several dimensions goes by the place in the sequence."""
+    if positions is None or len(positions.shape) != 1:
+        return ragged_index(prefix, extend)
+    return own_int64(positions[:total])
+
+
+def _mode(extend: Int64Array, prefix: Int64Array, prompt_lens: Int64Array) -> str:
+    decoding = (extend == 1) & (prefix >= prompt_lens)
+    if decoding.all():
+        return "decode"
+    return "mixed" if decoding.any() else "extend"

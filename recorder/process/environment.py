@@ -1,0 +1,128 @@
+"""What an engine's operator sets: `KVCANARY_*` variables, and the TOML file that one of them names.
+
+Only entry points read these; everything below them takes a `RecordingSettings`.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from .knobs import KNOBS, PREFIX, TRACE_KNOB
+from .run_identity import RUN_ID
+from .settings import RecordingSettings
+
+TRACE: Final = TRACE_KNOB.variable
+CONFIG: Final = PREFIX + "CONFIG"
+BISECT: Final = PREFIX + "BISECT_"  # what `kvcanary bisect run` tells the command that it runs
+VARIABLES: Final = (TRACE, CONFIG, *(knob.variable for knob in KNOBS if knob is not TRACE_KNOB))
+
+
+def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether a recording may be asked for; looks at two variables and imports nothing.
+
+    A file of settings alone asks for one where it names a folder, which `read_environment` finds out.
+    """
+    return bool(environ.get(TRACE, "").strip() or environ.get(CONFIG, "").strip())
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> RecordingSettings | None:
+    """Return the settings, or None where no recording is asked for; variables go before the file.
+
+    Raises:
+        ValueError: a value out of range, a `KVCANARY_` variable or a key of the file that does not exist, a file that
+            cannot be read; the message names it and says what was expected.
+    """
+    if not is_wanted(environ):
+        return None
+    unknown = sorted(
+        name
+        for name in environ
+        if name.startswith(PREFIX) and name not in (*VARIABLES, RUN_ID) and not name.startswith(BISECT)
+    )
+    if unknown:
+        raise ValueError(_no_such(unknown, VARIABLES))
+    values: dict[str, Any] = {}
+    config = environ.get(CONFIG, "").strip()
+    if config:
+        values |= read_config(Path(config))
+    for knob in KNOBS:
+        text = environ.get(knob.variable, "").strip()
+        if text:
+            values[knob.field] = knob.parse(text, knob.variable)
+    if "folder" not in values:
+        return None
+    # The engine may go to another folder before the next segment is begun.
+    values = {name: value.absolute() if isinstance(value, Path) else value for name, value in values.items()}
+    settings = RecordingSettings(**values)
+    _check_together(settings)
+    return settings
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the fields that a TOML file sets: its table `[kvcanary]`, or where it has none its top level.
+
+    Relative paths in it are taken from the file's own folder.
+
+    Raises:
+        ValueError: it cannot be read, is no TOML, or has a key or a value that is not expected.
+    """
+    import tomllib
+
+    from ..small_file import read_small_file
+
+    try:
+        found = tomllib.loads(read_small_file(path).decode("utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"{path}: the settings cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number of thousands of digits
+        raise ValueError(f"{path}: not TOML: {error}") from None
+    table = found.get("kvcanary", found)
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: kvcanary is {table!r}, expected a table, [kvcanary]")  # noqa: TRY004  # what is wrong is the file
+    knobs = {knob.name: knob for knob in KNOBS}
+    unknown = [name for name in table if name not in knobs]
+    if unknown:
+        raise ValueError(f"{path}: {_no_such(unknown, tuple(knobs))}")
+    values: dict[str, Any] = {"config": path}
+    for name, given in table.items():
+        value = knobs[name].parse(given, f"{path}: {name}")
+        values[knobs[name].field] = path.parent / value if isinstance(value, Path) else value
+    return values
+
+
+def _no_such(unknown: list[str], known: tuple[str, ...]) -> str:
+    """Name what does not exist, what may have been meant, and what there is."""
+    import difflib
+
+    named = []
+    for name in unknown:
+        meant = difflib.get_close_matches(name, known, n=1)
+        named.append(f"{name} (did you mean {meant[0]}?)" if meant else name)
+    return f"{', '.join(named)}: no such setting; there are {', '.join(known)}"
+
+
+def _check_together(settings: RecordingSettings) -> None:
+    """Raise `ValueError` where one setting does nothing without another."""
+    cut = settings.segment_bytes or settings.segment_ns
+    kept = settings.keep_segments or settings.keep_bytes
+    if kept and not cut:
+        raise ValueError("keep_segments and keep_bytes need segments: set segment_seconds or segment_bytes too")
+    if settings.keep_folder_bytes and not cut:
+        raise ValueError("keep_folder_bytes needs segments: set segment_seconds or segment_bytes too")
+    if 0 < settings.keep_bytes < settings.segment_bytes:
+        raise ValueError(
+            f"keep_bytes is {settings.keep_bytes}, less than the {settings.segment_bytes} of segment_bytes: not one "
+            "finished segment would fit; make segments smaller, several of which fit"
+        )
+    if (settings.freeze_file or settings.freeze_signal) and not kept:
+        raise ValueError("freeze_file and freeze_signal need a flight recorder: set keep_segments or keep_bytes too")
+    if settings.freeze_file is not None and settings.freeze_file.is_dir():
+        raise ValueError(f"freeze_file is {settings.freeze_file}, a folder, expected the name of a file to look for")
+    if settings.token_salt_file is not None:
+        from ..capture.privacy import read_salt
+
+        read_salt(settings.token_salt_file)
+
+
+__all__ = ["CONFIG", "TRACE", "VARIABLES", "RecordingSettings", "is_wanted", "read_config", "read_environment"]

@@ -1,0 +1,235 @@
+"""Putting a keyframe back: a machine's state as it was when the recorder wrote it."""
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.arrays import record_words
+from ...kernels.constants import KvHashMode
+from ...kernels.replay_pass.ledger import HELD, OWNER, STATE
+from ..trace.batch import TraceBatch
+from ..trace.reader import EventView
+from ..trace.schema import (
+    KEYFRAME_BEGIN,
+    KEYFRAME_END,
+    KEYFRAME_FORWARD,
+    KEYFRAME_PART,
+    KEYFRAME_REQUEST,
+    TABLE_CHANGES,
+)
+from .batch_tokens import batch_tokens
+from .forward import MAX_PREFIX, Forward, UnusableEventError
+from .keyframe_rows import KeyframeRows
+from .machine import MachineState
+from .pools import Tier
+from .sample_book import FED_COLUMNS
+from .state_arrays import WORDS, places, tiers
+
+Int64Array = npt.NDArray[np.int64]
+ByteArray = npt.NDArray[np.uint8]
+
+
+class KeyframeLoader:
+    """Takes a keyframe's events, one after another, into a state.
+
+    `loading` says that a keyframe has begun and is not whole yet; `untouched` that the state is as it was made, with
+    nothing to clear. Arrays that this build does not know are passed over, and so is what a replay without history
+    checks has no use for. What is hashed is for the replay to choose: the records get the KV hash of `kv_hash_mode`.
+    """
+
+    def __init__(self, state: MachineState, *, kv_hash_mode: KvHashMode) -> None:
+        self.loading = False
+        self.untouched = True
+        self._state = state
+        self._mode = kv_hash_mode
+        self._places: dict[str, npt.NDArray[Any]] = {}
+        self._records_of = {
+            f"{name}.records": (tier, pool.group.halves[0]) for pool in state.pools for tier, name in tiers(pool)
+        }
+
+    def stop(self) -> None:
+        """Give up on a keyframe that has a gap in it."""
+        self.loading = False
+
+    def take(self, view: EventView) -> None:
+        """Take a keyframe event; raise `UnusableEventError` where it does not fit the header or itself."""
+        status = view.scalar("status")
+        if status == KEYFRAME_BEGIN:
+            self._begin(view)
+        elif not self.loading:
+            return
+        elif status == KEYFRAME_REQUEST:
+            self._state.book.learn(view)
+        elif status == KEYFRAME_PART:
+            self._part(view)
+        elif status == KEYFRAME_FORWARD:
+            self._waiting(view)
+        elif status == KEYFRAME_END:
+            self._end()
+
+    def take_requests(self, batch: TraceBatch, at: int) -> int:
+        """Take events that name requests, from row `at` of a batch on; return the row of the first that was not taken.
+
+        The last of them is left to `take`, and so is every event of a batch in which some carry changes of tables.
+        """
+        status = batch.strings("status")
+        stop = at
+        while stop < batch.num_events and status[stop] == KEYFRAME_REQUEST and batch.kinds[stop] == "keyframe":
+            stop += 1
+        if stop - at < 2 or any(len(batch.values(name)) for name in TABLE_CHANGES):
+            return at
+        self._state.book.learn_rows(batch, at, stop - 1)
+        return stop - 1
+
+    def _begin(self, view: EventView) -> None:
+        state = self._state
+        try:
+            scalars = json.loads(view.scalar("labels"))
+            truth_fill, ran = int(scalars["truth_fill"]), [int(n) for n in scalars["ran"]]
+            any_unknown = [bool(one) for one in scalars["any_unknown"]]
+            since_sweep, decoded = int(scalars["since_sweep"]), bool(scalars["decoded"])
+            told = {name: scalars[name] for name in ("last_forward", "had_gap", "from_start")}
+            last_forward = int(told["last_forward"])
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            raise UnusableEventError(f"its labels are no keyframe's ({type(error).__name__}: {error})") from None
+        if len(ran) != len(state.pulse.ran) or len(any_unknown) != len(state.pools):
+            raise UnusableEventError("its labels speak of other runners or groups than the header")
+        if truth_fill not in (0, -1) or not -1 <= last_forward < 1 << 62:
+            raise UnusableEventError("its labels hold numbers that no recorder writes")
+        self._clear(truth_fill)
+        state.pulse.ran, state.pulse.decoded, state.pulse.since_sweep = ran, decoded, since_sweep
+        for pool, unknown in zip(state.pools, any_unknown, strict=True):
+            pool.any_unknown = unknown
+        if state.history is not None:
+            state.history.last_forward = last_forward
+            state.history.had_gap = bool(told["had_gap"])
+            state.history.ledger.from_start = bool(told["from_start"])
+        self._places = places(state, self._mode)
+        self.loading = True
+
+    def _clear(self, truth_fill: int) -> None:
+        """Bring the state to that of a replay which has not begun."""
+        state, history = self._state, self._state.history
+        tables = state.tables
+        if self.untouched:
+            self.untouched = False
+            if tables.truth is not None and truth_fill:
+                tables.truth.fill(truth_fill)
+            return
+        tables.req_to_token = [np.zeros(table.shape, np.int32) for table in tables.req_to_token]
+        tables.luts = [np.zeros(len(lut), np.int64) for lut in tables.luts]
+        if tables.truth is not None:
+            tables.truth = np.zeros(tables.truth.shape, np.int32)
+            if truth_fill:
+                tables.truth.fill(truth_fill)
+        if history is not None:
+            history.ledger.forget()
+            history.rows.forget()
+            history.samples.forget()
+            history.ended.clear()
+            history.dropped.by_request.clear()
+        for pool in state.pools:
+            for tier in (pool.pool, pool.host):
+                for array in tier.arrays():  # in place, since the KV sources are views of them
+                    _zero(array)
+
+    def _part(self, view: EventView) -> None:
+        name = view.scalar("note")
+        starts, counts, data = view.ints("state_start"), view.ints("state_count"), view.bytes("state_bytes")
+        if len(starts) != len(counts):
+            raise UnusableEventError("state_start and state_count differ in length")
+        if name in ("ended", "dropped"):
+            self._list(name, data)
+            return
+        if name in self._records_of:
+            self._records(*self._records_of[name], name, starts, counts, data)
+        elif name in self._places:
+            place = self._places[name]
+            row_bytes = place.dtype.itemsize * int(np.prod(place.shape[1:], dtype=np.int64))
+            rows = KeyframeRows(name, starts, counts, data, limit=len(place), row_bytes=row_bytes)
+            kind = name.split(".")[2] if name.count(".") > 1 else ""
+            if self._mode is KvHashMode.NONE and kind == "tail":
+                rows.put_records([], [place])
+            elif self._mode is not KvHashMode.NONE or kind not in ("hashes", "whole_hashes"):
+                rows.put(place)
+
+    def _records(
+        self, tier: Tier, first: str, name: str, starts: Int64Array, counts: Int64Array, data: ByteArray
+    ) -> None:
+        """Put a tier's records back: those of its first half's TAIL, and the others that are like it."""
+        rows = KeyframeRows(name, starts, counts, data, limit=len(tier.writers), row_bytes=8 * WORDS)
+        hashed = [first] if self._mode is not KvHashMode.NONE else []
+        others = [records for half, records in tier.tail.items() if half not in hashed]
+        rows.put_records(
+            [record_words(tier.tail[half], written=True) for half in hashed],
+            [record_words(records, written=True) for records in (*others, *tier.head.values())],
+        )
+
+    def _list(self, name: str, data: ByteArray) -> None:
+        width = 2 if name == "ended" else 5
+        if len(data) % (8 * width):
+            raise UnusableEventError(f"{name} has {len(data)} bytes, expected {width} int64 for each entry")
+        rows, history = data.copy().view(np.int64).reshape(-1, width), self._state.history
+        if history is None:
+            return
+        if name == "ended":
+            history.ended.update(zip(*rows.T.tolist(), strict=True))
+            return
+        sizes = np.array([len(ledger) for ledger in history.ledger.rows], np.int64)
+        known = (rows[:, 1] >= 0) & (rows[:, 1] < len(sizes))
+        if not known.all() or bool(((rows[:, 2] < 0) | (rows[:, 2] >= sizes[rows[:, 1]])).any()):
+            raise UnusableEventError("dropped names a slot that there is not")
+        history.dropped.put_back(rows)
+
+    def _waiting(self, view: EventView) -> None:
+        columns = {name: view.ints(name).copy() for name in FED_COLUMNS}
+        slots, told = view.ints("out_cache_loc").copy(), view.ints("state_start")
+        bs, tokens = len(columns["req_pool_indices"]), len(columns["input_ids"])
+        extends = np.where(columns["req_pool_indices"] == 0, 0, np.maximum(columns["extend_lens"], 0))
+        fits = all(len(columns[name]) == bs for name in FED_COLUMNS[:4]) and len(columns["positions"]) == tokens
+        fits = fits and len(slots) == (tokens if self._state.header.tables else 0) and len(told) == 2
+        fits = fits and not bool((np.abs(columns["prefix_lens"]) > MAX_PREFIX).any())
+        if not fits or bool((extends > tokens).any()) or int(extends.sum()) > tokens:
+            raise UnusableEventError("a forward that waits for its samples contradicts itself")
+        if self._state.history is None:
+            return
+        nothing = np.empty(0, np.int64)
+        forward = Forward(
+            event=int(told[0]),
+            forward=int(view.scalar("forward")),
+            time_ns=int(told[1]),
+            runner=0,
+            mode=str(view.scalar("mode")),
+            kv_watched=False,
+            truth_lens=None,
+            sampled_lens=nothing,
+            sampled_tokens=nothing,
+            out_cache_loc=(slots,) if self._state.header.tables else (),
+            kv_bytes=(),
+            kv_submitted=(),
+            attention=None,
+            windows=None,
+            **columns,
+        )
+        self._state.history.samples.put_back(forward, batch_tokens(forward), told=bool(view.scalar("note")))
+
+    def _end(self) -> None:
+        history = self._state.history
+        if history is not None:
+            held_by = history.ledger.held_by
+            for rows in history.ledger.rows:
+                owners, counts = np.unique(rows[rows[:, STATE] == HELD, OWNER], return_counts=True)
+                for owner, count in zip(owners.tolist(), counts.tolist(), strict=True):
+                    held_by[owner] = held_by.get(owner, 0) + count
+        self.loading = False
+
+
+def _zero(array: npt.NDArray[Any]) -> None:
+    """Zero what is not zero, page by page, so that memory which nobody touched stays untouched."""
+    flat = array.reshape(-1).view(np.uint8)
+    for begin in range(0, len(flat), 1 << 20):
+        piece = flat[begin : begin + (1 << 20)]
+        if piece.any():
+            piece[:] = 0

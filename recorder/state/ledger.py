@@ -1,0 +1,157 @@
+"""Who holds which slot of every pool group, kept up from the events in between forwards and from the forwards' writes.
+
+One ledger serves all history checks: they judge against it before it moves on. Where the trace promises a complete
+slot history, the engine starts with every slot free; everywhere else, and after a gap, a slot is unknown until an
+event says otherwise. The rows' columns and states are those of `kernels/replay_pass/ledger.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.replay_pass.ledger import (
+    ALLOC,
+    CACHED,
+    CONTENT,
+    FREE,
+    HELD,
+    JOINER,
+    LEDGER_COLUMNS,
+    LEFT,
+    OWNER,
+    SHARED,
+    STATE,
+    UNKNOWN,
+)
+from ..trace.header import PoolGroup
+from ..trace.schema import ALLOC_CACHED, ALLOC_SHARED, RECEIVE
+from .slot_events import CopyEvent, GroupSlots, SlotEvent, TransferEvent
+
+Int64Array = npt.NDArray[np.int64]
+
+NOBODY: Final = -1
+# Later than any event: content that came in a copy, in a trace that may tell of the copy before the allocation.
+TIMELESS: Final = 1 << 62
+
+
+class SlotLedger:
+    """`rows[group]` `[num_slots, 8] int64` and `transfers[group]` `[num_slots] int64`, the event + 1 of the start of the
+    transfer that a slot is under, are zero pages until touched; `held_by` counts the slots that each request holds.
+    `from_start` says that slots which no event has named are free.
+    """
+
+    def __init__(self, groups: Sequence[PoolGroup], *, complete: bool) -> None:
+        self.complete = complete
+        self.from_start = complete
+        self.rows: list[Int64Array] = [np.zeros((group.num_slots, LEDGER_COLUMNS), np.int64) for group in groups]
+        self.transfers: list[Int64Array] = [np.zeros(group.num_slots, np.int64) for group in groups]
+        self.held_by: dict[int, int] = {}
+
+    def forget(self) -> None:
+        """Take every slot for unknown."""
+        self.from_start = False
+        self.rows = [np.zeros(rows.shape, np.int64) for rows in self.rows]
+        self.transfers = [np.zeros(len(started), np.int64) for started in self.transfers]
+        self.held_by.clear()
+
+    def free(self, rows: Int64Array) -> npt.NDArray[np.bool_]:
+        """Say which of some slots' ledger rows `[n, 8]` are known to be free, `[n] bool`."""
+        free: npt.NDArray[np.bool_] = rows[:, STATE] == FREE
+        return free if self.from_start else free & (rows[:, LEFT] > 0)
+
+    def apply_slots(self, event: SlotEvent) -> None:
+        """Move on by an alloc, a free or an eviction."""
+        number = event.event + 1
+        for part in event.parts:
+            rows, slots = self.rows[part.group], part.slots
+            if len(part.repeated):
+                slots = np.unique(slots)
+            if event.kind != "alloc":
+                self._leave(rows, slots)
+                rows[slots, STATE] = FREE
+                rows[slots, LEFT] = number
+                self.transfers[part.group][slots] = 0
+            elif event.status == ALLOC_SHARED:
+                self._join(rows, slots, event.request_id)
+            elif event.status == ALLOC_CACHED:
+                self._hand_over(rows, slots, number)
+            else:
+                self._leave(rows, slots)
+                rows[slots, STATE] = HELD if event.request_id >= 0 else CACHED
+                rows[slots, OWNER] = event.request_id
+                rows[slots, ALLOC] = number
+                rows[slots, JOINER] = NOBODY
+                self.transfers[part.group][slots] = 0
+                if event.request_id >= 0:
+                    self.held_by[event.request_id] = self.held_by.get(event.request_id, 0) + len(slots)
+
+    def apply_copy(self, event: CopyEvent) -> None:
+        """Move on by a copy: its targets have content."""
+        for part in event.parts:
+            self.rows[part.group][part.slots, CONTENT] = event.event + 1 if self.complete else TIMELESS
+
+    def apply_transfer(self, event: TransferEvent) -> None:
+        """Move on by a transfer: what landed has content, what failed has not."""
+        number = event.event + 1
+        for part in event.parts:
+            rows = self.rows[part.group]
+            if event.status == "start":
+                self.transfers[part.group][part.slots] = number
+            else:
+                self.transfers[part.group][part.slots] = 0
+                if event.status == "end" and event.direction == RECEIVE:
+                    rows[part.slots, CONTENT] = number if self.complete else TIMELESS
+
+    def held_slots(self, request_id: int) -> list[GroupSlots]:
+        """Return the slots that a request holds alone, group by group; a search of the pools where there are any."""
+        if not self.held_by.get(request_id):
+            return []
+        found = []
+        for group, rows in enumerate(self.rows):
+            slots = np.flatnonzero((rows[:, STATE] == HELD) & (rows[:, OWNER] == request_id))
+            if len(slots):
+                found.append(GroupSlots(group=group, slots=slots, repeated=slots[:0]))
+        return found
+
+    def lose_track(self, group: int, slots: Int64Array) -> None:
+        """Take slots for unknown: what is wrong with them has been said."""
+        self._leave(self.rows[group], slots)
+        self.rows[group][slots, STATE] = UNKNOWN
+
+    def _join(self, rows: Int64Array, slots: Int64Array, request_id: int) -> None:
+        """Let a request in on slots that are somebody's. What is free stays free: that is for a reader to suffer."""
+        rows[slots, JOINER] = request_id
+        states = rows[slots, STATE]
+        if self.complete:
+            joined = slots[(states == HELD) & (rows[slots, OWNER] != request_id)]
+        else:
+            joined = slots[states != CACHED]
+        self._leave(rows, joined)
+        rows[joined, STATE] = SHARED
+
+    def _hand_over(self, rows: Int64Array, slots: Int64Array, number: int) -> None:
+        handed = slots[~self.free(rows[slots])]
+        self._leave(rows, handed)
+        rows[handed, STATE] = CACHED
+        rows[handed, OWNER] = NOBODY
+        rows[handed, LEFT] = number
+
+    def _leave(self, rows: Int64Array, slots: Int64Array) -> None:
+        """Count slots, each named once, out of the hands of those who hold them alone."""
+        held = slots[rows[slots, STATE] == HELD]
+        if not len(held):
+            return
+        owners = rows[held, OWNER]
+        first = int(owners[0])
+        if bool((owners == first).all()):
+            counted = [(first, len(held))]
+        else:
+            counted = [(int(o), int(n)) for o, n in zip(*np.unique(owners, return_counts=True), strict=True)]
+        for owner, count in counted:
+            left = self.held_by.get(owner, 0) - count
+            if left > 0:
+                self.held_by[owner] = left
+            else:
+                self.held_by.pop(owner, None)

@@ -1,0 +1,143 @@
+"""The rebuilt pools of one pool group: canary buffers, captured KV bytes, and who wrote each slot last."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.constants import KvHashMode, LaunchTag
+from ...kernels.ops.hash.kv_source import KvSource
+from ..trace.header import PoolGroup, TraceHeader
+from ..trace.schema import TIER_HOST
+
+Int64Array = npt.NDArray[np.int64]
+ByteArray = npt.NDArray[np.uint8]
+Endpoint = Literal["HEAD", "TAIL", "SWEEP"]
+
+RECORD_BYTES = 32
+LEDGER_BYTES = 72  # a slot's row in the history checks' ledger, and what they have reported of it
+
+
+def launch_tag(endpoint: Endpoint, half: str, kind: str) -> LaunchTag:
+    """Return the launch tag of an endpoint ("HEAD"), half ("K") and group kind ("full")."""
+    return LaunchTag[f"{endpoint}_{half}_{kind.upper()}"]
+
+
+@dataclass(slots=True)
+class Tier:
+    """Slots of one memory tier: the pool itself, or the host tier that requests are offloaded to.
+
+    `head` and `tail` map a half to `[num_slots, 32] uint8`, `kv` holds `[num_slots, capture_bytes] uint8` per
+    stream, `writers` is `[num_slots, 3] int64` (event + 1, forward, request id; event 0 where nobody wrote), `unknown` is
+    `[num_slots] bool`: slots whose content the trace does not know because events were lost. `whole_hashes` maps a half
+    to `[num_slots] int64`, the KV hash over all captured bytes, where one is kept beside the one in the TAIL records.
+    """
+
+    head: dict[str, ByteArray]
+    tail: dict[str, ByteArray]
+    kv: list[ByteArray]
+    writers: Int64Array
+    unknown: npt.NDArray[np.bool_]
+    whole_hashes: dict[str, Int64Array] = field(default_factory=dict)
+
+    def arrays(self) -> list[npt.NDArray[np.generic]]:
+        """Return every per-slot array, in a fixed order."""
+        records = [*self.head.values(), *self.tail.values()]
+        return [*records, *self.kv, *self.whole_hashes.values(), self.writers, self.unknown]
+
+
+class GroupPool:
+    """One pool group's tiers, with the KV sources that the TAIL buffers hash."""
+
+    def __init__(self, group: PoolGroup, *, index: int, kv_hash_mode: KvHashMode) -> None:
+        self.group = group
+        self.index = index
+        self.kv_hash_mode = kv_hash_mode if group.streams else KvHashMode.NONE
+        self.pool = _allocate(group, group.num_slots)
+        self.host = _allocate(group, group.host_num_slots)
+        self.any_unknown = False
+        self.sources = {
+            half: tuple(
+                KvSource(
+                    tensor=data,
+                    page_size=1,
+                    bytes_per_token=stream.capture_bytes,
+                    read_bytes=stream.capture_bytes,
+                )
+                for data, stream in zip(self.pool.kv, group.streams, strict=True)
+                if stream.half == half
+            )
+            for half in group.halves
+        }
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool, slot 0 (padding) included."""
+        return self.group.num_slots
+
+    @property
+    def largest_tier(self) -> int:
+        """Slots of the larger tier; no copy writes more."""
+        return max(self.group.num_slots, self.group.host_num_slots)
+
+    def tier(self, number: int) -> Tier:
+        """Return the pool (0) or the host tier (1)."""
+        return self.host if number == TIER_HOST else self.pool
+
+    def last_writers(self, slots: Int64Array) -> Int64Array:
+        """Return event, forward and request id of each slot's last writer, `[n, 3] int64`; -1 where nobody wrote."""
+        found = self.pool.writers[slots]
+        written = found[:, 0] > 0
+        found[:, 0] -= 1
+        found[~written] = -1
+        return found
+
+    def copy_slots(self, src_tier: int, src: Int64Array, dst_tier: int, dst: Int64Array) -> int:
+        """Copy whole slots, records and bytes and writers, as the engine copied them.
+
+        Returns:
+            How many pairs named a slot outside its tier; they are passed over.
+        """
+        source, target = self.tier(src_tier), self.tier(dst_tier)
+        inside = (src >= 0) & (src < len(source.writers)) & (dst >= 0) & (dst < len(target.writers))
+        src, dst = src[inside], dst[inside]
+        for have, take in zip(source.arrays(), target.arrays(), strict=True):
+            take[dst] = have[src]
+        return int(len(inside) - inside.sum())
+
+    def forget(self, slots: slice | Int64Array = slice(None)) -> None:
+        """Mark slots as unknown, after events that may have written them were lost."""
+        self.pool.unknown[slots] = True
+        self.any_unknown = True
+
+    def forget_host(self) -> None:
+        """Mark the whole host tier as unknown."""
+        self.host.unknown[:] = True
+
+    def learn(self, slots: Int64Array) -> None:
+        """Mark slots as known again, since this forward wrote them."""
+        if self.any_unknown:
+            self.pool.unknown[slots[(slots > 0) & (slots < self.num_slots)]] = False
+
+
+def _allocate(group: PoolGroup, num_slots: int) -> Tier:
+    return Tier(
+        head={half: np.zeros((num_slots, RECORD_BYTES), dtype=np.uint8) for half in group.halves},
+        tail={half: np.zeros((num_slots, RECORD_BYTES), dtype=np.uint8) for half in group.halves},
+        kv=[np.zeros((num_slots, stream.capture_bytes), dtype=np.uint8) for stream in group.streams],
+        writers=np.zeros((num_slots, 3), dtype=np.int64),
+        unknown=np.zeros(num_slots, dtype=np.bool_),
+    )
+
+
+def pool_bytes(header: TraceHeader) -> int:
+    """Return the bytes that a replay's pools, tables and slot history take when every page of them is touched."""
+    total = sum(4 * table.rows * table.width for table in header.tables) + 8 * sum(header.lut_lens)
+    if header.truth_table is not None:
+        total += 4 * header.truth_table.rows * header.truth_table.width
+    for group in header.groups:
+        per_slot = 2 * RECORD_BYTES * len(group.halves) + sum(s.capture_bytes for s in group.streams) + 24 + 1
+        total += per_slot * (group.num_slots + group.host_num_slots)
+        total += (LEDGER_BYTES + (16 if group.lut >= 0 else 0)) * group.num_slots
+    return total

@@ -1,0 +1,1 @@
+"""The trace format: schema, header, events, reading, and recovery."""

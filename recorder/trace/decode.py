@@ -1,0 +1,157 @@
+"""Bytes to checked schema and checked batches: whatever comes out of here is what the writer put in."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+
+from ..errors import UnreadableTraceError
+from .batch import TraceBatch
+from .checksum import ColumnForm, batch_crc32c, column_forms, stored_crc32c, text_crc32c
+from .framing import Frame, FramingError, check_buffers, read_message
+from .header import TraceHeader
+from .schema import (
+    ADDED,
+    CRC_KEY,
+    ENGINE_EVENTS_KEY,
+    FIRST_EVENT_KEY,
+    HEADER_CRC_KEY,
+    HEADER_KEY,
+    NUM_EVENTS_KEY,
+    trace_schema,
+)
+from .trace_bytes import TornError, TraceBytes
+
+# What pyarrow raises on hostile bytes, beside its own exceptions.
+ARROW_ERRORS: Final = (pa.ArrowException, OSError, MemoryError, ValueError, TypeError, KeyError, OverflowError)
+_MAX_DIGITS: Final = 19
+_OWN_SCHEMA: Final = trace_schema()
+_THIS_THREAD: Final = pa.ipc.IpcReadOptions(use_threads=False)
+
+
+class DamagedBatchError(Exception):
+    """A batch that must not be given; `str()` completes the sentence "batch 17 ..."; `torn` as for `FramingError`."""
+
+    def __init__(self, reason: str, *, torn: bool = False) -> None:
+        super().__init__(reason)
+        self.torn = torn
+
+
+def decode_schema(source: TraceBytes, frame: Frame) -> pa.Schema:
+    """Return the schema that a schema message holds; raise `UnreadableTraceError`."""
+    try:
+        return pa.ipc.read_schema(read_message(source, frame)[0])
+    except (TornError, *ARROW_ERRORS) as error:
+        raise UnreadableTraceError(f"its Arrow schema cannot be read ({_first_line(error)})") from None
+
+
+def check_schema(schema: pa.Schema) -> TraceHeader:
+    """Return the header of a trace's schema; raise `UnreadableTraceError` when this build cannot read it.
+
+    Columns that this build does not know are accepted (a newer minor version added them).
+    """
+    metadata = schema.metadata or {}
+    if HEADER_KEY not in metadata:
+        raise UnreadableTraceError("an Arrow file, but its schema has no kvcanary.header: not a kvcanary trace")
+    text = metadata[HEADER_KEY]
+    if metadata.get(HEADER_CRC_KEY) != b"%d" % text_crc32c(text):
+        # A major version from the future may have changed this very rule, so say so first where that is the case.
+        TraceHeader.from_json(text)
+        raise UnreadableTraceError("its header fails its CRC: the header is damaged")
+    header = TraceHeader.from_json(text)
+    if not schema.equals(_OWN_SCHEMA):
+        if not schema.equals(pa.schema(list(schema))):  # the byte order is all that a rebuilt schema can differ in
+            raise UnreadableTraceError("its schema says big-endian; traces are little-endian: the header is damaged")
+        _check_columns(schema, header.format_minor)
+    return header
+
+
+def _check_columns(schema: pa.Schema, format_minor: int) -> None:
+    try:
+        _ = schema.names
+    except UnicodeDecodeError:
+        raise UnreadableTraceError("a column's name is not UTF-8: the header is damaged") from None
+    for expected in _OWN_SCHEMA:
+        found = [schema.field(index) for index in schema.get_all_field_indices(expected.name)]
+        if not found and format_minor < ADDED.get(expected.name, 0):
+            continue
+        if len(found) != 1:
+            came = "missing" if not found else f"there {len(found)} times"
+            raise UnreadableTraceError(f"column {expected.name} ({expected.type}) is {came}")
+        if not found[0].equals(expected):
+            raise UnreadableTraceError(f"column {expected.name} is {_field(found[0])}, expected {_field(expected)}")
+    try:
+        column_forms(schema)
+    except ValueError as error:
+        raise UnreadableTraceError(str(error)) from None
+
+
+def decode_batch(
+    source: TraceBytes, frame: Frame, schema: pa.Schema, forms: Sequence[ColumnForm], before: bytes = b""
+) -> TraceBatch:
+    """Read a batch and return it if its bytes, numbers and CRC hold; else raise `DamagedBatchError` saying which does not.
+
+    `before` is the schema's message, from a caller that is itself one of several threads: Arrow uses threads of its own
+    for a message without it.
+    """
+    first_event, num_events, crc = (_decimal(frame, key) for key in (FIRST_EVENT_KEY, NUM_EVENTS_KEY, CRC_KEY))
+    if frame.num_rows != num_events:
+        raise DamagedBatchError(f"says {num_events} events and holds {frame.num_rows} rows")
+    try:
+        data, body = read_message(source, frame, before)
+        check_buffers(body, frame, sum(form.num_buffers for form in forms))
+        if before:
+            batch = pa.ipc.open_stream(data, options=_THIS_THREAD).read_next_batch()
+        else:
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(data), schema)
+        batch.validate(full=True)
+    except TornError as error:
+        raise DamagedBatchError(str(error), torn=True) from None
+    except FramingError as error:
+        raise DamagedBatchError(f"cannot be decoded ({error})") from None
+    except (StopIteration, *ARROW_ERRORS) as error:
+        raise DamagedBatchError(f"cannot be decoded ({_first_line(error)})") from None
+    if frame.null_counts.any():
+        names = [name for name, form in zip(schema.names, forms, strict=True) for _ in range(2 if form.nested else 1)]
+        name = names[int(np.flatnonzero(frame.null_counts)[0])]
+        raise DamagedBatchError(f"holds nulls in column {name}, where none may be")
+    # Buffers that lie in the file as they are need no Arrow object each.
+    found = stored_crc32c(body, frame, first_event, forms) if frame.compression is None else None
+    if (batch_crc32c(batch, first_event, forms) if found is None else found) != crc:
+        raise DamagedBatchError("fails its CRC")
+    numbers = batch.column("event").to_numpy(zero_copy_only=True)
+    if not np.array_equal(numbers, np.arange(first_event, first_event + num_events)):
+        raise DamagedBatchError("has event numbers that do not follow one another")
+    return TraceBatch(
+        batch,
+        first_event=first_event,
+        end_byte=frame.end,
+        buffer_bytes=frame.buffers[:, 1].copy(),
+        engine_events=_decimal(frame, ENGINE_EVENTS_KEY) if ENGINE_EVENTS_KEY in frame.metadata else None,
+    )
+
+
+def claimed_events(frame: Frame) -> tuple[int, int] | None:
+    """Return the first event number and event count that a batch's metadata claims, or None."""
+    try:
+        first, count = _decimal(frame, FIRST_EVENT_KEY), _decimal(frame, NUM_EVENTS_KEY)
+    except DamagedBatchError:
+        return None
+    return first, count
+
+
+def _decimal(frame: Frame, key: bytes) -> int:
+    text = frame.metadata.get(key)
+    if text is None or not text.isdigit() or len(text) > _MAX_DIGITS or int(text) >= 1 << 63:
+        raise DamagedBatchError(f"has no usable {key.decode()} in its metadata")
+    return int(text)
+
+
+def _field(field: pa.Field) -> str:
+    return f"{field.type}{' with nulls' if field.nullable else ''}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,385 @@
+"""The header that makes a trace explain itself: engine, model, pools, tables, runners, ranks, capture settings.
+
+It travels as JSON under `kvcanary.header` in the Arrow schema's metadata.
+"""
+
+import dataclasses
+import functools
+import json
+import time
+import types
+import typing
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..errors import UnreadableTraceError
+from ..json_text import json_text, whole_text
+from .limits import MAX_HEADER_BYTES, MAX_TEXT_CHARS
+from .schema import FORMAT_MAJOR, FORMAT_MINOR, INT_LISTS, NOT_WATCHED, ROLES, SLOT_HISTORIES, TOKENS
+
+MAX_KV_SOURCES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Which engine wrote the trace."""
+
+    name: str = "unknown"
+    version: str = ""
+    commit: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Which model ran; names only, nothing is loaded from them."""
+
+    name: str = "unknown"
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvStream:
+    """The captured bytes of one KV source: `capture_bytes` leading bytes of each slot of one layer's half.
+
+    `origin` is "stored" when the bytes were read from the pool after the forward, "submitted" when they were taken
+    from what the model handed to the cache.
+    """
+
+    half: str
+    layer: int = 0
+    bytes_per_token: int
+    capture_bytes: int
+    origin: str = "stored"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolGroup:
+    """One KV pool group: a set of layers that share slots.
+
+    `kind` is "full" or "swa"; `window` is the number of positions before the prefix's end that a forward reads (0
+    for full). `table` indexes `TraceHeader.tables`, `lut` indexes `TraceHeader.lut_lens` (-1: slots are this pool's
+    own). `reads_before_write` says that a forward reads its prefix before its own writes land (ring buffers).
+    `host_num_slots` is the size of the offload tier, 0 without one. `padding_slots` take writes that nobody reads, and
+    are never verified: what the engine says; the recorder numbers the slots so that a trace has `(0,)`, and `slot_shift`
+    says by how much they are higher there than in the engine. `num_layers` is the number of layers whose KV lies in this group, 0 where nobody said; the
+    streams say which of them are watched.
+    """
+
+    name: str
+    kind: str = "full"
+    window: int = 0
+    runner: int = 0
+    table: int = 0
+    lut: int = -1
+    num_slots: int
+    page_size: int = 1
+    halves: tuple[str, ...] = ("K", "V")
+    streams: tuple[KvStream, ...] = ()
+    reads_before_write: bool = False
+    host_num_slots: int = 0
+    padding_slots: tuple[int, ...] = (0,)
+    slot_shift: int = 0
+    num_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTable:
+    """The shape of one req_to_token table: `[rows, width] int32`."""
+
+    name: str = "req_to_token"
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runner:
+    """A model runner; an EAGLE draft reads truth tokens at `token_offset` 1.
+
+    `derived` names the columns of this runner's forwards that the recorder worked out instead of observing them. They
+    are replayed, and nothing is judged from them.
+    """
+
+    name: str = "target"
+    token_offset: int = 0
+    derived: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotWatched:
+    """Something that the engine has and that this recording does not look at.
+
+    `what` is one of `NOT_WATCHED`, `name` says which one in the engine's own words, `reason` why, in a sentence's words
+    without its full stop.
+    """
+
+    what: str
+    name: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Where in the parallel layout the recording process stood."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Oracle:
+    """The token oracle that sampled: kind "hash", over `vocab_size` tokens."""
+
+    kind: str = "hash"
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureInfo:
+    """How the trace was captured. `kv_watch_every`: prefix bytes re-read every N forwards, 0 never."""
+
+    kv_watch_every: int = 0
+    truth_tokens: bool = True
+    flush_bytes: int = 0
+    flush_interval_ns: int = 0
+    compression: str = "lz4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One of the files that a recording was cut into, all with one `trace_id`.
+
+    `number` counts from 0; `first_event` is the number of the file's first event, which goes on from the one before, and
+    `engine_events` how many of the engine's events the files before hold.
+    """
+
+    number: int
+    first_event: int = 0
+    engine_events: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceHeader:
+    """Everything a reader must know before the first event.
+
+    `run_id` is the same for all processes of one server, empty where they do not know of one another. `role` is
+    "prefill" or "decode" where the two are engines of their own. `slot_history` "complete" promises that every alloc, free, evict,
+    hand-over to the prefix cache and request status is told. `sweep_interval`: the prefix cache is walked every so many
+    forwards of the first runner, 0 never. `tokens` is "hashed" where salted hashes stand in place of token ids; `salt_id` is the same for all traces that were
+    hashed with one salt. `segment`
+    is None for a trace of one file. `not_watched` lists what the verdict must not speak for.
+    """
+
+    format_major: int = FORMAT_MAJOR
+    format_minor: int = FORMAT_MINOR
+    recorder_version: str = ""
+    trace_id: str = ""
+    run_id: str = ""
+    created_ns: int = 0
+    clock: str = "time_ns counts nanoseconds since the Unix epoch, monotonic within a trace"
+    engine: EngineInfo = field(default_factory=EngineInfo)
+    model: ModelInfo = field(default_factory=ModelInfo)
+    groups: tuple[PoolGroup, ...]
+    tables: tuple[StateTable, ...]
+    lut_lens: tuple[int, ...] = ()
+    truth_table: StateTable | None = None
+    runners: tuple[Runner, ...] = (Runner(),)
+    ranks: Ranks = field(default_factory=Ranks)
+    oracle: Oracle | None = None
+    role: str = ""
+    slot_history: str = ""
+    sweep_interval: int = 0
+    tokens: str = "plain"
+    salt_id: str = ""
+    capture: CaptureInfo = field(default_factory=CaptureInfo)
+    segment: Segment | None = None
+    not_watched: tuple[NotWatched, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` on anything a replay could not stand on."""
+        _check_header(self)
+
+    def to_json(self) -> str:
+        """Return the header as JSON text."""
+        return json_text(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "TraceHeader":
+        """Parse a header; raise `UnreadableTraceError` naming what is wrong with it.
+
+        Fields that this build does not know are passed over (they come from a newer minor version); a newer major
+        version is refused.
+        """
+        if len(text) > MAX_HEADER_BYTES:
+            raise UnreadableTraceError(
+                f"the trace header has {len(text):,} bytes, expected at most {MAX_HEADER_BYTES:,}"
+            )
+        try:
+            raw = whole_text(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise UnreadableTraceError(f"the trace header is not JSON ({error}); the file is damaged") from None
+        if not isinstance(raw, dict) or not isinstance(raw.get("format_major"), int):
+            raise UnreadableTraceError("the trace header has no format version; the file is damaged or foreign")
+        if raw["format_major"] > FORMAT_MAJOR:
+            raise UnreadableTraceError(
+                f"the trace has format {raw['format_major']}.{raw.get('format_minor', 0)}, this build reads up to "
+                f"{FORMAT_MAJOR}.x; install a newer kvcanary"
+            )
+        try:
+            return _build(cls, raw, "header")
+        except (TypeError, ValueError) as error:
+            raise UnreadableTraceError(f"the trace header cannot be used: {error}") from None
+
+    @property
+    def first_event(self) -> int:
+        """The number of the file's first event."""
+        return 0 if self.segment is None else self.segment.first_event
+
+    def streams(self, runner: int) -> list[tuple[int, KvStream]]:
+        """Return `(group index, stream)` of a runner in the order in which `kv_bytes` holds them."""
+        return [(g, s) for g, group in enumerate(self.groups) if group.runner == runner for s in group.streams]
+
+
+def completed_header(header: TraceHeader, *, flush_bytes: int, flush_interval_ns: int, compression: str) -> TraceHeader:
+    """Return the header with what only a writer knows."""
+    from ... import __version__
+
+    capture = dataclasses.replace(
+        header.capture, flush_bytes=flush_bytes, flush_interval_ns=flush_interval_ns, compression=compression
+    )
+    return dataclasses.replace(
+        header,
+        capture=capture,
+        recorder_version=header.recorder_version or __version__,
+        trace_id=header.trace_id or uuid.uuid4().hex,
+        created_ns=header.created_ns or time.time_ns(),
+    )
+
+
+_T = TypeVar("_T")
+
+
+@functools.cache
+def _type_hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _build(cls: type[_T], raw: Any, where: str) -> _T:
+    """Build a dataclass from parsed JSON, checking each field's type."""
+    if not isinstance(raw, dict):
+        raise TypeError(f"{where} is {type(raw).__name__}, expected an object")
+    hints = _type_hints(typing.cast(Any, cls))
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):  # type: ignore[arg-type]  # every caller passes a dataclass
+        if item.name in raw:
+            values[item.name] = _convert(hints[item.name], raw[item.name], f"{where}.{item.name}")
+        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{where}.{item.name} is missing")
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType:
+        if value is None:
+            return None
+        return _convert(next(h for h in typing.get_args(hint) if h is not type(None)), value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"{where} is {type(value).__name__}, expected a list")
+        item = typing.get_args(hint)[0]
+        return tuple(_convert(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type[Any], hint), value, where)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise TypeError(f"{where} is {str(value)[:100]!r}, expected {hint.__name__}")
+    if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
+        raise ValueError(f"{where} has {len(value):,} characters, expected at most {MAX_TEXT_CHARS:,}")
+    return value
+
+
+# What a header may ask a reader to allocate at most, so that a damaged or hostile file cannot exhaust memory.
+MAX_SLOTS = 1 << 31
+MAX_TABLE_CELLS = 1 << 36
+MAX_TOKEN_BYTES = 1 << 24
+MAX_PARTS = 64
+MAX_NOT_WATCHED = 1024
+MAX_PADDING_SLOTS = 1024
+
+
+def _check_header(header: TraceHeader) -> None:
+    for name, allowed in (("role", ROLES), ("slot_history", SLOT_HISTORIES), ("tokens", TOKENS)):
+        if getattr(header, name) not in allowed:
+            raise ValueError(f"{name} is {getattr(header, name)!r}, expected one of {', '.join(map(repr, allowed))}")
+    if header.segment is not None and (header.segment.number < 0 or header.segment.first_event < 0):
+        raise ValueError(f"segment {header.segment.number} begins with event {header.segment.first_event}")
+    if header.sweep_interval < 0:
+        raise ValueError(f"sweep_interval is {header.sweep_interval}, expected 0 (never) or a number of forwards")
+    for number, table in enumerate([*header.tables, *([header.truth_table] if header.truth_table else [])]):
+        if not (table.rows > 0 and table.width > 0 and table.rows * table.width <= MAX_TABLE_CELLS):
+            raise ValueError(f"table {number} ({table.name}) has shape [{table.rows}, {table.width}]")
+    for length in header.lut_lens:
+        if not 0 < length <= MAX_SLOTS:
+            raise ValueError(f"a full-to-SWA table has length {length}")
+    for what, count in (
+        ("groups", len(header.groups)),
+        ("tables", len(header.tables)),
+        ("full-to-SWA tables", len(header.lut_lens)),
+        ("runners", len(header.runners)),
+    ):
+        if count > MAX_PARTS:
+            raise ValueError(f"{count} {what}, expected at most {MAX_PARTS}")
+    if not header.runners:
+        raise ValueError("no runner")
+    for runner in header.runners:
+        if runner.token_offset not in (0, 1):
+            raise ValueError(f"runner {runner.name}: token_offset {runner.token_offset}, expected 0 or 1 (EAGLE draft)")
+        if not set(runner.derived) <= set(INT_LISTS):
+            raise ValueError(f"runner {runner.name}: derived {runner.derived}, expected names of list columns")
+    if len(header.not_watched) > MAX_NOT_WATCHED:
+        raise ValueError(f"{len(header.not_watched)} entries of not_watched, expected at most {MAX_NOT_WATCHED}")
+    for entry in header.not_watched:
+        if entry.what not in NOT_WATCHED:
+            raise ValueError(f"not_watched says {entry.what!r}, expected one of {', '.join(NOT_WATCHED)}")
+    for number, group in enumerate(header.groups):
+        where = f"group {number} ({group.name})"
+        if group.kind not in ("full", "swa"):
+            raise ValueError(f"{where}: kind is {group.kind!r}, expected 'full' or 'swa'")
+        if (group.window > 0) != (group.kind == "swa") or not 0 <= group.window <= MAX_SLOTS:
+            raise ValueError(f"{where}: window {group.window} does not fit kind {group.kind!r}")
+        if not 0 <= group.runner < len(header.runners):
+            raise ValueError(f"{where}: runner {group.runner} of {len(header.runners)}")
+        if not 0 <= group.table < len(header.tables):
+            raise ValueError(f"{where}: table {group.table} of {len(header.tables)}")
+        if not -1 <= group.lut < len(header.lut_lens):
+            raise ValueError(f"{where}: full-to-SWA table {group.lut} of {len(header.lut_lens)}")
+        if not 0 < group.num_slots <= MAX_SLOTS or not 0 <= group.host_num_slots <= MAX_SLOTS:
+            raise ValueError(f"{where}: {group.num_slots} slots, {group.host_num_slots} host slots")
+        if group.slot_shift not in (0, 1):
+            raise ValueError(f"{where}: slot_shift is {group.slot_shift}, expected 0 or 1")
+        if group.page_size < 1 or group.num_layers < 0:
+            raise ValueError(f"{where}: page_size {group.page_size}, {group.num_layers} layers")
+        if len(group.padding_slots) > MAX_PADDING_SLOTS or not all(
+            0 <= s < group.num_slots for s in group.padding_slots
+        ):
+            raise ValueError(
+                f"{where}: padding_slots {group.padding_slots[:8]}, expected at most {MAX_PADDING_SLOTS} of its own slots"
+            )
+        if not group.halves or not set(group.halves) <= {"K", "V"} or len(set(group.halves)) != len(group.halves):
+            raise ValueError(f"{where}: halves {group.halves}, expected K or K and V")
+        for half in group.halves:
+            if sum(stream.half == half for stream in group.streams) > MAX_KV_SOURCES:
+                raise ValueError(f"{where}: more than {MAX_KV_SOURCES} KV sources for half {half}")
+        for stream in group.streams:
+            if stream.half not in group.halves:
+                raise ValueError(f"{where}: a KV source for half {stream.half!r}, halves are {group.halves}")
+            if not 0 < stream.capture_bytes <= stream.bytes_per_token <= MAX_TOKEN_BYTES or stream.capture_bytes % 16:
+                raise ValueError(
+                    f"{where}: captures {stream.capture_bytes} of {stream.bytes_per_token} bytes a token, expected "
+                    "a positive multiple of 16"
+                )

@@ -1,0 +1,259 @@
+"""Reading a trace: batch by batch, with everything that is missing or damaged said aloud."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pyarrow as pa
+import pyarrow.ipc
+
+from ..errors import TraceError, UnreadableTraceError
+from ..writing.file_lock import is_locked
+from .batch import EventView, TraceBatch, TraceGap
+from .decode import ARROW_ERRORS, check_schema, decode_schema
+from .framing import (
+    FIRST_MESSAGE,
+    MAGIC,
+    PREFIX_BYTES,
+    SCHEMA,
+    Footer,
+    FramingError,
+    find_frames,
+    footer_lists,
+    read_footer,
+    read_frame,
+)
+from .header import Segment, TraceHeader
+from .segment_names import split_segment_name
+from .tail_reader import TailReader
+from .trace_bytes import TraceBytes
+from .walk import Walk
+
+__all__ = ["EventView", "TraceBatch", "TraceGap", "TraceReader", "read_events"]
+
+
+class TraceReader:
+    """A trace opened for reading.
+
+    Raises `UnreadableTraceError` when the file is no trace, or its header cannot be used. A torn or damaged trace
+    opens; `complete` is then False, or `stream()` gives a `TraceGap`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._bytes, self._size_bytes = _open(self.path)
+        self._footer: Footer | None = None
+        self._header_damage = ""
+        try:
+            self._limit = self._size_bytes
+            self.header: TraceHeader = self._read_header()
+            self._read_footer()
+        except UnreadableTraceError as error:
+            self.close()
+            raise UnreadableTraceError(f"{self.path}: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; batches that were given stay good."""
+        self._bytes.close()
+
+    @property
+    def size_bytes(self) -> int:
+        """The file's size when it was opened."""
+        return self._size_bytes
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The file's own Arrow schema, with metadata; a newer minor version may have columns that we do not know."""
+        return self._schema
+
+    @property
+    def complete(self) -> bool:
+        """Whether the footer is there and right, so that the trace was closed; single batches may yet be damaged."""
+        return self._footer is not None and not self._header_damage
+
+    @property
+    def num_batches_hint(self) -> int | None:
+        """The number of batches by the footer, None without one."""
+        return None if self._footer is None else len(self._footer.blocks)
+
+    def stream(self) -> Iterator[TraceBatch | TraceGap]:
+        """Yield every whole batch in order, and a gap wherever something is missing.
+
+        Each call starts anew. The batch given is not held; drop it before asking for the next. Of a large file the next
+        two are decoded meanwhile, in threads. A file that somebody cuts short meanwhile is torn from there on.
+        """
+        source = self._bytes.again()  # this reader may be closed first
+        try:
+            walk = Walk(
+                source,
+                self._schema,
+                self._first_batch,
+                self._limit,
+                self.path.name,
+                self.num_batches_hint,
+                self.header.first_event,
+                self._tail(),
+                0 if self.header.segment is None else self.header.segment.engine_events,
+                lambda: self.being_written,
+            )
+            if self._header_damage:
+                yield walk.header_gap(self._header_damage)
+            yield from walk.run()
+        finally:
+            source.close()
+
+    @property
+    def being_written(self) -> bool:
+        """Whether the recording process is at work on the file: what is missing then is yet to come."""
+        return self._footer is None and self._bytes.descriptor >= 0 and is_locked(self._bytes.descriptor)
+
+    def _tail(self) -> TailReader | None:
+        """Return what may hold what the process that died had recorded and not flushed; of segments, the last one's alone."""
+        if self.header.segment is not None and _is_begun(self.path, self.header.segment):
+            return None
+        return TailReader(self.path, self.header.trace_id)
+
+    def _read_header(self) -> TraceHeader:
+        try:
+            self._schema, self._first_batch = self._leading_schema()
+            return check_schema(self._schema)
+        except UnreadableTraceError as error:
+            found = self._footer_schema()
+            if found is None:
+                raise
+            self._header_damage = f"{error}; the footer's copy of the header was used"
+            self._schema, self._first_batch, header = found
+            return header
+
+    def _leading_schema(self) -> tuple[pa.Schema, int]:
+        _check_magic(self._bytes, self._size_bytes)
+        try:
+            frame = read_frame(self._bytes, FIRST_MESSAGE, self.size_bytes)
+        except FramingError as error:
+            if error.torn:
+                raise UnreadableTraceError(
+                    f"torn within its header, at byte {self.size_bytes}: no event can be read; record again"
+                ) from None
+            raise UnreadableTraceError(f"its header is damaged: {error}; restore a copy or record again") from None
+        if frame is None or frame.kind != SCHEMA:
+            raise UnreadableTraceError("its first message is no schema: the header is damaged; restore a copy")
+        return decode_schema(self._bytes, frame), self._schema_end(frame.end)
+
+    def _schema_end(self, claimed: int) -> int:
+        """Where batches begin: a schema message that claims too many bytes would swallow the first ones."""
+        footer = read_footer(self._bytes, self._size_bytes)
+        if footer is not None and footer_lists(footer, claimed):
+            return claimed
+        found = next(find_frames(self._bytes, FIRST_MESSAGE + PREFIX_BYTES, self.size_bytes), None)
+        if found is None or found.start >= claimed:
+            return claimed
+        self._header_damage = "the length of its schema message is damaged"
+        return found.start
+
+    def _footer_schema(self) -> tuple[pa.Schema, int, TraceHeader] | None:
+        """The copy of the schema in the footer, for a file whose beginning is damaged."""
+        footer = read_footer(self._bytes, self._size_bytes)
+        if footer is None or not len(footer.blocks):
+            return None
+        try:
+            schema = pa.ipc.open_file(footer.as_file).schema
+            return schema, int(footer.blocks[0, 0]), check_schema(schema)
+        except (UnreadableTraceError, *ARROW_ERRORS):
+            return None
+
+    def _read_footer(self) -> None:
+        footer = read_footer(self._bytes, self._size_bytes)
+        if footer is None or not footer_lists(footer, self._first_batch):
+            return
+        try:
+            listed = pa.ipc.open_file(footer.as_file)
+            same = listed.schema.equals(self._schema, check_metadata=True)
+        except ARROW_ERRORS:
+            return
+        if same and listed.num_record_batches == len(footer.blocks):
+            self._footer = footer
+            self._limit = footer.start
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[EventView]:
+    """Yield each event of a whole trace; raise `TraceError` at the first gap."""
+    with TraceReader(path) as reader:
+        for item in reader.stream():
+            if isinstance(item, TraceGap):
+                raise TraceError(item.reason)
+            yield from item
+
+
+def _is_begun(path: Path, segment: Segment) -> bool:
+    """Whether the segment behind this one is there, with its header: what waits goes there."""
+    named = split_segment_name(path)
+    if named is None:
+        return True
+    try:
+        return path.with_name(f"{named[0]}.{segment.number + 1:06d}.arrow").stat().st_size > 0
+    except OSError:
+        return False
+
+
+def _open(path: Path) -> tuple[TraceBytes, int]:
+    """Return an open trace and its size."""
+    try:
+        # A pipe that nobody writes to must not make anybody wait.
+        source = TraceBytes(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    except FileNotFoundError:
+        raise UnreadableTraceError(f"{path}: no such file") from None
+    except PermissionError:
+        raise UnreadableTraceError(
+            f"{path}: may not be read by this user; traces are written with mode 0600, so ask their owner"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UnreadableTraceError(f"{path}: cannot be opened ({error})") from None
+    found = os.fstat(source.descriptor)
+    problem = ""
+    if stat.S_ISDIR(found.st_mode):
+        problem = "a folder, expected a trace file"
+    elif not stat.S_ISREG(found.st_mode):
+        problem = "not a regular file; a trace is read at many places, so copy it to one first"
+    elif found.st_size == 0:
+        problem = "empty, expected a kvcanary trace; was the recorder ever started?"
+    if problem:
+        source.close()
+        raise UnreadableTraceError(f"{path}: {problem}")
+    return source, found.st_size
+
+
+_FOREIGN = {
+    b"PAR1": "a Parquet file",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"\x89PNG": "a PNG image",
+    b"\x1f\x8b": "gzip data; gunzip it first",
+    b"\x28\xb5\x2f\xfd": "zstd data; run unzstd on it first",
+    b"PK\x03\x04": "a zip archive; unpack it first",
+    b"\xff\xff\xff\xff": "an Arrow stream without the file format's start",
+}
+
+
+def _check_magic(source: TraceBytes, size: int) -> None:
+    head = bytes(source.read_some(0, min(FIRST_MESSAGE, size)))
+    if head[: len(MAGIC)] == MAGIC:
+        return
+    if MAGIC.startswith(head):
+        raise UnreadableTraceError(f"torn after {size} bytes: no event can be read; record again")
+    for start, what in _FOREIGN.items():
+        if head.startswith(start):
+            raise UnreadableTraceError(f"not a kvcanary trace but {what}")
+    raise UnreadableTraceError(f"not a kvcanary trace: expected an Arrow file, which starts with ARROW1, came {head!r}")

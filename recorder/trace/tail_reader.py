@@ -1,0 +1,228 @@
+"""Reading the tail that a process left beside its trace; whoever made it may have been somebody else, so nothing in it is trusted."""
+
+import contextlib
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+from crc32c import crc32c
+
+from ..writing.tail import (
+    HEADER_BYTES,
+    LAYOUT_BYTES,
+    MAX_BODY_BYTES,
+    NUMBERS,
+    RECORD,
+    RECORD_MAGIC,
+    STATE,
+    STATE_AT,
+    tail_header,
+    tail_paths,
+)
+from .batch import TraceBatch, TraceGap
+from .encode import encode_for
+from .event import TraceEvent
+from .schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS
+
+_BATCH_BYTES: Final = 4 << 20
+_BATCH_EVENTS: Final = 4096
+_MAX_LAYOUT_BYTES: Final = 1 << 14
+_MAX_LAYOUTS: Final = 512
+_TEXTS: Final = frozenset(name for name, (_, default) in SCALARS.items() if isinstance(default, str)) - {"kind"}
+_INTS: Final = frozenset(SCALARS) - _TEXTS - {"kind", "event", "time_ns"}
+
+
+class _NoEventError(ValueError):
+    """A record that no event can be made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    kind: str
+    ints: tuple[str, ...]
+    texts: tuple[str, ...]
+    int_lists: tuple[str, ...]
+    byte_lists: tuple[str, ...]
+
+
+class TailReader:
+    """The tail of a recording that is over: the events that are not in its trace, if there is one.
+
+    Files that are missing, linked, or of another recording are passed over. `whole` says whether the process put all that
+    it recorded there. Nothing is raised.
+    """
+
+    def __init__(self, trace: Path, trace_id: str) -> None:
+        self._trace = Path(os.path.realpath(trace))
+        self._trace_id = trace_id
+        self.whole = False
+
+    def events(self, after: int) -> Iterator[tuple[int, TraceEvent]]:
+        """Yield the engine's events from number `after` on, in order, with their numbers.
+
+        A record that is not whole ends its file.
+        """
+        files = [_TailFile(path, self._trace_id) for path in tail_paths(self._trace)]
+        try:
+            self.whole = all(file.whole for file in files)
+            found = [(first, file) for file in files if (first := file.first_number()) is not None]
+            last = after - 1
+            for _, file in sorted(found, key=lambda one: one[0]):
+                for number, event in file.events(after):
+                    if number <= last:
+                        break
+                    last = number
+                    yield number, event
+        finally:
+            for file in files:
+                file.close()
+
+    def batches(self, after: int, first_event: int, schema: pa.Schema) -> Iterator[TraceBatch | TraceGap]:
+        """Yield `events` as batches in a trace's own schema, numbered from `first_event`.
+
+        A gap stands where the tail lacks some, which the process has lost.
+        """
+        held: list[TraceEvent] = []
+        size = 0
+        for number, event in self.events(after):
+            if held and (number != after + len(held) or size >= _BATCH_BYTES or len(held) >= _BATCH_EVENTS):
+                yield TraceBatch(encode_for(schema, held, first_event), first_event=first_event)
+                first_event, after = first_event + len(held), after + len(held)
+                held, size = [], 0
+            if not held and number > after:
+                missing = number - after
+                yield TraceGap(
+                    after_event=first_event - 1,
+                    missing_events=missing,
+                    kind="torn",
+                    cause=f"{self._trace.name}: {missing:,} events were lost with the process: its tail lacks them",
+                )
+                first_event, after = first_event + missing, number
+            held.append(event)
+            size += event.nbytes
+        if held:
+            yield TraceBatch(encode_for(schema, held, first_event), first_event=first_event)
+
+
+class _TailFile:
+    """One of the two files, or nothing where it is not usable; `whole` says whether nothing was left out of it."""
+
+    def __init__(self, path: Path, trace_id: str) -> None:
+        self.whole = False
+        self._descriptor = -1
+        self._layouts: dict[bytes, _Layout] = {}
+        with contextlib.suppress(OSError, ValueError):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+            head = os.pread(self._descriptor, HEADER_BYTES, 0) if regular else b""
+            if len(head) == HEADER_BYTES and head.startswith(tail_header(trace_id)):
+                self.whole = STATE.unpack_from(head, STATE_AT)[0] == -1
+            else:
+                self.close()
+
+    def close(self) -> None:
+        """Close it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def first_number(self) -> int | None:
+        """Return the number of the file's first event, None without any."""
+        found = self._head(HEADER_BYTES)
+        return None if found is None else found[1]
+
+    def events(self, after: int) -> Iterator[tuple[int, TraceEvent]]:
+        """Yield whole records from event `after` on, up to the first that is not."""
+        at = HEADER_BYTES
+        while (head := self._head(at)) is not None:
+            crc, number, size = head
+            at += RECORD.size
+            if number >= after:
+                try:
+                    body = os.pread(self._descriptor, size, at)
+                    if len(body) != size or crc32c(body, crc32c(NUMBERS.pack(number, size))) != crc:
+                        return
+                    event = self._event(body)
+                except (_NoEventError, OSError, MemoryError):
+                    return
+                yield number, event
+            at += size
+
+    def _head(self, at: int) -> tuple[int, int, int] | None:
+        """Return CRC, number and size of the record at `at`, None where there is none whose body is in the file."""
+        if self._descriptor < 0:
+            return None
+        try:
+            head = os.pread(self._descriptor, RECORD.size, at)
+            left = os.fstat(self._descriptor).st_size - at - RECORD.size
+        except OSError:
+            return None
+        if len(head) < RECORD.size:
+            return None
+        magic, crc, number, size = RECORD.unpack(head)
+        if magic != RECORD_MAGIC or size > min(left, MAX_BODY_BYTES) or number >= 1 << 62:
+            return None
+        return crc, number, size
+
+    def _event(self, body: bytes) -> TraceEvent:
+        """Return the event that a body holds; raise `_NoEventError`."""
+        try:
+            (length,) = LAYOUT_BYTES.unpack_from(body)
+            at = LAYOUT_BYTES.size + length
+            layout = self._layout(body[LAYOUT_BYTES.size : at])
+            count = 1 + len(layout.ints) + len(layout.texts) + len(layout.int_lists) + len(layout.byte_lists)
+            time_ns, *numbers = struct.unpack_from(f"<{count}q", body, at)
+        except struct.error:
+            raise _NoEventError from None
+        at += 8 * count
+        scalars: dict[str, int | str] = dict(zip(layout.ints, numbers, strict=False))
+        lengths = iter(numbers[len(layout.ints) :])
+        left = len(body) - at
+
+        def take(width: int) -> tuple[int, int]:
+            nonlocal at, left
+            values = next(lengths)
+            if not 0 <= values <= left // width:
+                raise _NoEventError
+            at, left = at + values * width, left - values * width
+            return values, at - values * width
+
+        for name in layout.texts:
+            size, begin = take(1)
+            scalars[name] = body[begin : begin + size].decode("utf-8", "replace")
+        ints = {name: np.frombuffer(body, np.dtype("<i8"), *take(8)) for name in layout.int_lists}
+        lists = {name: np.frombuffer(body, np.uint8, *take(1)) for name in layout.byte_lists}
+        if left:
+            raise _NoEventError
+        return TraceEvent(kind=layout.kind, time_ns=time_ns, scalars=scalars, ints=ints, bytes=lists)
+
+    def _layout(self, text: bytes) -> _Layout:
+        found = self._layouts.get(text)
+        if found is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            found = self._layouts[text] = _checked_layout(text)
+        return found
+
+
+def _checked_layout(text: bytes) -> _Layout:
+    """Return the names that a record begins with; raise `_NoEventError` for others than those of a trace's columns."""
+    if len(text) > _MAX_LAYOUT_BYTES:
+        raise _NoEventError
+    try:
+        kind, *names = json.loads(text)
+        if kind not in EVENT_KINDS or len(names) != 4:
+            raise _NoEventError
+        for given, known in zip(names, (_INTS, _TEXTS, frozenset(INT_LISTS), frozenset(BYTE_LISTS)), strict=True):
+            if not isinstance(given, list) or len(set(given)) != len(given) or not known.issuperset(given):
+                raise _NoEventError
+    except (ValueError, TypeError, RecursionError):
+        raise _NoEventError from None
+    return _Layout(kind, *map(tuple, names))

@@ -1,0 +1,1 @@
+"""Writing a trace from inside an engine: queue, file, segments, tail."""

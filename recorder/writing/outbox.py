@@ -1,0 +1,154 @@
+"""Between recorder and writer: events go in whole or not at all, and what was dropped is said before what follows."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..capture.host_arrays import Int64Array
+from ..capture.kv_shadow import GroupKvShadow
+from ..trace.event import TraceEvent, loss_event
+from ..trace.schema import SLOTS_LISTED
+from ..trace.slot_runs import fewer_runs, runs_to_slots
+from .writer import TraceWriter
+
+QUEUE_FULL = "the writer's queue was full, or an event was not fit for the trace"
+MAX_REQUESTS_KEPT = 1024
+BYTES_OF_A_RUN = 24  # in a loss event: its group, start and count
+HOST_TIER_LOST = "these slots were loaded back from an offload tier whose content was lost"
+
+
+def _fits(event: TraceEvent, max_queued_bytes: int) -> bool:
+    """Say whether an empty queue would take an event."""
+    return event.problem() is None and event.nbytes <= max_queued_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecorderStats:
+    """What the recorder has done so far.
+
+    `engine_thread_ns` is the time spent inside the recorder on the engine's thread. `off` is the reason why it
+    switched itself off, empty while it records.
+    """
+
+    forwards: int
+    events: int
+    dropped_events: int
+    engine_thread_ns: int
+    off: str
+
+
+class Outbox:
+    """Hands events to a writer that may refuse them, and keeps account of what it refused.
+
+    Before the first event that is taken after a refusal goes a loss event with the number of events dropped and the
+    slots that they may have written, as the groups' shadows remember them. Behind it go the request events that were
+    dropped, the last of them: they name what all others speak of.
+    """
+
+    __slots__ = ("_groups", "_loss_bytes", "_requests", "_unsaid", "_writer", "dropped", "taken")
+
+    def __init__(self, writer: TraceWriter, groups: list[GroupKvShadow]) -> None:
+        self._writer = writer
+        self._groups = groups
+        self._unsaid = 0
+        self._loss_bytes = 0  # of the loss event that the writer refused last
+        self._requests: deque[TraceEvent] = deque(maxlen=MAX_REQUESTS_KEPT)
+        self.dropped = 0
+        self.taken = 0
+
+    def put(self, event: TraceEvent) -> bool:
+        """Hand over an event; return whether the trace will hold it. Never waits."""
+        due = self._unsaid > 0 or any(group.any_lost for group in self._groups)
+        said = not due or self._put_loss(event.time_ns)
+        if said and self._put_requests(event.time_ns) and self._writer.append(event):
+            self.taken += 1
+            return True
+        self.drop()
+        # One that never fits would keep back everything behind it.
+        if event.kind == "request" and _fits(event, self._writer.max_queued_bytes):
+            self._requests.append(event)
+        return False
+
+    def drop(self) -> None:
+        """Count an event that the trace will not hold."""
+        self.dropped += 1
+        self._unsaid += 1
+
+    def _put_requests(self, time_ns: int) -> bool:
+        """Hand over the request events that were dropped, now that there is room."""
+        while self._requests:
+            self._requests[0].time_ns = time_ns  # time never runs backwards in a trace
+            if not self._writer.append(self._requests[0]):
+                self.drop()
+                return False
+            self._requests.popleft()
+            self.taken += 1
+        return True
+
+    def put_unknown_loss(self, note: str, time_ns: int) -> bool:
+        """Hand over a loss event that says that nobody knows what is missing; all state is unknown after it."""
+        if not self._writer.append(loss_event(lost_events=-1, note=note, time_ns=time_ns)):
+            return False
+        self._said()
+        return True
+
+    def _put_loss(self, time_ns: int) -> bool:
+        """Hand over a loss event for what was dropped so far, with the slots that it may have written.
+
+        To find those takes a look at every slot, on the engine's thread: not before there may be room to name them.
+        """
+        if not self._writer.has_room(self._loss_bytes):
+            return False
+        event = loss_event(
+            lost_events=self._unsaid, note=QUEUE_FULL if self._unsaid else HOST_TIER_LOST, time_ns=time_ns
+        )
+        event.scalars["status"] = SLOTS_LISTED
+        runs = [(number, *self._lost_runs(group)) for number, group in enumerate(self._groups) if group.any_lost]
+        if runs:
+            event.ints["slot_group"] = np.concatenate([np.full(starts.size, n, np.int64) for n, starts, _ in runs])
+            event.ints["slot_start"] = np.concatenate([starts for _, starts, _ in runs])
+            event.ints["slot_count"] = np.concatenate([counts for _, _, counts in runs])
+        if not self._writer.append(event):
+            self._loss_bytes = event.nbytes
+            return False
+        self._said()
+        return True
+
+    def _lost_runs(self, group: GroupKvShadow) -> tuple[Int64Array, Int64Array]:
+        """Return a group's lost slots as runs; where the queue would never hold so many, with slots between them."""
+        starts, counts = group.lost_runs()
+        most = max(1, self._writer.max_queued_bytes // (4 * BYTES_OF_A_RUN * len(self._groups)))
+        if starts.size > most:
+            starts, counts = fewer_runs(starts, counts, most)
+            group.lose(runs_to_slots(starts, counts))
+        return starts, counts
+
+    def _said(self) -> None:
+        self.taken += 1
+        self._unsaid = self._loss_bytes = 0
+        for group in self._groups:
+            group.clear_lost()
+
+    def end(self, note: str, time_ns: int) -> None:
+        """Say that nobody knows what is missing from here on, and let the writer end the file without being waited for."""
+        said = self.put_unknown_loss(note, time_ns)
+        self._writer.end("" if said else note)
+
+    def freeze(self, note: str) -> None:
+        """Ask the writer to keep what is there from deletion."""
+        self._writer.freeze(note)
+
+    def close(self, time_ns: int, timeout: float) -> None:
+        """Say what is not yet said and close the writer, waiting at most `timeout` seconds."""
+        until = time.monotonic() + timeout
+        self._put_requests(time_ns)
+        if self._unsaid and not self._put_loss(time_ns) and self._writer.flush(timeout):
+            self._put_loss(time_ns)  # now there is room; a disk that is stuck leaves a torn file, which says as much
+        self._writer.close(max(until - time.monotonic(), 0.0))
+
+    @property
+    def failed(self) -> str:
+        """Why the writer takes no more events, empty while it does."""
+        return self._writer.failed or ""

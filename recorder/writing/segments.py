@@ -1,0 +1,322 @@
+"""A recording cut into segments: files that each can be replayed alone, of which the last may be all that is kept.
+
+All of it runs on the writer's thread. The machine that keyframes are made from takes every event that was written.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ..errors import TraceError, TraceExistsError
+from ..trace.batch import TraceBatch
+from ..trace.encode import header_schema
+from ..trace.event import TraceEvent
+from ..trace.header import Segment, TraceHeader
+from ..trace.schema import FROZEN, SEGMENT_GOES_ON
+from ..trace.segment_names import base_name, glob_escape, segment_path
+from ..trace.segment_names import split_segment_name as split_segment_name
+from .file_lock import hold
+from .folder_bound import drop_the_past
+from .single_file import SingleFile, frozen_mark, write_batch
+from .trace_file import TraceFile
+
+_log = logging.getLogger("kvcanary")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentSettings:
+    """When to cut, and what to keep; 0 stands for never, and for all.
+
+    Attributes:
+        segment_bytes: cut once that many bytes of events are in the segment; its keyframe does not count.
+        segment_ns: cut at the first batch after that time.
+        keep_segments: how many finished segments stay, beside the one being written.
+        keep_bytes: how many bytes the finished segments that stay may have; the last one stays in any case.
+        keep_folder_bytes: how many bytes all segments of the folder may have at the beginning; those of recordings
+            that are over are deleted, oldest first, until they do.
+    """
+
+    segment_bytes: int = 0
+    segment_ns: int = 0
+    keep_segments: int = 0
+    keep_bytes: int = 0
+    keep_folder_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for settings that make no sense."""
+        for name in ("segment_bytes", "segment_ns", "keep_segments", "keep_bytes", "keep_folder_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        if (self.keep_segments or self.keep_bytes) and not self.cut:
+            raise ValueError("keep_segments and keep_bytes need segments: set segment_bytes or segment_ns too")
+        if self.keep_folder_bytes and not self.cut:
+            raise ValueError("keep_folder_bytes needs segments: set segment_bytes or segment_ns too")
+        if 0 < self.keep_bytes < self.segment_bytes:
+            raise ValueError(
+                f"keep_bytes is {self.keep_bytes}, less than the {self.segment_bytes} of segment_bytes: not one "
+                "finished segment would fit; make segments smaller, several of which fit"
+            )
+
+    @property
+    def cut(self) -> bool:
+        """Whether the recording is cut at all."""
+        return bool(self.segment_bytes or self.segment_ns)
+
+
+class Segments:
+    """The files of a recording; `write` may begin a new one before it writes. Raises `TraceError` and `OSError`.
+
+    With a disk that takes no second name for a file, a freeze copies. What is kept of the past is bounded by the
+    settings; frozen folders are nobody's to delete.
+    """
+
+    def __init__(
+        self, path: Path, header: TraceHeader, settings: SegmentSettings, *, compression: str, overwrite: bool
+    ) -> None:
+        from ..state.machine import Machine
+        from ..state.pools import pool_bytes
+
+        self._path = path
+        self._header = header
+        self._settings = settings
+        self._compression = compression
+        self._number = -1
+        self._kept: deque[Path] = deque()
+        self._written_before = 0
+        self._batches_before = 0
+        self._events = 0
+        self._engine_events = 0  # of them, what the engine told
+        self._last_ns = header.created_ns
+        try:
+            self._machine = Machine(header)
+        except MemoryError:
+            raise TraceError(
+                f"{path}: segments need {pool_bytes(header) / 2**30:.1f} GiB of memory for keyframes, which this machine "
+                "does not have; record one file"
+            ) from None
+        self._machine_failed = False
+        self._delete_failed = False
+        self._clear_the_way(overwrite)
+        if settings.keep_folder_bytes:
+            drop_the_past(path.parent, settings.keep_folder_bytes)
+        self._file = self._begin()
+
+    @property
+    def batches(self) -> int:
+        """Batches written, in all segments."""
+        return self._batches_before + self._file.batches
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes written, in all segments, deleted ones too."""
+        return self._written_before + self._file.size_bytes
+
+    @property
+    def regular(self) -> bool:
+        """Whether it is a file, beside which others may lie."""
+        return self._file.regular
+
+    @property
+    def last_ns(self) -> int:
+        """When the last event was told."""
+        return self._last_ns
+
+    def write(self, events: list[TraceEvent]) -> None:
+        """Append a batch of events, in a new segment where the current one is full or old."""
+        if self._is_due():
+            self._cut("")
+            self._drop_the_oldest()
+            self._write_keyframe()
+        self._last_ns = max(self._last_ns, events[-1].time_ns)
+        self._append(events, len(events))
+
+    def freeze(self, note: str) -> str:
+        """Finish the segment and give all that is kept a second name in a folder of its own; return the folder."""
+        self._append([frozen_mark(note, self._last_ns)], 0)
+        self._cut(FROZEN)
+        try:
+            folder = str(self._frozen_folder())
+            for path in self._kept:
+                self._give_second_name(path, Path(folder) / path.name)
+        except OSError as error:
+            _log.error("kvcanary: %s: what is kept could not be frozen: %s", self._path, error)
+            folder = ""
+        self._drop_the_oldest()
+        self._write_keyframe()  # last: it takes long, and needs room on a disk that may be full
+        return folder
+
+    def close(self) -> None:
+        """Write the last segment's end."""
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._file.abandon()
+
+    def _clear_the_way(self, overwrite: bool) -> None:
+        """Segments of another recording under this name must not be taken for some of this one."""
+        pattern = f"{glob_escape(base_name(self._path))}.*.arrow"
+        for path in sorted(self._path.parent.glob(pattern)):
+            found = split_segment_name(path)
+            if found is None or found[0] != base_name(self._path):
+                continue
+            if not overwrite:
+                raise TraceExistsError(
+                    f"{path}: cannot be written: it exists; choose another name, or have it replaced "
+                    "(--force, overwrite=True)"
+                )
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _begin(self) -> TraceFile:
+        self._number += 1
+        segment = Segment(number=self._number, first_event=self._events, engine_events=self._engine_events)
+        header = dataclasses.replace(self._header, segment=segment)
+        self._schema = header_schema(header)
+        file = TraceFile(segment_path(self._path, self._number), self._schema, compression=self._compression)
+        hold(file.descriptor)
+        self._begun = time.monotonic_ns()
+        self._overhead = file.size_bytes
+        self._has_events = False
+        return file
+
+    def _is_due(self) -> bool:
+        settings = self._settings
+        if not self._has_events:
+            return False
+        if settings.segment_bytes and self._file.size_bytes - self._overhead >= settings.segment_bytes:
+            return True
+        return bool(settings.segment_ns) and time.monotonic_ns() - self._begun >= settings.segment_ns
+
+    def _cut(self, note: str) -> None:
+        """Finish the segment and begin the next, which wants a keyframe; killed in between, one of the two is torn."""
+        end = TraceEvent(kind="segment", time_ns=self._last_ns, scalars={"status": SEGMENT_GOES_ON, "note": note})
+        number, schema, old = self._events, self._schema, self._file
+        self._events += 1
+        new = self._begin()
+        try:
+            write_batch(old, schema, [end], number, self._engine_events)
+            old.close()
+        except BaseException:
+            new.abandon()
+            raise
+        self._written_before += old.size_bytes
+        self._batches_before += old.batches
+        self._kept.append(segment_path(self._path, self._number - 1))
+        self._file = new
+
+    def _write_keyframe(self) -> None:
+        """Write what a replay would hold; a fault leaves a keyframe without an end, which no reader believes."""
+        try:
+            for events in self._keyframe_batches():
+                self._put(events)
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001  # the engine's recording must go on
+            self._forget(error)
+        self._overhead = self._file.size_bytes
+        self._begun = time.monotonic_ns()  # a keyframe takes seconds, which are no part of the segment's age
+
+    def _keyframe_batches(self) -> Iterator[list[TraceEvent]]:
+        from ..state.keyframe import forget_old_requests, keyframe_events
+
+        forget_old_requests(self._machine.state)
+        small: list[TraceEvent] = []  # of which many go into one batch
+        held = 0
+        for event in keyframe_events(self._machine, time_ns=self._last_ns):
+            small.append(event)
+            held += event.nbytes
+            if held >= 4 << 20:
+                yield small
+                small, held = [], 0
+        yield small
+
+    def _append(self, events: list[TraceEvent], engine_events: int) -> None:
+        self._engine_events += engine_events
+        self._advance(self._put(events))
+        self._has_events = True
+
+    def _put(self, events: list[TraceEvent]) -> TraceBatch:
+        batch = write_batch(self._file, self._schema, events, self._events, self._engine_events)
+        self._events += len(events)
+        return batch
+
+    def _advance(self, batch: TraceBatch) -> None:
+        """Move the machine on; a fault of it costs knowledge, never events."""
+        try:
+            for view in batch:
+                self._machine.take(view)
+                time.sleep(0)  # a batch takes long: the engine's threads get the interpreter in between
+        except Exception as error:  # noqa: BLE001  # the engine's recording must go on
+            self._forget(error)
+
+    def _forget(self, error: Exception) -> None:
+        if not self._machine_failed:
+            _log.error(
+                "kvcanary: %s: keyframes know nothing of what came so far (said once): %s",
+                self._path,
+                error,
+                exc_info=error,
+            )
+        self._machine_failed = True
+        self._machine.forget()
+
+    def _drop_the_oldest(self) -> None:
+        settings = self._settings
+        while len(self._kept) > 1 and (
+            (settings.keep_segments and len(self._kept) > settings.keep_segments)
+            or (settings.keep_bytes and sum(map(_size, self._kept)) > settings.keep_bytes)
+        ):
+            try:
+                self._kept.popleft().unlink(missing_ok=True)
+            except OSError as error:
+                if not self._delete_failed:
+                    _log.error("kvcanary: %s: an old segment cannot be deleted: %s (said once)", self._path, error)
+                self._delete_failed = True
+
+    def _give_second_name(self, path: Path, target: Path) -> None:
+        try:
+            _second_name(path, target)
+        except FileNotFoundError:  # somebody tidied up: what is left is kept all the same
+            _log.error("kvcanary: %s: is gone, and so in no frozen folder", path)
+
+    def _frozen_folder(self) -> Path:
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        for count in range(1000):
+            again = f"-{count}" if count else ""
+            folder = self._path.with_name(f"{base_name(self._path)}.frozen-{stamp}{again}")
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+                return folder
+        raise OSError(f"{folder}: exists, and so do 999 more of that name")
+
+
+def open_files(
+    path: Path, header: TraceHeader, settings: SegmentSettings, *, compression: str, overwrite: bool
+) -> SingleFile | Segments:
+    """Begin a recording; raise `TraceError` when its first file cannot be made."""
+    if settings.cut:
+        return Segments(path, header, settings, compression=compression, overwrite=overwrite)
+    return SingleFile(path, header, compression=compression, overwrite=overwrite)
+
+
+def _second_name(path: Path, target: Path) -> None:
+    try:
+        os.link(path, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(path, target)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

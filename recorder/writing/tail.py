@@ -1,0 +1,312 @@
+"""The tail of a trace that is being written: what was recorded and is not yet in the trace, where it outlives the process.
+
+Beside `trace.arrow` lie `trace.arrow.tail0` and `trace.arrow.tail1`. Each event is appended to one of them before the
+engine goes on: a write into the page cache, which no end of the process undoes. Once a file is long enough, and all that
+the other holds is in the trace, the other is emptied and takes what follows. So the two hold little more than what waits
+in the writer's queue, and have its bound. docs/trace-format.md describes them; `tail_reader` reads them.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import stat
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from crc32c import crc32c
+
+from ..trace.event import TraceEvent
+from ..trace.schema import SCALARS
+from ..trace.segment_names import split_segment_name
+from .file_lock import close_in_children
+from .own_file import OwnFile
+
+_log = logging.getLogger("kvcanary")
+
+TAIL_MAGIC: Final = b"KVCTAIL1"
+STATE_AT: Final = 24
+STATE: Final = struct.Struct("<q")  # from which event on nothing is put, -1 while all is
+HEADER_BYTES: Final = STATE_AT + STATE.size
+RECORD_MAGIC: Final = b"KVCR"
+RECORD: Final = struct.Struct("<4sIQQ")  # magic, CRC-32C of all behind it, the event's number, bytes of its body
+NUMBERS: Final = struct.Struct("<QQ")  # the part of `RECORD` that the CRC covers
+LAYOUT_BYTES: Final = struct.Struct("<I")
+MAX_BODY_BYTES: Final = 1 << 28  # a larger event waits in memory alone
+
+_SWITCH_BYTES: Final = 1 << 20
+_SMALL_BYTES: Final = 1 << 18  # written in one piece, without letting other threads run first
+_SLOW_NS: Final = 50_000_000
+_MOST_SLOW: Final = 3
+_REST_NS: Final = 10_000_000_000
+_MAX_LAYOUTS: Final = 512
+_TEXTS: Final = frozenset(name for name, (_, default) in SCALARS.items() if isinstance(default, str))
+
+_Layout = tuple[bytes, struct.Struct, tuple[str, ...], tuple[str, ...]]
+
+
+def tail_paths(trace: Path) -> tuple[Path, Path]:
+    """Return where the tail of a trace lies; all segments of a recording have one."""
+    segment = split_segment_name(trace)
+    name = trace.name if segment is None else f"{segment[0]}.arrow"
+    return trace.with_name(f"{name}.tail0"), trace.with_name(f"{name}.tail1")
+
+
+def tail_header(trace_id: str) -> bytes:
+    """Return how the tail files of a recording begin; `STATE` is behind it."""
+    return TAIL_MAGIC + hashlib.sha256(trace_id.encode()).digest()[:16]
+
+
+def open_tail(trace: Path, trace_id: str) -> "Tail | None":
+    """Begin the tail of a trace that was just begun; None, with a line in the log, where it cannot be."""
+    made: list[int] = []
+    paths = tail_paths(trace)
+    try:
+        for path in paths:
+            _clear_the_way(path)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            made.append(os.open(path, flags, 0o600))
+            os.pwrite(made[-1], tail_header(trace_id) + STATE.pack(-1), 0)
+    except OSError as error:
+        for descriptor, path in zip(made, paths, strict=False):
+            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                path.unlink()
+        _log.warning(
+            "kvcanary: %s: a process that dies loses what it has not flushed: its tail cannot be made: %s",
+            trace,
+            error.strerror,
+        )
+        return None
+    return Tail(trace, paths, made)
+
+
+def _clear_the_way(path: Path) -> None:
+    """Remove the tail of an earlier trace of this name, which is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            path.unlink()
+
+
+class Tail:
+    """The two files; all but `empty` is called with the writer's lock held.
+
+    No method raises. Where the disk takes no more, or makes the engine wait again and again, events are put no longer,
+    for good or for a while; what follows a rest is put again, with the numbers to tell.
+    """
+
+    def __init__(self, trace: Path, paths: tuple[Path, Path], descriptors: Sequence[int]) -> None:
+        self._trace = trace
+        self._paths = paths
+        self._files = list(map(OwnFile, descriptors))
+        self._sizes = [HEADER_BYTES, HEADER_BYTES]
+        self._last = [-1, -1]  # the last event in each
+        self._empty = [False, True]
+        self._now = 0
+        self._off = False
+        self._slow = 0
+        self._rests_until = 0
+        self._layouts: dict[tuple[Any, ...], _Layout] = {}
+        close_in_children(self)
+
+    def put(self, number: int, event: TraceEvent, nbytes: int) -> None:
+        """Append an event of about so many bytes, the engine's `number`th from 0."""
+        if self._off:
+            return
+        begin = time.perf_counter_ns()
+        if self._rests_until:
+            if begin < self._rests_until:
+                return
+            self._rests_until = 0
+            self._say_state(-1)
+        now = self._now
+        if self._sizes[now] >= _SWITCH_BYTES and self._empty[1 - now]:
+            now = self._now = 1 - now
+            self._empty[now] = False
+        try:
+            self._sizes[now] += _append(
+                self._files[now], self._sizes[now], number, self._body(event), small=nbytes <= _SMALL_BYTES
+            )
+            self._last[now] = number
+        except Exception as error:  # noqa: BLE001  # nothing may reach the engine
+            self._off = True
+            with contextlib.suppress(OSError):
+                _truncate(self._files[now], self._sizes[now])
+            self._say_state(number)
+            _log.warning(
+                "kvcanary: %s: from here on a process that dies loses what it has not flushed: its tail cannot be "
+                "written: %s",
+                self._trace,
+                getattr(error, "strerror", None) or type(error).__name__,
+            )
+            return
+        self._mind(begin, number)
+
+    def _mind(self, begin: int, number: int) -> None:
+        """Take a rest where the engine has waited for the disk several times in a row."""
+        now = time.perf_counter_ns()
+        if now - begin < _SLOW_NS:
+            self._slow = 0
+            return
+        self._slow += 1
+        if self._slow >= _MOST_SLOW:
+            self._slow = 0
+            self._rests_until = now + _REST_NS
+            self._say_state(number + 1)
+            _log.warning(
+                "kvcanary: %s: the disk made the engine wait; for %d s a process that dies loses what it has not flushed",
+                self._trace,
+                _REST_NS // 10**9,
+            )
+
+    def _say_state(self, first_missing: int) -> None:
+        for own in self._files:
+            with contextlib.suppress(OSError):
+                own.check()
+                os.pwrite(own.descriptor, STATE.pack(first_missing), STATE_AT)
+
+    def _body(self, event: TraceEvent) -> list[Any]:
+        """Return an event's bytes in pieces."""
+        scalars, ints, lists = event.scalars, event.ints, event.bytes
+        key = (event.kind, *scalars, None, *ints, None, *lists)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[key] = _layout(event)
+        blob, numbers, int_names, text_names = layout
+        texts = [_utf8(scalars[name]) for name in text_names] if text_names else ()
+        return [
+            blob,
+            numbers.pack(
+                event.time_ns,
+                *[scalars[name] for name in int_names],
+                *map(len, texts),
+                *map(len, ints.values()),
+                *map(len, lists.values()),
+            ),
+            *texts,
+            *ints.values(),
+            *lists.values(),
+        ]
+
+    def outdated(self, events: int) -> int | None:
+        """Return which file holds nothing but what is in the trace, now that it has the first `events` events."""
+        other = 1 - self._now
+        return other if not self._empty[other] and self._last[other] < events else None
+
+    def empty(self, which: int) -> None:
+        """Empty an outdated file; without the lock, since `put` does not take it before."""
+        with contextlib.suppress(OSError):
+            _truncate(self._files[which], HEADER_BYTES)
+            self._sizes[which] = HEADER_BYTES
+            self._empty[which] = True
+
+    def remove(self) -> None:
+        """Delete the files: all is in the trace, or nobody will ever read it."""
+        for path, own in zip(self._paths, self._files, strict=True):
+            with contextlib.suppress(OSError):
+                if own.is_at(path.lstat()):
+                    path.unlink()
+        self._off = True
+        self.forget_files()
+
+    def leave(self, first_missing: int) -> None:
+        """Close the files and leave them: they hold what the trace lacks, up to event `first_missing`."""
+        if not self._off:
+            self._say_state(first_missing)
+        self._off = True
+        self.forget_files()
+
+    def forget_files(self) -> None:
+        """Close the files."""
+        for own in self._files:
+            with contextlib.suppress(OSError):
+                own.close()
+
+
+def _layout(event: TraceEvent) -> _Layout:
+    """Return what all events with the same columns have in common: their names, and how their numbers are packed."""
+    texts = tuple(name for name in event.scalars if name in _TEXTS)
+    ints = tuple(name for name in event.scalars if name not in _TEXTS)
+    names = json.dumps([event.kind, ints, texts, list(event.ints), list(event.bytes)], separators=(",", ":")).encode()
+    count = 1 + len(ints) + len(texts) + len(event.ints) + len(event.bytes)
+    return LAYOUT_BYTES.pack(len(names)) + names, struct.Struct(f"<{count}q"), ints, texts
+
+
+def _utf8(text: Any) -> bytes:
+    try:
+        return bytes(text.encode())
+    except UnicodeEncodeError:  # lone surrogates, as in encode.py
+        return bytes(text.encode("utf-8", "replace"))
+
+
+def _append(own: OwnFile, at: int, number: int, parts: list[Any], *, small: bool) -> int:
+    """Write a record; return its bytes. Raises `OSError`."""
+    if small:
+        body = _joined(parts)
+        crc = crc32c(body, crc32c(NUMBERS.pack(number, len(body))))
+        record = RECORD.pack(RECORD_MAGIC, crc, number, len(body)) + body
+        own.check()
+        if _write_now(own.descriptor, record, len(record), at) != len(record):
+            _write_all(own, record, at)
+        return len(record)
+    views = [memoryview(_contiguous(part)).cast("B") for part in parts if len(part)]
+    size = sum(view.nbytes for view in views)
+    if size > MAX_BODY_BYTES:
+        return 0
+    crc = crc32c(NUMBERS.pack(number, size))
+    for view in views:
+        crc = crc32c(view, crc)
+    views.insert(0, memoryview(RECORD.pack(RECORD_MAGIC, crc, number, size)))
+    for view in views:
+        _write_all(own, view, at)
+        at += view.nbytes
+    return RECORD.size + size
+
+
+def _joined(parts: list[Any]) -> bytes:
+    try:
+        return b"".join(parts)
+    except (BufferError, TypeError, ValueError):  # a view with steps in between
+        return b"".join([_contiguous(part) for part in parts])
+
+
+def _contiguous(part: Any) -> Any:
+    return part if isinstance(part, bytes) or part.flags.c_contiguous else part.tobytes()
+
+
+def _truncate(own: OwnFile, size: int) -> None:
+    own.check()
+    os.ftruncate(own.descriptor, size)
+
+
+def _write_all(own: OwnFile, data: Any, at: int) -> None:
+    left = memoryview(data)
+    while left:
+        own.check()
+        written = os.pwrite(own.descriptor, left, at)
+        left, at = left[written:], at + written
+
+
+def _pwrite() -> Callable[[int, bytes, int, int], int]:
+    """Return the system call without what Python puts around it.
+
+    `os.pwrite` lets another thread run first: the engine would wait for the interpreter, as a rule for longer than for
+    the call, which copies some kilobytes.
+    """
+    try:
+        call = ctypes.PyDLL(None).pwrite64
+        call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int64)
+        call.restype = ctypes.c_ssize_t
+    except (OSError, AttributeError, TypeError):
+        return lambda descriptor, data, _, at: os.pwrite(descriptor, data, at)
+    return call
+
+
+_write_now: Final = _pwrite()

@@ -1,0 +1,373 @@
+"""Writing a trace from inside an engine: a bounded queue, a background thread, and a file that is whole at any time."""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from ..error_text import error_text
+from ..errors import TraceError
+from ..process.freezing import POLL_SECONDS, FreezeFile, FreezeSignal
+from ..process.process_end import at_process_end
+from ..trace.event import TraceEvent, loss_event
+from ..trace.header import TraceHeader, completed_header
+from .segments import SegmentSettings, open_files
+from .tail import open_tail
+from .trace_file import DeletedError
+from .writer_stats import WriterStats
+
+_log = logging.getLogger("kvcanary")
+
+MAX_FLUSH_BYTES: Final = 1 << 30  # a list column of a batch has 32-bit offsets
+MAX_QUEUED_BYTES: Final = 8 << 30
+MAX_NOTES: Final = 2000  # characters of what those say who ask for a freeze
+
+
+class TraceWriter:
+    """A trace being written; `append` never blocks and never raises.
+
+    Events go to a queue of at most `max_queued_bytes`; a thread writes them out in batches, once `flush_bytes` are
+    there or the oldest has waited `flush_interval_ns`. What a batch holds is in the page cache when the next one
+    begins; what waits lies in the tail beside the file (`tail=False`: in memory alone), so that a killed process loses
+    nothing that `append` took. The files have mode 0600. With `segment_bytes` or
+    `segment_ns` there are several, `trace.000000.arrow` and so on for `trace.arrow`; see `SegmentSettings`.
+
+    `freeze`, the signal `freeze_signal` and the file `freeze_file` keep from deletion what is there.
+
+    Raises `TraceError` when the file cannot be made: it exists (without `overwrite`), its folder is missing or cannot
+    be written, the disk is full; `ValueError` for settings out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        header: TraceHeader,
+        *,
+        flush_bytes: int = 4 << 20,
+        flush_interval_ns: int = 1_000_000_000,
+        max_queued_bytes: int = 256 << 20,
+        compression: str = "lz4",
+        overwrite: bool = False,
+        segment_bytes: int = 0,
+        segment_ns: int = 0,
+        keep_segments: int = 0,
+        keep_bytes: int = 0,
+        keep_folder_bytes: int = 0,
+        freeze_file: Path | None = None,
+        freeze_signal: int = 0,
+        tail: bool = True,
+    ) -> None:
+        if not 0 < flush_bytes <= MAX_FLUSH_BYTES:
+            raise ValueError(f"flush_bytes is {flush_bytes}, expected 1 to {MAX_FLUSH_BYTES}")
+        if not 0 < max_queued_bytes <= MAX_QUEUED_BYTES:
+            raise ValueError(f"max_queued_bytes is {max_queued_bytes}, expected 1 to {MAX_QUEUED_BYTES}")
+        if flush_interval_ns <= 0:
+            raise ValueError(f"flush_interval_ns is {flush_interval_ns}, expected more than 0")
+        self.path = Path(path)
+        self.header = completed_header(
+            header, flush_bytes=flush_bytes, flush_interval_ns=flush_interval_ns, compression=compression
+        )
+        self._flush_bytes = flush_bytes
+        self._flush_interval = flush_interval_ns / 1e9
+        self._max_queued_bytes = max_queued_bytes
+        settings = SegmentSettings(
+            segment_bytes=segment_bytes,
+            segment_ns=segment_ns,
+            keep_segments=keep_segments,
+            keep_bytes=keep_bytes,
+            keep_folder_bytes=keep_folder_bytes,
+        )
+        self._file = open_files(self.path, self.header, settings, compression=compression, overwrite=overwrite)
+        self._tail = open_tail(self.path, self.header.trace_id) if tail and self._file.regular else None
+        self._triggers: list[FreezeFile | FreezeSignal] = []
+        if freeze_file is not None:
+            self._triggers.append(FreezeFile(Path(freeze_file)))
+        if freeze_signal:
+            self._triggers.append(FreezeSignal(freeze_signal))
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        # All below are guarded by `_changed`.
+        self._queue: deque[TraceEvent] = deque()
+        self._queued_bytes = 0  # of the queue, and of the batch in the making
+        self._waiting_bytes = 0  # of the queue alone
+        self._oldest = 0.0
+        self._appended = 0
+        self._settled = 0  # appended events that are in the file, or never will be
+        self._written = 0
+        self._dropped = 0
+        self._reported = 0  # dropped events that an accepted loss event has told of
+        self._flush_until = 0
+        self._freeze: tuple[str, int] | None = None  # why, and how many appended events it must wait for
+        self._frozen: list[str] = []
+        self._closing = False
+        self._unknown_loss = ""
+        self._failed: str | None = None
+        self._bad_event_logged = False
+        self._thread = threading.Thread(target=self._run, name="kvcanary-writer", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no more threads
+            self._file.abandon()
+            if self._tail is not None:
+                self._tail.remove()
+            raise TraceError(f"{self.path}: cannot be written: {error}") from None
+        self._no_close_at_end = at_process_end(self.close, priority=1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def failed(self) -> str | None:
+        """Why the writer writes no more, or None."""
+        return "forked: a child process does not write its parent's trace" if self._forked() else self._failed
+
+    @property
+    def dropped_events(self) -> int:
+        """How many events `append` refused; a loss event that was refused does not count, it comes again."""
+        return self._dropped
+
+    @property
+    def max_queued_bytes(self) -> int:
+        """What the queue holds at most."""
+        return self._max_queued_bytes
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Say whether the queue would take so many bytes more at this moment."""
+        return self._queued_bytes + num_bytes <= self._max_queued_bytes
+
+    def append(self, event: TraceEvent) -> bool:
+        """Queue an event; return False when it was dropped: the queue is full, or the writer failed or is closed.
+
+        The event's arrays belong to the writer from here on.
+        """
+        if self._forked():  # before the lock, which a fork may have copied while it was held
+            return False
+        try:
+            problem = event.problem()
+            size = 0 if problem else event.nbytes
+        except Exception as error:  # noqa: BLE001  # nothing may reach the engine
+            problem, size = error_text(error), 0
+        with self._changed:
+            if problem is not None and not self._bad_event_logged:
+                self._bad_event_logged = True
+                _log.error("kvcanary: %s: an event was left out: %s (said once)", self.path, problem)
+            full = self._queued_bytes + size > self._max_queued_bytes
+            if problem is not None or full or self._closing or self._failed is not None:
+                self._dropped += getattr(event, "kind", None) != "loss"
+                return False
+            if event.kind == "loss":
+                self._reported += max(0, int(event.scalars.get("lost_events", 0)))
+            if self._tail is not None:
+                self._tail.put(self._appended, event, size)
+            self._queue.append(event)
+            self._queued_bytes += size
+            self._waiting_bytes += size
+            self._appended += 1
+            if len(self._queue) == 1:
+                self._oldest = time.monotonic()
+                self._changed.notify_all()
+            elif self._waiting_bytes >= self._flush_bytes:
+                self._changed.notify_all()
+            return True
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Wait until every event appended so far is in the file; return False when it is not within `timeout` s."""
+        if self._forked():
+            return False
+        with self._changed:
+            target = self._appended
+            self._flush_until = max(self._flush_until, target)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._settled >= target or self._failed is not None, timeout)
+            return self._settled >= target and self._failed is None
+
+    def freeze(self, note: str) -> bool:
+        """Ask for what is there to be kept from deletion, with everything appended so far; waits for nothing.
+
+        Return False where the writer writes no more.
+        """
+        if self._forked():
+            return False
+        with self._changed:
+            if self._failed is not None or self._closing:
+                return False
+            notes = note if self._freeze is None else f"{self._freeze[0]}; {note}"
+            # While a keyframe is written many may ask; what they say must not pile up.
+            self._freeze = notes[:MAX_NOTES], self._appended
+            self._flush_until = max(self._flush_until, self._appended)
+            self._changed.notify_all()
+            return True
+
+    def end(self, unknown_loss: str = "") -> None:
+        """Take no more events; what is queued and the footer are written without anybody waiting for it.
+
+        `unknown_loss` becomes a last loss event, for whose kind a full queue has no room.
+        """
+        if self._forked():
+            return
+        with self._changed:
+            self._closing = True
+            self._unknown_loss = self._unknown_loss or unknown_loss
+            self._changed.notify_all()
+
+    def close(self, timeout: float = 30.0) -> bool:
+        """Write what is queued and the footer; return False when the file could not be made whole in `timeout` s.
+
+        May be called again. A stuck disk keeps the thread, which is a daemon, and leaves a torn file at worst.
+        """
+        if self._forked():
+            return False
+        for trigger in self._triggers:
+            if isinstance(trigger, FreezeSignal):
+                trigger.remove()
+        self.end()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            _log.error(
+                "kvcanary: %s: not closed within %g s, the disk is stuck; the trace may be torn", self.path, timeout
+            )
+            return False
+        self._no_close_at_end()
+        return self._failed is None
+
+    def stats(self) -> WriterStats:
+        """Return the counts so far."""
+        return WriterStats(
+            appended_events=self._appended,
+            written_events=self._written,
+            dropped_events=self._dropped,
+            queued_bytes=self._queued_bytes,
+            written_batches=self._file.batches,
+            written_bytes=self._file.size_bytes,
+            frozen=tuple(self._frozen),
+            failed=self.failed,
+        )
+
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _run(self) -> None:
+        try:
+            while True:
+                events, size = self._next_events()
+                if events:
+                    self._write(events)
+                    with self._changed:
+                        self._settled += len(events)
+                        self._queued_bytes -= size
+                        self._changed.notify_all()
+                        outdated = None if self._tail is None else self._tail.outdated(self._settled)
+                    if self._tail is not None and outdated is not None:
+                        self._tail.empty(outdated)
+                    events.clear()
+                self._look_for_triggers()
+                if self._freeze_is_due():
+                    self._freeze_now()
+                elif self._closing and not self._queue:
+                    break
+            self._write_last_loss()
+            self._file.close()
+            self._end_tail(keep=False)
+        except DeletedError as error:
+            self._fail(error_text(error), "nothing of it is left")
+            self._end_tail(keep=False)
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the engine must go on
+            self._fail(error_text(error), f"the first {self._written} events are kept (run kvcanary recover)")
+
+    def _next_events(self) -> tuple[list[TraceEvent], int]:
+        """Wait for a batch's worth of events; an empty list says that there is something else to do."""
+        poll = POLL_SECONDS if self._triggers else None
+        with self._changed:
+            while not self._due():
+                left = poll
+                if self._queue:
+                    until = max(self._oldest + self._flush_interval - time.monotonic(), 0.0)
+                    left = until if poll is None else min(until, poll)
+                if not self._changed.wait(left) and poll is not None and not self._due():
+                    return [], 0
+            events: list[TraceEvent] = []
+            size = 0
+            while self._queue and size < self._flush_bytes:
+                events.append(self._queue.popleft())
+                size += events[-1].nbytes
+            self._waiting_bytes -= size
+            self._oldest = time.monotonic()
+            return events, size
+
+    def _due(self) -> bool:
+        if not self._queue:
+            return self._closing or self._freeze_is_due()
+        return (
+            self._closing
+            or self._waiting_bytes >= self._flush_bytes
+            or self._flush_until > self._settled
+            or time.monotonic() - self._oldest >= self._flush_interval
+        )
+
+    def _write(self, events: list[TraceEvent]) -> None:
+        self._file.write(events)
+        self._written += len(events)
+
+    def _look_for_triggers(self) -> None:
+        """Outside the lock: a look at a file may take as long as its disk likes."""
+        for trigger in self._triggers:
+            note = trigger.asked()
+            if note is not None:
+                self.freeze(note)
+
+    def _freeze_is_due(self) -> bool:
+        return self._freeze is not None and self._settled >= self._freeze[1]
+
+    def _freeze_now(self) -> None:
+        with self._changed:
+            asked, self._freeze = self._freeze, None
+        if asked is None:
+            return
+        where = self._file.freeze(asked[0])
+        if where:
+            self._frozen.append(where)
+            _log.warning("kvcanary: %s: frozen (%s): %s", self.path, asked[0], where)
+
+    def _write_last_loss(self) -> None:
+        with self._changed:
+            lost = self._dropped - self._reported
+        if lost > 0:
+            note = "events were dropped: the writer's queue was full or an event was not fit for the trace"
+            self._write([loss_event(lost_events=lost, note=note, time_ns=self._file.last_ns)])
+        if self._unknown_loss:
+            self._write([loss_event(lost_events=-1, note=self._unknown_loss, time_ns=self._file.last_ns)])
+
+    def _end_tail(self, *, keep: bool) -> None:
+        """Leave the tail beside a trace that lacks what is in it, else delete it."""
+        with self._changed:
+            if self._tail is None:
+                return
+            if keep:
+                self._tail.leave(self._appended)
+            else:
+                self._tail.remove()
+
+    def _fail(self, reason: str, left: str) -> None:
+        with self._changed:
+            self._failed = reason
+            lost = self._appended - self._settled
+            self._dropped += lost
+            self._settled = self._appended
+            self._queue.clear()
+            self._queued_bytes = self._waiting_bytes = 0
+            self._changed.notify_all()
+        self._end_tail(keep=True)
+        _log.error("kvcanary: %s: recording stopped: %s; %s, the engine goes on", self.path, reason, left)
+        self._file.abandon()
+
+
+__all__ = ["TraceWriter", "WriterStats"]

@@ -1,0 +1,103 @@
+"""Incidents on a screen: a block each, from the rows that stand in a summary (docs/incidents.md has the columns)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ...recorder.cli.text import printable
+
+Row = Mapping[str, Any]
+
+MOST_SHOWN: Final = 5
+_MOST_NAMES: Final = 6
+_STYLES: Final = {"high": "bold red", "medium": "bold yellow", "low": "bold"}
+
+
+def show_incidents(console: Console, incidents: Sequence[Row], *, total: int, first_time_ns: int) -> None:
+    """Print the first incidents, a block each, and how many are left.
+
+    Args:
+        console: where to.
+        incidents: rows of a summary's `incidents`.
+        total: how many there are.
+        first_time_ns: when the trace began.
+    """
+    for row in incidents[:MOST_SHOWN]:
+        show_incident(console, row, first_time_ns)
+        console.print()
+    if total > min(len(incidents), MOST_SHOWN):
+        console.print(Text(f"and {total - MOST_SHOWN:,} more: kvcanary incidents shows them", style="dim"))
+
+
+def show_incident(console: Console, row: Row, first_time_ns: int) -> None:
+    """Print one incident: its number and kind, what happened, and where it was seen."""
+    head = Text.assemble(
+        (f"#{row['incident']}  ", "bold"),
+        (_capital(row["title"]), _STYLES.get(row["confidence"], "bold")),
+        (f"   {row['kind']}, confidence {row['confidence']} ({row['score']:.2f})", "dim"),
+    )
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for title, value in _lines(row, first_time_ns):
+        if value:
+            grid.add_row(Text(title), Text(printable(value)))
+    console.print(head, soft_wrap=True)
+    console.print(Padding(grid, (0, 0, 0, 4), expand=False))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _lines(row: Row, first_time_ns: int) -> list[tuple[str, str]]:
+    since = max(0.0, (row["time_ns"] - first_time_ns) / 1e9) if first_time_ns else 0.0
+    mode = f", {row['mode']}" if row["mode"] else ""
+    names = list(row["requests"])
+    shown = ", ".join(names[:_MOST_NAMES])
+    if row["num_requests"] > _MOST_NAMES:
+        shown += f" and {row['num_requests'] - _MOST_NAMES:,} more"
+    first, last = row["first_forward"], row["last_forward"]
+    forwards = f"forward {first:,}" if first == last else f"forwards {first:,}-{last:,}"
+    spread = [f"{_count(row['num_requests'], 'request')}{': ' + shown if shown else ''}", forwards]
+    spread.append(f"{_count(row['num_slots'], 'slot')}{_runs(row['slots'])}")
+    seen = f"{_count(row['violations'], 'violation')}, {_count(row['findings'], 'finding')}: {', '.join(row['seen_by'][:4])}"
+    others = [
+        f"{kind} ({score:.2f})"
+        for kind, score in zip(row["alternatives"], row["alternative_scores"], strict=False)
+        if kind != row["kind"]
+    ]
+    return [
+        ("what", row["sentence"]),
+        ("first seen", f"forward {first:,} (+{_duration(since)}{mode})   {row['first_request']}".rstrip()),
+        ("in slot", row["in_slot"]),
+        ("expected", row["expected"]),
+        ("spread", "   ".join(spread)),
+        ("seen by", seen),
+        ("or else", ", ".join(others)),
+    ]
+
+
+def _runs(runs: Sequence[Mapping[str, int]]) -> str:
+    if not runs:
+        return ""
+    words = [
+        f"{r['start']:,}" if r["count"] == 1 else f"{r['start']:,}-{r['start'] + r['count'] - 1:,}" for r in runs[:3]
+    ]
+    return f": {', '.join(words)}{', ...' if len(runs) > len(words) else ''}"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

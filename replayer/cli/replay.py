@@ -1,0 +1,341 @@
+"""`kvcanary-replay`: judge recorded traces."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ...recorder.cli.given_path import GivenPath
+from .check_names import check_names, list_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from ..workers.group_replay import GroupResult, GroupTask
+    from ..workers.jobs import Job, Plan
+
+_EPILOG = """\b
+Exit codes, fit for git bisect run and CI:
+    0  clean
+    1  violations or findings
+    2  wrong usage, or a trace that cannot be read
+  125  inconclusive: torn, lossy, stopped early, or nothing to judge
+
+\b
+Examples:
+  kvcanary-replay trace.arrow
+  kvcanary-replay --json trace.arrow | jq .first_violation
+  kvcanary-replay --fail-fast --quiet golden/*.arrow
+  kvcanary-replay --kv-hash none --report /tmp/report trace.arrow
+  kvcanary-replay --checks -slot_leaked,-seq_len_backwards trace.arrow
+      all checks but two
+  kvcanary-replay prefill.arrow decode.arrow
+      two engines of one deployment: what the one sent is compared with what the other received
+  kvcanary-replay --jobs 4 traces/*.arrow
+      four at once, each in a process of its own; one recording in segments is shared out among all four
+  kvcanary-replay --devices cuda:0,cuda:1 traces/*.arrow
+      on two GPUs of this machine
+  kvcanary-replay /traces/
+      all that a server recorded: segments joined, a verdict for each rank and one over all
+"""
+
+
+@click.command("replay", epilog=_EPILOG)
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=GivenPath())
+@click.option(
+    "--report",
+    type=GivenPath(file_okay=False),
+    help="Report directory. [default: TRACE.report beside the trace, trace.report for trace.arrow and its segments; "
+    "with several recordings, one folder each inside DIR]",
+)
+@click.option("--no-report", is_flag=True, help="Write no report; print the verdict only.")
+@click.option(
+    "--kv-hash",
+    type=click.Choice(["auto", "none", "partial", "all"]),
+    default="auto",
+    show_default=True,
+    help="Which KV bytes of a slot are hashed: all that were captured (auto), none, its first 16 (partial, as the "
+    "published canary), or every byte of the slot, refused where the trace holds fewer (all).",
+)
+@click.option(
+    "--checks",
+    default="all",
+    show_default=True,
+    metavar="NAMES",
+    help="History checks beside the canary's: all, none, or names joined by commas; -name leaves one out of all.",
+)
+@click.option(
+    "--list-checks",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _, value: list_checks(context) if value else None,
+    help="List the history checks, and exit.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["cpu", "reference"]),
+    default="cpu",
+    show_default=True,
+    help="cpu: compiled loops. reference: the same loops uncompiled, some hundred times slower; the definition.",
+)
+@click.option(
+    "--executor",
+    type=click.Choice(["interval", "stepwise"]),
+    default="interval",
+    show_default=True,
+    help="interval: look at a prefix position again only after something changed that it depends on. stepwise: look at "
+    "every one in every forward, as the canary does; finds the same, many times slower on long contexts.",
+)
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="cpu|cuda[:N]",
+    callback=lambda _context, _parameter, value: _device_name(value),
+    help="Where the pools are rebuilt and stepped: the CPU, or a GPU, which needs PyTorch with CUDA and steps forwards "
+    "(--executor stepwise).",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Replay with N processes: several recordings at once, and the segments of one side by side where there are fewer "
+    "recordings than N. [default: on the CPU as many as pay, up to the cores there are]",
+)
+@click.option(
+    "--devices",
+    metavar="NAMES",
+    help="Where several recordings are replayed, joined by commas: cuda:0,cuda:1 gives each GPU a process of its own, "
+    "which takes one recording after another; cpu may stand among them.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the summary as JSON: one object, a list for several, for a folder an object with all of them.",
+)
+@click.option(
+    "--page/--no-page",
+    default=None,
+    expose_value=False,
+    callback=lambda context, _, value: context.meta.update({"kvcanary.page": value}),
+    help="Write report.html too where something was found. [default: unless --json or --quiet]",
+)
+@click.option("--quiet", "-q", is_flag=True, help="Print one line a trace.")
+@click.option(
+    "--max-violations",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Stop after the forward that reaches N violations.",
+)
+@click.option(
+    "--all-rows",
+    is_flag=True,
+    help="Keep every violation. [default: the first 1,000 rows of a slot for each launch, 10 million in all; all are counted]",
+)
+@click.option(
+    "--fail-fast",
+    is_flag=True,
+    help="Stop after the first forward, or event between forwards, with a violation or finding.",
+)
+def replay_command(  # one parameter an option
+    traces: tuple[Path, ...],
+    report: Path | None,
+    no_report: bool,
+    kv_hash: str,
+    checks: str,
+    backend: str,
+    executor: str,
+    device: str,
+    jobs: int | None,
+    devices: str | None,
+    as_json: bool,
+    quiet: bool,
+    max_violations: int | None,
+    all_rows: bool,
+    fail_fast: bool,
+) -> None:
+    """Replay recorded traces and say which KV slots went wrong, since when, and for whom.
+
+    A TRACE is a file, or a folder with the traces of a server in it: segments of one recording are joined, prefill and
+    decode sides replayed together, tensor-parallel ranks compared with one another.
+
+    Rebuilds the block tables and KV pools from each TRACE, runs the canary's plan, write and verify kernels over
+    every recorded forward, and writes every violation to a report directory.
+    """
+    from rich.console import Console
+
+    from ...recorder.cli.program import loaded
+    from ...recorder.trace.recordings import group_recordings
+    from ..run.settings import ReplaySettings
+    from ..workers.group_replay import GroupTask
+    from ..workers.jobs import Job, plan_jobs
+    from ..workers.server import start_server
+    from .outcome import Outcome
+    from .report_places import report_folders, reports_held
+
+    if report and no_report:
+        raise click.UsageError("--report and --no-report exclude one another")
+    places = _device_names(devices)
+    if places and device != "cpu":
+        raise click.UsageError("--device and --devices exclude one another")
+    settings = ReplaySettings(
+        kv_hash=kv_hash,
+        checks=check_names(checks),
+        backend=backend,
+        executor=_executor_for(next((name for name in places if name != "cpu"), device), executor),
+        device=device,
+        max_violations=max_violations,
+        all_rows=all_rows,
+        fail_fast=fail_fast,
+    )
+    after = click.get_current_context().obj or {}
+    if (jobs or len(places)) > 1:
+        start_server(after.get("judged", ()))  # loads while the traces are looked through
+    # A pipe has no width of its own; lines must not be cut at 80 columns there.
+    out = Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160)
+    err = Console(stderr=True, emoji=False, highlight=False)
+    folders = any(trace.is_dir() for trace in traces)
+    outcome = Outcome(out, err, as_json=as_json, quiet=quiet, folders=folders, shown=after.get("shown", ()))
+
+    paths, unread = _expand(traces)
+    for name, message in unread:
+        outcome.fail(name, message, (name,))
+    recordings, notes = group_recordings(paths)
+    for note in notes:
+        outcome.say(note, "dim")
+    reports = report_folders(recordings, report, no_report)
+    plan = plan_jobs([Job(recording=r, report=target) for r, target in zip(recordings, reports, strict=True)])
+    task = GroupTask(settings=settings, explicit=report is not None, all_there=folders, judged=after.get("judged", ()))
+    loaded()
+    left = sum(map(len, plan.groups))
+    interrupted = False
+    with reports_held([job for group in plan.groups for job in group], settings, explicit=report is not None):
+        for group, result in _results(plan, task, jobs, places, err, quiet=as_json or quiet):
+            outcome.take(group, result)
+            left -= len(group)
+            interrupted |= result.interrupted
+    if interrupted and left:
+        outcome.say(f"interrupted: {left} more not replayed")
+    sys.exit(outcome.end(plan, several=len(traces) > 1))
+
+
+def _results(
+    plan: Plan, task: GroupTask, jobs: int | None, devices: tuple[str, ...], err: Console, *, quiet: bool
+) -> Iterator[tuple[list[Job], GroupResult]]:
+    """Yield what comes of each group, here or in worker processes, with progress on a terminal."""
+    from contextlib import nullcontext
+    from dataclasses import replace
+
+    from ..workers.joining import joined_results
+    from ..workers.pool import replay_in_workers
+    from ..workers.sharing import shared_out
+    from .notices import notices_shown
+
+    plan, workers = shared_out(plan, task.settings, jobs=jobs or len(devices) or None)
+    shown = err.is_terminal and not quiet
+    with nullcontext() if quiet else notices_shown(err):
+        if workers < 2:
+            if devices:
+                task = replace(task, settings=replace(task.settings, device=devices[0]))
+            yield from _results_here(plan, task, err, shown=shown)
+        elif not shown:
+            yield from joined_results(
+                replay_in_workers(plan, task, lambda _: None, jobs=workers, devices=devices), task
+            )
+        else:
+            yield from _results_shown(plan, task, err, workers=workers, devices=devices)
+
+
+def _results_shown(
+    plan: Plan, task: GroupTask, err: Console, *, workers: int, devices: tuple[str, ...]
+) -> Iterator[tuple[list[Job], GroupResult]]:
+    from ..workers.joining import joined_results
+    from ..workers.pool import replay_in_workers
+    from .progress_bar import ProgressBar
+
+    found = replay_in_workers(plan, task, lambda progress: bar.update(progress), jobs=workers, devices=devices)
+    results = joined_results(found, task)
+    while True:
+        # Between two results the bar makes way for what is printed.
+        with ProgressBar(err, f"replay, {workers} at once") as bar:
+            result = next(results, None)
+        if result is None:
+            return
+        yield result
+
+
+def _results_here(plan: Plan, task: GroupTask, err: Console, *, shown: bool) -> Iterator[tuple[list[Job], GroupResult]]:
+    from ...kernels.replay_pass.state import prepare
+    from ..workers.group_replay import replay_group
+
+    if plan.groups:
+        prepare(task.settings.backend)
+    for number, group in enumerate(plan.groups):
+        if number:
+            gc.collect()  # the last one's pools hang in a circle, and two do not fit everywhere
+        if shown:
+            from .progress_bar import ProgressBar
+
+            with ProgressBar(err, "replay") as bar:
+                result = replay_group(group, task, bar.update)
+        else:
+            result = replay_group(group, task)
+        yield group, result
+        if result.interrupted:
+            return
+
+
+def _device_name(name: str) -> str:
+    from ..executors.device.cuda import is_device_name
+
+    if not is_device_name(name):
+        raise click.BadParameter(f"{name!r} is no device; expected cpu, cuda or cuda:N")
+    return name
+
+
+def _executor_for(device: str, executor: str) -> str:
+    """Return the executor that runs on a device; a GPU steps."""
+    source = click.get_current_context().get_parameter_source("executor")
+    if device == "cpu" or executor == "stepwise":
+        return executor
+    if source is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError(f"--executor {executor} runs on the CPU; leave it out, or replay with --device cpu")
+    return "stepwise"
+
+
+def _device_names(devices: str | None) -> tuple[str, ...]:
+    if devices is None:
+        return ()
+    from ..executors.device.cuda import is_device_name
+
+    names = tuple(name.strip() for name in devices.split(","))
+    for name in names:
+        if not is_device_name(name):
+            raise click.UsageError(f"--devices: {name!r} is no device; expected cpu, cuda or cuda:N, joined by commas")
+    return names
+
+
+def _expand(traces: tuple[Path, ...]) -> tuple[list[Path], list[tuple[str, str]]]:
+    """Return the files given and those of the folders given, and what cannot be read of them."""
+    from ...recorder.errors import TraceError
+    from ...recorder.trace.recordings import traces_in
+
+    paths: list[Path] = []
+    unread: list[tuple[str, str]] = []
+    for trace in traces:
+        if not trace.is_dir():
+            paths.append(trace)
+            continue
+        try:
+            paths += traces_in(trace)
+        except TraceError as error:
+            unread.append((str(trace), str(error)))
+    return paths, unread

@@ -1,0 +1,301 @@
+"""What a person sees at the end of a replay: one trace, its verdict, the first thing that went wrong, what is next."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ...recorder.cli.text import printable
+from ..report.findings import FINDING_KINDS
+from ..report.summary import Summary
+from ..run.coverage import not_watched
+from ..run.verdict import Verdict
+from .incident_blocks import show_incidents
+
+VERDICT_STYLES = {Verdict.CLEAN: "bold green", Verdict.CORRUPT: "bold red", Verdict.INCONCLUSIVE: "bold yellow"}
+
+_REASONS = {
+    "VERIFY_CHAIN_HASH": "the slot's predecessor is not the token that came before it",
+    "VERIFY_POSITION": "the slot holds another position",
+    "VERIFY_KV_HASH": "the slot's KV bytes changed after they were written",
+    "VERIFY_TOKEN": "the slot holds the KV of another token",
+    "WRITE_TOKEN": "the model was fed another token than expected",
+    "WRITE_POSITION": "a token was written at the wrong position",
+}
+
+
+_PLACES = (("row", "req_pool_idx"), ("position", "position"), ("slot", "slot"))
+
+
+def show(console: Console, summary: Summary) -> None:
+    """Print a summary, without what to do next; plain text where the console is no terminal."""
+    console.print(_headline(summary), soft_wrap=True)
+    console.print(_checks(summary), soft_wrap=True)
+    for line in _more_checks(summary):
+        console.print(Text(line, style="dim"), soft_wrap=True)
+    console.print()
+    console.print(_verdict(summary), soft_wrap=True)
+    console.print(_not_watched(summary))
+    if summary.incidents:
+        console.print()
+        total = summary.num_incidents or len(summary.incidents)
+        show_incidents(console, summary.incidents, total=total, first_time_ns=summary.first_time_ns)
+    elif summary.first_violation:
+        console.print()
+        console.print(Padding(_violation(summary, summary.first_violation), (0, 0, 0, 2), expand=False))
+        console.print()
+        console.print(Padding(_counts(summary), (0, 0, 0, 2), expand=False))
+    if summary.first_finding and not summary.incidents:
+        console.print()
+        console.print(Padding(_finding(summary, summary.first_finding), (0, 0, 0, 2), expand=False))
+    for title, lines, total in (
+        ("damage", summary.gaps, summary.num_gaps),
+        ("losses", summary.losses, summary.num_losses),
+    ):
+        _list(console, title, lines, total)
+    _list(console, "notes in the trace", [_mark(mark) for mark in summary.marks], summary.num_marks)
+
+
+def show_next(console: Console, summary: Summary) -> None:
+    """Print where the report is and what to do next, once all of it is written."""
+    console.print()
+    console.print(_next(summary), soft_wrap=True)
+
+
+def one_line(summary: Summary) -> str:
+    """Return a verdict in one line: the first violation, the first finding, and the doubts."""
+    line = f"{summary.verdict.value.upper():12s} {summary.trace}   {summary.forwards:,} forwards"
+    first, finding = summary.first_violation, summary.first_finding
+    if first:
+        whose = f"request {first['request']}, " if first["request"] else ""
+        line += (
+            f"   {summary.violations:,} violations, first in forward {first['forward']:,}: {whose}slot "
+            f"{first['slot']:,}, {'+'.join(first['reasons'])}"
+        )
+    if finding:
+        line += f"   {summary.findings:,} findings, first in forward {finding['forward']:,}: {finding['kind']}"
+    if summary.cut:
+        line += f"   (clean {up_to(summary)})"
+    elif summary.doubts:
+        line += f"   ({'; '.join(summary.doubts)})"
+    left_out = not_watched(summary.coverage)
+    if left_out:
+        line += f"   not watched: {'; '.join(left_out)}"
+    return printable(line)
+
+
+def _headline(summary: Summary) -> Text:
+    header = summary.header
+    version = " ".join(part for part in (header.engine.name, header.engine.version) if part)
+    commit = f" ({header.engine.commit})" if header.engine.commit else ""
+    span = (summary.last_time_ns - summary.first_time_ns) / 1e9
+    parts = [
+        version + commit,
+        header.model.name,
+        f"tp {header.ranks.tp_rank}/{header.ranks.tp_size}",
+        *([f"segments {segment_names(summary.segments)}"] if summary.segments else []),
+        f"{summary.forwards:,} forwards",
+        f"{summary.requests:,} requests",
+        f"{summary.tokens:,} tokens",
+        _duration(span),
+    ]
+    return Text.assemble((printable(summary.trace), "bold"), "   ", printable("   ".join(parts)))
+
+
+def _checks(summary: Summary) -> Text:
+    parts = [f"{summary.verified:,} slots verified", f"{summary.written:,} written"]
+    parts.append(f"KV hash {summary.settings['kv_hash']}")
+    if summary.settings["kv_hash"] != "none":
+        parts.append(f"KV watched in {summary.forwards_watched:,} of {summary.forwards:,} forwards")
+    if summary.unknown_entries:
+        parts.append(f"{summary.unknown_entries:,} left out after losses")
+    return Text("checked   " + "   ".join(parts), style="dim")
+
+
+def _more_checks(summary: Summary) -> list[str]:
+    """Say what only some traces have: sweeps, transfers, a sliding-window pool."""
+    lines = []
+    swept = sum(count for tag, count in summary.slot_counters.items() if tag.startswith("SWEEP"))
+    if summary.events.get("sweep"):
+        lines.append(f"swept     {_count(summary.events['sweep'], 'time')}   {swept:,} slots of the prefix cache")
+    if summary.transfers_sent or summary.transfers_received:
+        lines.append(
+            f"moved     {_count(summary.transfers_sent, 'transfer')} sent, {summary.transfers_received:,} received, "
+            f"{summary.transfers_unmatched:,} of them from a trace that was not given"
+        )
+    for name, figures in (summary.swa_divergence or {"groups": {}})["groups"].items():
+        last = {figure: values["last"] for figure, values in figures.items()}
+        lines.append(
+            f"sliding   {name}: {last['out_of_window_tokens']:,} tokens out of the window, "
+            f"{last['full_idx_divergence']:,} at another index, in the last forward"
+        )
+    return lines
+
+
+def _verdict(summary: Summary) -> Text:
+    verdict = summary.verdict
+    if summary.cut:
+        text = Text(Verdict.CLEAN.name, style=VERDICT_STYLES[verdict])
+        return text.append(
+            f" in what was watched {up_to(summary)}   (exit code {verdict.exit_code})", "default not bold"
+        )
+    text = Text(verdict.name, style=VERDICT_STYLES[verdict])
+    if verdict is Verdict.CORRUPT:
+        found = [_count(summary.num_incidents, "incident")] if summary.num_incidents is not None else []
+        if summary.violations:
+            found.append(_count(summary.violations, "violation"))
+        if summary.findings:
+            found.append(_count(summary.findings, "finding"))
+        hit = f"{len(summary.requests_hit):,} of {_count(summary.requests, 'request')} hit"
+        text.append("   " + ", ".join([*found, hit]), style="default not bold")
+    if verdict is Verdict.CLEAN:
+        text.append(f" in what was watched   no violation in {_count(summary.forwards, 'forward')}", "default not bold")
+    elif summary.doubts:
+        joint = "   but not the whole story: " if verdict is Verdict.CORRUPT else "   "
+        text.append(joint + "; ".join(summary.doubts), style="default not bold")
+    return text
+
+
+def up_to(summary: Summary) -> str:
+    """Say how far a recording that was cut is clean."""
+    behind = "it is being recorded" if summary.being_recorded else "the recording was cut there"
+    return f"up to forward {summary.last_forward:,}; {behind}"
+
+
+def _not_watched(summary: Summary) -> Table:
+    return _grid([("not watched", "; ".join(not_watched(summary.coverage)) or "nothing that this recording tells of")])
+
+
+def _grid(rows: list[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for title, value in rows:
+        # Names come from the trace: no markup, no control characters.
+        grid.add_row(Text(title), Text(printable(value)))
+    return grid
+
+
+def _violation(summary: Summary, row: dict[str, Any]) -> Table:
+    since = (row["time_ns"] - summary.first_time_ns) / 1e9
+    group = summary.header.groups[row["group"]]
+    reasons = "; ".join(_REASONS[reason] for reason in row["reasons"])
+    rows = [
+        ("first seen", f"forward {row['forward']:,} (+{_duration(since)}, {row['mode']})   {row['launch']}"),
+        ("what", f"{reasons}   [{' + '.join(row['reasons'])}]"),
+        ("request", f"{_whose(row)}, position {row['expected_position']:,}"),
+        ("in slot", f"{row['slot']:,} of pool {group.name}, half {row['half']}"),
+    ]
+    if row["endpoint"] == "HEAD" and row["writer_event"] == row["event"]:
+        rows.append(("written", f"token {row['stored_token']}, position {row['position']}"))
+    else:
+        rows.append(("stored", f"token {row['stored_token']}, position {row['position']}   {_writer(row)}"))
+    expected = [f"position {row['expected_position']}"]
+    if row["expected_token"] != -1:
+        expected.insert(0, f"token {row['expected_token']}")
+    if "VERIFY_CHAIN_HASH" in row["reasons"]:
+        chain = (1 << 64) - 1
+        expected.append(
+            f"chain hash {row['expected_aux'] & chain:016x}, stored {row['stored_chain_hash'] & chain:016x}"
+        )
+    rows.append(("expected", ", ".join(expected)))
+    requests = list(summary.requests_hit.values())
+    shown = ", ".join(requests[:6]) + (f" and {len(requests) - 6:,} more" if len(requests) > 6 else "")
+    first, last = summary.first_violation_forward, summary.last_violation_forward
+    span = f"forward {first:,}" if first == last else f"{summary.forwards_hit:,} forwards in {first:,}-{last:,}"
+    spread = f"{span}   {_count(summary.slots_hit, 'slot')}   {_count(len(requests), 'request')}"
+    spread += f": {shown}" if shown else ""
+    return _grid([*rows, ("spread", spread)])
+
+
+def _whose(row: dict[str, Any]) -> str:
+    if row["mode"] == "sweep":
+        return "none: the prefix cache holds it"
+    return f"{row['request']}   row {row['req_pool_idx']:,}"
+
+
+def _writer(row: dict[str, Any]) -> str:
+    if row["writer_event"] < 0:
+        return "never written in this trace"
+    return f"written last in forward {row['writer_forward']:,} by request {row['writer_request']}"
+
+
+def _counts(summary: Summary) -> Table:
+    by = {"by reason": summary.violations_by_reason, "by launch": summary.violations_by_launch}
+    return _grid(
+        [(title, "   ".join(f"{name} {count:,}" for name, count in counts.items())) for title, counts in by.items()]
+    )
+
+
+def _finding(summary: Summary, finding: dict[str, Any]) -> Table:
+    kinds = [(f"{kind} {count:,}", FINDING_KINDS[kind]) for kind, count in summary.findings_by_kind.items()]
+    where = [f"forward {finding['forward']:,}"]
+    where += [f"request {finding['request']}"] if finding["request"] else []
+    where += [f"{name} {finding[key]:,}" for name, key in _PLACES if finding[key] >= 0]
+    first = f"{', '.join(where)}: {finding['detail']}"
+    return _grid([*kinds, ("the first", first)])
+
+
+def _mark(mark: dict[str, Any]) -> str:
+    labels = ", ".join(f"{key} {value}" for key, value in mark["labels"].items() if value not in ("", -1))
+    return f"event {mark['event']:,}: {mark['note']}" + (f" ({labels})" if labels else "")
+
+
+def _list(console: Console, title: str, lines: list[str], total: int) -> None:
+    if not lines:
+        return
+    console.print()
+    console.print(Text(title, style="dim"))
+    for line in lines[:5]:
+        console.print(Text(f"  {printable(line)}"), soft_wrap=True)
+    if total > 5:
+        console.print(Text(f"  and {total - 5:,} more in summary.json", style="dim"))
+
+
+def _next(summary: Summary) -> Text:
+    if summary.report is None:
+        return Text("next   run again with --report DIR to keep every violation and name what went wrong", style="dim")
+    text = Text("report ", style="dim")
+    text.append(summary.report, style="default")
+    if summary.violations:
+        if summary.violations_left_out:
+            text.append(
+                f"   {summary.violations_left_out:,} violations of slots with very many are counted, not kept: --all-rows"
+            )
+        else:
+            text.append("   every violation is in violations.parquet")
+    if summary.verdict is Verdict.CORRUPT:
+        report = shlex.quote(summary.report)
+        text.append(f"\nnext   kvcanary triage {report}    or kvcanary sql {report}")
+        page = Path(summary.report) / "report.html"
+        if page.exists():  # written by who comes after a replay
+            text.append(f"\nopen   {page}")
+    return text
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def segment_names(numbers: Sequence[int]) -> str:
+    """Return `0-3, 5` for segments 0 to 3 and 5, nothing for a trace of one file."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -1,0 +1,1 @@
+"""How a forward is replayed: stepwise, which defines it, and incremental, which is the default."""

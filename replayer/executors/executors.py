@@ -1,0 +1,96 @@
+"""Which executor steps a replay, and which lane takes what is ordinary past it."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from ...kernels.constants import KvHashMode
+from ...recorder.state.requests import RequestBook
+from ...recorder.trace.header import TraceHeader
+from ..checks import CHECK_NAMES, Covered, covered_by, make_checks
+from ..report.report import ReportSinks
+from ..report.summary import Summary
+from ..report.takings import Takings
+from ..run.health import Health
+from ..run.settings import ReplaySettings
+from .incremental.executor import IntervalExecutor
+from .incremental.lane import Lane, open_lane
+from .stepwise import StepwiseExecutor
+
+if TYPE_CHECKING:
+    from .device.quiet import QuietLane
+
+_log = logging.getLogger("kvcanary")
+
+
+def make_executor(
+    header: TraceHeader, settings: ReplaySettings, *, kv_hash_mode: KvHashMode, book: RequestBook, takings: Takings
+) -> StepwiseExecutor:
+    """Return the executor that the settings name, or the one that the definition is, where a check asks for that.
+
+    Raises:
+        MemoryError: its pools and tables find no room.
+    """
+    checks = make_checks(settings.checks, header=header, book=book, backend=settings.backend)
+    uncovered = [name for name, ways in covered_by(settings.checks).items() if ways < Covered.INCREMENTAL]
+    if uncovered and (settings.device != "cpu" or settings.executor != "stepwise"):
+        _log.info(
+            "replaying step by step on the CPU: %s does not say that it is covered otherwise", ", ".join(uncovered)
+        )
+    if settings.device != "cpu" and not uncovered:
+        from .device.executor import DeviceExecutor  # which needs torch
+
+        return DeviceExecutor(
+            header,
+            kv_hash_mode=kv_hash_mode,
+            backend=settings.backend,
+            book=book,
+            on_violations=takings.violations,
+            on_findings=takings.findings,
+            checks=checks,
+            device=settings.device,
+        )
+    kind = IntervalExecutor if settings.executor == "interval" and not uncovered else StepwiseExecutor
+    return kind(
+        header,
+        kv_hash_mode=kv_hash_mode,
+        backend=settings.backend,
+        book=book,
+        on_violations=takings.violations,
+        on_findings=takings.findings,
+        checks=checks,
+    )
+
+
+def make_lane(
+    executor: StepwiseExecutor,
+    settings: ReplaySettings,
+    *,
+    health: Health,
+    summary: Summary,
+    book: RequestBook,
+    request_ids: set[int],
+    sinks: ReportSinks,
+    compared: bool,
+) -> "Lane | QuietLane | None":
+    """Return the lane of an executor, None where it has none; `compared`: whether every forward is another rank's, too."""
+    if settings.device != "cpu":
+        from .device.quiet import open_quiet_lane
+
+        alone = not settings.checks and not compared and sinks.merging is None
+        return open_quiet_lane(executor, health, summary, request_ids, alone=alone)
+    return open_lane(
+        executor,
+        health,
+        summary,
+        book,
+        request_ids,
+        sinks.merging,
+        every_check=_passes_by(settings.checks) and not compared and settings.max_violations != 0,
+        backend=settings.backend,
+    )
+
+
+def _passes_by(checks: tuple[str, ...]) -> bool:
+    """Whether a lane may take events past the chosen checks; it stops where any of its own finds something."""
+    ways = covered_by(checks)
+    return set(CHECK_NAMES) <= set(ways) and min(ways.values()) is Covered.COMPILED

@@ -1,0 +1,1 @@
+"""What a replay found: violations, findings, and the summary."""

@@ -1,0 +1,1 @@
+"""From a trace to its verdict: one replay, event by event."""

@@ -1,0 +1,302 @@
+"""What a verdict speaks for: how much of each thing was watched, of how much, and why the rest was not.
+
+The one place that works it out, of what the header tells and of what the replay counted. Screen, summary, SQL and page
+show these rows. A row is not watched in full where fewer were watched than there are, or where nobody knows how many
+there are.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.constants import UNKNOWN_TOKEN
+from ...recorder.trace.batch import TraceBatch
+from ...recorder.trace.header import PoolGroup, Runner, TraceHeader
+from ...recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, INT_LISTS
+from ..checks import CHECK_NAMES
+
+Int64Array = npt.NDArray[np.int64]
+
+# What is counted of each runner's forwards with requests: all; those in which the recorder read the prefix bytes again;
+# in which it saw what the model handed to the cache, for every stream; in which it saw the lengths, and the slots, that
+# attention got; that came with truth tokens; their tokens; of these the unknown; those in which it saw which positions
+# every sliding group read.
+FIGURES: Final = (
+    *("forwards", "bytes_watched", "submitted", "attention_lens", "attention_slots", "with_truth", "tokens", "unknown"),
+    "windows",
+)
+_FORWARDS, _BYTES, _SUBMITTED, _LENS, _SLOTS, _TRUTH, _TOKENS, _UNKNOWN, _WINDOWS = range(len(FIGURES))
+
+RANKS: Final = "ranks"
+NOT_SAID: Final = "not said by this recording"
+_SAYS_ALL: Final = 3  # the minor version since which a header says what is not watched
+_PARTIAL_BYTES: Final = 16  # of a slot, that `--kv-hash partial` compares
+_MOST_NAMED: Final = 8
+_ITSELF: Final = frozenset({"pool", "runner", "graph", "other"})  # kinds whose names say what is meant
+_NAMED: Final = frozenset(
+    {"layers", "bytes", "bytes_watched", "submitted", "attention", "window", "truth", "columns"}
+)  # one of many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """How much of one thing was watched.
+
+    `what` says what kind of thing, `name` which one: a pool group, a runner, or the engine's own name for it. `total` is
+    None where nobody knows how many there are. `reason` says why the rest was not watched, and may be empty. `words` are
+    the screen's for what was not watched, without `name`; empty where everything was.
+    """
+
+    what: str
+    name: str
+    watched: int
+    total: int | None
+    reason: str = ""
+    words: str = ""
+
+    @property
+    def share(self) -> float | None:
+        """The part that was watched, 0 to 1; None where nobody knows how many there are."""
+        return None if not self.total else self.watched / self.total
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        names = ("what", "name", "watched", "total", "share", "reason", "words")
+        return {name: getattr(self, name) for name in names}
+
+
+def no_figures(header: TraceHeader) -> Int64Array:
+    """Return the counts of a trace that has not begun, `[runners, figures] int64`."""
+    return np.zeros((len(header.runners), len(FIGURES)), np.int64)
+
+
+def count_forwards(figures: Int64Array, batch: TraceBatch, rows: Int64Array, header: TraceHeader) -> None:
+    """Add the forwards with requests in rows `[n]` of a batch, in order, to `figures` `[runners, figures] int64`."""
+    rows = rows[_lengths(batch, "req_pool_indices", rows) > 0]
+    if not len(rows):
+        return
+    attention = batch.scalar_ints("attention_watched")[rows]
+    runners = batch.scalar_ints("runner")[rows]
+    every = range(len(header.runners))
+    streams = np.array([len(header.streams(runner)) for runner in every], np.int64)[runners]
+    sliding = np.array([len(_sliding(header, runner)) for runner in every], np.int64)[runners]
+    truth = _lengths(batch, "truth_lens", rows) if header.truth_table is not None else np.zeros(len(rows), np.int64)
+    columns = (
+        np.ones(len(rows), np.int64),
+        batch.scalar_ints("kv_watched")[rows] != 0,
+        (streams > 0) & (batch.scalar_ints("submitted_watched")[rows] >= streams),
+        (attention & ATTENTION_LENS) != 0,
+        (attention & ATTENTION_SLOTS) != 0,
+        truth > 0,
+        _lengths(batch, "input_ids", rows),
+        _unknown_tokens(batch, rows),
+        (sliding > 0) & (batch.scalar_ints("window_watched")[rows] >= sliding),
+    )
+    counted = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
+    np.add.at(figures, runners, counted)
+
+
+def _sliding(header: TraceHeader, runner: int) -> list[PoolGroup]:
+    return [group for group in header.groups if group.runner == runner and group.window]
+
+
+def _lengths(batch: TraceBatch, name: str, rows: Int64Array) -> Int64Array:
+    offsets = batch.offsets(name)
+    return offsets[rows + 1] - offsets[rows]
+
+
+def _unknown_tokens(batch: TraceBatch, rows: Int64Array) -> Int64Array:
+    values, offsets = batch.values("input_ids"), batch.offsets("input_ids")
+    if not bool((values[offsets[rows[0]] : offsets[rows[-1] + 1]] == UNKNOWN_TOKEN).any()):
+        return np.zeros(len(rows), np.int64)
+    counts = [np.count_nonzero(values[offsets[row] : offsets[row + 1]] == UNKNOWN_TOKEN) for row in rows.tolist()]
+    return np.array(counts, np.int64)
+
+
+def coverage(
+    header: TraceHeader,
+    figures: Int64Array,
+    *,
+    recorded: int,
+    judged: int,
+    entries_read: int,
+    unknown_entries: int,
+    settings: Mapping[str, Any],
+) -> list[Watched]:
+    """Return how much was watched, in the order in which a person should read it.
+
+    Args:
+        header: the trace's.
+        figures: what was counted of the forwards that were judged, `[runners, figures] int64`.
+        recorded: forwards in the trace, judged or not.
+        judged: forwards that were judged.
+        entries_read: slots of prefixes that the judged forwards and walks of the prefix cache read, each time counted.
+        unknown_entries: those of them of which nobody knows what they must hold.
+        settings: of the replay, as in `ReplaySettings.to_json`.
+    """
+    rows = [_forwards(judged, recorded), *_left_out(header)]
+    for group in header.groups:
+        rows += [_layers(group, header), _bytes(group, header, str(settings["kv_hash"]))]
+    for index, (runner, counted) in enumerate(zip(header.runners, figures.tolist(), strict=True)):
+        name = runner.name
+        if not counted[_FORWARDS] and judged:
+            rows.append(Watched(what="runner", name=name, watched=0, total=0, words=f"{name}: it ran no forward"))
+        if header.streams(index) and settings["kv_hash"] != "none":
+            rows.append(_of_forwards("bytes_watched", name, counted, _BYTES, "KV bytes of prefixes", _every(header)))
+            reason = _reason(header, "submitted", name) or "what the model handed to the cache was not given"
+            rows.append(
+                _of_forwards("submitted", name, counted, _SUBMITTED, "KV bytes on their way into the pool", reason)
+            )
+        rows.append(_attention(name, counted))
+        if _sliding(header, index):
+            reason = "the engine shows a block table, and not what attention reads of it"
+            rows.append(_of_forwards("window", name, counted, _WINDOWS, "which positions sliding layers read", reason))
+        rows += [*_truth(header, name, counted), _columns(runner)]
+    read = entries_read
+    words = f"{unknown_entries:,} of {read:,} slots read: nobody knows what they must hold" if unknown_entries else ""
+    rows.append(Watched(what="slots_read", name="", watched=read - unknown_entries, total=read, words=words))
+    tokens, unknown = (int(figures[:, figure].sum()) for figure in (_TOKENS, _UNKNOWN))
+    words = f"{unknown:,} of {tokens:,} input tokens, which are unknown" if unknown else ""
+    rows.append(Watched(what="tokens", name="", watched=tokens - unknown, total=tokens, words=words))
+    rows += [_ranks(header), _history(header), _checks(settings["checks"])]
+    return rows
+
+
+def not_watched(rows: Sequence[Watched]) -> list[str]:
+    """Return what was not watched, in the screen's words: once what several pool groups or runners have in common."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.words:
+            alike.setdefault((row.what, row.words), []).append(row.name)
+    of_kind = Counter(row.what for row in rows)
+    return [
+        words if of_kind[what] == len(names) or what not in _NAMED else f"{words} of {', '.join(names)}"
+        for (what, words), names in alike.items()
+    ]
+
+
+def _forwards(judged: int, recorded: int) -> Watched:
+    words = f"{recorded - judged:,} of {recorded:,} forwards, which were left out" if judged < recorded else ""
+    return Watched(what="forwards", name="", watched=judged, total=recorded, words=words)
+
+
+def _left_out(header: TraceHeader) -> list[Watched]:
+    """Return what the recorder says that it does not watch; what has a row of its own is there."""
+    groups = {group.name for group in header.groups}
+    runners = {runner.name for runner in header.runners}
+    rows = []
+    for entry in header.not_watched:
+        if entry.name in {"layers": groups, "bytes": groups, "submitted": runners}.get(entry.what, ()):
+            continue
+        words = entry.name if entry.what in _ITSELF else f"{entry.what} of {entry.name}"
+        rows.append(Watched(what=entry.what, name=entry.name, watched=0, total=None, reason=entry.reason, words=words))
+    if header.format_minor < _SAYS_ALL:
+        words = f"other pools, draft models, CUDA graphs ({NOT_SAID})"
+        rows.append(Watched(what="other", name="", watched=0, total=None, reason=NOT_SAID, words=words))
+    return rows
+
+
+def _reason(header: TraceHeader, what: str, name: str) -> str:
+    return next((e.reason for e in header.not_watched if (e.what, e.name) == (what, name)), "")
+
+
+def _layers(group: PoolGroup, header: TraceHeader) -> Watched:
+    watched = sorted({stream.layer for stream in group.streams})
+    total, reason, words = group.num_layers or None, _reason(header, "layers", group.name), ""
+    if total is None:
+        words = f"every layer but {_numbers(watched)}" if watched else "every layer"
+        reason = reason or f"how many there are is {NOT_SAID}"
+    elif not watched:
+        words = f"all {total:,} layers"
+    elif len(watched) < total:
+        rest = sorted(set(range(max(total, watched[-1] + 1))) - set(watched))
+        # A group's layers may be any of the model's, so that numbers past its own count say nothing of the rest.
+        words = f"layers {_numbers(rest)}" if watched[-1] < total else f"{total - len(watched):,} of {total:,} layers"
+    return Watched(what="layers", name=group.name, watched=len(watched), total=total, reason=reason, words=words)
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Return `0-3, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    named = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:_MOST_NAMED])
+    return f"{named} ..." if len(runs) > _MOST_NAMED else named
+
+
+def _bytes(group: PoolGroup, header: TraceHeader, kv_hash: str) -> Watched:
+    """Return how many bytes of a slot are compared, in the layers that are watched."""
+    reason = _reason(header, "bytes", group.name)
+    if not group.streams:
+        return Watched(what="bytes", name=group.name, watched=0, total=None, reason=reason, words="KV bytes")
+    most = {"none": 0, "partial": _PARTIAL_BYTES}.get(kv_hash)
+    compared = sum(s.capture_bytes if most is None else min(most, s.capture_bytes) for s in group.streams)
+    total = sum(stream.bytes_per_token for stream in group.streams)
+    captured = sum(stream.capture_bytes for stream in group.streams)
+    if compared < captured:
+        reason = f"replayed with --kv-hash {kv_hash}; {captured:,} bytes were captured"
+    words = ""
+    if compared < total:
+        words = f"{total - compared:,} of a slot's {total:,} bytes"
+        words += f" (--kv-hash {kv_hash})" if compared < captured else ""
+    return Watched(what="bytes", name=group.name, watched=compared, total=total, reason=reason, words=words)
+
+
+def _every(header: TraceHeader) -> str:
+    every = header.capture.kv_watch_every
+    return f"read again every {every:,} forwards" if every else "never read again"
+
+
+def _of_forwards(what: str, name: str, counted: Sequence[int], figure: int, thing: str, reason: str = "") -> Watched:
+    watched, total = counted[figure], counted[_FORWARDS]
+    words = ""
+    if watched < total:
+        words = thing if not watched else f"{thing} in {total - watched:,} of {total:,} forwards"
+    return Watched(what=what, name=name, watched=watched, total=total, reason=reason if words else "", words=words)
+
+
+def _attention(name: str, counted: Sequence[int]) -> Watched:
+    """Return in how many forwards it was seen what attention was given, lengths and slots; the screen names the less."""
+    figure = _LENS if counted[_LENS] < counted[_SLOTS] else _SLOTS
+    return _of_forwards("attention", name, counted, figure, "what attention was given")
+
+
+def _truth(header: TraceHeader, name: str, counted: Sequence[int]) -> list[Watched]:
+    reason = "no truth tokens recorded" if header.truth_table is None or not header.capture.truth_tokens else ""
+    return [_of_forwards("truth", name, counted, _TRUTH, "cached tokens against the request's own", reason)]
+
+
+def _columns(runner: Runner) -> Watched:
+    words = f"{', '.join(runner.derived)} (derived)" if runner.derived else ""
+    total = len(INT_LISTS)
+    return Watched(what="columns", name=runner.name, watched=total - len(runner.derived), total=total, words=words)
+
+
+def _ranks(header: TraceHeader) -> Watched:
+    ranks = header.ranks
+    total = max(1, ranks.tp_size) * max(1, ranks.pp_size) * max(1, ranks.dp_size)
+    words = f"the {total - 1:,} other ranks" if total > 2 else "the other rank" if total > 1 else ""
+    return Watched(what=RANKS, name="", watched=1, total=total, words=words)
+
+
+def _history(header: TraceHeader) -> Watched:
+    told = header.slot_history == "complete"
+    words = "" if told else "who held a slot (no slot history)"
+    return Watched(what="slot_history", name="", watched=int(told), total=1, words=words)
+
+
+def _checks(names: Sequence[str]) -> Watched:
+    left_out = [name for name in CHECK_NAMES if name not in names]
+    words = ""
+    if left_out:
+        words = "every history check" if len(left_out) == len(CHECK_NAMES) else f"the checks {', '.join(left_out)}"
+        words += " (--checks)"
+    total = len(CHECK_NAMES)
+    return Watched(what="checks", name="", watched=total - len(left_out), total=total, words=words)

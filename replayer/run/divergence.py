@@ -1,0 +1,122 @@
+"""How a sliding-window pool has diverged from the full one: the published canary's figures, forward by forward.
+
+`verify_full` and `verify_swa` add up the entries that verify plans held, `out_of_window_tokens` are positions of the
+batch's requests without a sliding-window slot, `full_idx_divergence` those whose sliding-window slot has another
+index. For a table that only sliding groups use, positions before the window are not recorded and not counted.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ...kernels.replay_pass.divergence import swa_divergence
+from ...recorder.state.forward import Forward
+from ...recorder.state.tables import StateTables
+from ...recorder.trace.header import TraceHeader
+from .planning import GroupStep
+
+DIVERGENCE_SCHEMA = pa.schema(
+    [
+        ("event", pa.int64()),
+        ("forward", pa.int64()),
+        ("runner", pa.int16()),
+        ("group", pa.int16()),
+        ("verify_full", pa.int64()),
+        ("verify_swa", pa.int64()),
+        ("out_of_window_tokens", pa.int64()),
+        ("full_idx_divergence", pa.int64()),
+    ]
+)
+_FIGURES = ("out_of_window_tokens", "full_idx_divergence")
+ROWS_AT_ONCE = 4096  # a table for each forward would cost more than the forward
+
+
+@dataclass(slots=True)
+class _Figure:
+    last: int = 0
+    largest: int = 0
+    total: int = 0
+
+    def add(self, value: int) -> None:
+        self.last = value
+        self.largest = max(self.largest, value)
+        self.total += value
+
+
+class Divergence:
+    """Keeps the figures of every sliding-window group; nothing at all where the trace has none."""
+
+    def __init__(self, header: TraceHeader, *, backend: str) -> None:
+        self._header = header
+        self._backend = backend
+        self._groups = [index for index, group in enumerate(header.groups) if group.lut >= 0]
+        self._verify = {"full": 0, "swa": 0}
+        self._figures = {index: {name: _Figure() for name in _FIGURES} for index in self._groups}
+        self._rows: list[tuple[int, ...]] = []
+        self.forwards = 0
+
+    def forward(self, forward: Forward, steps: list[GroupStep], tables: StateTables) -> None:
+        """Add a forward, its own slots in the tables already."""
+        if not self._groups or not len(forward.req_pool_indices):
+            return
+        counts = {step.pool.index: self._count(step, forward, tables) for step in steps if step.pool.group.lut >= 0}
+        reads = {step.pool.index: step.reads for step in steps}
+        self.add(forward.event, forward.forward, forward.runner, reads, counts)
+
+    def add(
+        self, event: int, forward: int, runner: int, reads: dict[int, int], counts: dict[int, tuple[int, int]]
+    ) -> None:
+        """Add a forward's figures: entries read in each group of its runner, and both counts of each sliding one."""
+        for index, count in reads.items():
+            self._verify[self._header.groups[index].kind] += count
+        self.forwards += 1
+        for index, found in counts.items():
+            for name, count in zip(_FIGURES, found, strict=True):
+                self._figures[index][name].add(count)
+            self._rows.append((event, forward, runner, index, self._verify["full"], self._verify["swa"], *found))
+
+    def take_table(self, *, at_least: int) -> pa.Table | None:
+        """Return the rows since the last call, None where there are fewer than `at_least`."""
+        if len(self._rows) < at_least:
+            return None
+        columns = zip(*self._rows, strict=True)
+        fields = zip(columns, DIVERGENCE_SCHEMA, strict=True)
+        table = pa.table([pa.array(c, type=f.type) for c, f in fields], schema=DIVERGENCE_SCHEMA)
+        self._rows = []
+        return table
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return the totals for the summary, None where the trace has no such group."""
+        if not self._groups:
+            return None
+        return {
+            "forwards": self.forwards,
+            "verify_full": self._verify["full"],
+            "verify_swa": self._verify["swa"],
+            "groups": {
+                self._header.groups[index].name: {
+                    name: {"last": figure.last, "largest": figure.largest, "total": figure.total}
+                    for name, figure in figures.items()
+                }
+                for index, figures in self._figures.items()
+            },
+        }
+
+    def _count(self, step: GroupStep, forward: Forward, tables: StateTables) -> tuple[int, int]:
+        group = step.pool.group
+        return swa_divergence(
+            rows=forward.req_pool_indices,
+            starts=self._starts(step, forward),
+            ends=forward.prefix_lens + np.maximum(forward.extend_lens, 0),
+            req_to_token=tables.req_to_token[group.table],
+            lut=tables.luts[group.lut],
+            backend=self._backend,
+        )
+
+    def _starts(self, step: GroupStep, forward: Forward) -> "np.ndarray[Any, np.dtype[np.int64]]":
+        group = step.pool.group
+        if any(other.table == group.table and not other.window for other in self._header.groups):
+            return np.zeros_like(forward.prefix_lens)
+        return np.maximum(forward.prefix_lens - group.window - 1, 0)

@@ -1,0 +1,380 @@
+"""What each kind of event does to the replay of one trace.
+
+This is the one place that knows the kinds. Whatever cannot be judged is counted and named; nothing is passed over in
+silence.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ...kernels.constants import KvHashMode, LaunchTag
+from ...recorder.state.forward import UnusableEventError, read_forward
+from ...recorder.state.keyframe_load import KeyframeLoader
+from ...recorder.state.kv_copies import apply_copies, forget_listed
+from ...recorder.state.machine import MachineState
+from ...recorder.state.pulse import Pulse
+from ...recorder.state.requests import RequestBook
+from ...recorder.trace.batch import CUT, LIVE
+from ...recorder.trace.reader import EventView, TraceBatch, TraceGap
+from ...recorder.trace.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_GOES_ON, SLOTS_LISTED
+from ..executors.executors import make_executor, make_lane
+from ..executors.incremental.lane import Lane
+from ..report.report import ReportSinks
+from ..report.summary import MAX_LISTED, Summary
+from ..report.takings import Takings
+from .coverage import count_forwards
+from .exchange import Exchange
+from .health import Health
+from .schedule import Schedule
+from .settings import ReplaySettings, StopReplayError
+from .sweep import read_sweep
+from .transfers import Transfers
+
+# Events that carry history for the checks and change no state here.
+_HISTORY_KINDS = frozenset({"alloc", "free", "evict", "status", "sample"})
+
+# Events that change what slots hold, and name them.
+_MOVING_KINDS = frozenset({"kv_copy", "transfer", "loss"})
+
+
+class EventReplay:
+    """The running replay of one trace: takes its events, fills its summary and its report."""
+
+    def __init__(
+        self,
+        summary: Summary,
+        settings: ReplaySettings,
+        sinks: ReportSinks,
+        *,
+        kv_hash_mode: KvHashMode,
+        exchange: Exchange | None,
+        schedule: Schedule | None = None,
+        all_there: bool = False,
+    ) -> None:
+        header = summary.header
+        self.bytes_read = 0
+        self._summary = summary
+        self._settings = settings
+        self._book = RequestBook()
+        self._request_ids: set[int] = set()
+        self._takings = Takings(summary, sinks, self._book, all_rows=settings.all_rows)
+        self._executor = make_executor(
+            header, settings, kv_hash_mode=kv_hash_mode, book=self._book, takings=self._takings
+        )
+        summary.settings["executor_ran"] = self._executor.name
+        self._transfers = Transfers(
+            header,
+            self._executor.pools,
+            trace=Path(summary.trace).name,
+            book=self._book,
+            exchange=exchange,
+            backend=settings.backend,
+        )
+        pulse = Pulse(len(header.runners))
+        self._health = Health(header, pulse)
+        state = MachineState(
+            header=header,
+            tables=self._executor.tables,
+            pools=self._executor.pools,
+            book=self._book,
+            pulse=pulse,
+            history=self._executor.history,
+        )
+        self._keyframes = KeyframeLoader(state, kv_hash_mode=kv_hash_mode)
+        # A keyframe is taken where the state before it is not known; else the replay's own is the same.
+        self._wants_keyframe = False
+        self._at_first = True
+        self._goes_on = self._frozen = False
+        self._trailing = 0  # gaps and losses by which a recording ends that was cut
+        self._schedule = schedule
+        self._all_there = all_there
+        self._on: dict[str, Callable[[EventView], None]] = {
+            "request": self._request,
+            "kv_copy": self._kv_copy,
+            "loss": self._loss,
+            "mark": self._mark,
+            "sweep": self._sweep,
+            "transfer": self._transfer,
+            "keyframe": self._keyframe,
+            "segment": self._segment,
+        }
+        self._lane = make_lane(
+            self._executor,
+            settings,
+            health=self._health,
+            summary=summary,
+            book=self._book,
+            request_ids=self._request_ids,
+            sinks=sinks,
+            compared=schedule is not None,
+        )
+        if header.segment is not None and header.segment.number:
+            self._wants_keyframe = True
+            summary.unknown_before = True  # until its keyframe says otherwise
+
+    def foresee(self, item: TraceBatch | TraceGap | None) -> None:
+        """Tell what `take` is given behind the next item; an executor that runs ahead makes use of it."""
+        self._executor.foresee(item if isinstance(item, TraceBatch) else None)
+
+    def prepare(self, batch: TraceBatch) -> None:
+        """Work out what `take` needs of a batch alone; for the thread that reads ahead of it."""
+        if isinstance(self._lane, Lane):
+            self._lane.prepare(batch)
+
+    def take(self, item: TraceBatch | TraceGap) -> None:
+        """Replay one batch of events, or note a gap."""
+        if isinstance(item, TraceGap):
+            self._summary.num_gaps += 1
+            self._trailing += bool(item.ends) or item.kind == "torn"
+            self._summary.being_recorded |= item.ends == LIVE
+            self._note(self._summary.gaps, item.cause)
+            self._takings.part()
+            if item.missing_events != 0:  # a damaged end mark, or a batch given twice, takes no event away
+                self._forget()
+                self._wants_keyframe, self._at_first = True, False
+            return
+        at = 0
+        while at < item.num_events:
+            at = self._through_requests(item, self._through_lane(item, at))
+            if at < item.num_events:
+                self._event(item.event(at))
+                at += 1
+        self.bytes_read = item.end_byte
+
+    def _through_lane(self, batch: TraceBatch, at: int) -> int:
+        """Take a batch's events from row `at` on as far as they are ordinary; return the row of the first that is not."""
+        if self._lane is None or self._keyframes.loading or (self._at_first and self._wants_keyframe):
+            return at
+        reached = self._lane.run(batch, at)
+        if reached > at:
+            self._goes_on = self._at_first = False
+            self._trailing = 0
+            self._takings.divergence(self._executor.divergence)
+        return reached
+
+    def _through_requests(self, batch: TraceBatch, at: int) -> int:
+        """Take the requests that a keyframe names, of which there may be thousands; return the row of what comes next."""
+        if not self._keyframes.loading or at == batch.num_events:
+            return at
+        reached = self._keyframes.take_requests(batch, at)
+        if reached > at:
+            summary, times = self._summary, batch.scalar_ints("time_ns")[at:reached]
+            summary.events["keyframe"] = summary.events.get("keyframe", 0) + reached - at
+            summary.first_time_ns = summary.first_time_ns or next((int(t) for t in times if t), 0)
+            summary.last_time_ns = max(summary.last_time_ns, int(times.max()))
+        return reached
+
+    @property
+    def request_ids(self) -> frozenset[int]:
+        """The requests that forwards and events named."""
+        return frozenset(self._request_ids)
+
+    def leaves_nothing(self) -> bool:
+        """Whether the last event says that a segment follows, and nothing was left unjudged or unlaunched before it."""
+        executor = self._executor
+        missing = self._health.missing(executor.launcher.kernel_counters)
+        # Judged at the end, and there only by who has seen a forward.
+        silent = self._health.silent_runners()
+        pending = executor.panel is not None and executor.panel.pending()
+        return self._goes_on and not executor.unknown_entries and not missing and not silent and not pending
+
+    def finish(self) -> None:
+        """Judge the trace's end, if it has one, and fold the counters into the summary."""
+        summary, executor = self._summary, self._executor
+        summary.goes_on = self._goes_on
+        summary.whole_before_end = self._trailing == summary.num_gaps + summary.num_losses
+        if self._goes_on and self._all_there and not self._frozen:
+            where = f"segment {summary.segments[-1]}" if summary.segments else "its end"
+            summary.cut_short = f"the recording goes on behind {where}, in a file that is not here"
+        if summary.complete and not summary.stopped and not self._goes_on:
+            executor.finish()
+            history = executor.history
+            # What was lost before the first segment given was lost all the same.
+            lost = summary.num_gaps or summary.num_losses or (history is not None and history.had_gap)
+            if not lost:
+                self._takings.findings(self._health.finish(executor.launcher.kernel_counters))
+        self._takings.flush(executor.divergence)
+        summary.requests = len(self._request_ids)
+        summary.slot_counters = _by_tag(executor.launcher.slot_counters)
+        summary.kernel_counters = _by_tag(executor.launcher.kernel_counters)
+        summary.verified = executor.verified
+        summary.written = executor.written
+        summary.unknown_entries = executor.unknown_entries
+        summary.entries_read = executor.entries_read
+        if executor.num_on_host is not None:
+            summary.settings["forwards_on_cpu"] = executor.num_on_host
+        summary.swa_divergence = executor.divergence.to_json()
+        summary.transfers_sent = self._transfers.sent
+        summary.transfers_received = self._transfers.received
+        summary.transfers_unmatched = self._transfers.unmatched
+
+    def _event(self, view: EventView) -> None:
+        summary, kind = self._summary, view.kind
+        self._goes_on = False
+        self._trailing = self._trailing + 1 if kind == "loss" and view.scalar("status") == CUT else 0
+        summary.events[kind] = summary.events.get(kind, 0) + 1
+        time_ns = int(view.scalar("time_ns"))
+        summary.first_time_ns = summary.first_time_ns or time_ns
+        summary.last_time_ns = max(summary.last_time_ns, time_ns)
+        before = summary.violations + summary.findings
+        if kind != "keyframe":
+            self._no_keyframe_under_way(view)
+        self._executor.begin(view)
+        try:
+            if kind == "forward":
+                self._forward(view)
+            else:
+                with self._executor.on_host(view):
+                    self._between_forwards(view)
+        except UnusableEventError as error:
+            summary.num_gaps += 1
+            self._note(
+                summary.gaps,
+                f"event {view.scalar('event')} ({kind}) contradicts itself: {error}; left out, and all that came "
+                "before it is taken for unknown",
+            )
+            self._wants_keyframe |= kind == "keyframe"  # the next one may be better
+            self._takings.part()
+            self._forget()
+        self._stop_if_asked(before, view)
+
+    def _no_keyframe_under_way(self, view: EventView) -> None:
+        """Believe nothing of a keyframe that has no end; where one is wanted first of all, say that there is none."""
+        missing = self._at_first and self._wants_keyframe
+        self._at_first = False
+        if missing or self._keyframes.loading:
+            self._summary.num_gaps += 1
+            what = (
+                "a keyframe without its end stands before" if self._keyframes.loading else "no keyframe stands before"
+            )
+            self._note(self._summary.gaps, f"{what} event {view.number}; all that came before it is taken for unknown")
+            self._forget()
+            self._wants_keyframe = True
+
+    def _between_forwards(self, view: EventView) -> None:
+        kind = view.kind
+        self._executor.check_event(view)
+        self._executor.tables.apply_changes(view)  # any event may carry what it was the first to see
+        if kind in self._on:
+            self._on[kind](view)
+            if kind in _MOVING_KINDS:
+                self._executor.moves_slots(view)
+        elif kind not in _HISTORY_KINDS:
+            self._not_judged(kind if kind in EVENT_KINDS else f"unknown kind {kind!r}")
+
+    def _not_judged(self, name: str) -> None:
+        self._summary.unjudged[name] = self._summary.unjudged.get(name, 0) + 1
+
+    def _forward(self, view: EventView) -> None:
+        summary = self._summary
+        forward = read_forward(view, summary.header)
+        self._takings.begin(forward)
+        self._executor.forward(forward, view)
+        self._takings.done()
+        summary.forwards += 1
+        summary.last_forward = forward.forward
+        summary.forwards_by_mode[forward.mode] = summary.forwards_by_mode.get(forward.mode, 0) + 1
+        summary.forwards_watched += forward.kv_watched
+        count_forwards(summary.figures, view.batch, np.array([view.index]), summary.header)
+        summary.tokens += forward.num_tokens
+        self._request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
+        self._takings.findings(self._health.forward(forward))
+        if self._schedule is not None:
+            self._takings.findings(self._schedule.forward(forward, self._book))
+        self._takings.divergence(self._executor.divergence)
+
+    def _sweep(self, view: EventView) -> None:
+        sweep = read_sweep(view, self._summary.header)
+        self._takings.begin(sweep)
+        self._executor.sweep(sweep, view)
+        self._takings.done()
+        self._health.sweep(sweep)
+
+    def _transfer(self, view: EventView) -> None:
+        self._takings.findings(self._transfers.event(view))
+
+    def _stop_if_asked(self, before: int, view: EventView) -> None:
+        summary = self._summary
+        if self._settings.fail_fast and summary.violations + summary.findings > before:
+            what = f"event, {view.number:,} ({view.kind})"
+            if view.kind == "forward":
+                what = f"forward, {int(view.scalar('forward')):,}"
+            raise StopReplayError(f"stopped at the first bad {what} (--fail-fast)")
+        if self._settings.max_violations is not None and summary.violations >= self._settings.max_violations:
+            raise StopReplayError(f"stopped after {summary.violations:,} violations (--max-violations)")
+
+    def _request(self, view: EventView) -> None:
+        request_id = int(view.scalar("request_id"))
+        self._request_ids.add(request_id)
+        self._book.learn(view)
+
+    def _kv_copy(self, view: EventView) -> None:
+        apply_copies(view, self._executor.pools)
+
+    def _loss(self, view: EventView) -> None:
+        summary = self._summary
+        lost = int(view.scalar("lost_events"))
+        summary.num_losses += 1
+        summary.lost_events += max(lost, 0)
+        self._note(summary.losses, str(view.scalar("note")) or f"{lost} events lost")
+        if view.scalar("status") != SLOTS_LISTED:
+            self._forget()
+            self._wants_keyframe = True
+            self._executor.tables.apply_changes(view)
+            return
+        forget_listed(view, self._executor.pools)
+
+    def _keyframe(self, view: EventView) -> None:
+        status = view.scalar("status")
+        if not status:
+            self._not_judged("keyframe")
+            self._executor.takes_state()  # the history checks forget what they knew
+            return
+        if status == KEYFRAME_BEGIN and self._wants_keyframe:
+            self._keyframes.untouched &= self._at_first
+            if not self._at_first:
+                self._executor.forget()
+            self._wants_keyframe = self._at_first = False
+            self._keyframes.take(view)
+            self._executor.loads_state()
+        elif self._keyframes.loading:
+            self._keyframes.take(view)
+            self._executor.loads_state()
+            if status == KEYFRAME_END:  # it is whole
+                self._summary.unknown_before = any(pool.any_unknown for pool in self._executor.pools)
+        if status == KEYFRAME_END:
+            self._health.resume()
+
+    def _segment(self, view: EventView) -> None:
+        self._goes_on = view.scalar("status") == SEGMENT_GOES_ON
+        self._frozen = view.scalar("note") == FROZEN
+
+    def _mark(self, view: EventView) -> None:
+        summary = self._summary
+        summary.num_marks += 1
+        if len(summary.marks) >= MAX_LISTED:
+            return
+        mark = {"event": int(view.scalar("event")), "note": str(view.scalar("note"))}
+        try:
+            labels = json.loads(str(view.scalar("labels")) or "{}")
+        except (ValueError, RecursionError):
+            labels = None
+        if not isinstance(labels, dict):
+            labels = {"text": str(view.scalar("labels"))}
+        summary.marks.append({**mark, "labels": labels})
+
+    def _forget(self) -> None:
+        self._keyframes.stop()
+        self._executor.forget()
+        self._health.forget()
+
+    def _note(self, notes: list[str], text: str) -> None:
+        if len(notes) < MAX_LISTED:
+            notes.append(text)
+
+
+def _by_tag(counters: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> dict[str, int]:
+    return {tag.name: int(counters[tag]) for tag in LaunchTag}

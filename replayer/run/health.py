@@ -1,0 +1,135 @@
+"""The health check: launches that should have run and did not.
+
+For each forward with requests, every half of every pool group of its runner must have had a HEAD and a TAIL endpoint: a verify and a write launch each.
+Where the trace says that the prefix cache is walked every so many forwards of the first runner, a stretch of twice as
+many without a walk is a stall. A runner that never ran although the first one decoded has lost its hooks.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.constants import LaunchTag
+from ...recorder.state.forward import Forward
+from ...recorder.state.pools import launch_tag
+from ...recorder.state.pulse import DECODING, Pulse
+from ...recorder.trace.header import TraceHeader
+from ..report.findings import Finding
+from .sweep import Sweep
+
+
+class Health:
+    """Counts what should have been launched."""
+
+    def __init__(self, header: TraceHeader, pulse: Pulse | None = None) -> None:
+        self._header = header
+        self._expected = np.zeros(len(LaunchTag), np.int64)
+        self._pulse = Pulse(len(header.runners)) if pulse is None else pulse
+        self._stalled = False
+        self._last: Forward | None = None
+
+    @property
+    def pulse(self) -> Pulse:
+        """What ran so far."""
+        return self._pulse
+
+    @property
+    def stall_limit(self) -> int:
+        """How many forwards of the first runner may go by without a walk; 0 for any number, or when a stall was told."""
+        return 0 if self._stalled else 2 * self._header.sweep_interval
+
+    def forward(self, forward: Forward) -> list[Finding]:
+        """Count a forward; return a finding when the sweeps have stalled."""
+        self._last = forward
+        if not len(forward.req_pool_indices):
+            return []
+        self._pulse.forward(forward)
+        self._expect(forward.runner, 1)
+        if forward.runner != 0:
+            return []
+        limit = 2 * self._header.sweep_interval
+        if not limit or self._stalled or self._pulse.since_sweep <= limit:
+            return []
+        self._stalled = True
+        return [
+            _finding(
+                forward,
+                f"no SWEEP launch in {self._pulse.since_sweep} forwards, the prefix cache should be walked every "
+                f"{self._header.sweep_interval}",
+            )
+        ]
+
+    def take_forwards(self, runner: int, modes: list[str], last: Forward) -> None:
+        """Count forwards with requests that were found in order, by their modes; `last` is the last one of any runner.
+
+        Whoever calls has moved `pulse.since_sweep` on.
+        """
+        self._last = last
+        self._pulse.ran[runner] += len(modes)
+        if runner == 0:
+            self._pulse.decoded |= not DECODING.isdisjoint(modes)
+        self._expect(runner, len(modes))
+
+    def _expect(self, runner: int, forwards: int) -> None:
+        for group in self._header.groups:
+            if group.runner == runner:
+                for half in group.halves:
+                    self._expected[launch_tag("HEAD", half, group.kind)] += 2 * forwards
+                    self._expected[launch_tag("TAIL", half, group.kind)] += 2 * forwards
+
+    def sweep(self, sweep: Sweep) -> None:
+        """Count a walk of the prefix cache."""
+        self._pulse.sweep(sweep.runner)
+        if sweep.runner == 0:
+            self._stalled = False
+
+    def resume(self) -> None:
+        """Go on from a pulse that was set: a stall that lasts was told before."""
+        limit = 2 * self._header.sweep_interval
+        self._stalled = 0 < limit < self._pulse.since_sweep
+
+    def finish(self, kernel_counters: npt.NDArray[np.int64]) -> list[Finding]:
+        """Return what was never or too seldom launched in a whole trace."""
+        if self._last is None:
+            return []
+        last = self._last
+        silent = [_finding(last, f"runner {name} has groups and never ran a forward") for name in self.silent_runners()]
+        return self.missing(kernel_counters) + silent
+
+    def silent_runners(self) -> list[str]:
+        """Return the runners that did not run so far although the first one decoded, and are said to be watched."""
+        if not self._pulse.decoded:
+            return []
+        unseen = {entry.name for entry in self._header.not_watched if entry.what in ("runner", "graph")}
+        runners = zip(self._header.runners, self._pulse.ran, strict=True)
+        return [runner.name for runner, ran in runners if not ran and runner.name not in unseen]
+
+    def missing(self, kernel_counters: npt.NDArray[np.int64]) -> list[Finding]:
+        """Return which launches there were too few of so far."""
+        if self._last is None:
+            return []
+        return [
+            _finding(self._last, f"{tag.name} was launched {kernel_counters[tag]} times, expected {expected}")
+            for tag, expected in zip(LaunchTag, self._expected.tolist(), strict=True)
+            if expected and kernel_counters[tag] != expected
+        ]
+
+    def forget(self) -> None:
+        """After a gap nobody knows how long ago the last walk was."""
+        self._pulse.forget()
+
+
+def _finding(forward: Forward, detail: str) -> Finding:
+    return Finding(
+        kind="launch_missing",
+        event=forward.event,
+        forward=forward.forward,
+        time_ns=forward.time_ns,
+        runner=forward.runner,
+        group=-1,
+        request_id=-1,
+        request="",
+        req_pool_idx=-1,
+        position=-1,
+        slot=-1,
+        detail=detail,
+    )

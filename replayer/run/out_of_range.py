@@ -1,0 +1,113 @@
+"""Findings for look-ups that no pool or table can answer.
+
+The canary's CUDA kernels clamp such a slot and its reference raises. Offline it is neither: the kernels count it, and
+this module, run only when they counted one, says which entry it was.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.constants import SLOT_OUT_OF_RANGE
+from ...kernels.ops.plan.reference import VerifyPlan, WritePlan
+from ...recorder.state.forward import Forward
+from ...recorder.state.pools import GroupPool
+from ...recorder.state.requests import RequestBook
+from ..report.findings import Finding, evidence
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def explain_plan(
+    plan: VerifyPlan, forward: Forward, pool: GroupPool, table_shape: tuple[int, ...], book: RequestBook
+) -> list[Finding]:
+    """Return a finding for each slot that a verify plan looks up and the pool does not have.
+
+    That is every entry's own slot, and the predecessor's where a window begins: any other predecessor is the entry
+    before, which speaks for itself.
+    """
+    count, bs = int(plan.num_valid[0]), len(forward.request_ids)
+    slots = plan.slots[:count]
+    starts = plan.request_offsets[:bs]
+    starts = starts[starts < plan.request_offsets[1 : bs + 1]]
+    prevs = plan.prev_slots[starts]
+    beyond_prevs = prevs >= pool.num_slots
+    beyond = np.flatnonzero((slots < 0) | (slots >= pool.num_slots))
+    looked_up = [
+        *((int(entry), int(slot), 1) for entry, slot in zip(starts[beyond_prevs], prevs[beyond_prevs], strict=True)),
+        *((int(entry), int(slots[entry]), 0) for entry in beyond),
+    ]
+    findings = []
+    for entry, slot, back in sorted(looked_up, key=lambda found: (found[0], -found[2])):
+        request = int(np.searchsorted(plan.request_offsets[1 : bs + 1], entry, side="right"))
+        row, position = int(forward.req_pool_indices[request]), int(plan.expected_positions[entry]) - back
+        what = "the slot before its window, " if back else ""
+        if slot != SLOT_OUT_OF_RANGE:
+            kind, detail = "slot_out_of_pool", f"reads {what}slot {slot}, the pool has {pool.num_slots}"
+        elif not 0 <= row < table_shape[0] or position >= table_shape[1]:
+            kind, detail = "entry_out_of_table", f"reads row {row}, position {position} of a table {list(table_shape)}"
+        else:
+            kind, detail = "swa_lut_out_of_range", f"reads {what}a slot beyond the full-to-SWA table"
+        findings.append(_finding(kind, detail, forward, pool, request, position, slot, book))
+    return findings
+
+
+def explain_writes(
+    slots: Int64Array, plan: WritePlan, forward: Forward, pool: GroupPool, book: RequestBook
+) -> list[Finding]:
+    """Return a finding for each written slot that the pool does not have."""
+    bs = len(forward.request_ids)
+    findings = []
+    for token in np.flatnonzero(slots[: int(plan.offsets[bs])] >= pool.num_slots):
+        request = int(np.searchsorted(plan.offsets[1 : bs + 1], token, side="right"))
+        slot, position = int(slots[token]), int(forward.positions[token])
+        if slot == SLOT_OUT_OF_RANGE:
+            kind, detail = "swa_lut_out_of_range", "writes a slot beyond the full-to-SWA table"
+        else:
+            kind, detail = "slot_out_of_pool", f"writes slot {slot}, the pool has {pool.num_slots}"
+        findings.append(_finding(kind, detail, forward, pool, request, position, slot, book))
+    return findings
+
+
+def beyond_table(forward: Forward, table_shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+    """Say for each request, `[bs] bool`, whether its row or a position of it is none of the block table's."""
+    rows, prefix = forward.req_pool_indices, forward.prefix_lens
+    ends = prefix + np.maximum(forward.extend_lens, 0)
+    beyond: npt.NDArray[np.bool_] = (rows < 0) | (rows >= table_shape[0]) | (prefix < 0) | (ends > table_shape[1])
+    return beyond & (rows != 0)
+
+
+def explain_requests(
+    forward: Forward, pool: GroupPool, table_shape: tuple[int, ...], book: RequestBook
+) -> list[Finding]:
+    """Return a finding for each request whose row or positions are none of the block table's."""
+    findings = []
+    for request in np.flatnonzero(beyond_table(forward, table_shape)):
+        prefix = int(forward.prefix_lens[request])
+        last = prefix + max(int(forward.extend_lens[request]), 0) - 1
+        detail = (
+            f"has row {int(forward.req_pool_indices[request])} and positions {prefix} to {last}, the table has "
+            f"{table_shape[0]} rows of {table_shape[1]}"
+        )
+        findings.append(_finding("entry_out_of_table", detail, forward, pool, int(request), last, -1, book))
+    return findings
+
+
+def _finding(
+    kind: str, detail: str, forward: Forward, pool: GroupPool, request: int, position: int, slot: int, book: RequestBook
+) -> Finding:
+    request_id = int(forward.request_ids[request])
+    return Finding(
+        kind=kind,
+        event=forward.event,
+        forward=forward.forward,
+        time_ns=forward.time_ns,
+        runner=forward.runner,
+        group=pool.index,
+        request_id=request_id,
+        request=book.name(request_id),
+        req_pool_idx=int(forward.req_pool_indices[request]),
+        position=position,
+        slot=slot if slot != SLOT_OUT_OF_RANGE else -1,
+        detail=detail,
+        evidence=evidence(forward.event),
+    )

@@ -1,0 +1,133 @@
+"""The plans of one forward: for each pool group what it reads and writes, sized to fit, the unjudgeable left out."""
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.arrays import record_words
+from ...kernels.constants import PADDING_SLOT, RECORD_TOKEN, UNKNOWN_TOKEN
+from ...kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
+from ...kernels.replay_pass.looks import ForwardLook
+from ...kernels.tokens import contradicting
+from ...recorder.state.forward import Forward
+from ...recorder.state.pools import GroupPool
+from ...recorder.state.tables import StateTables
+from ...recorder.state.write_planning import (
+    own_slots,
+    part_from_unknown,
+    part_from_unstored,
+    readable_prefixes,
+    which_unknown,
+)
+from ...recorder.trace.header import TraceHeader
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class GroupStep:
+    """One pool group's part of one forward: its plans and the slots it writes, `[T] int64` in the pool's numbering.
+
+    `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot;
+    `looked_beyond` says that something asked for a slot or a table entry that there is not; `reads` counts the prefix
+    entries that the forward reads, of which an interval replay plans those of `look` (None: all). `touched` `[n] int64`
+    are the slots that the forward writes, or in which it saw bytes change.
+    """
+
+    __slots__ = (
+        "look",
+        "looked_beyond",
+        "pool",
+        "reads",
+        "slots",
+        "touched",
+        "unknown_entries",
+        "verify_plan",
+        "write_plan",
+    )
+
+    def __init__(self, pool: GroupPool, slots: Int64Array, verify_plan: VerifyPlan, write_plan: WritePlan) -> None:
+        self.pool = pool
+        self.slots = slots
+        self.verify_plan = verify_plan
+        self.write_plan = write_plan
+        self.looked_beyond = False
+        self.unknown_entries = 0
+        self.reads = 0
+        self.look: ForwardLook | None = None
+        self.touched = slots
+
+
+class Planner:
+    """Plans forwards; the plans' memory is used again by the next forward."""
+
+    def __init__(self, header: TraceHeader, tables: StateTables, *, backend: str) -> None:
+        self._header = header
+        self._tables = tables
+        self._backend = backend
+        self._verify_plans = [VerifyPlan.allocate(capacity=1024, request_capacity=64) for _ in header.groups]
+        self._write_plans = [WritePlan.allocate(request_capacity=64) for _ in header.groups]
+        self._out_of_range = np.zeros(1, dtype=np.int64)
+
+    def plan(self, pool: GroupPool, forward: Forward) -> GroupStep:
+        """Return a group's plans; raise `UnusableEventError` where the forward asks for an absurd number of entries."""
+        group, tables = pool.group, self._tables
+        slots = own_slots(pool, forward, tables, backend=self._backend)
+        lut = tables.luts[group.lut] if group.lut >= 0 else None
+        bs = len(forward.req_pool_indices)
+        prefix_lens, entries = readable_prefixes(pool, forward, tables)
+        step = self._step(pool, slots, entries, bs)
+        plan(
+            req_pool_indices=forward.req_pool_indices,
+            prefix_lens=prefix_lens,
+            extend_lens=forward.extend_lens,
+            req_to_token=tables.req_to_token[group.table],
+            window=group.window,
+            full_to_swa=lut,
+            truth_tokens=tables.truth if forward.truth_lens is not None else None,
+            truth_lens=forward.truth_lens,
+            token_offset=self._header.runners[forward.runner].token_offset,
+            verify_plan=step.verify_plan,
+            write_plan=step.write_plan,
+            out_of_range=self._out_of_range,
+            backend=self._backend,
+        )
+        step.looked_beyond = bool(self._out_of_range[0])
+        step.reads = int(step.verify_plan.num_valid[0])
+        expect_stored_tokens(pool, step.verify_plan)
+        part_from_unstored(pool, step.write_plan, slots, bs)
+        if pool.any_unknown:
+            step.unknown_entries = int(leave_out_unknown(pool, step.verify_plan).sum())
+            part_from_unknown(pool, step.write_plan, bs)
+        return step
+
+    def _step(self, pool: GroupPool, slots: Int64Array, entries: int, bs: int) -> GroupStep:
+        """Return a step with room for so many entries and requests; nobody has asked for what there is not."""
+        index = pool.index
+        if entries > len(self._verify_plans[index].slots) or bs + 1 > len(self._verify_plans[index].request_offsets):
+            self._verify_plans[index] = VerifyPlan.allocate(capacity=2 * entries, request_capacity=2 * bs)
+        if bs > len(self._write_plans[index].seed_slots):
+            self._write_plans[index] = WritePlan.allocate(request_capacity=2 * bs)
+        self._out_of_range[0] = 0
+        return GroupStep(pool, slots, self._verify_plans[index], self._write_plans[index])
+
+
+def leave_out_unknown(pool: GroupPool, verify_plan: VerifyPlan) -> npt.NDArray[np.bool_]:
+    """Turn plan entries that stand on lost events into padding, which is never verified; return which, `[n] bool`."""
+    count = int(verify_plan.num_valid[0])
+    slots, prevs = verify_plan.slots[:count], verify_plan.prev_slots[:count]
+    hit = which_unknown(pool, slots)
+    slots[hit] = PADDING_SLOT
+    prevs[which_unknown(pool, prevs)] = PADDING_SLOT
+    return hit
+
+
+def expect_stored_tokens(pool: GroupPool, verify_plan: VerifyPlan) -> None:
+    """Expect of plan entries the very token that their slot holds, where that does not contradict the truth token.
+
+    A truth table has 32 bits of a token, a slot's record has 64, and an unknown one contradicts nothing.
+    """
+    count = int(verify_plan.num_valid[0])
+    slots, expected = verify_plan.slots[:count], verify_plan.expected_tokens[:count]
+    asked = np.flatnonzero((expected != UNKNOWN_TOKEN) & (slots > 0) & (slots < pool.num_slots))
+    stored = record_words(pool.pool.tail[pool.group.halves[0]], written=False)[slots[asked], RECORD_TOKEN]
+    agree = ~contradicting(expected[asked], stored)
+    expected[asked[agree]] = stored[agree]

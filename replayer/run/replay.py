@@ -1,0 +1,280 @@
+"""From traces to summaries: each trace's events in engine order, through the executor, into its report.
+
+Traces of a prefill and a decode engine are replayed together: what one sent is handed to the other.
+"""
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from ...recorder.errors import TraceError
+from ...recorder.process.endings import endings_deferred
+from ...recorder.state.pools import pool_bytes
+from ...recorder.trace.batch import TraceBatch, TraceGap
+from ...recorder.trace.recordings import recording_name
+from ..report.report import ReportSinks, write_summary
+from ..report.summary import Summary
+from .event_replay import EventReplay
+from .exchange import Exchange
+from .read_ahead import ReadAhead
+from .schedule import Schedule
+from .segment_stream import SegmentStream
+from .settings import Progress, ReplaySettings, StopReplayError, check_padding, resolve_kv_hash
+
+PREFILL, DECODE = "prefill", "decode"
+
+
+class ReplayRun:
+    """The replay of one recording, which may be taken a batch of events at a time; a context manager.
+
+    `summary` is filled on the way; `ended` says that nothing is left to replay.
+
+    Args:
+        trace: the trace file, or the segments of one recording in their order.
+        settings: how to replay.
+        report: the report directory, which must exist; None to write nothing.
+        exchange: where its transfers meet those of other traces; None for a trace on its own.
+        schedule: compares its forwards with those of another rank; None for nothing to compare.
+        all_there: whether the segments given are all that should be there, so that none may follow them.
+
+    Raises:
+        TraceError: the trace cannot be read at all, or not with these settings.
+    """
+
+    def __init__(
+        self,
+        trace: Path | Sequence[Path],
+        *,
+        settings: ReplaySettings,
+        report: Path | None,
+        exchange: Exchange | None = None,
+        schedule: Schedule | None = None,
+        all_there: bool = False,
+    ) -> None:
+        self._started = time.perf_counter()
+        self._report = report
+        self._busy = False
+        self.ended = False
+        paths = [trace] if isinstance(trace, Path) else list(trace)
+        name = str(paths[0]) if len(paths) == 1 else recording_name(paths)
+        with ExitStack() as stack:
+            self._reader = SegmentStream(paths)
+            header = self._reader.header
+            mode = resolve_kv_hash(settings.kv_hash, header)
+            check_padding(header)
+            self.summary = Summary(trace=name, header=header, settings=settings.to_json())
+            self.summary.settings["kv_hash"] = mode.name.lower()
+            merge = header if settings.merges_rows else None
+            sinks = stack.enter_context(ReportSinks(report, sliding=bool(header.lut_lens), merge=merge))
+            try:
+                self._events = EventReplay(
+                    self.summary,
+                    settings,
+                    sinks,
+                    kv_hash_mode=mode,
+                    exchange=exchange,
+                    schedule=schedule,
+                    all_there=all_there,
+                )
+            except MemoryError:
+                raise TraceError(
+                    f"{name}: its pools and tables need {pool_bytes(header) / 2**30:.1f} GiB, which this "
+                    "machine does not have; replay on a larger one"
+                ) from None
+            self._sinks = sinks
+            self._early = settings.fail_fast or settings.max_violations is not None
+            self._stream = self._opened()
+            stack.callback(lambda: self._stream.close())
+            self._foresees = settings.device != "cpu" and len(paths) == 1 and not self._early
+            self._ahead: list[TraceBatch | TraceGap | None] = []
+            self._resources = stack.pop_all()
+
+    def _opened(self) -> Generator[TraceBatch | TraceGap, None, None] | ReadAhead[TraceBatch | TraceGap]:
+        """Return what is left to read. How far an early end has read is told, so nothing is read ahead of one."""
+        stream = self._reader.stream()
+        return stream if self._early else ReadAhead(self._prepared(stream))
+
+    def _prepared(
+        self, stream: Generator[TraceBatch | TraceGap, None, None]
+    ) -> Generator[TraceBatch | TraceGap, None, None]:
+        with closing(stream):
+            for item in stream:
+                if isinstance(item, TraceBatch):
+                    self._events.prepare(item)
+                yield item
+                del item  # what is replayed must not be held here
+
+    def step(self) -> bool:
+        """Replay the next batch of events; False when nothing is left, or while a step is under way already."""
+        if self._busy or self.ended:
+            return False
+        self._busy = True
+        try:
+            item = self._ahead.pop() if self._ahead else next(self._stream, None)
+            if item is not None:
+                if self._foresees:
+                    self._ahead.append(next(self._stream, None))
+                    self._events.foresee(self._ahead[0])
+                self._events.take(item)
+                return True
+            self.summary.complete = self._reader.complete
+        except StopReplayError as stop:
+            self.summary.stopped = str(stop)
+        finally:
+            self._busy = False
+        self.ended = True
+        return False
+
+    def go_on(self, paths: Sequence[Path]) -> None:
+        """Replay the segments that follow too, after those given have ended."""
+        if self.summary.stopped:
+            return
+        self._stream.close()
+        self._reader.extend(paths)
+        self._stream = self._opened()
+        self._foresees = False
+        self.ended = False
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether all was clean and whole so far, so that whoever replays what follows need not know of this."""
+        summary = self.summary
+        odd = (summary.violations, summary.findings, summary.num_gaps, summary.num_losses, summary.unjudged)
+        return not any(odd) and not summary.stopped
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether the segments replayed were ordinary to their very end, and say that others follow."""
+        summary, events = self.summary, self._events
+        return self.is_ordinary and summary.complete and not summary.unknown_before and events.leaves_nothing()
+
+    @property
+    def request_ids(self) -> frozenset[int]:
+        """The requests that were met."""
+        return self._events.request_ids
+
+    def interrupt(self) -> None:
+        """End the replay here, at the user's wish."""
+        if not self.ended:
+            self.summary.stopped = f"interrupted after {self.summary.forwards:,} forwards"
+            self.ended = True
+
+    def progress(self) -> Progress:
+        """Return how far the replay has come."""
+        return Progress(
+            bytes_read=min(self._reader.bytes_done + self._events.bytes_read, self._reader.size_bytes),
+            bytes_total=self._reader.size_bytes,
+            forwards=self.summary.forwards,
+            tokens=self.summary.tokens,
+            violations=self.summary.violations,
+        )
+
+    def finish(self) -> Summary:
+        """Judge the end, write the report's files, and return the summary; a signal that comes meanwhile waits.
+
+        Raises:
+            KeyboardInterrupt: one came, and the replay had not been interrupted before; the report is whole.
+        """
+        try:
+            with endings_deferred():
+                if self.summary.header.segment is not None:
+                    self.summary.segments = list(self._reader.numbers)
+                self._events.finish()
+                self._sinks.close()
+                self.summary.seconds = time.perf_counter() - self._started
+                if self._report:
+                    self.summary.report = str(self._report)
+                    write_summary(self.summary, self._report)
+        except KeyboardInterrupt:
+            if not self.summary.stopped.startswith("interrupted"):
+                raise
+        return self.summary
+
+    def __enter__(self) -> "ReplayRun":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+
+
+def replay(
+    trace: Path,
+    *,
+    settings: ReplaySettings,
+    report: Path | None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> Summary:
+    """Replay one trace.
+
+    Args:
+        trace: the trace file.
+        settings: how to replay.
+        report: the report directory, which must exist; None to write nothing.
+        on_progress: called after every batch of events.
+
+    Returns:
+        The summary, also where the trace is torn, lossy, or the replay was interrupted by Ctrl-C.
+
+    Raises:
+        TraceError: the trace cannot be read at all, or not with these settings.
+    """
+    with ReplayRun(trace, settings=settings, report=report) as run:
+        _run_all([run], on_progress)
+        return run.finish()
+
+
+def replay_joined(
+    traces: Sequence[Path | Sequence[Path]],
+    *,
+    settings: ReplaySettings,
+    reports: Sequence[Path | None],
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    schedules: Sequence[Schedule | None] = (),
+    all_there: bool = False,
+) -> list[Summary]:
+    """Replay traces of prefill and decode engines together; transfers meet by room.
+
+    Args:
+        traces: the trace files, or segments of one recording each, of any number of engines on either side.
+        settings: how to replay.
+        reports: a report directory each, or None.
+        on_progress: called after every batch of events, of whichever trace.
+        schedules: what compares each one's forwards with another rank's; nothing where left out.
+        all_there: whether the segments given are all that should be there.
+
+    Returns:
+        A summary each, in the same order.
+
+    Raises:
+        TraceError: a trace cannot be read at all, or not with these settings.
+    """
+    exchange = Exchange()
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(
+                ReplayRun(
+                    trace, settings=settings, report=report, exchange=exchange, schedule=schedule, all_there=all_there
+                )
+            )
+            for trace, report, schedule in zip(traces, reports, schedules or [None] * len(traces), strict=True)
+        ]
+        exchange.senders = [run.step for run in runs]
+        receivers = [run for run in runs if run.summary.header.role != PREFILL]
+        exchange.wanted = lambda: len(runs) > 1 and not all(run.ended for run in receivers)
+        # The receiving side leads: it lets the others go on as far as it needs them.
+        _run_all(sorted(runs, key=lambda run: run.summary.header.role != DECODE), on_progress)
+        return [run.finish() for run in runs]
+
+
+def _run_all(runs: Sequence[ReplayRun], on_progress: Callable[[Progress], None]) -> None:
+    try:
+        for run in runs:
+            while run.step():
+                on_progress(run.progress())
+    except KeyboardInterrupt:
+        for run in runs:
+            run.interrupt()
+
+
+__all__ = ["DECODE", "PREFILL", "Progress", "ReplayRun", "ReplaySettings", "replay", "replay_joined"]

@@ -1,0 +1,185 @@
+"""What the ranks of one engine were told to run must be the same on each: forward by forward, field by field.
+
+Tensor-parallel ranks run the same requests at the same positions in the same slots. Of each forward a digest a field is
+kept of the first rank replayed; the others are held against it as they are replayed.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...recorder.state.forward import Forward
+from ...recorder.state.requests import RequestBook
+from ...recorder.trace.header import TraceHeader
+from ..report.findings import Finding, evidence
+
+Int64Array = npt.NDArray[np.int64]
+
+FIELDS: Final = (
+    "mode",
+    "req_pool_indices",
+    "request_ids",
+    "prefix_lens",
+    "extend_lens",
+    "positions",
+    "out_cache_loc",
+    "input_ids",
+)
+_PAGE: Final = 64
+
+
+class ScheduleLog:
+    """The digests of one rank's forwards, in pages of `[64, 8] uint64` by the forward's number, 0 where there is none.
+
+    `name` is how findings call the rank; a forward takes 64 bytes. `requests` holds the ids of all that it ran.
+    """
+
+    def __init__(self, name: str, header: TraceHeader) -> None:
+        self.name = name
+        self.plain = header.tokens == "plain"
+        self.requests: set[int] = set()
+        self._pages: dict[int, npt.NDArray[np.uint64]] = {}
+
+    def note(self, forward: Forward) -> None:
+        """Keep a forward's digests."""
+        page, row = divmod(forward.forward, _PAGE)
+        if page not in self._pages:
+            self._pages[page] = np.zeros((_PAGE, len(FIELDS)), np.uint64)
+        self._pages[page][row] = digests(forward)
+        self.requests |= requests_of(forward)
+
+    def of(self, number: int) -> npt.NDArray[np.uint64] | None:
+        """Return the digests of a forward, None where this rank has none of that number."""
+        page, row = divmod(number, _PAGE)
+        if page not in self._pages or not self._pages[page][row].any():
+            return None
+        found: npt.NDArray[np.uint64] = self._pages[page][row]
+        return found
+
+
+class Schedule:
+    """One rank's part in the comparison: keeps its digests, or holds them against those of another rank.
+
+    `compared` and `differing` count forwards; the first that differs is a finding. `unrelated` says that the other is no
+    rank of this server: nothing was alike, and no request in common. Two servers of one kind that record into one
+    folder look like that, and are not compared.
+
+    Args:
+        log: where this rank's digests go; None to keep none.
+        other: the rank to compare with; None to compare with none.
+        values: gives the values that another rank's forward has in a field, for the finding's words.
+    """
+
+    def __init__(
+        self,
+        header: TraceHeader,
+        *,
+        log: ScheduleLog | None = None,
+        other: ScheduleLog | None = None,
+        values: Callable[[int, str], Int64Array | str | None] | None = None,
+    ) -> None:
+        self.compared = 0
+        self.differing = 0
+        self.unrelated = False
+        self._alike = False  # whether a forward with requests was the same on both
+        self.log = log
+        self.other = other
+        self._plain = header.tokens == "plain"
+        self._values = values
+
+    def forward(self, forward: Forward, book: RequestBook) -> list[Finding]:
+        """Take a forward; return a finding where it is the first that is not the other rank's."""
+        if self.log is not None:
+            self.log.note(forward)
+        theirs = self.other.of(forward.forward) if self.other is not None else None
+        if self.other is None or theirs is None or self.unrelated:
+            return []
+        differs = digests(forward) != theirs
+        if not (self._plain and self.other.plain):  # each process salts its own hashes
+            differs[FIELDS.index("input_ids")] = False
+        mine = requests_of(forward)
+        if not differs.any():
+            self.compared += 1
+            self._alike |= bool(mine)
+            return []
+        if not self._alike and not self.differing and mine.isdisjoint(self.other.requests):
+            self.unrelated = bool(mine)  # before the first request nobody can tell
+            self.compared = 0
+            return []
+        self.compared += 1
+        self.differing += 1
+        if self.differing > 1:
+            return []
+        return [self._finding(forward, [FIELDS[i] for i in np.flatnonzero(differs)], self.other.name, book)]
+
+    def _finding(self, forward: Forward, fields: list[str], other: str, book: RequestBook) -> Finding:
+        detail = f"is not what {other} ran as forward {forward.forward}: {', '.join(fields)} differ"
+        theirs = self._values(forward.forward, fields[0]) if self._values is not None else None
+        mine = field_values(forward, fields[0])
+        request, position, slot = -1, -1, -1
+        if isinstance(theirs, str) and isinstance(mine, str):
+            detail += f"; {fields[0]} is {mine} here, {theirs} there"
+        elif isinstance(theirs, np.ndarray) and isinstance(mine, np.ndarray):
+            if len(theirs) != len(mine):
+                detail += f"; {fields[0]} has {len(mine)} values here, {len(theirs)} there"
+            elif (theirs != mine).any():
+                at = int(np.flatnonzero(theirs != mine)[0])
+                detail += f"; {fields[0]}[{at}] is {mine[at]} here, {theirs[at]} there"
+                request, position, slot = _whose(forward, fields[0], at)
+        request_id = int(forward.request_ids[request]) if request >= 0 else -1
+        return Finding(
+            kind="ranks_disagree",
+            event=forward.event,
+            forward=forward.forward,
+            time_ns=forward.time_ns,
+            runner=forward.runner,
+            group=-1,
+            request_id=request_id,
+            request=book.name(request_id),
+            req_pool_idx=int(forward.req_pool_indices[request]) if request >= 0 else -1,
+            position=position,
+            slot=slot,
+            detail=detail,
+            evidence=evidence(forward.event),
+        )
+
+
+def requests_of(forward: Forward) -> set[int]:
+    """Return the ids of a forward's requests, without its padding."""
+    return set(forward.request_ids[forward.req_pool_indices != 0].tolist())
+
+
+def digests(forward: Forward) -> npt.NDArray[np.uint64]:
+    """Return a digest of each field of a forward, `[8] uint64`."""
+    found = np.empty(len(FIELDS), np.uint64)
+    for place, name in enumerate(FIELDS):
+        value = field_values(forward, name)
+        data = value.encode() if isinstance(value, str) else np.ascontiguousarray(value).tobytes()
+        found[place] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") | 1
+    return found
+
+
+def field_values(forward: Forward, name: str) -> Int64Array | str:
+    """Return a field of a forward as it is compared."""
+    if name == "mode":
+        return f"{forward.mode} (runner {forward.runner})"
+    if name == "out_cache_loc":
+        slots = forward.out_cache_loc
+        return np.concatenate(slots) if slots else np.empty(0, np.int64)
+    value: Int64Array = getattr(forward, name)
+    return value
+
+
+def _whose(forward: Forward, name: str, at: int) -> tuple[int, int, int]:
+    """Return which request, position and slot entry `at` of a field belongs to, -1 for none."""
+    bs = len(forward.request_ids)
+    if name in ("req_pool_indices", "request_ids", "prefix_lens", "extend_lens"):
+        return at, int(forward.prefix_lens[at]), -1
+    token = at % max(forward.num_tokens, 1)
+    ends = np.cumsum(np.where(forward.req_pool_indices == 0, 0, np.maximum(forward.extend_lens, 0)))
+    request = int(np.searchsorted(ends, token, side="right"))
+    slot = int(forward.out_cache_loc[0][token]) if forward.out_cache_loc else -1
+    return (request if request < bs else -1), int(forward.positions[token]), slot

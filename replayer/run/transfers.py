@@ -1,0 +1,180 @@
+"""Transfers between a prefill and a decode engine: what was sent, what landed, and which side went wrong.
+
+A sender's slots are looked at when the transfer begins and again when it ends; what they held then travels to the
+receiver's replay through the exchange, canary records and bytes. The receiver's bytes are those that it saw land, so
+that a decode forward's TAIL verify compares them with what the prefill side wrote.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.constants import KvHashMode
+from ...kernels.ops.hash.kv_source import fold_kv
+from ...recorder.state.kv_changes import KvChanges
+from ...recorder.state.pools import RECORD_BYTES, GroupPool
+from ...recorder.state.requests import RequestBook
+from ...recorder.state.transfer import Transfer, read_transfer
+from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.reader import EventView
+from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SEND
+from ..report.findings import Finding
+from .exchange import Exchange, Parcel
+
+Int64Array = npt.NDArray[np.int64]
+ByteArray = npt.NDArray[np.uint8]
+_KV_HASH_WORD = RECORD_BYTES // 8 - 1
+
+
+class Transfers:
+    """Judges one trace's transfers and hands them to, or takes them from, the traces replayed with it.
+
+    `unmatched` counts transfers whose other side is in no trace of this replay: their slots are left unjudged. So are
+    those of a receive without a room, a health check's: nobody has sent it.
+    """
+
+    def __init__(
+        self,
+        header: TraceHeader,
+        pools: list[GroupPool],
+        *,
+        trace: str,
+        book: RequestBook,
+        exchange: Exchange | None,
+        backend: str,
+    ) -> None:
+        self.sent = 0
+        self.received = 0
+        self.unmatched = 0
+        self._header = header
+        self._pools = pools
+        self._trace = trace
+        self._book = book
+        self._exchange = exchange
+        self._backend = backend
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Carry out a transfer event; raise `UnusableEventError` if it contradicts itself."""
+        transfer = read_transfer(view, self._pools)
+        if transfer is None:
+            return []
+        if transfer.direction == SEND:
+            return self._send(transfer, KvChanges(view, self._header, transfer.pool.group.runner))
+        return self._receive(transfer) if transfer.status == "end" else []
+
+    def _send(self, transfer: Transfer, changes: KvChanges) -> list[Finding]:
+        for phase in (PHASE_BEFORE, PHASE_AFTER):
+            changes.apply(phase, self._pools, backend=self._backend)
+        key = (transfer.room, transfer.pool.group.name, transfer.start_position)
+        if transfer.status == "failed":
+            if self._exchange is not None:
+                self._exchange.withdraw(key)
+            return []
+        if transfer.status == "end":
+            self.sent += 1
+            changed = np.flatnonzero(np.isin(transfer.slots, changes.slots))
+            return self._found("transfer_source_changed", transfer, changed, "changed while they were being sent")
+        damaged = self._kv_hash_differs(transfer)
+        if self._exchange is not None:
+            self._exchange.send(key, self._parcel(transfer, damaged))
+        which = np.flatnonzero(damaged)
+        return self._found(
+            "transfer_source_damaged", transfer, which, "no longer held the bytes written when they were sent"
+        )
+
+    def _receive(self, transfer: Transfer) -> list[Finding]:
+        self.received += 1
+        pool, slots = transfer.pool, transfer.slots
+        key = (transfer.room, pool.group.name, transfer.start_position)
+        parcel = self._exchange.receive(key) if self._exchange is not None and transfer.room >= 0 else None
+        tier = pool.pool
+        transfer.land()
+        if parcel is None or not _fits(parcel, pool):
+            self.unmatched += transfer.room >= 0  # without a room nobody has sent it
+            pool.forget(slots)
+            return []
+        count = min(len(slots), len(parcel.slots))
+        here = slots[:count]
+        for mine, theirs in ((tier.head, parcel.head), (tier.tail, parcel.tail)):
+            for half, records in mine.items():
+                records[here] = theirs[half][:count]
+        pool.learn(slots)
+        if parcel.unknown.any():
+            pool.forget(here[parcel.unknown[:count]])
+        return self._compare(transfer, parcel, count)
+
+    def _compare(self, transfer: Transfer, parcel: Parcel, count: int) -> list[Finding]:
+        """Say which side went wrong, if one did."""
+        if count != len(transfer.slots) or count != len(parcel.slots):
+            detail = f"received {len(transfer.slots)} slots where {parcel.trace} sent {len(parcel.slots)}"
+            return [self._finding("transfer_differs", transfer, min(count, len(transfer.slots) - 1), detail)]
+        differs = np.zeros(count, np.bool_)
+        for theirs, mine in zip(parcel.kv, transfer.landed, strict=True):
+            differs |= (theirs != mine).any(axis=1)
+        findings = []
+        wrong = np.flatnonzero(differs & ~parcel.unknown)
+        if len(wrong):
+            first = int(wrong[0])
+            detail = (
+                f"{len(wrong)} of {count} slots hold other bytes than {parcel.trace} sent in event {parcel.event}, the "
+                f"first from its slot {int(parcel.slots[first])}: the transfer or the decode side went wrong"
+            )
+            findings.append(self._finding("transfer_differs", transfer, first, detail))
+        damaged = np.flatnonzero(parcel.damaged)
+        what = (
+            f"held other bytes than were written there when {parcel.trace} sent them in event {parcel.event}: the prefill "
+            "side went wrong"
+        )
+        return findings + self._found("transfer_source_damaged", transfer, damaged, what)
+
+    def _kv_hash_differs(self, transfer: Transfer) -> npt.NDArray[np.bool_]:
+        """Say for each slot sent, `[n] bool`, whether its bytes are not those that its TAIL record was written with."""
+        pool, slots = transfer.pool, transfer.slots
+        differs = np.zeros(len(slots), np.bool_)
+        if pool.kv_hash_mode is KvHashMode.NONE:
+            return differs
+        for half, sources in pool.sources.items():
+            now = np.empty(len(slots), np.int64)
+            fold_kv(sources=sources, mode=pool.kv_hash_mode, slots=slots, out=now, backend=self._backend)
+            differs |= pool.pool.tail[half][slots].view(np.int64)[:, _KV_HASH_WORD] != now
+        written = pool.pool.writers[slots, 0] > 0
+        return differs & written & ~pool.pool.unknown[slots] & (slots != 0)
+
+    def _parcel(self, transfer: Transfer, damaged: npt.NDArray[np.bool_]) -> Parcel:
+        tier, slots = transfer.pool.pool, transfer.slots
+        return Parcel(
+            trace=self._trace,
+            event=transfer.event,
+            slots=slots,
+            head={half: records[slots] for half, records in tier.head.items()},
+            tail={half: records[slots] for half, records in tier.tail.items()},
+            kv=[data[slots] for data in tier.kv],
+            unknown=tier.unknown[slots],
+            damaged=damaged,
+        )
+
+    def _found(self, kind: str, transfer: Transfer, which: npt.NDArray[np.intp], what: str) -> list[Finding]:
+        if not len(which):
+            return []
+        return [self._finding(kind, transfer, int(which[0]), f"{len(which)} of {len(transfer.slots)} slots {what}")]
+
+    def _finding(self, kind: str, transfer: Transfer, index: int, detail: str) -> Finding:
+        return Finding(
+            kind=kind,
+            event=transfer.event,
+            forward=transfer.forward,
+            time_ns=transfer.time_ns,
+            runner=transfer.pool.group.runner,
+            group=transfer.pool.index,
+            request_id=transfer.request_id,
+            request=self._book.name(transfer.request_id),
+            req_pool_idx=transfer.row,
+            position=transfer.start_position + index,
+            slot=int(transfer.slots[index]),
+            detail=f"room {transfer.room}: {detail}",
+        )
+
+
+def _fits(parcel: Parcel, pool: GroupPool) -> bool:
+    """Whether a parcel came from a pool of the same halves and captured bytes."""
+    widths = [stream.capture_bytes for stream in pool.group.streams]
+    return set(parcel.tail) == set(pool.group.halves) and [data.shape[1] for data in parcel.kv] == widths

@@ -1,0 +1,147 @@
+"""The replay of recordings that belong together: from their files to their reports and summaries."""
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...recorder.errors import TraceError
+from ...recorder.writing.private_files import ForeignFolderError
+from ..report.report import check_report_folder
+from ..report.summary import Summary
+from ..run.replay import replay_joined
+from ..run.segment_stream import SegmentStream
+from ..run.settings import Progress, ReplaySettings, resolve_kv_hash
+from .jobs import Job
+from .stretch_replay import Part, drop_parts, replay_stretch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTask:
+    """How to replay a group of a plan, whichever group it is.
+
+    `explicit` says that the user named the report's place; `all_there` that no segment may follow those given. `judged`
+    are called with each summary once it is judged; they may change it and its report, and return what to tell the user.
+    They are functions of modules, so that another process finds them.
+    """
+
+    settings: ReplaySettings
+    explicit: bool
+    all_there: bool
+    judged: tuple[Callable[[Summary], str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """What came of a group: a summary each, or the error that kept it from being judged; `notes` are for the user.
+
+    Of a stretch of a recording the `part`, until all of them are joined.
+    """
+
+    summaries: list[Summary] = field(default_factory=list)
+    error: str = ""
+    notes: list[str] = field(default_factory=list)
+    part: Part | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user ended it."""
+        return any(summary.stopped.startswith("interrupted") for summary in self.summaries)
+
+
+def replay_group(
+    jobs: Sequence[Job],
+    task: GroupTask,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_trouble: Callable[[], None] = lambda: None,
+) -> GroupResult:
+    """Replay the recordings of a group together, and write their reports.
+
+    `on_trouble` is called where a stretch of a recording turns out to be replayed to the recording's end.
+    """
+    notes: list[str] = []
+    part: Part | None = None
+    done: list[Summary] = []
+    try:
+        folders = []
+        for job in jobs:
+            # A trace that cannot be judged leaves no empty report behind.
+            resolve_kv_hash(task.settings.kv_hash, SegmentStream(job.recording.paths).header)
+            folders.append(_place(Path(job.recording.name), job.report, explicit=task.explicit, notes=notes))
+        try:
+            if jobs[0].stretch is None:
+                for folder in folders:
+                    drop_parts(folder)  # of a replay that was killed
+                done = replay_joined(
+                    [job.recording.paths for job in jobs],
+                    settings=task.settings,
+                    reports=folders,
+                    on_progress=on_progress,
+                    schedules=[job.schedule for job in jobs],
+                    all_there=task.all_there,
+                )
+            else:
+                part = replay_stretch(
+                    jobs[0].stretch,
+                    task.settings,
+                    folders[0],
+                    all_there=task.all_there,
+                    on_progress=on_progress,
+                    on_trouble=on_trouble,
+                )
+        except OSError as error:
+            raise TraceError(not_written(jobs, folders, error)) from None
+    except TraceError as error:
+        return GroupResult(error=str(error), notes=notes)
+    notes += judged_notes(done, task)
+    return GroupResult(summaries=done, notes=notes, part=part)
+
+
+def judged_notes(summaries: Sequence[Summary], task: GroupTask) -> list[str]:
+    """Let the task's functions judge each summary; return what they have to tell the user."""
+    return [note for summary in summaries for judge in task.judged if (note := judge(summary))]
+
+
+def not_written(jobs: Sequence[Job], folders: Sequence[Path | None], error: OSError) -> str:
+    """Say that the reports of jobs cannot be written, and what to do."""
+    return (
+        f"{', '.join(job.recording.name for job in jobs)}: the report in {', '.join(map(str, folders))} cannot be "
+        f"written ({error.strerror or error}); make room, name another folder with --report DIR, or use --no-report"
+    )
+
+
+def report_candidates(target: Path, *, explicit: bool) -> list[Path]:
+    """Return where a report may go, best first; one that the user has not named also to the working directory."""
+    return [target] if explicit else [target, Path.cwd() / target.name]
+
+
+def make_folder(folder: Path) -> None:
+    """Make a report directory where there is none; raise `OSError` where nothing can, or shall, be written to it."""
+    # Its files hold tokens and names of requests, as the trace does.
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_report_folder(folder)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _place(trace: Path, target: Path | None, *, explicit: bool, notes: list[str]) -> Path | None:
+    """Make the report directory; a default one that cannot be made beside the trace goes to the working directory."""
+    if target is None:
+        return None
+    candidates = report_candidates(target, explicit=explicit)
+    for folder in candidates:
+        try:
+            make_folder(folder)
+        except OSError as error:
+            failure = error
+            if isinstance(error, ForeignFolderError):
+                break  # what lies there is to be looked at, and not passed by
+            continue
+        if folder != target:
+            notes.append(f"{target} cannot be written ({failure.strerror}); the report goes to {folder}")
+        return folder
+    raise TraceError(
+        f"{trace}: the report directory {folder} cannot be written ({failure.strerror}); name another with "
+        "--report DIR, or use --no-report"
+    )

@@ -1,0 +1,115 @@
+"""What a worker process does: it replays the groups that it is given, one after another, until it is told to end."""
+
+import gc
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Final
+
+from ...recorder.process.endings import ignore_endings
+from ..run.schedule import ScheduleLog
+from ..run.settings import Progress
+from .group_replay import GroupResult, GroupTask, replay_group
+from .jobs import Job
+
+STOP: Final = "stop"  # the user wants an end: what is being replayed is judged as far as it came
+_PROGRESS_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """The worker has its libraries, and begins to replay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Troubled:
+    """What came up in a stretch is followed to the recording's end, so the stretches behind it are not needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """What a job's schedule has come to; `log` are the digests that other ranks are compared with."""
+
+    compared: int
+    differing: int
+    unrelated: bool
+    log: ScheduleLog | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A group's result, and for each of its jobs with a schedule what was compared."""
+
+    result: GroupResult
+    compared: list[Compared | None]
+
+
+def work(connection: Connection, threads: int) -> None:
+    """Replay what comes through `connection`, `(jobs, task)` each, with `threads` threads to read; None is the end."""
+    ignore_endings()
+    try:
+        failed = load(threads)
+        while (given := connection.recv()) is not None:
+            if given != STOP:
+                jobs, task = given
+                found = Done(result=GroupResult(error=failed), compared=[None] * len(jobs)) if failed else None
+                connection.send(found or _replay(jobs, task, connection))
+                gc.collect()  # its pools hang in a circle, and those of two do not fit everywhere
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone: nobody wants to know
+        return
+
+
+def load(threads: int | None = None) -> str:
+    """Load the libraries, of which pyarrow is to use so many threads; return what keeps them from being loaded, or ""."""
+    gc.disable()
+    try:
+        import numpy.ma  # noqa: F401  # which pyarrow asks for at its first array
+        import pyarrow as pa
+
+        from ...kernels.replay_pass.state import prepare
+
+        if threads is not None:
+            pa.set_cpu_count(threads)
+        prepare("cpu")
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:  # no memory, or no thread, left
+        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return (
+            f"the process that replays it cannot load its libraries ({cause}); replay it with fewer --jobs, or on a larger "
+            "machine"
+        )
+    gc.freeze()  # what libraries make stays until the end
+    gc.enable()
+    return ""
+
+
+def _replay(jobs: list[Job], task: GroupTask, connection: Connection) -> Done:
+    told = 0.0
+    connection.send(Begun())
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal told
+        if time.monotonic() >= told + _PROGRESS_SECONDS:
+            told = time.monotonic()
+            connection.send(progress)
+        while connection.poll():
+            if connection.recv() == STOP:
+                raise KeyboardInterrupt
+
+    try:
+        result = replay_group(jobs, task, on_progress, lambda: connection.send(Troubled()))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:  # noqa: BLE001  # one recording's trouble must not be the others'
+        from ...recorder.cli.program import unforeseen
+
+        result = GroupResult(error=unforeseen(error))
+    return Done(result=result, compared=[_compared(job) for job in jobs])
+
+
+def _compared(job: Job) -> Compared | None:
+    schedule = job.schedule
+    if schedule is None:
+        return None
+    return Compared(
+        compared=schedule.compared, differing=schedule.differing, unrelated=schedule.unrelated, log=schedule.log
+    )
