@@ -8,6 +8,11 @@ import numpy.typing as npt
 
 from .constants import RECORD_BYTES
 
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+ByteArray = npt.NDArray[np.uint8]
+BoolArray = npt.NDArray[np.bool_]
+
 
 def require(
     name: str,
