@@ -86,7 +86,7 @@ bench: $(VENV)/.tests
 
 # SGLang on the CPU with its own online canary and the recorder attached: what both find must be the same, row for row.
 # Then the kinds of requests and of pools that a healthy engine has, pairs of a prefill and a decode engine, and engines of
-# two ranks. Writes docs/conformance-sglang.md, -pairs.md and -ranks.md. A part of it: make conformance-sglang CONFORMANCE="--only llama --seeds 1 --no-write"
+# two ranks. Writes docs/results/conformance-sglang.md, -pairs.md and -ranks.md. A part of it: make conformance-sglang CONFORMANCE="--only llama --seeds 1 --no-write"
 conformance-sglang: $(SGLANG_VENV)/.ready
 	$(SGLANG_VENV)/bin/python tests/conformance/sglang/run.py $(CONFORMANCE)
 	$(SGLANG_VENV)/bin/python tests/conformance/sglang/request_kinds.py
@@ -100,7 +100,7 @@ $(SGLANG_VENV)/.ready: tests/conformance/sglang/install.sh tests/conformance/sgl
 	touch $@
 
 # vLLM on the CPU with the recorder attached: clean runs must replay clean with the same tokens, injected faults be found.
-# Writes docs/conformance-vllm.md. A part of it: make conformance-vllm CONFORMANCE="--only hybrid --seeds 1 --no-write"
+# Writes docs/results/conformance-vllm.md. A part of it: make conformance-vllm CONFORMANCE="--only hybrid --seeds 1 --no-write"
 conformance-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_VENV)/bin/python tests/conformance/vllm/run.py $(CONFORMANCE)
 

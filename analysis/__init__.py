@@ -1,6 +1,6 @@
 """SQL over traces and reports: the store, its views and macros, and the questions of triage.
 
-`open_report("trace.report")` and `open_traces("trace.arrow")` give a `Session`; see docs/sql.md.
+`open_report("trace.report")` and `open_traces("trace.arrow")` give a `Session`; see docs/reference/sql.md.
 """
 
 from typing import TYPE_CHECKING, Any

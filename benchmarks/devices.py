@@ -5,7 +5,7 @@
 Each GPU gets --each links to the trace (benchmarks/replay.py makes such traces). Timed are whole processes of
 `kvcanary-replay --devices ...`, stepwise, without the history checks, which are the CPU's work; in turn, medians. What
 they print must be the same, or no ratio is printed and the exit status is 2; it is 1 where the speed-up is below
---target times the number of GPUs. --markdown writes the section of docs/performance.md.
+--target times the number of GPUs. --markdown writes the section of docs/results/performance.md.
 """
 
 import argparse

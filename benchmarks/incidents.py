@@ -8,7 +8,7 @@ finds the incidents of its report, and compares the kind that is ranked first wi
 on seeds 1000 to 1029; --first-seed 0 are others. Every few seconds, at the end and on Ctrl-C the rows go to the output
 file, and the same command goes on from there; rows of another build are refused unless --force starts anew.
 
---write puts the table into docs/incidents.md. Exit status: 0 where the claims hold (the right kind first for 95 % of
+--write puts the table into docs/reference/incidents.md. Exit status: 0 where the claims hold (the right kind first for 95 % of
 detected faults, among the first three for 99 %, 1.2 incidents a fault at most, none in clean runs), 1 where they do not.
 Needs no DuckDB.
 """
@@ -39,7 +39,7 @@ from kvcanary.replayer.run.replay import replay, replay_joined
 from kvcanary.replayer.run.settings import ReplaySettings
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PAGE: Final = ROOT / "docs" / "incidents.md"
+PAGE: Final = ROOT / "docs" / "reference" / "incidents.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 TARGET_FIRST, TARGET_THREE, TARGET_INCIDENTS = 0.95, 0.99, 1.2
 SAVE_EVERY_S: Final = 15.0
@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("incidents-matrix.parquet"))
     parser.add_argument("--force", action="store_true", help="start anew where the rows are of another build")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/incidents.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reference/incidents.md")
     options = parser.parse_args()
     planned = [
         (fault, config, seed + options.first_seed)

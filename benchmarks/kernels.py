@@ -213,7 +213,7 @@ def order(row: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table that docs/performance.md holds."""
+    """The table that docs/results/performance.md holds."""
     lines = [
         (
             f"`python benchmarks/kernels.py`, one {result['device']}, {result['date']}; torch {result['torch']}, triton "
@@ -254,7 +254,7 @@ def main() -> int:
     """Run; 0 when all results were equal, 2 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON document at the end, and nothing else")
-    parser.add_argument("--markdown", action="store_true", help="write the table into docs/performance.md")
+    parser.add_argument("--markdown", action="store_true", help="write the table into docs/results/performance.md")
     parser.add_argument("--shape", type=int, default=None, help="only one of the shapes: 0, 1 or 2 (default: all)")
     parser.add_argument("--budget-ms", type=float, default=60.0, help="time for each figure (default 60)")
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-"""The sections of docs/performance.md: each stands between two marks, and one benchmark writes it."""
+"""The sections of docs/results/performance.md: each stands between two marks, and one benchmark writes it."""
 
 import os
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "performance.md"
 
 
 def write_section(name: str, text: str) -> None:

@@ -1,9 +1,9 @@
 """What the recorder costs a real SGLang on a GPU: the same engine with and without it, in alternation.
 
     python benchmarks/recorder_overhead.py                     # all shapes, three rounds, a table
-    python benchmarks/recorder_overhead.py --rounds 2 --write  # and docs/overhead.md
+    python benchmarks/recorder_overhead.py --rounds 2 --write  # and docs/results/overhead.md
     python benchmarks/recorder_overhead.py --json FILE         # keeps figures engine by engine
-    python benchmarks/recorder_overhead.py --from FILE --from FILE --write # docs/overhead.md from figures kept, no GPU
+    python benchmarks/recorder_overhead.py --from FILE --from FILE --write # docs/results/overhead.md from figures kept, no GPU
 
 It needs a CUDA GPU with 100 GB and an SGLang in whose environment kvcanary is installed. The model has the shape of
 Llama 3 8B and made-up weights. Decode is timed as the difference of two generations that start from the same cached
@@ -32,7 +32,7 @@ from typing import Any
 from recorder_overhead_page import page
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs" / "overhead.md"
+DOCUMENT = ROOT / "docs" / "results" / "overhead.md"
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

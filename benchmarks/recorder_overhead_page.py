@@ -1,4 +1,4 @@
-"""docs/overhead.md, from the figures that `recorder_overhead.py` takes."""
+"""docs/results/overhead.md, from the figures that `recorder_overhead.py` takes."""
 
 import statistics
 from collections.abc import Sequence

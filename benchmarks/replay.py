@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--cores", type=int, default=2, help="that a replay may use")
     parser.add_argument("--device", help="cuda or cuda:N: compare with the published kernels there instead")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--markdown", action="store_true", help="write the section of docs/performance.md")
+    parser.add_argument("--markdown", action="store_true", help="write the section of docs/results/performance.md")
     args = parser.parse_args()
     fractions = [float(text) for text in args.fractions.split(",")] + ([1.0] if args.full else [])
     missing = [name for name in ("torch", "triton", "sglang") if args.device and find_spec(name) is None]

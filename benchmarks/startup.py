@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5, help="of each command, after one that is not counted")
     parser.add_argument("--traces", type=Path, nargs="+", help="these instead of all in data/")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--markdown", action="store_true", help="write the section of docs/performance.md")
+    parser.add_argument("--markdown", action="store_true", help="write the section of docs/results/performance.md")
     args = parser.parse_args()
     begin = load()
     with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +156,7 @@ def table(commands: list[Timed]) -> str:
 
 
 def section(commands: list[Timed], runs: int, begin: float) -> str:
-    """Return the section of docs/performance.md: the helps, the slowest and the median trace, the rivals."""
+    """Return the section of docs/results/performance.md: the helps, the slowest and the median trace, the rivals."""
     replays = sorted((timed for timed in commands if timed.verdict), key=lambda timed: timed.seconds)
     others = [timed for timed in commands if not timed.verdict and timed.end]
     where = f"{today()}, {machine()}; load average {begin:.1f} before, {load():.1f} after"

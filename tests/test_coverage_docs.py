@@ -1,4 +1,4 @@
-"""docs/coverage.md: what it names is there, and no ability is without a proof."""
+"""docs/internals/coverage.md: what it names is there, and no ability is without a proof."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = (ROOT / "docs/coverage.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs/internals/coverage.md").read_text(encoding="utf-8")
 NAMED = sorted(set(re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md))(?:::(\w+))?`", TEXT)))
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]

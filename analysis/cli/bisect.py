@@ -26,7 +26,7 @@ MAX_SHOWN = 12
 _EXIT_CODES = """\b
 Exit codes: 0 the first bad version was found, 1 there is none between the ends (the first is bad, or the last is good),
 2 wrong usage or unreadable input, 125 several versions are left because others could not be judged.
-docs/bisect.md says more.
+docs/guide/bisect.md says more.
 """
 
 _SAVED_EPILOG = f"""\b

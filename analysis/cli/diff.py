@@ -46,7 +46,7 @@ Kinds of difference:
 \b
 Exit codes: 0 same (but for timing), 1 different, 2 wrong usage or an unreadable trace,
 125 not comparable (other models, vocabularies, token hashing, no request in common), or inconclusive: torn or lossy.
-docs/diff.md says what each kind means.
+docs/guide/diff.md says what each kind means.
 """
 
 

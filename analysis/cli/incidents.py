@@ -27,7 +27,7 @@ Examples:
       where the trace is no longer where it was replayed
 
 \b
-Exit codes: 0 shown (also where there is none), 2 wrong usage or an unreadable report. docs/incidents.md describes the
+Exit codes: 0 shown (also where there is none), 2 wrong usage or an unreadable report. docs/reference/incidents.md describes the
 kinds.
 """
 

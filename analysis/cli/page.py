@@ -22,7 +22,7 @@ Examples:
       where the trace is no longer where it was replayed
 
 \b
-Exit codes: 0 written, 2 wrong usage, an unreadable report, or the plot library is missing. docs/page.md describes it.
+Exit codes: 0 written, 2 wrong usage, an unreadable report, or the plot library is missing. docs/guide/page.md describes it.
 """
 
 

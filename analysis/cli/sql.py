@@ -34,7 +34,7 @@ Examples:
       write report.duckdb into the report, for speed and for other DuckDB clients
 
 \b
-Exit codes: 0 answered, 2 wrong usage, an unreadable file, or an SQL error. docs/sql.md describes every relation.
+Exit codes: 0 answered, 2 wrong usage, an unreadable file, or an SQL error. docs/reference/sql.md describes every relation.
 """
 
 

@@ -105,7 +105,7 @@ def pair_requests(connection: Any, settings: DiffSettings, *, hand_over: bool, w
     if hashed and known and not same:
         raise NotComparableError(
             "the tokens of both are hashed, and no prompt is the same: by different salts, it seems; record both with one "
-            "salt, see KVCANARY_TOKEN_SALT_FILE in docs/production.md"
+            "salt, see KVCANARY_TOKEN_SALT_FILE in docs/guide/production.md"
         )
     absent: tuple[str, ...] = ()
     if settings.requests:

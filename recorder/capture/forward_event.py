@@ -15,7 +15,7 @@ def forward_event(
     sampled_lens: Int64Array,
     gathered: Mapping[int, list[ByteArray]],
 ) -> TraceEvent:
-    """Return the event, its columns as `docs/trace-format.md` describes them.
+    """Return the event, its columns as `docs/reference/trace-format.md` describes them.
 
     Args:
         forward: what was told and found out about the forward.

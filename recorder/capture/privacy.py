@@ -98,7 +98,7 @@ class Privacy:
 
 
 def _kv_widths(event: TraceEvent, header: TraceHeader) -> dict[str, list[tuple[int, int]]]:
-    """Return for each column of KV bytes its runs of rows, `(capture_bytes, rows)`, as docs/trace-format.md lays them out."""
+    """Return for each column of KV bytes its runs of rows, `(capture_bytes, rows)`, as docs/reference/trace-format.md lays them out."""
     if not event.bytes:
         return {}
     of_runner = [stream.capture_bytes for _, stream in header.streams(int(event.scalars.get("runner", 0)))]

@@ -49,7 +49,7 @@ class Recorder(CapturedRecording):
         backend: what the recorder's kernels run on, "cpu" or "reference".
         privacy: hashes tokens and names before anything else sees them; None: they are recorded as they are.
         writer_options: passed to `TraceWriter`: `flush_bytes`, `flush_interval_ns`, `max_queued_bytes`,
-            `compression`, `overwrite`, and for segments and a flight recorder those of docs/segments.md.
+            `compression`, `overwrite`, and for segments and a flight recorder those of docs/guide/segments.md.
 
     Raises:
         ValueError: sources that do not fit the header, or options that make no sense.
@@ -344,7 +344,7 @@ class Recorder(CapturedRecording):
     def freeze(self, note: str = "") -> None:
         """Keep all that a flight recorder still has, and leave a mark that says why; the recording goes on.
 
-        Done by the writer's thread: what is told after this call may be in it too. See docs/segments.md.
+        Done by the writer's thread: what is told after this call may be in it too. See docs/guide/segments.md.
         """
         self._outbox.freeze(note)
 

@@ -55,7 +55,7 @@ def record_command(
 ) -> None:
     """Run COMMAND, an engine's server, with the recorder on, and say what was recorded when it ends.
 
-    The same as setting KVCANARY_TRACE and the other variables of docs/production.md, which the options are named after.
+    The same as setting KVCANARY_TRACE and the other variables of docs/guide/production.md, which the options are named after.
     """
     from ..process.environment import read_environment
 

@@ -118,7 +118,7 @@ _NO_PYTHON: Final = (
 _NO_ENGINE: Final = (
     "{} has neither SGLang nor vLLM, which find kvcanary by themselves. With transformers, call "
     "kvcanary.recorder.engines.transformers.attach_from_environment() before the first generate_batch; an engine of "
-    "your own: docs/recording-your-engine.md"
+    "your own: docs/guide/recording-your-engine.md"
 )
 _NO_START: Final = (
     "no process of the engine came so far that a recording begins, or its version lacks what is hooked: its log says "

@@ -1,7 +1,7 @@
 """Every setting of a recording as people give it: its name, unit, range, default and use.
 
 `KNOBS` is the one list of them: variables (`environment.py`), the TOML file, the options of `kvcanary record` and the
-table in docs/production.md are all made from it, or held against it by a test.
+table in docs/guide/production.md are all made from it, or held against it by a test.
 """
 
 import re

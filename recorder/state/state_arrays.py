@@ -1,7 +1,7 @@
 """The arrays of the machine's state, by the names under which a keyframe holds them.
 
 An array is seen as `[n, row_bytes] uint8`; a keyframe holds the rows that are not zero, or not what is said already.
-docs/trace-format.md lists the names.
+docs/reference/trace-format.md lists the names.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The CRC-32C of a batch: one canonical walk over first event number, event count and every column's values.
 
 The walk depends on values only, so it does not matter how a batch is compressed, aligned or sliced. It is the
-contract that `docs/trace-format.md` describes; changing it makes every trace of the past unreadable.
+contract that `docs/reference/trace-format.md` describes; changing it makes every trace of the past unreadable.
 """
 
 import struct

@@ -18,7 +18,7 @@ _LONGEST_NOTE: Final = 2000
 
 @dataclass(slots=True, kw_only=True)
 class TraceInspection:
-    """The findings of `inspect_trace`; `to_json` is stable and documented in docs/trace-format.md."""
+    """The findings of `inspect_trace`; `to_json` is stable and documented in docs/reference/trace-format.md."""
 
     path: str
     size_bytes: int

@@ -2,7 +2,7 @@
 
 Every list column holds plain int64 values (bytes are uint8), so the child array of a list column is the flat tensor
 that a kernel takes and its offsets are the prefix sums. Columns that an event kind does not use are empty lists or
-the defaults below. `docs/trace-format.md` describes each column for readers outside this project.
+the defaults below. `docs/reference/trace-format.md` describes each column for readers outside this project.
 """
 
 from typing import Final

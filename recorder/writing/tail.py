@@ -3,7 +3,7 @@
 Beside `trace.arrow` lie `trace.arrow.tail0` and `trace.arrow.tail1`. Each event is appended to one of them before the
 engine goes on: a write into the page cache, which no end of the process undoes. Once a file is long enough, and all that
 the other holds is in the trace, the other is emptied and takes what follows. So the two hold little more than what waits
-in the writer's queue, and have its bound. docs/trace-format.md describes them; `tail_reader` reads them.
+in the writer's queue, and have its bound. docs/reference/trace-format.md describes them; `tail_reader` reads them.
 """
 
 import contextlib

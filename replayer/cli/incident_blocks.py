@@ -1,4 +1,4 @@
-"""Incidents on a screen: a block each, from the rows that stand in a summary (docs/incidents.md has the columns)."""
+"""Incidents on a screen: a block each, from the rows that stand in a summary (docs/reference/incidents.md has the columns)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final

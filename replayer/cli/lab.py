@@ -29,7 +29,7 @@ Examples:
       one trace with one fault in it, and its ground truth as a mark event
   kvcanary lab matrix --seeds 20
       every fault, twenty seeds each, and 200 clean runs: what is detected, how soon, by what
-  kvcanary lab matrix --seeds 200 --jobs 2 -o matrix.parquet --markdown docs/fault-matrix.md
+  kvcanary lab matrix --seeds 200 --jobs 2 -o matrix.parquet --markdown docs/results/fault-matrix.md
       the long run; stop it with Ctrl-C, and the same command goes on
 """
 

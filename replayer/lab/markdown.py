@@ -1,4 +1,4 @@
-"""The matrix as a table: for the terminal, and as the page docs/fault-matrix.md."""
+"""The matrix as a table: for the terminal, and as the page docs/results/fault-matrix.md."""
 
 import datetime
 from typing import Final

@@ -26,7 +26,7 @@ _NOT_IN_JSON = frozenset({"header", "figures"})
 
 @dataclass(slots=True, kw_only=True)
 class Summary:
-    """A replay's result; `to_json` gives the layout of `summary.json`, described in docs/replay.md.
+    """A replay's result; `to_json` gives the layout of `summary.json`, described in docs/reference/replay.md.
 
     `figures` counts what was seen of each runner's forwards, see `coverage.FIGURES`; `whole_before_end` says that nothing is
     missing but, perhaps, what would come behind the last event; `being_recorded` that more is being written there.
@@ -82,7 +82,7 @@ class Summary:
     findings: int = 0
     findings_by_kind: dict[str, int] = field(default_factory=dict)
     first_finding: dict[str, Any] | None = None
-    # None until somebody has looked for them; rows as docs/incidents.md describes them, at most 100
+    # None until somebody has looked for them; rows as docs/reference/incidents.md describes them, at most 100
     num_incidents: int | None = None
     incidents: list[dict[str, Any]] = field(default_factory=list)
     marks: list[dict[str, Any]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""docs/sql.md and the example beside it: every statement runs, every relation and macro has its line."""
+"""docs/reference/sql.md and the example beside it: every statement runs, every relation and macro has its line."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ from kvcanary.analysis import open_report
 from kvcanary.analysis.store.library import BASE, DERIVED
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "sql.md").read_text()
+TEXT = (DOCS / "reference" / "sql.md").read_text()
 STATEMENTS = [
     statement.strip()
     for block in re.findall(r"```sql\n(.*?)```", TEXT, re.DOTALL)
@@ -63,7 +63,9 @@ def test_python_from_the_docs(report, monkeypatch, capsys):
 
 
 def test_the_notebook_runs():
-    done = subprocess.run([sys.executable, DOCS / "analysis_example.py"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, DOCS.parent / "examples" / "analysis.py"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "shared-b" in done.stdout
     assert "corrupt 36 violations" in done.stdout

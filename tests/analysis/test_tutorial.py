@@ -1,4 +1,4 @@
-"""docs/tutorial.md: every command runs in a clone, ends as it says, and prints the lines that it shows."""
+"""docs/guide/tutorial.md: every command runs in a clone, ends as it says, and prints the lines that it shows."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from kvcanary.cli import main
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "tutorial.md").read_text()
+TEXT = (ROOT / "docs" / "guide" / "tutorial.md").read_text()
 
 
 def steps():
@@ -27,7 +27,7 @@ def squeezed(text):
 
 
 def test_every_command_does_what_the_page_shows(tmp_path, monkeypatch):
-    for name in ("data", "docs"):
+    for name in ("data", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -1,4 +1,4 @@
-"""The toy engine of docs/recording-your-engine.md as a subject for tests, and readers of what it recorded."""
+"""The toy engine of docs/guide/recording-your-engine.md as a subject for tests, and readers of what it recorded."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from kvcanary.recorder.trace.reader import read_events
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "recording-your-engine.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "guide" / "recording-your-engine.md"
 
 
 def printed_code() -> str:

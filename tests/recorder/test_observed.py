@@ -31,7 +31,7 @@ def test_a_column_that_is_left_out_shows() -> None:
 
 def test_the_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "internals" / "observed.md").read_text(encoding="utf-8")
-    assert page == observed_page(), "run python docs/observed_page.py"
+    assert page == observed_page(), "run python docs/generate/observed_page.py"
 
 
 @pytest.mark.parametrize(

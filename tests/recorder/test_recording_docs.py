@@ -1,4 +1,4 @@
-"""The toy engine of docs/recording-your-engine.md: it runs as printed, and what it records is judged."""
+"""The toy engine of docs/guide/recording-your-engine.md: it runs as printed, and what it records is judged."""
 
 import ast
 from pathlib import Path

@@ -15,7 +15,7 @@ from kvcanary.recorder.process.knobs import KNOBS
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "production.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "guide" / "production.md"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""docs/trace-format.md: every code block runs, and every column, kind and header field is described."""
+"""docs/reference/trace-format.md: every code block runs, and every column, kind and header field is described."""
 
 import dataclasses
 import re
@@ -8,7 +8,7 @@ import pytest
 from kvcanary.recorder.trace.header import CaptureInfo, KvStream, NotWatched, PoolGroup, Runner, TraceHeader
 from kvcanary.recorder.trace.schema import BYTE_LISTS, EVENT_KINDS, FORMAT_MAJOR, FORMAT_MINOR, INT_LISTS, SCALARS
 
-TEXT = (Path(__file__).parents[2] / "docs" / "trace-format.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "trace-format.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
@@ -16,7 +16,7 @@ def run(traces, capsys, needle, **options):
     (code,) = [block for block in BLOCKS if needle in block]
     path = traces.write(batches=(2, 3), **options)
     names = {"TRACE": str(path)}
-    exec(compile(code, "docs/trace-format.md", "exec"), names)
+    exec(compile(code, "docs/reference/trace-format.md", "exec"), names)
     return names, capsys.readouterr().out
 
 

@@ -97,7 +97,7 @@ def test_every_check_is_named_after_its_finding_and_says_what_it_holds() -> None
 
 
 def test_the_page_about_checks_has_a_row_for_each() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "checks.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "checks.md").read_text()
     assert [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")] == list(CHECK_NAMES)
 
 

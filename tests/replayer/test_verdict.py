@@ -4,7 +4,7 @@ from itertools import combinations_with_replacement, permutations
 
 from kvcanary.replayer.run.verdict import Verdict, combined_exit_code
 
-BY_RANK = (1, 2, 125, 0)  # docs/replay.md: corrupt, unreadable, inconclusive, clean
+BY_RANK = (1, 2, 125, 0)  # docs/reference/replay.md: corrupt, unreadable, inconclusive, clean
 
 
 def test_the_worst_of_several_codes_counts() -> None:

@@ -19,7 +19,7 @@ ADAPTERS: Final[dict[str, Table]] = {
 }
 _HEAD: Final = """# Where each value in a trace comes from
 
-Made by `python docs/observed_page.py` from the tables beside the adapters (`recorder/engines/*observed.py`): change those,
+Made by `python docs/generate/observed_page.py` from the tables beside the adapters (`recorder/engines/*observed.py`): change those,
 with the code that they speak of. A verdict rests on what was observed; so each column of each event is one of these:
 
 - **observed**: read from the tensors or lists that the engine works with, at the place named.

@@ -1,7 +1,7 @@
 """Adapter for SGLang: what SGLang calls when it looks for plugins (entry point group `sglang.srt.plugins`).
 
 Nothing happens, and nothing of weight is imported, unless `KVCANARY_TRACE` names a folder. Then every process that
-runs a model writes a trace of its own into that folder. See docs/production.md.
+runs a model writes a trace of its own into that folder. See docs/guide/production.md.
 """
 
 import logging

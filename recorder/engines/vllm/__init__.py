@@ -2,7 +2,7 @@
 
 Nothing happens, and nothing of weight is imported, unless a recording is asked for. Then every process that runs a
 model writes a trace of its own. vLLM calls this in all its processes, front end included, before it has imported
-what is hooked: the hooks are set when a process does. See docs/production.md.
+what is hooked: the hooks are set when a process does. See docs/guide/production.md.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """In which order the launches of one event leave their rows, told from the rows themselves.
 
-This is the order of docs/replay.md: HEAD of each group and half, verify before write; then TAIL verify of the groups
+This is the order of docs/reference/replay.md: HEAD of each group and half, verify before write; then TAIL verify of the groups
 that read before they write; then TAIL of the others. Rows of one verify launch come request by request, as the batch
 has them, and by position; those of a sweep as the sweep lists its slots.
 """

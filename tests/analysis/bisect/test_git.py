@@ -22,7 +22,7 @@ def repository(tmp_path_factory):
 
 
 def test_git_bisect_run(repository):
-    """As docs/bisect.md has it: record, or skip; then the replay's exit code is the verdict."""
+    """As docs/guide/bisect.md has it: record, or skip; then the replay's exit code is the verdict."""
     folder, commits = repository
     engine = f"{shlex.quote(sys.executable)} engine.py trace.arrow || exit 125; "
     replay = f"{shlex.quote(str(BIN / 'kvcanary-replay'))} --quiet --no-report trace.arrow"

@@ -1,6 +1,6 @@
 """Runs a prefill and a decode engine of SGLang's together, recorded, and replays both traces as one.
 
-    python tests/conformance/sglang/pairs.py                  # all runs, and docs/conformance-sglang-pairs.md
+    python tests/conformance/sglang/pairs.py                  # all runs, and docs/results/conformance-sglang-pairs.md
     python tests/conformance/sglang/pairs.py --only flip --seeds 1 --no-write
 
 Exit status 1 where a run is not as expected.
@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 Side = tuple[Path, dict[str, Any]]  # a trace, and what its replay says
-DOCUMENT = HERE.parents[2] / "docs" / "conformance-sglang-pairs.md"
+DOCUMENT = HERE.parents[2] / "docs" / "results" / "conformance-sglang-pairs.md"
 WINDOW = 16  # of the hybrid model
 
 # fault -> verdicts of prefill and decode side, what is found on each, and what it is

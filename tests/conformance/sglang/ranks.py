@@ -1,6 +1,6 @@
 """Runs SGLang on the CPU with several ranks an engine, and replays what the ranks recorded as one run.
 
-    python tests/conformance/sglang/ranks.py                  # all runs, and docs/conformance-sglang-ranks.md
+    python tests/conformance/sglang/ranks.py                  # all runs, and docs/results/conformance-sglang-ranks.md
     python tests/conformance/sglang/ranks.py --only pipeline --no-write
 
 Each engine runs with the recorder and without it. Exit status 1 where a run is not as expected.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parents[2] / "docs" / "conformance-sglang-ranks.md"
+DOCUMENT = HERE.parents[2] / "docs" / "results" / "conformance-sglang-ranks.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

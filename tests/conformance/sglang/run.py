@@ -1,6 +1,6 @@
 """Runs SGLang with its online canary and the recorder together, and compares what both found, row for row.
 
-    python tests/conformance/sglang/run.py                    # the whole matrix, and docs/conformance-sglang.md
+    python tests/conformance/sglang/run.py                    # the whole matrix, and docs/results/conformance-sglang.md
     python tests/conformance/sglang/run.py --seeds 1 --only llama --no-write
 
 Exit status 1 where a run differs.
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parents[2] / "docs" / "conformance-sglang.md"
+DOCUMENT = HERE.parents[2] / "docs" / "results" / "conformance-sglang.md"
 
 
 def arguments() -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """Runs vLLM on the CPU with the recorder attached: clean runs must replay clean, every injected fault must be found.
 
-    python tests/conformance/vllm/run.py                      # the whole matrix, and docs/conformance-vllm.md
+    python tests/conformance/vllm/run.py                      # the whole matrix, and docs/results/conformance-vllm.md
     python tests/conformance/vllm/run.py --seeds 1 --only hybrid --no-write
 
 Exit status 1 where something is not as it should be.
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parents[2] / "docs" / "conformance-vllm.md"
+DOCUMENT = HERE.parents[2] / "docs" / "results" / "conformance-vllm.md"
 SEEDS = 2
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .engines import judge
 
-DOCS = Path(__file__).parents[3] / "docs" / "simulated-engine.md"
+DOCS = Path(__file__).parents[3] / "docs" / "guide" / "simulated-engine.md"
 
 
 def test_example_runs(tmp_path, monkeypatch, capsys):

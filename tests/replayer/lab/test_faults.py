@@ -103,7 +103,7 @@ def test_clean_runs_are_clean_by_probe_and_by_replay(config):
 
 
 def test_the_page_names_them_all_and_its_example_works(tmp_path):
-    page = (Path(__file__).parents[3] / "docs" / "fault-lab.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guide" / "fault-lab.md").read_text()
     for fault in FAULTS.values():
         assert f"| `{fault.name}` | {fault.reference} |" in page
     scope = {}

@@ -1,6 +1,6 @@
 """Runs SGLang on two GPUs, several ranks an engine, and replays what the ranks recorded as one run.
 
-    python tests/conformance/sglang/gpu/ranks.py           # all runs side by side, and docs/ranks-sglang-gpu.md
+    python tests/conformance/sglang/gpu/ranks.py           # all runs side by side, and docs/results/ranks-sglang-gpu.md
     python tests/conformance/sglang/gpu/ranks.py --only tensor-2-REQ   # again, and its row of that page
 
 It needs two NVIDIA GPUs and an SGLang that runs on them, in whose environment kvcanary is installed. Each engine runs
@@ -28,7 +28,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 sys.path.append(str(HERE.parent))
-DOCUMENT = HERE.parents[3] / "docs" / "ranks-sglang-gpu.md"
+DOCUMENT = HERE.parents[3] / "docs" / "results" / "ranks-sglang-gpu.md"
 
 from kvcanary.recorder.trace.reader import read_events  # noqa: E402
 from run import REPLAY  # noqa: E402

@@ -1,6 +1,6 @@
 """Runs SGLang on a GPU with its online canary and the recorder together, and compares what both found.
 
-    python tests/conformance/sglang/gpu/run.py             # all runs side by side, and docs/conformance-sglang-gpu.md
+    python tests/conformance/sglang/gpu/run.py             # all runs side by side, and docs/results/conformance-sglang-gpu.md
     python tests/conformance/sglang/gpu/run.py --only eagle --no-write
     python tests/conformance/sglang/gpu/run.py --keep FOLDER --engines   # there: only the engines
     python tests/conformance/sglang/gpu/run.py --from FOLDER             # on any machine: compare, and write
@@ -27,7 +27,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-DOCUMENT = HERE.parents[3] / "docs" / "conformance-sglang-gpu.md"
+DOCUMENT = HERE.parents[3] / "docs" / "results" / "conformance-sglang-gpu.md"
 
 from compare import FIELDS, canonical, first_step, offline_rows  # noqa: E402
 from online import TAGS, Row  # noqa: E402

@@ -1,6 +1,6 @@
 """Replays on a GPU what can be replayed and compares everything with the CPU: its own command, since CI has no GPU.
 
-    python tests/replayer/on_device/gpu/run.py -o docs/replay-gpu.md
+    python tests/replayer/on_device/gpu/run.py -o docs/results/replay-gpu.md
 
 Every trace of data/, every fault of the lab on an engine that shows it, recordings in segments, traces bent in ways that
 broken engines and recorders bend them, with and without the history checks, and with logs that hold nearly nothing. Exit code 1

@@ -2,7 +2,7 @@
 # # From a faulty trace to the cause
 #
 # A notebook in the percent format: open it in Jupyter (with jupytext), VS Code or PyCharm, or run it as a script:
-# `python docs/analysis_example.py [TRACE]`. It replays a trace from `data/`, in which one entry of a request's block
+# `python examples/analysis.py [TRACE]`. It replays a trace from `data/`, in which one entry of a request's block
 # table points into another request's slots, and finds that out.
 
 # %%

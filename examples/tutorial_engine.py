@@ -1,4 +1,4 @@
-"""A stand-in for an engine of eight builds, for docs/tutorial.md: python docs/tutorial_engine.py BUILD TRACE.
+"""A stand-in for an engine of eight builds, for docs/guide/tutorial.md: python examples/tutorial_engine.py BUILD TRACE.
 
 Build 4 does not start. In one of the later builds a page began to be given back while its request still read it.
 """

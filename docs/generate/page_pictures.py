@@ -1,4 +1,4 @@
-"""Draw the pictures in docs/page.md: `python docs/page_pictures.py` (needs playwright, pillow and a Chromium).
+"""Draw the pictures in docs/guide/page.md: `python docs/generate/page_pictures.py` (needs playwright, pillow and a Chromium).
 
 The page is that of data/simulated/mla_free_too_early.arrow, a use after free. Each picture stays below 250 KB.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "data" / "simulated" / "mla_free_too_early.arrow"
 MAX_BYTES = 250_000
 # name: width, height, dark, the section at the top of the picture
@@ -58,5 +58,5 @@ if __name__ == "__main__":
             tab.wait_for_timeout(1500)
             tab.evaluate("(id) => document.getElementById(id).scrollIntoView()", section)
             tab.wait_for_timeout(300)
-            (ROOT / "docs" / f"{name}.png").write_bytes(small(tab.screenshot()))
+            (ROOT / "docs" / "pictures" / f"{name}.png").write_bytes(small(tab.screenshot()))
         browser.close()

@@ -1,4 +1,4 @@
-"""Draw docs/replay.svg, the picture in the README, from a replay of a trace in data/: `python docs/picture.py`."""
+"""Draw docs/pictures/replay.svg, the picture in the README, from a replay of a trace in data/: `python docs/generate/picture.py`."""
 
 import io
 import re
@@ -11,7 +11,7 @@ from kvcanary.replayer.run.replay import ReplaySettings, replay
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "data" / "simulated" / "mla_free_too_early.arrow"
 
 if __name__ == "__main__":
@@ -26,4 +26,4 @@ if __name__ == "__main__":
     # The stock template names web fonts; the picture must not load anything.
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
     svg = svg.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace")
-    (ROOT / "docs" / "replay.svg").write_text(svg)
+    (ROOT / "docs" / "pictures" / "replay.svg").write_text(svg)
