@@ -23,7 +23,8 @@ class Sign:
     """A violation (`bits` are its reasons, `kind` is empty) or a finding (`kind`), as in the report's row.
 
     `position` is where the request expects the slot, `stored_position` what the slot's record says. -1 where a field
-    does not apply.
+    does not apply. A finding's `stored_token` is what was fed or stands in the slot; `cause` tells findings of one kind
+    apart; `detail` is for sentences alone.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Sign:
     oracle: str = ""
     launch: str = ""
     detail: str = ""
+    cause: str = ""
     evidence: tuple[int, ...] = ()
 
 

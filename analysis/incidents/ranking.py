@@ -1,7 +1,6 @@
 """From clusters to cases, and from each case to its kinds, ranked."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ...replayer.report.findings import ADDED_COLUMNS, uncounted
 from .case import Case, Judgement, Sign
 from .facts import Facts
 from .rules import RULES
@@ -23,7 +23,7 @@ Int64Array = npt.NDArray[np.int64]
 MAX_CASES: Final = 256
 SIGNS_A_CASE: Final = 64
 
-_TEXT: Final = ("request", "mode", "oracle", "writer_request", "launch", "detail", "kind", "evidence")
+_TEXT: Final = ("request", "mode", "oracle", "writer_request", "launch", "detail", "kind", "cause", "evidence")
 _VIOLATION_FIELDS: Final = {
     "bits": "fail_reason_bits",
     "mode": "mode",
@@ -44,6 +44,9 @@ _FINDING_FIELDS: Final = {
     "count": "count",
     "detail": "detail",
     "evidence": "evidence",
+    "cause": "cause",
+    "stored_token": "token",
+    "expected_token": "expected_token",
 }
 _BOTH: Final = {
     "event": "event",
@@ -55,10 +58,6 @@ _BOTH: Final = {
     "row": "req_pool_idx",
     "slot": "slot",
 }
-
-
-# What a finding's words say of its count, which a sign has in a field of its own.
-_COUNTED: Final = re.compile(r" \(the first of [\d,]+\)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +133,8 @@ def _read_signs(
         return {}
     found: dict[int, Sign] = {}
     with open_parquet(path) as file:
+        there = {*file.schema_arrow.names} | {*fields.values()} - ADDED_COLUMNS
+        fields = {ours: theirs for ours, theirs in fields.items() if theirs in there}
         require_columns(path, file, fields.values())
         sizes = [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]).astype(np.int64)
@@ -153,12 +154,12 @@ def _sign(values: dict[str, Any], modes: dict[int, str]) -> Sign:
     for name, value in values.items():
         if name == "evidence":
             facts[name] = _numbers(value)
-        elif name == "detail":
-            facts[name] = _COUNTED.sub("", str(value or ""))
         elif name in _TEXT:
             facts[name] = str(value or "")
         else:
             facts[name] = -1 if value is None else int(value)
+    if facts.get("detail"):
+        facts["detail"] = uncounted(facts["detail"], facts["count"])
     facts.setdefault("bits", 0)
     facts.setdefault("kind", "")
     facts.setdefault("mode", modes.get(facts["event"], ""))

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from ...recorder.trace.schema import trace_schema
 from ...recorder.writing.private_files import is_regular
-from ...replayer.report.findings import FINDING_SCHEMA
+from ...replayer.report.findings import ADDED_COLUMNS, FINDING_SCHEMA
 from ...replayer.report.violations import VIOLATION_SCHEMA
 from ..errors import AnalysisError
 from ..incidents.finding import incidents_fit
@@ -23,7 +23,7 @@ NO_LOOP_JOIN = "set asof_loop_join_threshold = 0"
 
 _REPORT_FILES = {"violations": VIOLATION_SCHEMA, "findings": FINDING_SCHEMA}
 # What reports did not have from the beginning, and sql/base/violations.sql has without them.
-_ADDED = frozenset({"first_forward", "last_forward", "num_forwards"})
+_ADDED = ADDED_COLUMNS | {"first_forward", "last_forward", "num_forwards"}
 _INCIDENT_FILES = {"incidents": INCIDENT_SCHEMA, "incident_members": MEMBER_SCHEMA}
 
 

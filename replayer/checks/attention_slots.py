@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from ...kernels.replay_pass.ledger import CACHED, HELD, STATE
 from ...recorder.state.forward import Attention
-from ..report.findings import Finding
+from ..report.findings import NO_CAUSE, Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
-from .reporting import Repeats, forward_finding, happened, holder
+from .reporting import Repeats, forward_finding, happened, held_by, holder
 from .view import ForwardView, GroupReads
 
 Int64Array = npt.NDArray[np.int64]
@@ -61,7 +61,7 @@ class AttentionSlots(HistoryCheck):
             first = int(new[0])
             slot, position = int(slots[first]), int(got.positions[wrong[first]])
             what = "the block table has" if position < forward.prefix_lens[r] else "this forward writes"
-            said, events = self._who_has(index, slot)
+            said, events, cause = self._who_has(index, slot)
             findings.append(
                 forward_finding(
                     "attention_slots",
@@ -74,6 +74,7 @@ class AttentionSlots(HistoryCheck):
                     detail=f"attention got slot {slot}{said}, {what} {int(expected[first])}",
                     count=len(new),
                     events=events,
+                    cause=cause,
                 )
             )
         return findings
@@ -99,13 +100,14 @@ class AttentionSlots(HistoryCheck):
             expected[written] = group.written[group.write_offsets[requests[written]] + own[written]]
         return expected
 
-    def _who_has(self, group: int, slot: int) -> tuple[str, list[int]]:
+    def _who_has(self, group: int, slot: int) -> tuple[str, list[int], Cause]:
         rows = self._history.ledger.rows[group]
         if not 0 <= slot < len(rows):
-            return ", which the pool does not have", []
+            return ", which the pool does not have", [], NO_CAUSE
         row = rows[slot]
         held = self._history.complete and row[STATE] in (HELD, CACHED)
-        return (f" of {holder(row, self._history)}" if held else ""), happened(row)
+        said, cause = (f" of {holder(row, self._history)}", held_by(row)) if held else ("", NO_CAUSE)
+        return said, happened(row), cause
 
     def forget(self) -> None:
         """Forget what was reported."""

@@ -12,7 +12,7 @@ from ...recorder.state.slot_events import SlotEvent
 from ...recorder.trace.reader import EventView
 from ..report.findings import Finding
 from .check import Covered, HistoryCheck
-from .reporting import by_row, changed_hands, event_finding, holder
+from .reporting import by_row, changed_hands, event_finding, held_by, holder
 
 
 class ForeignSlotFreed(HistoryCheck):
@@ -49,6 +49,7 @@ class ForeignSlotFreed(HistoryCheck):
                         slots=slots[mine],
                         detail=f"{verb} while {holder(first, history)} holds it",
                         events=changed_hands(first),
+                        cause=held_by(first),
                     )
                 )
         return findings

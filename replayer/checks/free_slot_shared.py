@@ -11,7 +11,7 @@ from ...kernels.replay_pass.ledger import ALLOC, LEFT
 from ...recorder.state.slot_events import SlotEvent
 from ...recorder.trace.reader import EventView
 from ...recorder.trace.schema import ALLOC_CACHED, ALLOC_SHARED
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .reporting import by_row, event_finding
 
@@ -45,6 +45,7 @@ class FreeSlotShared(HistoryCheck):
                         slots=slots[mine],
                         detail=f"{_VERBS[event.status]} though it is free {before}",
                         events=[int(rows[mine][0][ALLOC]) - 1, left - 1],
+                        cause=Cause("free" if left else "never_given_out"),
                     )
                 )
         return findings

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ...kernels.arrays import record_words
 from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN
 from ...kernels.replay_pass.ledger import DIFFERS
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, read_findings
@@ -34,7 +34,7 @@ class HitDiffers(HistoryCheck):
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each request that starts from slots which differ from what it expects."""
 
-        def explain(_: npt.NDArray[np.int64], entry: int) -> tuple[str, Iterable[int]]:
+        def explain(_: npt.NDArray[np.int64], entry: int) -> tuple[str, Iterable[int], Cause]:
             pool, plan = current.group.pool, current.group.plan
             slot = int(plan.slots[entry])
             record = record_words(pool.pool.tail[pool.group.halves[0]], written=False)[slot]
@@ -46,7 +46,8 @@ class HitDiffers(HistoryCheck):
                 f"starts from a slot with token {int(record[RECORD_TOKEN])}, position {int(record[RECORD_POSITION])}, "
                 f"written by request {history.book.name(writer)} in forward {forward}; expected {expected}"
             )
-            return detail, [event]
+            cause = Cause("", writer, int(record[RECORD_TOKEN]), int(plan.expected_tokens[entry]))
+            return detail, [event], cause
 
         history, findings = self._history, []
         for current in history.judge(view):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.replay_pass.ledger import ALLOC, BEING_WRITTEN, CONTENT, NEVER_WRITTEN
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, happened, read_findings
@@ -33,12 +33,17 @@ class HitNeverWritten(HistoryCheck):
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each request that reads unwritten slots it was not reported for already."""
 
-        def explain(row: npt.NDArray[np.int64], entry: int) -> tuple[str, Iterable[int]]:
+        def explain(row: npt.NDArray[np.int64], entry: int) -> tuple[str, Iterable[int], Cause]:
             flags = int(current.read_bits[np.searchsorted(current.reads, entry)])
             if flags & BEING_WRITTEN:
-                return "reads a slot that another request of the same forward is writing", happened(row)
+                return (
+                    "reads a slot that another request of the same forward is writing",
+                    happened(row),
+                    Cause("same_forward"),
+                )
             since = f"was written in event {row[CONTENT] - 1}" if row[CONTENT] else "was never written"
-            return f"reads a slot that was given out in event {row[ALLOC] - 1} and {since}", happened(row)
+            cause = Cause("written_before" if row[CONTENT] else "never_written")
+            return f"reads a slot that was given out in event {row[ALLOC] - 1} and {since}", happened(row), cause
 
         history, findings = self._history, []
         bits = NEVER_WRITTEN | BEING_WRITTEN

@@ -16,7 +16,7 @@ from ...recorder.state.forward import Forward
 from ...recorder.state.sample_book import FORWARD, POSITION, REQUEST, TOKEN, TOLD
 from ...recorder.state.slot_events import SampleEvent
 from ...recorder.trace.reader import EventView
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .reporting import input_finding
 from .view import ForwardView
@@ -74,6 +74,7 @@ class InputNotSampled(HistoryCheck):
                 tokens,
                 int(token),
                 self._history.book,
+                Cause(token=int(fed[token]), expected_token=int(last[token, TOKEN])),
                 [int(last[token, TOLD]) - 1],
             )
             for token in wrong

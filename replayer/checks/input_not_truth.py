@@ -11,7 +11,7 @@ import numpy as np
 
 from ...kernels.constants import UNKNOWN_TOKEN
 from ...kernels.tokens import contradicting
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import input_finding
@@ -49,6 +49,7 @@ class InputNotTruth(HistoryCheck):
                 tokens,
                 int(token),
                 self._history.book,
+                Cause(token=int(fed[token]), expected_token=int(expected[token])),
             )
             for token in wrong
         ]

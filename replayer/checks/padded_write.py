@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.replay_pass.ledger import CACHED, HELD, PADDED, PADDED_LIVE, PADDED_WRITTEN, SHARED, STATE
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
-from .reporting import Repeats, happened, holder, read_findings, write_findings
+from .reporting import Repeats, happened, held_by, holder, read_findings, write_findings
 from .view import ForwardView
 
 
@@ -40,10 +40,10 @@ class PaddedWrite(HistoryCheck):
                 findings += read_findings("padded_write", view, judged, PADDED, history, self._reads, _read)
         return findings
 
-    def _written(self, row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int]]:
+    def _written(self, row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int], Cause]:
         in_use = self._history.complete and row[STATE] in (HELD, SHARED, CACHED)
         whose = holder(row, self._history) if in_use else "a request of the same forward"
-        return f"padding writes a slot of {whose}", happened(row)
+        return f"padding writes a slot of {whose}", happened(row), held_by(row) if in_use else Cause("same_forward")
 
     def forget(self) -> None:
         """Forget what was reported."""
@@ -51,5 +51,5 @@ class PaddedWrite(HistoryCheck):
         self._reads.forget()
 
 
-def _read(row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int]]:
-    return "reads a slot that padding of the same forward writes", happened(row)
+def _read(row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int], Cause]:
+    return "reads a slot that padding of the same forward writes", happened(row), Cause("same_forward")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ..report.findings import Finding
+from ..report.findings import NO_CAUSE, Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, entry_findings
@@ -61,5 +61,5 @@ class PaddingSlotRead(HistoryCheck):
         self._repeats.forget()
 
 
-def _explain(_: npt.NDArray[np.int64], __: int) -> tuple[str, Iterable[int]]:
-    return "reads a padding slot, which keeps nobody's K and V", []
+def _explain(_: npt.NDArray[np.int64], __: int) -> tuple[str, Iterable[int], Cause]:
+    return "reads a padding slot, which keeps nobody's K and V", [], NO_CAUSE

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.replay_pass.ledger import LEFT, OWNER, READ_FREE
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, happened, read_findings
@@ -32,13 +32,14 @@ class ReadAfterFree(HistoryCheck):
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each request that reads free slots it was not reported for already."""
 
-        def explain(row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int]]:
+        def explain(row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int], Cause]:
             if not row[LEFT]:
-                return "reads a slot that was never given out", happened(row)
+                return "reads a slot that was never given out", happened(row), Cause("never_given_out")
             owner = f" by request {history.book.name(int(row[OWNER]))}" if row[OWNER] >= 0 else ""
             return (
                 f"reads a slot that is free since event {row[LEFT] - 1}, held before{owner or ' by nobody'}",
                 happened(row),
+                Cause("free", max(-1, int(row[OWNER]))),
             )
 
         history, findings = self._history, []

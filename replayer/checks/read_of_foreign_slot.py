@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.replay_pass.ledger import ALLOC, OWNER, READ_FOREIGN, READ_RECYCLED
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
-from .reporting import Repeats, happened, read_findings
+from .reporting import Repeats, happened, held_by, read_findings
 from .view import ForwardView
 
 
@@ -33,11 +33,12 @@ class ReadOfForeignSlot(HistoryCheck):
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each request that reads others' slots it was not reported for already."""
 
-        def explain(row: npt.NDArray[np.int64], entry: int) -> tuple[str, Iterable[int]]:
+        def explain(row: npt.NDArray[np.int64], entry: int) -> tuple[str, Iterable[int], Cause]:
             if not judged.read_bits[np.searchsorted(judged.reads, entry)] & READ_FOREIGN:
-                return f"goes on reading a slot that was given out anew in event {row[ALLOC] - 1}", happened(row)
+                anew = f"goes on reading a slot that was given out anew in event {row[ALLOC] - 1}"
+                return anew, happened(row), Cause("given_out_anew")
             owner = history.book.name(int(row[OWNER]))
-            return f"reads a slot that is request {owner}'s since event {row[ALLOC] - 1}", happened(row)
+            return f"reads a slot that is request {owner}'s since event {row[ALLOC] - 1}", happened(row), held_by(row)
 
         history, findings, bits = self._history, [], READ_FOREIGN | READ_RECYCLED
         for judged in history.judge(view):

@@ -11,7 +11,7 @@ from ...recorder.state.forward import Forward
 from ...recorder.state.ledger import TIMELESS
 from ...recorder.state.requests import RequestBook
 from ...recorder.state.slot_events import SlotEvent, StatusEvent, TransferEvent
-from ..report.findings import Finding, evidence
+from ..report.findings import NO_CAUSE, Cause, Finding, counted, evidence
 from .history import History, Judged
 from .view import ForwardView, GroupReads
 
@@ -21,8 +21,8 @@ BoolArray = npt.NDArray[np.bool_]
 MAX_REMEMBERED = 4096
 MAX_PARTIES = 64
 
-# From a ledger row and the index of what is wrong to the finding's words and further events that prove it.
-Explain = Callable[[Int64Array, int], tuple[str, Iterable[int]]]
+# From a ledger row and the index of what is wrong to the finding's words, further events that prove it, and its cause.
+Explain = Callable[[Int64Array, int], tuple[str, Iterable[int], Cause]]
 
 
 class Repeats:
@@ -138,7 +138,7 @@ def entry_findings(
         if not len(new):
             continue
         first = int(new[0])
-        detail, events = explain(ledger[slots[first]], int(entries[first]))
+        detail, events, cause = explain(ledger[slots[first]], int(entries[first]))
         findings.append(
             forward_finding(
                 kind,
@@ -151,6 +151,7 @@ def entry_findings(
                 detail=detail,
                 count=len(new),
                 events=events,
+                cause=cause,
             )
         )
     return findings
@@ -168,6 +169,7 @@ def forward_finding(
     detail: str,
     count: int = 1,
     events: Iterable[int] = (),
+    cause: Cause = NO_CAUSE,
 ) -> Finding:
     """Return a finding about request number `request` of a forward; past the batch, about its padding."""
     padding = request >= len(forward.request_ids)
@@ -184,9 +186,10 @@ def forward_finding(
         req_pool_idx=0 if padding else int(forward.req_pool_indices[request]),
         position=position,
         slot=slot,
-        detail=_counted(detail, count),
+        detail=counted(detail, count),
         count=count,
         evidence=evidence(events, forward.event),
+        **cause._asdict(),
     )
 
 
@@ -197,6 +200,7 @@ def input_finding(
     tokens: BatchTokens,
     token: int,
     book: RequestBook,
+    cause: Cause,
     events: Iterable[int] = (),
 ) -> Finding:
     """Return the finding that token `token` of the batch is wrong."""
@@ -210,6 +214,7 @@ def input_finding(
         slot=int(forward.out_cache_loc[0][token]) if forward.out_cache_loc else -1,
         detail=detail,
         events=events,
+        cause=cause,
     )
 
 
@@ -223,6 +228,7 @@ def event_finding(
     detail: str,
     events: Iterable[int] = (),
     request_id: int | None = None,
+    cause: Cause = NO_CAUSE,
 ) -> Finding:
     """Return a finding about slots that an event between two forwards names; its forward is the one before it."""
     request_id = event.request_id if request_id is None else request_id
@@ -238,9 +244,10 @@ def event_finding(
         req_pool_idx=event.row,
         position=-1,
         slot=int(slots[0]),
-        detail=_counted(detail, len(slots)),
+        detail=counted(detail, len(slots)),
         count=len(slots),
         evidence=evidence(events, event.event),
+        **cause._asdict(),
     )
 
 
@@ -261,6 +268,11 @@ def holder(row: Int64Array, history: History) -> str:
     return "the prefix cache" if row[STATE] == CACHED else f"request {history.book.name(int(row[OWNER]))}"
 
 
+def held_by(row: Int64Array) -> Cause:
+    """Return as a cause who holds a slot, by its ledger row."""
+    return Cause("held_by_cache") if row[STATE] == CACHED else Cause("held_by_request", int(row[OWNER]))
+
+
 def changed_hands(row: Int64Array) -> list[int]:
     """Return the events in which a slot was given out last, and in which it left its holder last."""
     return [int(row[column]) - 1 for column in (ALLOC, LEFT) if row[column]]
@@ -269,7 +281,3 @@ def changed_hands(row: Int64Array) -> list[int]:
 def happened(row: Int64Array) -> list[int]:
     """Return the events that a ledger row remembers: given out, left its holder, written."""
     return changed_hands(row) + ([int(row[CONTENT]) - 1] if 0 < row[CONTENT] < TIMELESS else [])
-
-
-def _counted(detail: str, count: int) -> str:
-    return detail if count == 1 else f"{detail} (the first of {count:,})"

@@ -11,7 +11,7 @@ promises to tell of every request's status.
 import numpy as np
 
 from ...recorder.state.row_book import EVENT, GIVEN, HOLDER
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import forward_finding
@@ -58,6 +58,7 @@ class RowReassigned(HistoryCheck):
                 position=int(forward.prefix_lens[r]),
                 slot=-1,
                 detail=f"has row {row}, which another entry of the same forward has",
+                cause=Cause("same_forward"),
             )
             for r, row in enumerate(rows)
             if row > 0 and row in rows[:r]
@@ -90,6 +91,7 @@ class RowReassigned(HistoryCheck):
             slot=-1,
             detail=detail,
             events=[status[EVENT] - 1],
+            cause=Cause("row_given_away" if status[GIVEN] else "row_taken_back", status[HOLDER]),
         )
 
     def forget(self) -> None:

@@ -9,9 +9,9 @@ trace promises to tell of every slot, since an untold free would excuse it.
 from ...kernels.replay_pass.ledger import HELD, OWNER, STATE
 from ...recorder.state.slot_events import SlotEvent
 from ...recorder.trace.reader import EventView
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
-from .reporting import by_row, changed_hands, event_finding, holder
+from .reporting import by_row, changed_hands, event_finding, held_by, holder
 
 
 class SlotDoubleAllocated(HistoryCheck):
@@ -42,6 +42,7 @@ class SlotDoubleAllocated(HistoryCheck):
                         slots=slots[mine],
                         detail=f"is given out while {holder(first, history)} holds it",
                         events=changed_hands(first),
+                        cause=held_by(first),
                     )
                 )
             if len(part.repeated):
@@ -53,6 +54,7 @@ class SlotDoubleAllocated(HistoryCheck):
                         group=part.group,
                         slots=part.repeated,
                         detail="is given out twice by one event",
+                        cause=Cause("same_event"),
                     )
                 )
         return findings

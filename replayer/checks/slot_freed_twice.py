@@ -9,7 +9,7 @@ since an untold allocation would excuse it.
 from ...kernels.replay_pass.ledger import ALLOC, LEFT
 from ...recorder.state.slot_events import SlotEvent
 from ...recorder.trace.reader import EventView
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .reporting import by_row, event_finding
 
@@ -42,6 +42,7 @@ class SlotFreedTwice(HistoryCheck):
                         slots=slots[mine],
                         detail=f"is given back ({event.note or event.kind}) though it is free {before}",
                         events=[int(rows[mine][0][ALLOC]) - 1, left - 1],
+                        cause=Cause("free" if left else "never_given_out"),
                     )
                 )
             if len(part.repeated):
@@ -53,6 +54,7 @@ class SlotFreedTwice(HistoryCheck):
                         group=part.group,
                         slots=part.repeated,
                         detail="is given back twice by one event",
+                        cause=Cause("same_event"),
                     )
                 )
         return findings

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ...kernels.replay_pass.ledger import ALLOC
 from ...recorder.state.slot_events import StatusEvent
 from ...recorder.trace.reader import EventView
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .reporting import event_finding, forward_finding
 from .view import ForwardView
@@ -45,6 +45,7 @@ class SlotLeaked(HistoryCheck):
                     slots=part.slots,
                     detail=f"request {history.book.name(event.request_id)} is {event.status} and still holds it",
                     events=[int(rows[0, ALLOC]) - 1],
+                    cause=Cause("request_left"),
                 )
             )
         return findings
@@ -66,6 +67,7 @@ class SlotLeaked(HistoryCheck):
                 detail="still holds a slot that its row no longer names",
                 count=len(one.slots),
                 events=[one.event, int(one.alloc[0]) - 1],
+                cause=Cause("row_moved_on"),
             )
             for r, one in history.dropped.still_held(forward, history.ledger)
         ]
@@ -93,6 +95,7 @@ class SlotLeaked(HistoryCheck):
                         slots=part.slots,
                         detail=f"was given to request {history.book.name(request_id)}, which was gone, and never given back",
                         events=[int(rows[0, ALLOC]) - 1],
+                        cause=Cause("given_after_end"),
                     )
                 )
         return findings

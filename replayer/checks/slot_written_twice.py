@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.replay_pass.ledger import WRITES_AGAIN
-from ..report.findings import Finding
+from ..report.findings import NO_CAUSE, Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, changed_hands, write_findings
@@ -42,5 +42,9 @@ class SlotWrittenTwice(HistoryCheck):
         self._repeats.forget()
 
 
-def _explain(row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int]]:
-    return "two tokens of one forward are written to one slot, and the second is what is left", changed_hands(row)
+def _explain(row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int], Cause]:
+    return (
+        "two tokens of one forward are written to one slot, and the second is what is left",
+        changed_hands(row),
+        NO_CAUSE,
+    )

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.replay_pass.swa_partners import shared_halves
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
 from .reporting import Repeats, entry_findings, happened
@@ -74,9 +74,10 @@ class SwaMappingStale(HistoryCheck):
             table[forward.req_pool_indices[requests[: len(reads)]], group.positions[reads]], written_full[writes]
         )
 
-        def explain(row: Int64Array, number: int) -> tuple[str, list[int]]:
+        def explain(row: Int64Array, number: int) -> tuple[str, list[int], Cause]:
             other = int(self._partners[index][at[number], 1])
-            return f"full slots {other} and {int(full[number])} lead to SWA slot {int(at[number])}", happened(row)
+            detail = f"full slots {other} and {int(full[number])} lead to SWA slot {int(at[number])}"
+            return detail, happened(row), Cause("swa_slot_shared")
 
         return entry_findings(
             "swa_mapping_stale",
@@ -108,9 +109,10 @@ class SwaMappingStale(HistoryCheck):
             self._nowhere.forget()
             return []
 
-        def explain(row: Int64Array, number: int) -> tuple[str, list[int]]:
+        def explain(row: Int64Array, number: int) -> tuple[str, list[int], Cause]:
             del row
-            return f"full slot {int(full[number])}, inside the window, leads to no SWA slot", []
+            detail = f"full slot {int(full[number])}, inside the window, leads to no SWA slot"
+            return detail, [], Cause("swa_slot_missing")
 
         return entry_findings(
             "swa_mapping_stale",

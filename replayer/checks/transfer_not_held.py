@@ -11,9 +11,9 @@ from ...kernels.replay_pass.ledger import FREE, HELD, OWNER, STATE
 from ...recorder.state.slot_events import TransferEvent
 from ...recorder.trace.reader import EventView
 from ...recorder.trace.schema import SEND
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
-from .reporting import by_row, changed_hands, event_finding
+from .reporting import by_row, changed_hands, event_finding, held_by
 
 
 class TransferNotHeld(HistoryCheck):
@@ -50,6 +50,7 @@ class TransferNotHeld(HistoryCheck):
                         slots=slots[mine],
                         detail=f"a transfer {verb} a slot {whose}",
                         events=changed_hands(first),
+                        cause=Cause("free") if state == FREE else held_by(first),
                     )
                 )
         return findings

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ...kernels.arrays import record_words
 from ...kernels.constants import RECORD_TOKEN, UNKNOWN_TOKEN
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .reporting import forward_finding
 from .view import ForwardView, GroupReads
@@ -72,6 +72,7 @@ class WriteLost(HistoryCheck):
                     f"written in event {event}",
                     count=len(mine),
                     events=[event],
+                    cause=Cause(token=int(tokens[token]), expected_token=int(forward.input_ids[token])),
                 )
             )
         return findings

@@ -21,10 +21,10 @@ from ...kernels.replay_pass.ledger import (
     WRITE_FREE,
     WRITTEN_TWICE,
 )
-from ..report.findings import Finding
+from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
-from .reporting import Repeats, changed_hands, write_findings
+from .reporting import Repeats, changed_hands, held_by, write_findings
 from .view import ForwardView
 
 
@@ -43,15 +43,19 @@ class WriteToForeignSlot(HistoryCheck):
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each request that writes slots which are not its own."""
 
-        def explain(row: npt.NDArray[np.int64], token: int) -> tuple[str, Iterable[int]]:
+        def explain(row: npt.NDArray[np.int64], token: int) -> tuple[str, Iterable[int], Cause]:
             flags = int(current.write_bits[np.searchsorted(current.writes, token)])
             if not flags & ~WRITTEN_TWICE or not history.complete:
-                return "writes a slot that another request of the same forward writes", changed_hands(row)
+                return (
+                    "writes a slot that another request of the same forward writes",
+                    changed_hands(row),
+                    Cause("same_forward"),
+                )
             if row[STATE] == FREE:
-                return "writes a slot that is free", changed_hands(row)
+                return "writes a slot that is free", changed_hands(row), Cause("free")
             if row[STATE] == CACHED:
-                return "writes a slot that the prefix cache holds", changed_hands(row)
-            return f"writes a slot of request {history.book.name(int(row[OWNER]))}", changed_hands(row)
+                return "writes a slot that the prefix cache holds", changed_hands(row), held_by(row)
+            return f"writes a slot of request {history.book.name(int(row[OWNER]))}", changed_hands(row), held_by(row)
 
         history, findings = self._history, []
         for current in history.judge(view):

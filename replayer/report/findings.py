@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,10 @@ FINDING_SCHEMA = pa.schema(
         ("detail", pa.utf8()),
         ("count", pa.int64()),
         ("evidence", pa.utf8()),
+        ("cause", pa.utf8()),
+        ("other_request_id", pa.int64()),
+        ("token", pa.int64()),
+        ("expected_token", pa.int64()),
     ]
 )
 
@@ -63,10 +68,48 @@ FINDING_KINDS = {
     "attention_slots": "attention got another slot than the block table holds, at a position that it reads",
 }
 
+# Codes of `Finding.cause`: what tells findings of one kind apart. A kind that can have only one cause has no code.
+FINDING_CAUSES = {
+    "held_by_request": "another request holds the slot",
+    "held_by_cache": "the prefix cache holds the slot",
+    "free": "nobody holds the slot",
+    "never_given_out": "nobody was ever given the slot",
+    "given_out_anew": "the slot was given out anew while it was in use",
+    "same_event": "one event names the slot twice",
+    "same_forward": "another entry of the same forward uses the slot or the row",
+    "never_written": "nobody has written the slot",
+    "written_before": "the slot was written last before it was given out",
+    "swa_slot_shared": "two full slots lead to one sliding-window slot",
+    "swa_slot_missing": "a full slot inside the window leads to no sliding-window slot",
+    "row_given_away": "the row was given to another request",
+    "row_taken_back": "the row was taken back",
+    "request_left": "the request is gone and still holds the slot",
+    "row_moved_on": "the request's row no longer names the slot",
+    "given_after_end": "the slot was given to a request that was gone",
+}
+
+
+class Cause(NamedTuple):
+    """What a program needs to know of a finding, as its columns: a code of `FINDING_CAUSES`, and what it is about.
+
+    `other_request_id` is who holds, held or wrote the slot, `token` what was fed or stands in the slot, and
+    `expected_token` what belongs there; -1 if a field does not apply.
+    """
+
+    cause: str = ""
+    other_request_id: int = -1
+    token: int = -1
+    expected_token: int = -1
+
+
+NO_CAUSE = Cause()
+# What findings.parquet did not have from the beginning.
+ADDED_COLUMNS = frozenset(Cause._fields)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One finding; -1 where a field does not apply.
+    """One finding; -1 where a field does not apply. `cause` and what follows it are a `Cause`; `detail` is for people.
 
     `count` is how many slots or tokens of the same forward (or event) and request it stands for, the first of which
     `position` and `slot` name; `evidence` is a JSON list of the numbers of the events that prove it, ascending.
@@ -86,6 +129,10 @@ class Finding:
     detail: str
     count: int = 1
     evidence: str = "[]"
+    cause: str = ""
+    other_request_id: int = -1
+    token: int = -1
+    expected_token: int = -1
 
 
 MAX_EVIDENCE = 16
@@ -97,6 +144,20 @@ def evidence(*events: int | Iterable[int]) -> str:
     for item in events:
         flat.update([int(item)] if isinstance(item, (int, np.integer)) else (int(event) for event in item))
     return json.dumps(sorted(event for event in flat if event >= 0)[:MAX_EVIDENCE])
+
+
+def counted(detail: str, count: int) -> str:
+    """Return the detail of a finding that stands for `count` slots or tokens."""
+    return f"{detail}{_first_of(count)}"
+
+
+def uncounted(detail: str, count: int) -> str:
+    """Return the detail of the first slot or token alone."""
+    return detail.removesuffix(_first_of(count))
+
+
+def _first_of(count: int) -> str:
+    return "" if count == 1 else f" (the first of {count:,})"
 
 
 def finding_table(findings: list[Finding]) -> pa.Table:

@@ -95,7 +95,7 @@ def test_a_stale_store_is_not_used(report, tmp_path, what, monkeypatch):
     if what == "garbage":
         store.write_bytes(b"no database")
     elif what == "version":
-        monkeypatch.setattr("kvcanary.analysis.store.library_hash", lambda: "another")
+        monkeypatch.setattr("kvcanary.analysis.store.store.library_hash", lambda: "another")
     else:
         path = folder / "summary.json" if what == "summary" else tmp_path / "table_swap.arrow"
         os.utime(path, ns=(1, 1))

@@ -4,12 +4,13 @@ Each check by itself, with its evidence and its exceptions, is in `checks/`.
 """
 
 import importlib
+import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.replayer.checks import CHECK_NAMES
-from kvcanary.replayer.report.findings import FINDING_KINDS
+from kvcanary.replayer.report.findings import FINDING_CAUSES, FINDING_KINDS
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .test_against_published import SHAPES, record
@@ -94,6 +95,20 @@ def test_every_check_is_named_after_its_finding_and_says_what_it_holds() -> None
         for word in ("Invariant:", "Evidence:", "Legitimate exceptions:"):
             assert word in " ".join(module.__doc__.split()), (name, word)
     assert set(CHECK_NAMES) <= set(FINDING_KINDS)
+
+
+def test_every_cause_is_known_and_documented() -> None:
+    """A code that a check spells otherwise than the list would be read by no rule."""
+    root = Path(__file__).parents[2]
+    used = {
+        code
+        for path in (root / "replayer").rglob("*.py")
+        for call in re.findall(r"\bCause\(([^()]*)", path.read_text())
+        for code in re.findall(r'"(\w+)"', call)
+    }
+    assert used == set(FINDING_CAUSES)
+    page = (root / "docs" / "reference" / "replay.md").read_text()
+    assert {code for code in FINDING_CAUSES if f"`{code}`" not in page} == set()
 
 
 def test_the_page_about_checks_has_a_row_for_each() -> None:

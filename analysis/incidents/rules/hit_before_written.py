@@ -27,7 +27,7 @@ def judge(case: Case) -> Judgement | None:
         prefilling = sign.mode in ("extend", "mixed", "draft_extend")
         if given is not None and cached is not None and _written_between(case, sign, given.event, cached.event):
             continue
-        same = "same forward" in sign.detail or "prefix cache holds" in sign.detail
+        same = sign.cause in ("same_forward", "held_by_cache")
         if (not same or sign.bits) and not case.has_trace:
             continue
         score = 0.5 if not case.has_trace else 0.94 if prefilling else 0.6

@@ -3,8 +3,6 @@
 Mechanism: only an oracle can tell. The tokens that two requests of one forward were fed are each other's.
 """
 
-import re
-
 from ..case import WRITE_TOKEN, Case, Judgement, Rule, Sign
 from ..words import events_query, place, reader, when
 
@@ -45,17 +43,16 @@ def judge(case: Case) -> Judgement | None:
 
 def _swapped(case: Case) -> Judgement | None:
     """Two requests that were fed one another's sampled token, which the scheduler knows better."""
-    fed: dict[tuple[str, str], Sign] = {}
+    fed: dict[tuple[int, int], Sign] = {}
     for sign in case.head:
-        found = _FED.search(sign.detail) if sign.kind == "input_not_sampled" else None
-        if found is None:
+        if sign.kind != "input_not_sampled":
             continue
-        partner = fed.get((found[2], found[1]))
+        partner = fed.get((sign.expected_token, sign.stored_token))
         if partner is not None and partner.request_id != sign.request_id:
             return Judgement(
                 score=0.85,
-                sentence=f"{reader(partner)} and {reader(sign)} were fed one another's sampled tokens, {found[2]} and "
-                f"{found[1]}, in {when(sign)}",
+                sentence=f"{reader(partner)} and {reader(sign)} were fed one another's sampled tokens, {sign.expected_token} "
+                f"and {sign.stored_token}, in {when(sign)}",
                 evidence=(
                     events_query([sign.event]),
                     (
@@ -65,12 +62,8 @@ def _swapped(case: Case) -> Judgement | None:
                 ),
                 cause_event=sign.event,
             )
-        fed[found[1], found[2]] = sign
+        fed[sign.stored_token, sign.expected_token] = sign
     return None
-
-
-# The words of an input_not_sampled finding: what was fed, and what had been sampled.
-_FED = re.compile(r"was fed token (\d+), .*sampled (\d+)")
 
 
 RULE = Rule(

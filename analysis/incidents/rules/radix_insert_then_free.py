@@ -21,7 +21,7 @@ def judge(case: Case) -> Judgement | None:
     if sign is None or sign.request_id < 0:
         return None
     left = case.facts.status_after(sign.request_id, sign.event)
-    of_cache = "prefix cache" in sign.detail
+    of_cache = sign.cause == "held_by_cache"
     held = case.last(sign, ["cached", "alloc", "shared"], before=sign.event)
     if held is not None:
         of_cache = held.what in ("cached", "shared") or held.request_id < 0

@@ -21,7 +21,7 @@ _KINDS = (
 
 def judge(case: Case) -> Judgement | None:
     """Score a case that shows the shared entry itself, or foreign slots of the sliding-window group alone."""
-    shared = next((s for s in case.signs if s.kind == "swa_mapping_stale" and "lead to SWA slot" in s.detail), None)
+    shared = next((s for s in case.signs if s.cause == "swa_slot_shared"), None)
     evidence = ("select * from lut_changes order by event limit 100",)
     if shared is not None and shared.event == case.first.event:
         return Judgement(

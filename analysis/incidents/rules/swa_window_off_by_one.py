@@ -10,7 +10,7 @@ from ..words import events_query, place, reader, request_query, slot_query, when
 
 def judge(case: Case) -> Judgement | None:
     """Score a case that begins with an entry that leads nowhere inside the window."""
-    sign = next((s for s in case.head if s.kind == "swa_mapping_stale" and "leads to no SWA slot" in s.detail), None)
+    sign = next((s for s in case.head if s.cause == "swa_slot_missing"), None)
     if sign is None:
         return None
     return Judgement(

@@ -9,7 +9,7 @@ from kvcanary.analysis import open_report
 from kvcanary.analysis.errors import AnalysisError
 from kvcanary.analysis.incidents.finding import find_incidents, incidents_fit, read_incidents, write_incidents
 from kvcanary.analysis.store.sources import find_sources
-from kvcanary.replayer.report.findings import FINDING_SCHEMA, Finding, finding_table
+from kvcanary.replayer.report.findings import ADDED_COLUMNS, FINDING_SCHEMA, Finding, finding_table
 from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
@@ -99,6 +99,17 @@ def test_nulls_stand_for_nothing(report):
     pq.write_table(nulls, folder / "findings.parquet")
     [row] = find_incidents(folder, []).rows
     assert row["kind"] == "unknown"
+
+
+def test_a_report_from_before_the_causes_opens(report):
+    folder = report([finding("slot_leaked"), finding("swa_mapping_stale", event=9, request_id=12, slot=400)])
+    table = pq.read_table(folder / "findings.parquet")
+    pq.write_table(table.drop_columns(sorted(ADDED_COLUMNS)), folder / "findings.parquet")
+    assert "page_leaked" in [row["kind"] for row in find_incidents(folder, []).rows]
+    (folder / "summary.json").write_text('{"trace": "gone.arrow", "trace_id": "x", "verdict": "corrupt"}')
+    with open_report(folder) as session:
+        found = session.sql("select kind, cause, token from findings order by event").to_pylist()
+    assert found == [{"kind": kind, "cause": None, "token": None} for kind in ("slot_leaked", "swa_mapping_stale")]
 
 
 @pytest.mark.parametrize("name", ["violations", "findings"])

@@ -1,7 +1,10 @@
 """Each rule on a trial of its fault: the right kind, once, with words and evidence that hold."""
 
 import re
+import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis import build_store, open_report
 from kvcanary.analysis.incidents.finding import find_incidents, write_incidents
@@ -81,6 +84,23 @@ def test_a_fault_is_one_incident_of_its_kind(tried, any_report, kind):
     assert re.search(r"\d", row["sentence"])
     for query in row["evidence"]:  # what its queries are made of, any report can answer, if only with nothing
         any_report.sql(query)
+
+
+@pytest.mark.parametrize("kind", TRIALS)
+def test_no_diagnosis_rests_on_the_words_of_a_finding(tried, tmp_path, kind):
+    trial = tried(*TRIALS[kind])
+    for number, (report, trace) in enumerate(zip(trial.reports, trial.traces, strict=True)):
+        scrambled = tmp_path / str(number)
+        shutil.copytree(report, scrambled)
+        table = pq.read_table(report / "findings.parquet")
+        words = pa.array([f"words {n}" for n in range(table.num_rows)], pa.utf8())
+        at = table.column_names.index("detail")
+        pq.write_table(table.set_column(at, "detail", words), scrambled / "findings.parquet")
+        for traces in ([trace], []):  # a rule goes by the findings alone where the trace is not at hand
+            before, after = (find_incidents(folder, traces).rows for folder in (report, scrambled))
+            for row in (*before, *after):
+                del row["sentence"]  # it quotes the words
+            assert after == before
 
 
 @pytest.mark.parametrize("kind", ["double_free", "next_token_swap"])
