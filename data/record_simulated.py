@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcanary.replayer.lab.faults import FAULTS
-from kvcanary.replayer.lab.trial import Outcome, Trial, run_trial
+from kvcanary.replayer.lab.trial import Trial, TrialRun, run_trial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ SCENARIOS = {
 }
 
 
-def record(name: str, folder: Path) -> Outcome:
+def record(name: str, folder: Path) -> TrialRun:
     """Record one scenario, its seed the first from the given one at which the fault has an effect."""
     scenario = SCENARIOS[name]
     target = folder / (name if scenario.pair else f"{name}.arrow")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..lab.claims import Claim
-    from ..lab.trial import Outcome, Trial
+    from ..lab.trial import Trial, TrialRun
 
 EXIT_CLAIM_FAILED = 1
 WIDE = 120
@@ -137,7 +137,7 @@ def _trial(fault_name: str, config: str | None, seed: int) -> Trial:
     return Trial(fault=fault, config=config or known[0], seed=seed)
 
 
-def _story(trial: Trial, outcome: Outcome) -> list[str]:
+def _story(trial: Trial, outcome: TrialRun) -> list[str]:
     """Say what happened, a line for each thing."""
     names = " ".join(str(trace) for trace in outcome.traces)
     lines = [f"wrote   {names}   {outcome.forwards:,} forwards   configuration {trial.config}, seed {trial.seed}"]
@@ -242,7 +242,7 @@ def matrix_command(
     else:
         _show(claims, output)
     if markdown is not None:
-        from ..lab.markdown import matrix_markdown
+        from ..lab.claims import matrix_markdown
 
         command = f"kvcanary lab matrix --seeds {seeds} --clean-seeds {clean_seeds}"
         command += "".join(f" {name} {given}" for name, given in chosen.items() if given != "all")
@@ -285,7 +285,7 @@ def _run_shown(planned: list[tuple[str, str, int]], output: Path, *, jobs: int, 
 def _show(claims: list[Claim], output: Path) -> None:
     from rich.table import Table
 
-    from ..lab.markdown import HEADINGS, cells
+    from ..lab.claims import HEADINGS, cells
 
     out = _console(sys.stdout)
     # A narrow terminal does without the names of what saw each fault; they are in the output file.

@@ -143,7 +143,7 @@ def unchecked_pools(engine: SimulatedEngine) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault of the lab.
+    """One fault of the lab; `fault` makes one of a function.
 
     Attributes:
         name: as the commands take it.
@@ -164,3 +164,24 @@ class Fault:
     benign: bool = False
     family: str = ""
     warm_up: tuple[int, int] = (10, 50)
+
+
+def fault(
+    *, reference: str, configs: tuple[str, ...], benign: bool = False, warm_up: tuple[int, int] = (10, 50)
+) -> Callable[[Callable[[Bench], None]], Fault]:
+    """Make a `Fault` of the function below, which arms it: its name, and the first line of its docstring."""
+
+    def made(arm: Callable[[Bench], None]) -> Fault:
+        summary = (arm.__doc__ or "").partition("\n")[0].removesuffix(".")
+        return Fault(
+            name=arm.__name__,
+            summary=summary[:1].lower() + summary[1:],
+            reference=reference,
+            configs=configs,
+            arm=arm,
+            benign=benign,
+            family=arm.__module__.rpartition(".")[2],
+            warm_up=warm_up,
+        )
+
+    return made

@@ -1,19 +1,23 @@
 """Faults x configurations x seeds, over as many processes as asked for; goes on where an earlier call stopped."""
 
+import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
+from ...recorder.process.endings import ignore_endings
 from .faults import FAULTS
-from .judgement import judge
+from .lab_result import judge
 from .results import CLEAN, Row, load, save
 from .trial import Trial, run_trial
-from .workers import as_they_come
 
 SAVE_EVERY_S: Final = 15.0
 Key = tuple[str, str, int]
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
 
 
 def plan_trials(*, faults: Iterable[str], configs: Iterable[str], seeds: int, clean_seeds: int) -> list[Key]:
@@ -96,3 +100,29 @@ def try_one(key: Key) -> Row:
         forwards=outcome.forwards,
         seconds=time.perf_counter() - begin,
     )
+
+
+def as_they_come(function: Callable[[_Task], _Result], todo: Sequence[_Task], jobs: int) -> Iterator[_Result]:
+    """Yield `function`'s result of each task, in any order; with one job, here and in order.
+
+    Args:
+        function: of a module, so that another process finds it.
+        todo: the tasks.
+        jobs: processes at once.
+    """
+    if jobs == 1 or len(todo) < 2:
+        yield from map(function, todo)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context, initializer=ignore_endings) as pool:
+        try:
+            waiting = list(reversed(todo))
+            running = {pool.submit(function, waiting.pop()) for _ in range(min(2 * jobs, len(waiting)))}
+            while running:
+                finished, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    if waiting:
+                        running.add(pool.submit(function, waiting.pop()))
+                    yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -116,11 +116,7 @@ def load(path: Path, *, force: bool) -> list[Row]:
 def save(path: Path, rows: list[Row]) -> None:
     """Write all rows; whoever is interrupted meanwhile finds the file as it was before."""
     schema = SCHEMA.with_metadata({_META: json.dumps({"build": build_id()})})
-    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
-    for row in rows:
-        for name, value in asdict(row).items():
-            columns[name].append(value)
-    table = pa.table([pa.array(columns[field.name], field.type) for field in SCHEMA], schema=schema)
+    table = pa.Table.from_pylist([asdict(row) for row in rows], schema=schema)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     pq.write_table(table, partial)

@@ -29,7 +29,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TrialRun:
     """What happened in the engine, or in both engines of a pair.
 
     `traces` are the files, `ticks[t]` for each forward of trace t how many forwards of all engines began before it.
@@ -47,7 +47,7 @@ class Outcome:
     broke_down: str
 
 
-def run_trial(trial: Trial, target: Path, *, overwrite: bool = False) -> Outcome:
+def run_trial(trial: Trial, target: Path, *, overwrite: bool = False) -> TrialRun:
     """Run one trial and record its trace, or of a pair both traces, `target` being the folder.
 
     Raises:
@@ -75,7 +75,7 @@ def run_trial(trial: Trial, target: Path, *, overwrite: bool = False) -> Outcome
         if engine.unwritten:  # half a trace says nothing of what a replay sees
             raise TraceError(f"{engine.recorder.path}: torn: {engine.unwritten}; make room, then run it again")
     effects = [probe.first for probe in probes if probe.first is not None]
-    return Outcome(
+    return TrialRun(
         traces=tuple(Path(engine.recorder.path) for engine in engines),
         ticks=tuple(tuple(probe.ticks) for probe in probes),
         forwards=clock.now,

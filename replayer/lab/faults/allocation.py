@@ -5,13 +5,14 @@ from typing import Any, Final
 import numpy as np
 
 from ....recorder.engines.simulated.requests import Request
-from ..fault import Bench, Fault, around, unchecked_pools
+from ..fault import Bench, around, fault, unchecked_pools
 
 _ALL: Final = ("mha", "mha_page1", "mha_page16", "mla", "mixed", "no_cache", "tight", "swa", "dsv4", "eagle")
 
 
+@fault(reference="lab", configs=_ALL)
 def double_free(bench: Bench) -> None:
-    """Give a leaving request's first own page back once more."""
+    """A leaving request gives a page back twice; it is handed out twice."""
     memory = bench.engine.memory
     unchecked_pools(bench.engine)
 
@@ -27,8 +28,9 @@ def double_free(bench: Bench) -> None:
     around(memory, "release", release)
 
 
+@fault(reference="lab", configs=_ALL)
 def free_too_early(bench: Bench) -> None:
-    """Give back a running request's first own page, which it goes on reading."""
+    """A page is given back while its request goes on reading it."""
     memory = bench.engine.memory
     unchecked_pools(bench.engine)
 
@@ -48,8 +50,9 @@ def free_too_early(bench: Bench) -> None:
     bench.between_steps(act)
 
 
+@fault(reference="lab", configs=_ALL)
 def page_given_twice(bench: Bench) -> None:
-    """Give out a page that a running request holds, in the place of a free one."""
+    """The allocator gives out a page that a running request holds."""
     engine, memory, allocator = bench.engine, bench.engine.memory, bench.engine.memory.allocator
     unchecked_pools(engine)
 
@@ -67,8 +70,9 @@ def page_given_twice(bench: Bench) -> None:
     around(allocator, "alloc", alloc)
 
 
+@fault(reference="lab", configs=_ALL)
 def page_leaked(bench: Bench) -> None:
-    """Let a leaving request forget its last own page, which nobody gives back any more."""
+    """A leaving request forgets a page; nobody ever gives it back."""
     memory = bench.engine.memory
     leaving: list[Request] = []
     leaked: list[int] = []
@@ -91,8 +95,9 @@ def page_leaked(bench: Bench) -> None:
     around(bench.engine.scheduler, "leave", leave)
 
 
+@fault(reference="S#28754", configs=("mha", "mha_page1", "mla", "mixed", "no_cache", "tight", "swa", "dsv4", "eagle"))
 def commit_beyond_allocation(bench: Bench) -> None:
-    """Count a request's next page as allocated, which it is not: its slots go on into the neighbouring page."""
+    """More is committed than was allocated: the request's slots go on into another's page."""
     engine, memory, size = bench.engine, bench.engine.memory, bench.engine.config.page_size
     unchecked_pools(engine)
 
@@ -123,42 +128,3 @@ def commit_beyond_allocation(bench: Bench) -> None:
 
 def _first_own(bench: Bench, request: Request) -> int:
     return request.shared_pages * bench.engine.config.page_size
-
-
-FAULTS: Final = (
-    Fault(
-        name="double_free",
-        summary="a leaving request gives a page back twice; it is handed out twice",
-        reference="lab",
-        configs=_ALL,
-        arm=double_free,
-    ),
-    Fault(
-        name="free_too_early",
-        summary="a page is given back while its request goes on reading it",
-        reference="lab",
-        configs=_ALL,
-        arm=free_too_early,
-    ),
-    Fault(
-        name="page_given_twice",
-        summary="the allocator gives out a page that a running request holds",
-        reference="lab",
-        configs=_ALL,
-        arm=page_given_twice,
-    ),
-    Fault(
-        name="page_leaked",
-        summary="a leaving request forgets a page; nobody ever gives it back",
-        reference="lab",
-        configs=_ALL,
-        arm=page_leaked,
-    ),
-    Fault(
-        name="commit_beyond_allocation",
-        summary="more is committed than was allocated: the request's slots go on into another's page",
-        reference="S#28754",
-        configs=("mha", "mha_page1", "mla", "mixed", "no_cache", "tight", "swa", "dsv4", "eagle"),
-        arm=commit_beyond_allocation,
-    ),
-)

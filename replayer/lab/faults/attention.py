@@ -8,7 +8,7 @@ import numpy as np
 
 from ....recorder.engines.simulated.batch import Batch
 from ....recorder.engines.simulated.layout import TARGET
-from ..fault import Bench, Fault, around
+from ..fault import Bench, around, fault
 
 _ALL: Final = ("mha", "mha_page1", "mha_page16", "mla", "mixed", "no_cache", "tight", "swa", "eagle", "overlap")
 
@@ -35,8 +35,9 @@ def _in_a_forward(bench: Bench, fits: Fits, note: Callable[[Batch, int], dict[st
     return victims
 
 
+@fault(reference="TensorRT-LLM#15546", configs=tuple(name for name in _ALL if name != "eagle"))
 def attention_table_overwritten(bench: Bench) -> None:
-    """Overwrite an entry of the backend's own copy of the block table in one forward, while it is in flight."""
+    """Attention's own copy of the block table is overwritten in flight."""
     memory = bench.engine.memory
     victims = _in_a_forward(
         bench,
@@ -61,8 +62,9 @@ def attention_table_overwritten(bench: Bench) -> None:
     around(bench.engine.runner.attention, "reads", reads)
 
 
+@fault(reference="V#46460", configs=_ALL)
 def attention_prefix_lost(bench: Bench) -> None:
-    """Have one prefill attend to its own tokens alone, as if nothing of its request were cached."""
+    """Attention leaves out a request's cached prefix."""
     victims = _in_a_forward(
         bench,
         lambda batch, index: bool(batch.mode in ("extend", "mixed") and batch.prefix_lens[index] > 1),
@@ -79,8 +81,9 @@ def attention_prefix_lost(bench: Bench) -> None:
     around(bench.engine.runner.attention, "seq_lens", seq_lens)
 
 
+@fault(reference="lab", configs=tuple(name for name in _ALL if name != "eagle"))
 def attention_seq_len_off_by_one(bench: Bench) -> None:
-    """Have one decode attend to one token less than there are, or to one more."""
+    """A decode attends to one token too few or too many."""
     off = (-1, 1)[int(bench.random.integers(2))]
     victims = _in_a_forward(
         bench,
@@ -95,28 +98,3 @@ def attention_seq_len_off_by_one(bench: Bench) -> None:
         return lens
 
     around(bench.engine.runner.attention, "seq_lens", seq_lens)
-
-
-FAULTS: Final = (
-    Fault(
-        name="attention_table_overwritten",
-        summary="attention's own copy of the block table is overwritten in flight",
-        reference="TensorRT-LLM#15546",
-        configs=tuple(name for name in _ALL if name != "eagle"),
-        arm=attention_table_overwritten,
-    ),
-    Fault(
-        name="attention_prefix_lost",
-        summary="attention leaves out a request's cached prefix",
-        reference="V#46460",
-        configs=_ALL,
-        arm=attention_prefix_lost,
-    ),
-    Fault(
-        name="attention_seq_len_off_by_one",
-        summary="a decode attends to one token too few or too many",
-        reference="lab",
-        configs=tuple(name for name in _ALL if name != "eagle"),
-        arm=attention_seq_len_off_by_one,
-    ),
-)

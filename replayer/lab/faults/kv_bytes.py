@@ -9,13 +9,14 @@ from ....recorder.engines.simulated.batch import Batch
 from ....recorder.engines.simulated.pools import KvPool
 from ....recorder.engines.simulated.radix import NO_PAGE
 from ....recorder.engines.simulated.requests import Request
-from ..fault import Bench, Fault, around
+from ..fault import Bench, around, fault
 
 _ALL: Final = ("mha", "mha_page1", "mha_page16", "mla", "mixed", "no_cache", "swa", "swa_page1", "eagle", "eagle_swa")
 
 
+@fault(reference="canary", configs=_ALL)
 def kv_used(bench: Bench) -> None:
-    """Flip the first byte of a slot that a running request reads."""
+    """A byte of a slot that a running request reads is flipped."""
 
     def act() -> bool:
         found = [request for request in bench.engine.scheduler.running if request.cached_len]
@@ -32,8 +33,9 @@ def kv_used(bench: Bench) -> None:
     bench.between_steps(act)
 
 
+@fault(reference="canary", configs=("sweeps", "sweeps_swa", "sweeps_eagle"))
 def kv_unused_cache(bench: Bench) -> None:
-    """Flip the first byte of a slot that only the prefix cache holds, and nobody has locked."""
+    """A byte of a slot that only the prefix cache holds is flipped."""
     memory = bench.engine.memory
 
     def act() -> bool:
@@ -55,8 +57,9 @@ def kv_unused_cache(bench: Bench) -> None:
     bench.between_steps(act)
 
 
+@fault(reference="canary", configs=(*_ALL, "pd", "pd_swa"))
 def kv_post_forward(bench: Bench) -> None:
-    """Flip the first byte of a slot right after a forward has written it."""
+    """A byte of a slot is flipped right after its forward."""
 
     def run(original: Any, batch: Batch, *args: Any, **kwargs: Any) -> None:
         original(batch, *args, **kwargs)
@@ -73,8 +76,9 @@ def kv_post_forward(bench: Bench) -> None:
     around(bench.engine.runner, "run", run)
 
 
+@fault(reference="lab", configs=("submitted",))
 def kv_write_damaged(bench: Bench) -> None:
-    """Flip a byte of a slot within the forward that writes it, after the model has handed its KV in."""
+    """A byte of a slot is flipped within the forward that writes it."""
     running: list[Batch] = []
 
     def run(original: Any, batch: Batch, *args: Any, **kwargs: Any) -> None:
@@ -95,8 +99,9 @@ def kv_write_damaged(bench: Bench) -> None:
         around(pool, "write", partial(write, pool))
 
 
+@fault(reference="lab", configs=_ALL)
 def kv_write_lost(bench: Bench) -> None:
-    """Let a forward write nothing for one token, in one pool; its slot keeps what another token left there.
+    """The KV of one token is not written; its slot keeps what another token left there.
 
     The slot must have been written before: into one that never was, the recorder has nothing to compare with.
     """
@@ -130,8 +135,9 @@ def kv_write_lost(bench: Bench) -> None:
             around(pool, "write", partial(write, pool))
 
 
+@fault(reference="V#41657", configs=("swa", "eagle", "eagle_swa"))
 def groups_alias(bench: Bench) -> None:
-    """Let one page of the second group share its memory with a page of the first."""
+    """Two pool groups map to overlapping bytes."""
     memory, size = bench.engine.memory, bench.engine.config.page_size
     span = np.arange(size, dtype=np.int64)
 
@@ -164,8 +170,9 @@ def groups_alias(bench: Bench) -> None:
     bench.between_steps(act)
 
 
+@fault(reference="V#39146", configs=("twins", "twins_swa", "mha", "no_cache", "swa", "overlap"), benign=True)
 def duplicate_prompt_numerics(bench: Bench) -> None:
-    """Compute a running request's prefix anew, in another batch: equal tokens, other KV bits."""
+    """No fault: the same prompt in another batch has other KV bits."""
     engine = bench.engine
 
     def act() -> bool:
@@ -195,57 +202,3 @@ def _slot(bench: Bench, pool: KvPool, request: Request, position: int) -> int:
 def _flip(bench: Bench, pool: KvPool, slot: int) -> None:
     stream = int(bench.random.integers(len(pool.group.streams)))
     pool.stream_bytes(stream)[slot, 0] ^= 0xFF
-
-
-FAULTS: Final = (
-    Fault(
-        name="kv_used",
-        summary="a byte of a slot that a running request reads is flipped",
-        reference="canary",
-        configs=_ALL,
-        arm=kv_used,
-    ),
-    Fault(
-        name="kv_unused_cache",
-        summary="a byte of a slot that only the prefix cache holds is flipped",
-        reference="canary",
-        configs=("sweeps", "sweeps_swa", "sweeps_eagle"),
-        arm=kv_unused_cache,
-    ),
-    Fault(
-        name="kv_post_forward",
-        summary="a byte of a slot is flipped right after its forward",
-        reference="canary",
-        configs=(*_ALL, "pd", "pd_swa"),
-        arm=kv_post_forward,
-    ),
-    Fault(
-        name="kv_write_lost",
-        summary="the KV of one token is not written; its slot keeps what another token left there",
-        reference="lab",
-        configs=_ALL,
-        arm=kv_write_lost,
-    ),
-    Fault(
-        name="kv_write_damaged",
-        summary="a byte of a slot is flipped within the forward that writes it",
-        reference="lab",
-        configs=("submitted",),
-        arm=kv_write_damaged,
-    ),
-    Fault(
-        name="groups_alias",
-        summary="two pool groups map to overlapping bytes",
-        reference="V#41657",
-        configs=("swa", "eagle", "eagle_swa"),
-        arm=groups_alias,
-    ),
-    Fault(
-        name="duplicate_prompt_numerics",
-        summary="no fault: the same prompt in another batch has other KV bits",
-        reference="V#39146",
-        configs=("twins", "twins_swa", "mha", "no_cache", "swa", "overlap"),
-        arm=duplicate_prompt_numerics,
-        benign=True,
-    ),
-)

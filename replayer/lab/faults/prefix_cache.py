@@ -4,13 +4,14 @@ from typing import Any, Final
 
 from ....recorder.engines.simulated.radix import NO_PAGE
 from ....recorder.engines.simulated.requests import Request
-from ..fault import Bench, Fault, around, unchecked_pools
+from ..fault import Bench, around, fault, unchecked_pools
 
 _ALL: Final = ("mha", "mha_page1", "mha_page16", "mla", "mixed", "tight", "swa", "dsv4", "eagle")
 
 
+@fault(reference="S#38319", configs=_ALL)
 def radix_insert_then_free(bench: Bench) -> None:
-    """Put back a request whose pages the prefix cache holds already, and free those pages with it."""
+    """Pages that the prefix cache holds are freed by a retraction or an abort."""
     scheduler = bench.engine.scheduler
     unchecked_pools(bench.engine)
 
@@ -37,8 +38,9 @@ def radix_insert_then_free(bench: Bench) -> None:
     bench.between_steps(act)
 
 
+@fault(reference="V#38715", configs=("twins", "twins_swa"), warm_up=(4, 20))
 def hit_before_written(bench: Bench) -> None:
-    """Insert a request's pages when it is admitted, before its forward; whoever comes with it may hit them."""
+    """A prefix hit in the very step that is still writing the content."""
     engine, memory = bench.engine, bench.engine.memory
     early: set[int] = set()
     hits: list[Request] = []
@@ -67,8 +69,11 @@ def hit_before_written(bench: Bench) -> None:
     around(engine.scheduler, "next_prefill", next_prefill)
 
 
+@fault(
+    reference="V#49377", configs=("mha", "mha_page16", "mla", "mixed", "tight", "swa", "dsv4", "eagle"), warm_up=(4, 20)
+)
 def tokens_truncated_hash_kept(bench: Bench) -> None:
-    """From the moment on, leave a page's last tokens out of its key: other tokens hit it."""
+    """A cached page's key loses its last tokens, so that another prompt hits it."""
     tree, size = bench.engine.memory.cache.tree, bench.engine.config.page_size
 
     def key(original: Any, raw: bytes, index: int) -> bytes:
@@ -81,8 +86,9 @@ def tokens_truncated_hash_kept(bench: Bench) -> None:
     around(tree, "key", key)
 
 
+@fault(reference="lab", configs=_ALL)
 def eviction_of_locked_page(bench: Bench) -> None:
-    """Evict a leaf of the prefix cache that a running request stands on."""
+    """The prefix cache evicts a page that a running request stands on."""
     engine, cache = bench.engine, bench.engine.memory.cache
     unchecked_pools(engine)
 
@@ -106,8 +112,9 @@ def eviction_of_locked_page(bench: Bench) -> None:
     bench.between_steps(act)
 
 
+@fault(reference="lab", configs=("forks",), warm_up=(0, 20))
 def fork_copy_missing(bench: Bench) -> None:
-    """Give a fork its own tail slots and forget to copy the parent's KV into them."""
+    """A fork gets slots of its own for the begun page, and nothing is copied there."""
     memory = bench.engine.memory
 
     def copy_tail(original: Any, parent: Request, child: Request, **kwargs: Any) -> None:
@@ -120,8 +127,9 @@ def fork_copy_missing(bench: Bench) -> None:
     around(memory, "copy_tail", copy_tail)
 
 
+@fault(reference="S#38140", configs=("twins", "twins_swa"), benign=True, warm_up=(0, 20))
 def dedup_remap(bench: Bench) -> None:
-    """After every step, hand all that running requests have computed to the tree; equal pages are merged."""
+    """No fault: equal pages are merged, a request moves to the tree's slots and frees its own."""
     engine = bench.engine
 
     def act() -> bool:
@@ -133,54 +141,3 @@ def dedup_remap(bench: Bench) -> None:
         return False
 
     bench.between_steps(act)
-
-
-FAULTS: Final = (
-    Fault(
-        name="radix_insert_then_free",
-        summary="pages that the prefix cache holds are freed by a retraction or an abort",
-        reference="S#38319",
-        configs=_ALL,
-        arm=radix_insert_then_free,
-    ),
-    Fault(
-        name="hit_before_written",
-        summary="a prefix hit in the very step that is still writing the content",
-        reference="V#38715",
-        configs=("twins", "twins_swa"),
-        arm=hit_before_written,
-        warm_up=(4, 20),
-    ),
-    Fault(
-        name="tokens_truncated_hash_kept",
-        summary="a cached page's key loses its last tokens, so that another prompt hits it",
-        reference="V#49377",
-        configs=("mha", "mha_page16", "mla", "mixed", "tight", "swa", "dsv4", "eagle"),
-        arm=tokens_truncated_hash_kept,
-        warm_up=(4, 20),
-    ),
-    Fault(
-        name="eviction_of_locked_page",
-        summary="the prefix cache evicts a page that a running request stands on",
-        reference="lab",
-        configs=_ALL,
-        arm=eviction_of_locked_page,
-    ),
-    Fault(
-        name="fork_copy_missing",
-        summary="a fork gets slots of its own for the begun page, and nothing is copied there",
-        reference="lab",
-        configs=("forks",),
-        arm=fork_copy_missing,
-        warm_up=(0, 20),
-    ),
-    Fault(
-        name="dedup_remap",
-        summary="no fault: equal pages are merged, a request moves to the tree's slots and frees its own",
-        reference="S#38140",
-        configs=("twins", "twins_swa"),
-        arm=dedup_remap,
-        benign=True,
-        warm_up=(0, 20),
-    ),
-)

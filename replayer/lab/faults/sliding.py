@@ -6,11 +6,14 @@ import numpy as np
 
 from ....recorder.engines.simulated.batch import Batch
 from ....recorder.engines.simulated.layout import TARGET
-from ..fault import Bench, Fault, around, unchecked_pools
+from ..fault import Bench, around, fault, unchecked_pools
+
+_SLIDING: Final = ("swa", "swa_page1", "dsv4", "eagle_swa")
 
 
+@fault(reference="S#27586 S#25805", configs=_SLIDING)
 def stale_swa_mapping(bench: Bench) -> None:
-    """Let a page keep its entry of the full-to-SWA table over its recycling: two pages lead to one half."""
+    """A recycled slot keeps its old full-to-SWA entry; freeing it frees a live slot."""
     swa = bench.engine.memory.swa
     if swa is None:
         raise ValueError("stale_swa_mapping needs an engine with sliding-window layers")
@@ -32,8 +35,9 @@ def stale_swa_mapping(bench: Bench) -> None:
     around(swa, "pair", pair)
 
 
+@fault(reference="lab", configs=_SLIDING)
 def swa_window_off_by_one(bench: Bench) -> None:
-    """From the moment on, give back what a forward one token further on would no longer read."""
+    """A sliding-window slot is given back one token before it leaves the window."""
     swa = bench.engine.memory.swa
     if swa is None:
         raise ValueError("swa_window_off_by_one needs an engine with sliding-window layers")
@@ -48,8 +52,9 @@ def swa_window_off_by_one(bench: Bench) -> None:
     around(swa, "first_needed_page", first_needed_page)
 
 
+@fault(reference="lab", configs=("told_reads",))
 def window_read_wrong(bench: Bench) -> None:
-    """Have the attention of one decode read two positions less than the window has, or one more."""
+    """A decode reads two positions too few of its sliding window, or one too many."""
     engine = bench.engine
     shift = (2, -1)[int(bench.random.integers(2))]  # one less looks like a window told without its predecessor
     window = max(pool.group.window for pool in engine.memory.pools)
@@ -72,30 +77,3 @@ def window_read_wrong(bench: Bench) -> None:
 
     around(engine.runner, "run", run)
     around(engine.runner.attention, "first_read", first_read)
-
-
-_SLIDING: Final = ("swa", "swa_page1", "dsv4", "eagle_swa")
-
-FAULTS: Final = (
-    Fault(
-        name="stale_swa_mapping",
-        summary="a recycled slot keeps its old full-to-SWA entry; freeing it frees a live slot",
-        reference="S#27586 S#25805",
-        configs=_SLIDING,
-        arm=stale_swa_mapping,
-    ),
-    Fault(
-        name="swa_window_off_by_one",
-        summary="a sliding-window slot is given back one token before it leaves the window",
-        reference="lab",
-        configs=_SLIDING,
-        arm=swa_window_off_by_one,
-    ),
-    Fault(
-        name="window_read_wrong",
-        summary="a decode reads two positions too few of its sliding window, or one too many",
-        reference="lab",
-        configs=("told_reads",),
-        arm=window_read_wrong,
-    ),
-)

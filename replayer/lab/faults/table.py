@@ -7,13 +7,14 @@ import numpy as np
 
 from ....recorder.engines.simulated.batch import Batch
 from ....recorder.engines.simulated.requests import Request
-from ..fault import Bench, Fault, around, unchecked_pools
+from ..fault import Bench, around, fault, unchecked_pools
 
 _ALL: Final = ("mha", "mha_page1", "mha_page16", "mla", "mixed", "no_cache", "swa", "swa_page1", "dsv4", "eagle")
 
 
+@fault(reference="canary", configs=_ALL)
 def req_to_token(bench: Bench) -> None:
-    """Point one entry of a running request's row to another active slot."""
+    """One entry of an active row points to another active slot."""
     memory = bench.engine.memory
     unchecked_pools(bench.engine)
 
@@ -39,8 +40,9 @@ def req_to_token(bench: Bench) -> None:
     bench.between_steps(act)
 
 
+@fault(reference="S#17850 S#18803", configs=("mha", "mha_page1", "mha_page16", "mla", "no_cache", "swa", "dsv4"))
 def row_reassigned_in_flight(bench: Bench) -> None:
-    """Abort a request of a launched forward and give its row to the next one before the forward has read it."""
+    """A request's row goes to another request while a launched forward still reads it."""
     engine, scheduler = bench.engine, bench.engine.scheduler
 
     def run(original: Any, batch: Batch, *args: Any, **kwargs: Any) -> None:
@@ -57,8 +59,9 @@ def row_reassigned_in_flight(bench: Bench) -> None:
     around(engine.runner, "run", run)
 
 
+@fault(reference="S#22862", configs=_ALL)
 def resume_overwrites_tail(bench: Bench) -> None:
-    """Give a request's tail fresh slots as if it had none: its row is overwritten, the old slots leak."""
+    """A resumed request overwrites its row's tail; the old slots leak."""
     memory, size = bench.engine.memory, bench.engine.config.page_size
 
     def act() -> bool:
@@ -80,8 +83,9 @@ def resume_overwrites_tail(bench: Bench) -> None:
     bench.between_steps(act)
 
 
+@fault(reference="lab", configs=("mha", "mha_page16", "mla"))
 def slot_mapping(bench: Bench) -> None:
-    """Write one token of a forward to another of its request's slots than its row names."""
+    """A token is written to the slot behind the one that its row names."""
     builder = bench.engine.builder
 
     def build(original: Any, mode: str, requests: Any, **kwargs: Any) -> Batch:
@@ -99,35 +103,3 @@ def slot_mapping(bench: Bench) -> None:
         return batch
 
     around(builder, "build", build)
-
-
-FAULTS: Final = (
-    Fault(
-        name="slot_mapping",
-        summary="a token is written to the slot behind the one that its row names",
-        reference="lab",
-        configs=("mha", "mha_page16", "mla"),
-        arm=slot_mapping,
-    ),
-    Fault(
-        name="req_to_token",
-        summary="one entry of an active row points to another active slot",
-        reference="canary",
-        configs=_ALL,
-        arm=req_to_token,
-    ),
-    Fault(
-        name="row_reassigned_in_flight",
-        summary="a request's row goes to another request while a launched forward still reads it",
-        reference="S#17850 S#18803",
-        configs=("mha", "mha_page1", "mha_page16", "mla", "no_cache", "swa", "dsv4"),
-        arm=row_reassigned_in_flight,
-    ),
-    Fault(
-        name="resume_overwrites_tail",
-        summary="a resumed request overwrites its row's tail; the old slots leak",
-        reference="S#22862",
-        configs=_ALL,
-        arm=resume_overwrites_tail,
-    ),
-)

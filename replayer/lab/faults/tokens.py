@@ -1,16 +1,19 @@
 """Forwards that are fed another token than the request's own."""
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from ....recorder.engines.simulated.batch import Batch
 from ....recorder.engines.simulated.requests import Request
-from ..fault import Bench, Fault, around
+from ..fault import Bench, around, fault
 
 
+@fault(
+    reference="canary", configs=("mha", "mha_page1", "mla", "no_cache", "tight", "swa", "dsv4", "eagle", "eagle_swa")
+)
 def next_token_swap(bench: Bench) -> None:
-    """Swap two requests' sampled tokens; the scheduler believes them."""
+    """Two requests' sampled tokens are swapped, and believed."""
     engine = bench.engine
     sampling: list[Batch] = []
 
@@ -42,8 +45,9 @@ def next_token_swap(bench: Bench) -> None:
     around(engine.sampler, "tokens", tokens)
 
 
+@fault(reference="S#26800", configs=("eagle", "eagle_swa"))
 def chunk_tail_predicted_token(bench: Bench) -> None:
-    """From the moment on, feed the draft at a chunk's end the predicted token instead of the prompt's next one."""
+    """At the end of a prompt's chunk the draft gets the predicted token instead of the prompt's."""
     engine = bench.engine
 
     def draft_inputs(original: Any, request: Request, prefix: int, extend: int) -> Any:
@@ -61,8 +65,9 @@ def chunk_tail_predicted_token(bench: Bench) -> None:
     around(engine.eagle, "draft_inputs", draft_inputs)
 
 
+@fault(reference="V#26385", configs=("mha", "mla", "mixed", "no_cache", "tight", "swa", "dsv4", "eagle"))
 def async_resume_wrong_input(bench: Bench) -> None:
-    """Put a running request back; when it is resumed, feed it the token before its last one again."""
+    """A resumed request is fed a stale token."""
     engine = bench.engine
     put_back: list[Request] = []
 
@@ -88,28 +93,3 @@ def async_resume_wrong_input(bench: Bench) -> None:
 
     bench.between_steps(act)
     around(engine.builder, "build", build)
-
-
-FAULTS: Final = (
-    Fault(
-        name="next_token_swap",
-        summary="two requests' sampled tokens are swapped, and believed",
-        reference="canary",
-        configs=("mha", "mha_page1", "mla", "no_cache", "tight", "swa", "dsv4", "eagle", "eagle_swa"),
-        arm=next_token_swap,
-    ),
-    Fault(
-        name="chunk_tail_predicted_token",
-        summary="at the end of a prompt's chunk the draft gets the predicted token instead of the prompt's",
-        reference="S#26800",
-        configs=("eagle", "eagle_swa"),
-        arm=chunk_tail_predicted_token,
-    ),
-    Fault(
-        name="async_resume_wrong_input",
-        summary="a resumed request is fed a stale token",
-        reference="V#26385",
-        configs=("mha", "mla", "mixed", "no_cache", "tight", "swa", "dsv4", "eagle"),
-        arm=async_resume_wrong_input,
-    ),
-)

@@ -7,11 +7,14 @@ import numpy as np
 from ....recorder.engines.simulated.pd_pair import PdPair, Room
 from ....recorder.engines.simulated.radix import Node
 from ....recorder.engines.simulated.transfers import Part, Transfer
-from ..fault import Bench, Fault, around, unchecked_pools
+from ..fault import Bench, around, fault, unchecked_pools
+
+_PAIRS: Final = ("pd", "pd_swa", "pd_eagle")
 
 
+@fault(reference="S#24527 S#35049", configs=_PAIRS)
 def abort_frees_during_transfer(bench: Bench) -> None:
-    """Abort a request while its KV is under way; it lands late, on pages that have a new owner by then."""
+    """An abort frees pages that a transfer still writes: it lands on the new owner."""
     pair = _pair(bench)
     unchecked_pools(pair.decode)
     late: list[Part] = []
@@ -49,8 +52,9 @@ def abort_frees_during_transfer(bench: Bench) -> None:
     bench.between_steps(land)
 
 
+@fault(reference="V#54272", configs=_PAIRS)
 def transfer_wrong_stride(bench: Bench) -> None:
-    """Let the second half of one transfer land a page further on than it should."""
+    """A transfer's stride is wrong: part of it lands on the neighbouring page."""
     pair = _pair(bench)
     ending: list[Transfer] = []
 
@@ -77,8 +81,9 @@ def transfer_wrong_stride(bench: Bench) -> None:
     around(pair.link, "land", land)
 
 
+@fault(reference="dynamo#15079", configs=("host", *_PAIRS), warm_up=(4, 20))
 def failed_load_counted_loaded(bench: Bench) -> None:
-    """Take a load that failed for done: from the host tier nothing is copied, in a pair half of it lands."""
+    """A failed load, from the host tier or in a transfer, is taken for done."""
     if bench.pair is not None:
         _failed_transfer(bench, bench.pair)
         return
@@ -116,31 +121,3 @@ def _pair(bench: Bench) -> PdPair:
     if bench.pair is None:
         raise ValueError(f"{bench.fault} needs a prefill/decode pair")
     return bench.pair
-
-
-_PAIRS: Final = ("pd", "pd_swa", "pd_eagle")
-
-FAULTS: Final = (
-    Fault(
-        name="abort_frees_during_transfer",
-        summary="an abort frees pages that a transfer still writes: it lands on the new owner",
-        reference="S#24527 S#35049",
-        configs=_PAIRS,
-        arm=abort_frees_during_transfer,
-    ),
-    Fault(
-        name="transfer_wrong_stride",
-        summary="a transfer's stride is wrong: part of it lands on the neighbouring page",
-        reference="V#54272",
-        configs=_PAIRS,
-        arm=transfer_wrong_stride,
-    ),
-    Fault(
-        name="failed_load_counted_loaded",
-        summary="a failed load, from the host tier or in a transfer, is taken for done",
-        reference="dynamo#15079",
-        configs=("host", *_PAIRS),
-        arm=failed_load_counted_loaded,
-        warm_up=(4, 20),
-    ),
-)

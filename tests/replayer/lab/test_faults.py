@@ -7,7 +7,7 @@ import pytest
 from kvcanary.replayer.lab.claims import make_claims
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS
-from kvcanary.replayer.lab.judgement import judge
+from kvcanary.replayer.lab.lab_result import judge
 from kvcanary.replayer.lab.matrix import try_one
 from kvcanary.replayer.lab.results import CLEAN
 from kvcanary.replayer.lab.trial import Trial, run_trial
@@ -106,9 +106,9 @@ def test_the_page_names_them_all_and_its_example_works(tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "guide" / "fault-lab.md").read_text()
     for fault in FAULTS.values():
         assert f"| `{fault.name}` | {fault.reference} |" in page
-    scope = {}
+    scope = {"__name__": "page"}
     exec(re.search(r"```python\n(.*?)```", page, re.S)[1], scope)
-    trial = Trial(fault=scope["FAULT"], config="mha", seed=1)
+    trial = Trial(fault=scope["forgotten_decode"], config="mha", seed=1)
     outcome = run_trial(trial, tmp_path / "trace.arrow")
     found = judge(trial, outcome)
     assert outcome.effect is not None

@@ -12,7 +12,7 @@ from ...recorder.trace.reader import TraceBatch, TraceReader
 from ..run.replay import replay, replay_joined
 from ..run.settings import ReplaySettings
 from .fault import MARK_NOTE
-from .trial import Outcome, Trial
+from .trial import Trial, TrialRun
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -33,7 +33,7 @@ class Detection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class LabResult:
     """What the replay made of one trial.
 
     `first` is the first detection since the injection, `reasons` all names; `unfounded` is what was reported before it,
@@ -54,7 +54,7 @@ class _Timeline:
     mark: int
 
 
-def judge(trial: Trial, outcome: Outcome) -> Judgement:
+def judge(trial: Trial, outcome: TrialRun) -> LabResult:
     """Replay a trial's traces, those of a pair together."""
     settings = ReplaySettings()
     with tempfile.TemporaryDirectory(prefix="kvcanary-lab-") as folder:
@@ -81,7 +81,7 @@ def judge(trial: Trial, outcome: Outcome) -> Judgement:
     verdict = next(name for name in ("corrupt", "inconclusive", "clean") if name in verdicts)
     if not found and verdict != "clean" and (trial.fault is None or trial.fault.benign):
         unfounded.add(f"verdict {verdict}: {'; '.join(doubt for summary in summaries for doubt in summary.doubts)}")
-    return Judgement(
+    return LabResult(
         verdict=verdict,
         first=founded[0] if founded else None,
         reasons=tuple(sorted({detection.by for detection in founded})),
