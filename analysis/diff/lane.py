@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...recorder.state.forward import Forward, UnusableEventError, read_forward
-from ...recorder.state.kv_changes import KvChanges
 from ...recorder.state.tables import StateTables
+from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView, TraceGap
 from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SLOTS_LISTED

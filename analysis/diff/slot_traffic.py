@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...recorder.state.forward import UnusableEventError
-from ...recorder.state.kv_changes import KvChanges
+from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SEND

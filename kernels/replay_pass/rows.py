@@ -1,6 +1,6 @@
 """What an ordinary forward says of its rows: whose they are, how far they were, what was sampled for them.
 
-The columns are those of `recorder.machine.row_book` and `recorder.machine.sample_book`, which own these arrays.
+The columns are those of `recorder.state.history`, which owns these arrays.
 """
 
 from typing import Final
@@ -155,7 +155,7 @@ def note_sample(
 
 @primitive()
 def end_samples(samples: Out64x2, row: int, request: int, event: int) -> None:
-    """Forget what was sampled for a request that begins or ends, as `SampleBook.take_status`; `event` is the number + 1."""
+    """Forget what was sampled for a request that begins or ends, as `LastSamples.take_status`; `event` is the number + 1."""
     for other in range(samples.shape[0]):
         mine = samples[other, SAMPLE_TOLD] > 0 and samples[other, SAMPLE_REQUEST] == request
         if mine or (other == row and row > 0):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..state.write_planning import stays
+from ..state.writes import stays
 from .device_kv import as_rows
 from .forward_input import CopiedForward
 from .host_arrays import ByteArray

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...kernels.arrays import ByteArray, Int64Array
 from ..trace.header import TraceHeader
 from ..trace.reader import EventView
-
-Int64Array = npt.NDArray[np.int64]
-ByteArray = npt.NDArray[np.uint8]
 
 MAX_PREFIX = 1 << 62
 _MAX_POSITION = 1 << 40
@@ -195,3 +192,22 @@ def _stream_bytes(name: str, data: ByteArray, header: TraceHeader, runner: int, 
         parts.append(data[at : at + tokens * width].reshape(tokens, width))
         at += tokens * width
     return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTokens:
+    """A forward's tokens without its padding: `request` `[n] int64` index into the batch, `position` `[n] int64`.
+
+    Token i of the batch is entry i here; padding comes last in a batch and is left out.
+    """
+
+    request: Int64Array
+    position: Int64Array
+
+
+def batch_tokens(forward: Forward) -> BatchTokens:
+    """Lay a forward's tokens out by request and position, counting positions from the prefix."""
+    lens = np.where(forward.req_pool_indices == 0, 0, np.maximum(forward.extend_lens, 0))
+    request = np.repeat(np.arange(len(lens)), lens)
+    within = np.arange(len(request)) - np.repeat(np.cumsum(lens) - lens, lens)
+    return BatchTokens(request=request, position=forward.prefix_lens[request] + within)

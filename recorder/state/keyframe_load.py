@@ -1,13 +1,14 @@
-"""Putting a keyframe back: a machine's state as it was when the recorder wrote it."""
+"""Putting a keyframe back: the state as it was when the recorder wrote it."""
 
 import json
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.arrays import record_words
-from ...kernels.constants import KvHashMode
+from ...kernels.arrays import ByteArray, Int64Array, record_words
+from ...kernels.constants import RECORD_KV_HASH, KvHashMode
 from ...kernels.replay_pass.ledger import HELD, OWNER, STATE
 from ..trace.batch import TraceBatch
 from ..trace.reader import EventView
@@ -19,16 +20,86 @@ from ..trace.schema import (
     KEYFRAME_REQUEST,
     TABLE_CHANGES,
 )
-from .batch_tokens import batch_tokens
-from .forward import MAX_PREFIX, Forward, UnusableEventError
-from .keyframe_rows import KeyframeRows
-from .machine import MachineState
+from ..trace.slot_runs import runs_to_slots
+from .forward import MAX_PREFIX, Forward, UnusableEventError, batch_tokens
+from .history import FED_COLUMNS
+from .keyframe import WORDS, places, tiers
 from .pools import Tier
-from .sample_book import FED_COLUMNS
-from .state_arrays import WORDS, places, tiers
+from .replay_state import ReplayState
 
-Int64Array = npt.NDArray[np.int64]
-ByteArray = npt.NDArray[np.uint8]
+AnyArray = npt.NDArray[Any]
+
+# Shorter runs than this in the mean are put in place by their indices, all at once.
+_LONG_RUN: Final = 16
+# What is copied to several places goes in pieces of so many rows, which stay in the processor's cache.
+_PIECE_ROWS: Final = 2048
+
+
+class KeyframeRows:
+    """The rows that a part of a keyframe names, `counts[r]` from `starts[r]` on, and their bytes one after another.
+
+    Args:
+        name: the array's, for messages.
+        starts, counts: `[runs] int64`.
+        data: `[total * row bytes] uint8`.
+        limit: how many rows the array has.
+        row_bytes: bytes of a row.
+
+    Raises:
+        UnusableEventError: there are no such rows, or the bytes are not theirs.
+    """
+
+    def __init__(
+        self, name: str, starts: Int64Array, counts: Int64Array, data: ByteArray, *, limit: int, row_bytes: int
+    ) -> None:
+        # Differences, not sums: hostile numbers wrap around.
+        if bool(((starts < 0) | (counts < 0) | (starts > limit) | (counts > limit - starts)).any()):
+            raise UnusableEventError(f"rows of {name} that there are not, it has {limit}")
+        total = counts.sum(dtype=np.float64)  # of hostile counts, which int64 might not hold
+        if total * row_bytes != len(data):
+            raise UnusableEventError(f"{len(data)} bytes for {total:.0f} rows of {name} of {row_bytes} bytes each")
+        self._starts, self._counts = starts, counts
+        self._total = int(total)
+        self._data = data.reshape(self._total, row_bytes)
+
+    def put(self, place: AnyArray) -> None:
+        """Write them to an array `[limit, ...]` of any type."""
+        if place.dtype == np.bool_:
+            self._put(place, (self._data != 0).reshape(self._total))
+        elif place.flags.c_contiguous and place.flags.aligned:
+            self._put(place.reshape(len(place), -1).view(np.uint8), self._data)
+        else:
+            self._put(place, self.values(place.dtype).reshape(self._total, *place.shape[1:]))
+
+    def put_records(self, whole: Sequence[Int64Array], without_hash: Sequence[Int64Array]) -> None:
+        """Write them, canary records, to arrays `[limit, 4] int64`: as they are, and with KV hash 0."""
+        words = self.values(np.dtype(np.int64))
+        for rows, values in self._pieces(words, _PIECE_ROWS):
+            for place in whole:
+                place[rows] = values
+            values[:, RECORD_KV_HASH] = 0
+            for place in without_hash:
+                place[rows] = values
+
+    def values(self, dtype: np.dtype[Any]) -> AnyArray:
+        """Return the rows' values, `[total, row bytes / item size]`, in memory of their own."""
+        return self._data.copy().view(dtype)
+
+    def _put(self, place: AnyArray, values: AnyArray) -> None:
+        for rows, mine in self._pieces(values, self._total):
+            place[rows] = mine
+
+    def _pieces(self, values: AnyArray, most: int) -> Iterator[tuple[slice | Int64Array, AnyArray]]:
+        """Yield which rows come next and their values; where runs are long, run by run and at most `most` rows a time."""
+        if self._total < _LONG_RUN * len(self._starts):
+            yield runs_to_slots(self._starts, self._counts), values
+            return
+        at = 0
+        for start, count in zip(self._starts.tolist(), self._counts.tolist(), strict=True):
+            for row in range(start, start + count, most):
+                end = min(row + most, start + count)
+                yield slice(row, end), values[at : at + end - row]
+                at += end - row
 
 
 class KeyframeLoader:
@@ -39,7 +110,7 @@ class KeyframeLoader:
     checks has no use for. What is hashed is for the replay to choose: the records get the KV hash of `kv_hash_mode`.
     """
 
-    def __init__(self, state: MachineState, *, kv_hash_mode: KvHashMode) -> None:
+    def __init__(self, state: ReplayState, *, kv_hash_mode: KvHashMode) -> None:
         self.loading = False
         self.untouched = True
         self._state = state
@@ -61,7 +132,7 @@ class KeyframeLoader:
         elif not self.loading:
             return
         elif status == KEYFRAME_REQUEST:
-            self._state.book.learn(view)
+            self._state.request_table.learn(view)
         elif status == KEYFRAME_PART:
             self._part(view)
         elif status == KEYFRAME_FORWARD:
@@ -80,7 +151,7 @@ class KeyframeLoader:
             stop += 1
         if stop - at < 2 or any(len(batch.values(name)) for name in TABLE_CHANGES):
             return at
-        self._state.book.learn_rows(batch, at, stop - 1)
+        self._state.request_table.learn_rows(batch, at, stop - 1)
         return stop - 1
 
     def _begin(self, view: EventView) -> None:
@@ -94,12 +165,12 @@ class KeyframeLoader:
             last_forward = int(told["last_forward"])
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise UnusableEventError(f"its labels are no keyframe's ({type(error).__name__}: {error})") from None
-        if len(ran) != len(state.pulse.ran) or len(any_unknown) != len(state.pools):
+        if len(ran) != len(state.activity.ran) or len(any_unknown) != len(state.pools):
             raise UnusableEventError("its labels speak of other runners or groups than the header")
         if truth_fill not in (0, -1) or not -1 <= last_forward < 1 << 62:
             raise UnusableEventError("its labels hold numbers that no recorder writes")
         self._clear(truth_fill)
-        state.pulse.ran, state.pulse.decoded, state.pulse.since_sweep = ran, decoded, since_sweep
+        state.activity.ran, state.activity.decoded, state.activity.since_sweep = ran, decoded, since_sweep
         for pool, unknown in zip(state.pools, any_unknown, strict=True):
             pool.any_unknown = unknown
         if state.history is not None:

@@ -24,7 +24,7 @@ class RequestFacts:
 
 
 @dataclass(slots=True)
-class RequestBook:
+class RequestTable:
     """Names, prompt lengths and rooms of the requests, by their 64-bit id."""
 
     facts: dict[int, RequestFacts] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """A recording cut into segments: files that each can be replayed alone, of which the last may be all that is kept.
 
-All of it runs on the writer's thread. The machine that keyframes are made from takes every event that was written.
+All of it runs on the writer's thread. The state that keyframes are made from takes every event that was written.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ class Segments:
     def __init__(
         self, path: Path, header: TraceHeader, settings: SegmentSettings, *, compression: str, overwrite: bool
     ) -> None:
-        from ..state.machine import Machine
+        from ..state.apply import EventApplier
         from ..state.pools import pool_bytes
 
         self._path = path
@@ -96,7 +96,7 @@ class Segments:
         self._engine_events = 0  # of them, what the engine told
         self._last_ns = header.created_ns
         try:
-            self._machine = Machine(header)
+            self._applier = EventApplier(header)
         except MemoryError:
             raise TraceError(
                 f"{path}: segments need {pool_bytes(header) / 2**30:.1f} GiB of memory for keyframes, which this machine "
@@ -228,10 +228,10 @@ class Segments:
     def _keyframe_batches(self) -> Iterator[list[TraceEvent]]:
         from ..state.keyframe import forget_old_requests, keyframe_events
 
-        forget_old_requests(self._machine.state)
+        forget_old_requests(self._applier.state)
         small: list[TraceEvent] = []  # of which many go into one batch
         held = 0
-        for event in keyframe_events(self._machine, time_ns=self._last_ns):
+        for event in keyframe_events(self._applier, time_ns=self._last_ns):
             small.append(event)
             held += event.nbytes
             if held >= 4 << 20:
@@ -250,10 +250,10 @@ class Segments:
         return batch
 
     def _advance(self, batch: TraceBatch) -> None:
-        """Move the machine on; a fault of it costs knowledge, never events."""
+        """Apply the event to the state; a fault of it costs knowledge, never events."""
         try:
             for view in batch:
-                self._machine.take(view)
+                self._applier.take(view)
                 time.sleep(0)  # a batch takes long: the engine's threads get the interpreter in between
         except Exception as error:  # noqa: BLE001  # the engine's recording must go on
             self._forget(error)
@@ -267,7 +267,7 @@ class Segments:
                 exc_info=error,
             )
         self._machine_failed = True
-        self._machine.forget()
+        self._applier.forget()
 
     def _drop_the_oldest(self) -> None:
         settings = self._settings

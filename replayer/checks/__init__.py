@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Final
 
-from ...recorder.state.requests import RequestBook
+from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from .attention_lens import AttentionLens
 from .attention_slots import AttentionSlots
@@ -73,20 +73,20 @@ CHECK_NAMES: Final = tuple(_CHECKS)
 
 
 def make_checks(
-    names: Iterable[str], *, header: TraceHeader, book: RequestBook, backend: str = "cpu"
+    names: Iterable[str], *, header: TraceHeader, request_table: RequestTable, backend: str = "cpu"
 ) -> list[HistoryCheck]:
     """Return the named checks as one that must be given every forward and every other event, in order; none for none.
 
     Args:
         names: out of `CHECK_NAMES`; the checks keep their own order.
         header: the trace's.
-        book: what is known of the requests.
+        request_table: what is known of the requests.
         backend: what the ledger's loops run on, see `kernels.dispatch.select`.
     """
     chosen = set(names)
     if not chosen:
         return []
-    history = History(header, book, backend=backend)
+    history = History(header, request_table, backend=backend)
     return [Panel(history, [make(history) for name, make in _CHECKS.items() if name in chosen])]
 
 

@@ -44,7 +44,7 @@ class AttentionLens(HistoryCheck):
                 forward_finding(
                     "attention_lens",
                     forward,
-                    self._history.book,
+                    self._history.request_table,
                     request=r,
                     group=-1,
                     position=min(prefix + added, int(seq_lens[r])) if longer[r] else prefix,

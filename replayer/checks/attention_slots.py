@@ -66,7 +66,7 @@ class AttentionSlots(HistoryCheck):
                 forward_finding(
                     "attention_slots",
                     forward,
-                    self._history.book,
+                    self._history.request_table,
                     request=r,
                     group=index,
                     position=position,

@@ -8,7 +8,7 @@ is nobody's. Judged only where the trace promises to tell of every slot, since a
 """
 
 from ...kernels.replay_pass.ledger import CACHED, HELD, OWNER, STATE
-from ...recorder.state.slot_events import SlotEvent
+from ...recorder.state.events import SlotEvent
 from ...recorder.trace.reader import EventView
 from ..report.findings import Finding
 from .check import Covered, HistoryCheck

@@ -8,7 +8,7 @@ is what a fork is. Judged only where the trace promises to tell of every slot, s
 """
 
 from ...kernels.replay_pass.ledger import ALLOC, LEFT
-from ...recorder.state.slot_events import SlotEvent
+from ...recorder.state.events import SlotEvent
 from ...recorder.trace.reader import EventView
 from ...recorder.trace.schema import ALLOC_CACHED, ALLOC_SHARED
 from ..report.findings import Cause, Finding

@@ -9,7 +9,7 @@ to go back to the pool is judged.
 
 import numpy as np
 
-from ...recorder.state.slot_events import SlotEvent
+from ...recorder.state.events import SlotEvent
 from ...recorder.trace.reader import EventView
 from ..report.findings import Finding
 from .check import Covered, HistoryCheck

@@ -7,10 +7,10 @@ import numpy.typing as npt
 
 from ...kernels.arrays import record_words
 from ...kernels.replay_pass.ledger import judge_reads, judge_writes
-from ...recorder.state.batch_tokens import BatchTokens, batch_tokens
-from ...recorder.state.requests import RequestBook
-from ...recorder.state.slot_events import SlotEvent, TransferEvent
-from ...recorder.state.slot_history import SlotHistory
+from ...recorder.state.events import SlotEvent, TransferEvent
+from ...recorder.state.forward import BatchTokens, batch_tokens
+from ...recorder.state.history import SlotHistory
+from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 from .view import ForwardView, GroupReads
@@ -55,10 +55,10 @@ class History(SlotHistory):
     the last number that slots of the ledger were stamped with.
     """
 
-    def __init__(self, header: TraceHeader, book: RequestBook, *, backend: str) -> None:
+    def __init__(self, header: TraceHeader, request_table: RequestTable, *, backend: str) -> None:
         super().__init__(header, backend=backend)
         self.header = header
-        self.book = book
+        self.request_table = request_table
         self.touched: list[Touched] = []
         self.serial = 0
         self._transfers = False

@@ -44,7 +44,7 @@ class HitDiffers(HistoryCheck):
                 expected = f"token {int(plan.expected_tokens[entry])}, {expected}"
             detail = (
                 f"starts from a slot with token {int(record[RECORD_TOKEN])}, position {int(record[RECORD_POSITION])}, "
-                f"written by request {history.book.name(writer)} in forward {forward}; expected {expected}"
+                f"written by request {history.request_table.name(writer)} in forward {forward}; expected {expected}"
             )
             cause = Cause("", writer, int(record[RECORD_TOKEN]), int(plan.expected_tokens[entry]))
             return detail, [event], cause

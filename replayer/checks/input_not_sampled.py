@@ -11,10 +11,9 @@ unknown token (-1), fed or sampled, is compared with nothing.
 import numpy as np
 
 from ...kernels.constants import UNKNOWN_TOKEN
-from ...recorder.state.batch_tokens import BatchTokens
-from ...recorder.state.forward import Forward
-from ...recorder.state.sample_book import FORWARD, POSITION, REQUEST, TOKEN, TOLD
-from ...recorder.state.slot_events import SampleEvent
+from ...recorder.state.events import SampleEvent
+from ...recorder.state.forward import BatchTokens, Forward
+from ...recorder.state.history import SAMPLE_EVENT, SAMPLE_FORWARD, SAMPLE_POSITION, SAMPLE_REQUEST, SAMPLE_TOKEN
 from ...recorder.trace.reader import EventView
 from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
@@ -23,7 +22,7 @@ from .view import ForwardView
 
 
 class InputNotSampled(HistoryCheck):
-    """Compares what each target forward was fed with what was sampled last for its rows, and moves that book on."""
+    """Compares what each target forward was fed with what was sampled last for its rows, and takes in what this one sampled."""
 
     covered = Covered.COMPILED
     judges = frozenset({"sample"})
@@ -55,27 +54,27 @@ class InputNotSampled(HistoryCheck):
 
     def _judge(self, forward: Forward, tokens: BatchTokens, *, only: int = -1) -> list[Finding]:
         """Compare what a forward was fed with what was sampled, as event `only` told it or any."""
-        book = self._history.samples.last
+        known = self._history.samples.last
         rows = forward.req_pool_indices[tokens.request]
-        inside = (rows > 0) & (rows < len(book))
-        last = book[np.where(inside, rows, 0)]
-        due = inside & (last[:, TOLD] > 0) & (last[:, REQUEST] == forward.request_ids[tokens.request])
-        due &= last[:, POSITION] == tokens.position
+        inside = (rows > 0) & (rows < len(known))
+        last = known[np.where(inside, rows, 0)]
+        due = inside & (last[:, SAMPLE_EVENT] > 0) & (last[:, SAMPLE_REQUEST] == forward.request_ids[tokens.request])
+        due &= last[:, SAMPLE_POSITION] == tokens.position
         if only >= 0:
-            due &= last[:, TOLD] == only + 1
+            due &= last[:, SAMPLE_EVENT] == only + 1
         fed = forward.input_ids[: len(rows)]
-        due &= (fed != UNKNOWN_TOKEN) & (last[:, TOKEN] != UNKNOWN_TOKEN)
-        wrong = np.flatnonzero(due & (fed != last[:, TOKEN]))
+        due &= (fed != UNKNOWN_TOKEN) & (last[:, SAMPLE_TOKEN] != UNKNOWN_TOKEN)
+        wrong = np.flatnonzero(due & (fed != last[:, SAMPLE_TOKEN]))
         return [
             input_finding(
                 "input_not_sampled",
-                f"was fed token {fed[token]}, forward {last[token, FORWARD]} sampled {last[token, TOKEN]} for it",
+                f"was fed token {fed[token]}, forward {last[token, SAMPLE_FORWARD]} sampled {last[token, SAMPLE_TOKEN]} for it",
                 forward,
                 tokens,
                 int(token),
-                self._history.book,
-                Cause(token=int(fed[token]), expected_token=int(last[token, TOKEN])),
-                [int(last[token, TOLD]) - 1],
+                self._history.request_table,
+                Cause(token=int(fed[token]), expected_token=int(last[token, SAMPLE_TOKEN])),
+                [int(last[token, SAMPLE_EVENT]) - 1],
             )
             for token in wrong
         ]

@@ -48,7 +48,7 @@ class InputNotTruth(HistoryCheck):
                 forward,
                 tokens,
                 int(token),
-                self._history.book,
+                self._history.request_table,
                 Cause(token=int(fed[token]), expected_token=int(expected[token])),
             )
             for token in wrong

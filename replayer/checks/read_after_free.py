@@ -35,7 +35,7 @@ class ReadAfterFree(HistoryCheck):
         def explain(row: npt.NDArray[np.int64], _: int) -> tuple[str, Iterable[int], Cause]:
             if not row[LEFT]:
                 return "reads a slot that was never given out", happened(row), Cause("never_given_out")
-            owner = f" by request {history.book.name(int(row[OWNER]))}" if row[OWNER] >= 0 else ""
+            owner = f" by request {history.request_table.name(int(row[OWNER]))}" if row[OWNER] >= 0 else ""
             return (
                 f"reads a slot that is free since event {row[LEFT] - 1}, held before{owner or ' by nobody'}",
                 happened(row),

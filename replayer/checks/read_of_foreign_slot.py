@@ -37,7 +37,7 @@ class ReadOfForeignSlot(HistoryCheck):
             if not judged.read_bits[np.searchsorted(judged.reads, entry)] & READ_FOREIGN:
                 anew = f"goes on reading a slot that was given out anew in event {row[ALLOC] - 1}"
                 return anew, happened(row), Cause("given_out_anew")
-            owner = history.book.name(int(row[OWNER]))
+            owner = history.request_table.name(int(row[OWNER]))
             return f"reads a slot that is request {owner}'s since event {row[ALLOC] - 1}", happened(row), held_by(row)
 
         history, findings, bits = self._history, [], READ_FOREIGN | READ_RECYCLED

@@ -6,11 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.replay_pass.ledger import ALLOC, CACHED, CONTENT, LEFT, OWNER, PADDING_WRITER, STATE
-from ...recorder.state.batch_tokens import BatchTokens
-from ...recorder.state.forward import Forward
+from ...recorder.state.events import SlotEvent, StatusEvent, TransferEvent
+from ...recorder.state.forward import BatchTokens, Forward
 from ...recorder.state.ledger import TIMELESS
-from ...recorder.state.requests import RequestBook
-from ...recorder.state.slot_events import SlotEvent, StatusEvent, TransferEvent
+from ...recorder.state.requests import RequestTable
 from ..report.findings import NO_CAUSE, Cause, Finding, counted, evidence
 from .history import History, Judged
 from .view import ForwardView, GroupReads
@@ -143,7 +142,7 @@ def entry_findings(
             forward_finding(
                 kind,
                 forward,
-                history.book,
+                history.request_table,
                 request=r,
                 group=group.pool.index,
                 position=int(positions[first]),
@@ -160,7 +159,7 @@ def entry_findings(
 def forward_finding(
     kind: str,
     forward: Forward,
-    book: RequestBook,
+    request_table: RequestTable,
     *,
     request: int,
     group: int,
@@ -182,7 +181,7 @@ def forward_finding(
         runner=forward.runner,
         group=group,
         request_id=request_id,
-        request=book.name(request_id),
+        request=request_table.name(request_id),
         req_pool_idx=0 if padding else int(forward.req_pool_indices[request]),
         position=position,
         slot=slot,
@@ -199,7 +198,7 @@ def input_finding(
     forward: Forward,
     tokens: BatchTokens,
     token: int,
-    book: RequestBook,
+    request_table: RequestTable,
     cause: Cause,
     events: Iterable[int] = (),
 ) -> Finding:
@@ -207,7 +206,7 @@ def input_finding(
     return forward_finding(
         kind,
         forward,
-        book,
+        request_table,
         request=int(tokens.request[token]),
         group=-1,
         position=int(tokens.position[token]),
@@ -240,7 +239,7 @@ def event_finding(
         runner=history.header.groups[group].runner,
         group=group,
         request_id=request_id,
-        request=history.book.name(request_id),
+        request=history.request_table.name(request_id),
         req_pool_idx=event.row,
         position=-1,
         slot=int(slots[0]),
@@ -265,7 +264,7 @@ def by_row(rows: Int64Array, column: int) -> list[tuple[int, BoolArray]]:
 
 def holder(row: Int64Array, history: History) -> str:
     """Return in words who holds a slot, by its ledger row."""
-    return "the prefix cache" if row[STATE] == CACHED else f"request {history.book.name(int(row[OWNER]))}"
+    return "the prefix cache" if row[STATE] == CACHED else f"request {history.request_table.name(int(row[OWNER]))}"
 
 
 def held_by(row: Int64Array) -> Cause:

@@ -10,7 +10,7 @@ promises to tell of every request's status.
 
 import numpy as np
 
-from ...recorder.state.row_book import EVENT, GIVEN, HOLDER
+from ...recorder.state.history import STATUS_EVENT, STATUS_GIVEN, STATUS_REQUEST
 from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
 from .history import History
@@ -33,11 +33,11 @@ class RowReassigned(HistoryCheck):
         findings = self._twice(view)
         if not history.complete:
             return findings
-        book = history.rows
-        inside = book.inside(forward) & (forward.request_ids >= 0)
-        status = book.status[np.where(inside, forward.req_pool_indices, 0)]
-        wrong = inside & (status[:, EVENT] > 0)
-        wrong &= (status[:, GIVEN] == 0) | (status[:, HOLDER] != forward.request_ids)
+        owners = history.rows
+        inside = owners.inside(forward) & (forward.request_ids >= 0)
+        status = owners.status[np.where(inside, forward.req_pool_indices, 0)]
+        wrong = inside & (status[:, STATUS_EVENT] > 0)
+        wrong &= (status[:, STATUS_GIVEN] == 0) | (status[:, STATUS_REQUEST] != forward.request_ids)
         return findings + [
             self._finding(view, int(r), status[r].tolist()) for r in np.flatnonzero(wrong) if self._new(view, r, status)
         ]
@@ -52,7 +52,7 @@ class RowReassigned(HistoryCheck):
             forward_finding(
                 "row_reassigned",
                 forward,
-                self._history.book,
+                self._history.request_table,
                 request=r,
                 group=-1,
                 position=int(forward.prefix_lens[r]),
@@ -65,33 +65,34 @@ class RowReassigned(HistoryCheck):
         ]
 
     def _new(self, view: ForwardView, r: "np.intp", status: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> bool:
-        row, key = int(view.forward.req_pool_indices[r]), (int(status[r, EVENT]), int(view.forward.request_ids[r]))
+        row, key = (
+            int(view.forward.req_pool_indices[r]),
+            (int(status[r, STATUS_EVENT]), int(view.forward.request_ids[r])),
+        )
         known = self._told.get(row) == key
         self._told[row] = key
         return not known
 
     def _finding(self, view: ForwardView, request: int, status: list[int]) -> Finding:
-        forward, name = view.forward, self._history.book.name(status[HOLDER])
-        if status[GIVEN]:
-            detail = (
-                f"reads row {forward.req_pool_indices[request]}, which event {status[EVENT] - 1} gave to request {name}"
-            )
+        forward, name = view.forward, self._history.request_table.name(status[STATUS_REQUEST])
+        if status[STATUS_GIVEN]:
+            detail = f"reads row {forward.req_pool_indices[request]}, which event {status[STATUS_EVENT] - 1} gave to request {name}"
         else:
             detail = (
-                f"reads row {forward.req_pool_indices[request]}, which event {status[EVENT] - 1} took back from "
+                f"reads row {forward.req_pool_indices[request]}, which event {status[STATUS_EVENT] - 1} took back from "
                 f"request {name}"
             )
         return forward_finding(
             "row_reassigned",
             forward,
-            self._history.book,
+            self._history.request_table,
             request=request,
             group=-1,
             position=int(forward.prefix_lens[request]),
             slot=-1,
             detail=detail,
-            events=[status[EVENT] - 1],
-            cause=Cause("row_given_away" if status[GIVEN] else "row_taken_back", status[HOLDER]),
+            events=[status[STATUS_EVENT] - 1],
+            cause=Cause("row_given_away" if status[STATUS_GIVEN] else "row_taken_back", status[STATUS_REQUEST]),
         )
 
     def forget(self) -> None:

@@ -10,7 +10,7 @@ its tokens when it samples.
 
 import numpy as np
 
-from ...recorder.state.row_book import END, PREFIX, SAMPLED_END, SEEN, VERIFY
+from ...recorder.state.history import ROW_END, ROW_EVENT, ROW_PREFIX, ROW_SAMPLED_END, ROW_VERIFY
 from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import forward_finding
@@ -31,25 +31,25 @@ class SeqLenBackwards(HistoryCheck):
         same = same & (forward.request_ids >= 0)
         end = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
         if history.complete:
-            least = np.where(last[:, VERIFY] == 0, last[:, END], last[:, PREFIX] + 1)
+            least = np.where(last[:, ROW_VERIFY] == 0, last[:, ROW_END], last[:, ROW_PREFIX] + 1)
             back = same & (forward.prefix_lens < least)
         else:
             sampled = forward.sampled_lens > 0 if len(forward.sampled_lens) else np.zeros(len(end), np.bool_)
-            back = same & sampled & (end < last[:, SAMPLED_END]) & (last[:, VERIFY] == 0)
+            back = same & sampled & (end < last[:, ROW_SAMPLED_END]) & (last[:, ROW_VERIFY] == 0)
         return [
             forward_finding(
                 "seq_len_backwards",
                 forward,
-                history.book,
+                history.request_table,
                 request=int(r),
                 group=-1,
                 position=int(forward.prefix_lens[r]),
                 slot=-1,
                 detail=(
                     f"goes on from a prefix of {forward.prefix_lens[r]} to {end[r]}; its forward before went from "
-                    f"{last[r, PREFIX]} to {last[r, END]}"
+                    f"{last[r, ROW_PREFIX]} to {last[r, ROW_END]}"
                 ),
-                events=[int(last[r, SEEN]) - 1],
+                events=[int(last[r, ROW_EVENT]) - 1],
             )
             for r in np.flatnonzero(back)
         ]

@@ -7,7 +7,7 @@ trace promises to tell of every slot, since an untold free would excuse it.
 """
 
 from ...kernels.replay_pass.ledger import HELD, OWNER, STATE
-from ...recorder.state.slot_events import SlotEvent
+from ...recorder.state.events import SlotEvent
 from ...recorder.trace.reader import EventView
 from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck

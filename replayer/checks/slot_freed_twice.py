@@ -7,7 +7,7 @@ since an untold allocation would excuse it.
 """
 
 from ...kernels.replay_pass.ledger import ALLOC, LEFT
-from ...recorder.state.slot_events import SlotEvent
+from ...recorder.state.events import SlotEvent
 from ...recorder.trace.reader import EventView
 from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck

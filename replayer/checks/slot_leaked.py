@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.replay_pass.ledger import ALLOC
-from ...recorder.state.slot_events import StatusEvent
+from ...recorder.state.events import StatusEvent
 from ...recorder.trace.reader import EventView
 from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck
@@ -43,7 +43,7 @@ class SlotLeaked(HistoryCheck):
                     history,
                     group=part.group,
                     slots=part.slots,
-                    detail=f"request {history.book.name(event.request_id)} is {event.status} and still holds it",
+                    detail=f"request {history.request_table.name(event.request_id)} is {event.status} and still holds it",
                     events=[int(rows[0, ALLOC]) - 1],
                     cause=Cause("request_left"),
                 )
@@ -59,7 +59,7 @@ class SlotLeaked(HistoryCheck):
             forward_finding(
                 "slot_leaked",
                 forward,
-                history.book,
+                history.request_table,
                 request=r,
                 group=one.group,
                 position=-1,
@@ -93,7 +93,7 @@ class SlotLeaked(HistoryCheck):
                         history,
                         group=part.group,
                         slots=part.slots,
-                        detail=f"was given to request {history.book.name(request_id)}, which was gone, and never given back",
+                        detail=f"was given to request {history.request_table.name(request_id)}, which was gone, and never given back",
                         events=[int(rows[0, ALLOC]) - 1],
                         cause=Cause("given_after_end"),
                     )

@@ -5,7 +5,7 @@ of the event change hands as it says. Forwards that read or write such slots mak
 chosen. Judged in every trace.
 """
 
-from ...recorder.state.slot_events import SlotEvent
+from ...recorder.state.events import SlotEvent
 from ...recorder.trace.reader import EventView
 from ..report.findings import Finding
 from .check import Covered, HistoryCheck

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...recorder.capture.host_arrays import ragged_index
+from ...recorder.state.events import SlotEvent
 from ...recorder.state.forward import Forward
-from ...recorder.state.slot_events import SlotEvent
 from ...recorder.trace.reader import EventView
 from ..report.findings import Finding
 from .check import Covered, HistoryCheck
@@ -109,7 +109,7 @@ class TableEntryDiffers(HistoryCheck):
                 forward_finding(
                     "table_entry_differs",
                     forward,
-                    self._history.book,
+                    self._history.request_table,
                     request=r,
                     group=group,
                     position=int(positions[first]),

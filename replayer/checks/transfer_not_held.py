@@ -8,7 +8,7 @@ trace promises to tell of every slot.
 """
 
 from ...kernels.replay_pass.ledger import FREE, HELD, OWNER, STATE
-from ...recorder.state.slot_events import TransferEvent
+from ...recorder.state.events import TransferEvent
 from ...recorder.trace.reader import EventView
 from ...recorder.trace.schema import SEND
 from ..report.findings import Cause, Finding
@@ -40,7 +40,9 @@ class TransferNotHeld(HistoryCheck):
             verb = "sends" if event.direction == SEND else "lands in" if event.status == "end" else "will land in"
             for state, mine in by_row(rows, STATE) if len(slots) else []:
                 first = rows[mine][0]
-                whose = "that is free" if state == FREE else f"of request {history.book.name(int(first[OWNER]))}"
+                whose = (
+                    "that is free" if state == FREE else f"of request {history.request_table.name(int(first[OWNER]))}"
+                )
                 findings.append(
                     event_finding(
                         "transfer_not_held",

@@ -8,7 +8,7 @@ same forward took; streams whose submitted bytes the recording has not, which is
 
 import numpy as np
 
-from ...recorder.state.write_planning import stays
+from ...recorder.state.writes import stays
 from ..report.findings import Finding
 from .check import Covered, HistoryCheck
 from .reporting import forward_finding
@@ -56,7 +56,7 @@ class WriteDamaged(HistoryCheck):
                 forward_finding(
                     "write_damaged",
                     forward,
-                    self._history.book,
+                    self._history.request_table,
                     request=request,
                     group=group.pool.index,
                     position=int(forward.positions[token]),

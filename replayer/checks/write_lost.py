@@ -63,7 +63,7 @@ class WriteLost(HistoryCheck):
                 forward_finding(
                     "write_lost",
                     forward,
-                    self._history.book,
+                    self._history.request_table,
                     request=int(request),
                     group=group.pool.index,
                     position=int(forward.positions[token]),

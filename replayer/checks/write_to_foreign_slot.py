@@ -55,7 +55,11 @@ class WriteToForeignSlot(HistoryCheck):
                 return "writes a slot that is free", changed_hands(row), Cause("free")
             if row[STATE] == CACHED:
                 return "writes a slot that the prefix cache holds", changed_hands(row), held_by(row)
-            return f"writes a slot of request {history.book.name(int(row[OWNER]))}", changed_hands(row), held_by(row)
+            return (
+                f"writes a slot of request {history.request_table.name(int(row[OWNER]))}",
+                changed_hands(row),
+                held_by(row),
+            )
 
         history, findings = self._history, []
         for current in history.judge(view):

@@ -26,7 +26,7 @@ class WrongWindow(HistoryCheck):
                 forward_finding(
                     "wrong_window",
                     forward,
-                    self._history.book,
+                    self._history.request_table,
                     request=request,
                     group=group,
                     position=start,

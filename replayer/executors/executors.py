@@ -4,7 +4,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ...kernels.constants import KvHashMode
-from ...recorder.state.requests import RequestBook
+from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from ..checks import CHECK_NAMES, Covered, covered_by, make_checks
 from ..report.report import ReportSinks
@@ -23,14 +23,19 @@ _log = logging.getLogger("kvcanary")
 
 
 def make_executor(
-    header: TraceHeader, settings: ReplaySettings, *, kv_hash_mode: KvHashMode, book: RequestBook, takings: Takings
+    header: TraceHeader,
+    settings: ReplaySettings,
+    *,
+    kv_hash_mode: KvHashMode,
+    request_table: RequestTable,
+    takings: Takings,
 ) -> StepwiseExecutor:
     """Return the executor that the settings name, or the one that the definition is, where a check asks for that.
 
     Raises:
         MemoryError: its pools and tables find no room.
     """
-    checks = make_checks(settings.checks, header=header, book=book, backend=settings.backend)
+    checks = make_checks(settings.checks, header=header, request_table=request_table, backend=settings.backend)
     uncovered = [name for name, ways in covered_by(settings.checks).items() if ways < Covered.INCREMENTAL]
     if uncovered and (settings.device != "cpu" or settings.executor != "stepwise"):
         _log.info(
@@ -43,7 +48,7 @@ def make_executor(
             header,
             kv_hash_mode=kv_hash_mode,
             backend=settings.backend,
-            book=book,
+            request_table=request_table,
             on_violations=takings.violations,
             on_findings=takings.findings,
             checks=checks,
@@ -54,7 +59,7 @@ def make_executor(
         header,
         kv_hash_mode=kv_hash_mode,
         backend=settings.backend,
-        book=book,
+        request_table=request_table,
         on_violations=takings.violations,
         on_findings=takings.findings,
         checks=checks,
@@ -67,7 +72,7 @@ def make_lane(
     *,
     health: Health,
     summary: Summary,
-    book: RequestBook,
+    request_table: RequestTable,
     request_ids: set[int],
     sinks: ReportSinks,
     compared: bool,
@@ -82,7 +87,7 @@ def make_lane(
         executor,
         health,
         summary,
-        book,
+        request_table,
         request_ids,
         sinks.merging,
         every_check=_passes_by(settings.checks) and not compared and settings.max_violations != 0,

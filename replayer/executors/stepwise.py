@@ -14,10 +14,10 @@ import numpy.typing as npt
 from ...kernels.constants import KvHashMode
 from ...kernels.replay_pass.state import mark_writers, store_bytes
 from ...recorder.state.forward import Forward
-from ...recorder.state.kv_changes import KvChanges
 from ...recorder.state.pools import Endpoint, GroupPool, launch_tag
-from ...recorder.state.requests import RequestBook
+from ...recorder.state.requests import RequestTable
 from ...recorder.state.tables import StateTables
+from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import PoolGroup, TraceHeader
 from ...recorder.trace.reader import EventView, TraceBatch
 from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE
@@ -26,12 +26,10 @@ from ..checks.panel import Panel
 from ..checks.view import ForwardView, GroupReads
 from ..report.findings import Finding
 from ..report.violations import LaunchViolations
-from ..run.attribution import sweep_violations, verify_violations, write_violations
-from ..run.divergence import Divergence
-from ..run.launch import Launcher
-from ..run.oracle import expected_tokens
+from ..run.divergence import SwaDivergence
+from ..run.launch import Launcher, sweep_violations, verify_violations, write_violations
 from ..run.out_of_range import beyond_table, explain_plan, explain_requests, explain_writes
-from ..run.planning import GroupStep, Planner, leave_out_unknown
+from ..run.planning import GroupStep, Planner, expected_tokens, leave_out_unknown
 from ..run.sweep import Sweep, explain_sweep
 
 Int64Array = npt.NDArray[np.int64]
@@ -56,12 +54,12 @@ class StepwiseExecutor:
         *,
         kv_hash_mode: KvHashMode,
         backend: str,
-        book: RequestBook,
+        request_table: RequestTable,
         on_violations: Callable[[LaunchViolations], None],
         on_findings: Callable[[list[Finding]], None],
         checks: Sequence[HistoryCheck] = (),
         tables: StateTables | None = None,
-        divergence: Divergence | None = None,
+        divergence: SwaDivergence | None = None,
     ) -> None:
         self.header = header
         self.tables = StateTables(header, backend=backend) if tables is None else tables
@@ -69,14 +67,14 @@ class StepwiseExecutor:
             GroupPool(group, index=index, kv_hash_mode=kv_hash_mode) for index, group in enumerate(header.groups)
         ]
         self.launcher = Launcher(backend=backend)
-        self.divergence = Divergence(header, backend=backend) if divergence is None else divergence
+        self.divergence = SwaDivergence(header, backend=backend) if divergence is None else divergence
         self.verified = 0
         self.written = 0
         self.unknown_entries = 0
         self.entries_read = 0
         self.num_on_host: int | None = None
         self._backend = backend
-        self._book = book
+        self._request_table = request_table
         self._on_violations = on_violations
         self._on_findings = on_findings
         self._checks = checks
@@ -92,7 +90,7 @@ class StepwiseExecutor:
         self.unknown_entries += sum(step.unknown_entries for step in steps)
         self.entries_read += sum(step.reads for step in steps)
         self._check(forward, view, steps)
-        expected = expected_tokens(forward, self.header, self._book, backend=self._backend)
+        expected = expected_tokens(forward, self.header, self._request_table, backend=self._backend)
         if len(forward.req_pool_indices):
             for step in steps:
                 for half in step.pool.group.halves:
@@ -273,7 +271,7 @@ class StepwiseExecutor:
         step.pool.learn(step.slots)
         shape = self.tables.req_to_token[step.pool.group.table].shape
         if step.looked_beyond or bool(beyond_table(forward, shape).any()):
-            findings = explain_plan(step.verify_plan, forward, step.pool, shape, self._book)
-            findings += explain_writes(step.slots, step.write_plan, forward, step.pool, self._book)
-            findings += explain_requests(forward, step.pool, shape, self._book)
+            findings = explain_plan(step.verify_plan, forward, step.pool, shape, self._request_table)
+            findings += explain_writes(step.slots, step.write_plan, forward, step.pool, self._request_table)
+            findings += explain_requests(forward, step.pool, shape, self._request_table)
             self._take(findings)

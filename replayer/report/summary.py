@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ...kernels.constants import FailReason, LaunchTag
-from ...recorder.state.requests import RequestBook
+from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from ..run.coverage import Watched, coverage, no_figures, not_watched
 from ..run.derived import Derived
@@ -212,12 +212,12 @@ class Tally:
         ]
         self._last_forward_hit = -1
 
-    def violations(self, launches: Sequence[LaunchViolations], book: RequestBook) -> None:
+    def violations(self, launches: Sequence[LaunchViolations], request_table: RequestTable) -> None:
         """Add the violations of launches, which `Summary.violations` counts already."""
         summary = self._summary
         if summary.first_violation is None:
             first = launches[0].take(np.arange(len(launches[0].rows)) == 0)
-            summary.first_violation = _spelt_out(violation_table([first], book))
+            summary.first_violation = _spelt_out(violation_table([first], request_table))
             summary.first_violation_forward = summary.first_violation["forward"]
         rows = np.concatenate([launch.rows for launch in launches])
         bits = rows[:, 7]
@@ -233,7 +233,9 @@ class Tally:
         self._last_forward_hit = summary.last_violation_forward = int(forwards[-1])
         every = np.concatenate([launch.request_ids for launch in launches])
         request_ids = every[np.sort(np.unique(every, return_index=True)[1])]
-        for request_id, name in zip(request_ids.tolist(), book.name_column(request_ids).to_pylist(), strict=True):
+        for request_id, name in zip(
+            request_ids.tolist(), request_table.name_column(request_ids).to_pylist(), strict=True
+        ):
             if request_id != NOBODY:  # what a sweep finds is nobody's yet
                 summary.requests_hit.setdefault(request_id, name)
         for launch in launches:

@@ -3,9 +3,9 @@
 from typing import Final
 
 from ...recorder.state.forward import Forward
-from ...recorder.state.requests import RequestBook
+from ...recorder.state.requests import RequestTable
 from ..run.derived import Derived
-from ..run.divergence import ROWS_AT_ONCE, Divergence
+from ..run.divergence import ROWS_AT_ONCE, SwaDivergence
 from ..run.sweep import Sweep
 from .findings import Finding, finding_table
 from .report import ReportSinks
@@ -23,10 +23,10 @@ class Takings:
     and where no row may go on (`part`).
     """
 
-    def __init__(self, summary: Summary, sinks: ReportSinks, book: RequestBook, *, all_rows: bool) -> None:
+    def __init__(self, summary: Summary, sinks: ReportSinks, request_table: RequestTable, *, all_rows: bool) -> None:
         self._summary = summary
         self._sinks = sinks
-        self._book = book
+        self._request_table = request_table
         self._tally = Tally(summary)
         self._derived = Derived(summary.header)
         self._launches: list[LaunchViolations] = []
@@ -75,13 +75,13 @@ class Takings:
             self._sinks.findings.append(finding_table(findings))
             self._tally.findings(findings)
 
-    def divergence(self, figures: Divergence, *, at_least: int = ROWS_AT_ONCE) -> None:
+    def divergence(self, figures: SwaDivergence, *, at_least: int = ROWS_AT_ONCE) -> None:
         """Take the divergence figures since the last time, where there are so many."""
         table = figures.take_table(at_least=at_least)
         if table is not None:
             self._sinks.divergence.append(table)
 
-    def flush(self, figures: Divergence) -> None:
+    def flush(self, figures: SwaDivergence) -> None:
         """Pass on all that is pending."""
         self._pass_on()
         self.divergence(figures, at_least=1)
@@ -90,7 +90,7 @@ class Takings:
         """Turn the pending launches into one table: for the report, and for the tally."""
         launches, left_out = self._launches, self._left_out
         if launches:
-            table = violation_table(launches, self._book)  # Ctrl-C in here loses none: they are pending still
+            table = violation_table(launches, self._request_table)  # Ctrl-C in here loses none: they are pending still
         self._launches, self._left_out = [], []
         self._pending_rows = 0
         if launches:
@@ -100,5 +100,5 @@ class Takings:
                 self._sinks.violations.append(table)
             self._limit.kept(table)
         if launches or left_out:
-            self._tally.violations([*launches, *left_out], self._book)
+            self._tally.violations([*launches, *left_out], self._request_table)
         self._summary.violations_left_out += sum(len(launch.rows) for launch in left_out)

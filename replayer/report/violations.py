@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...kernels.constants import FailReason, LaunchTag
-from ...recorder.state.requests import RequestBook
+from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import PoolGroup
 from ...recorder.writing.private_files import new_private_file
 
@@ -161,7 +161,7 @@ class RowLimit:
             counts[places] = np.minimum(counts[places] + times, np.iinfo(np.uint16).max)
 
 
-def violation_table(launches: Sequence[LaunchViolations], book: RequestBook) -> pa.Table:
+def violation_table(launches: Sequence[LaunchViolations], request_table: RequestTable) -> pa.Table:
     """Build one table of the violations of many launches, in their order."""
     counts = [len(launch.rows) for launch in launches]
     rows = np.concatenate([launch.rows for launch in launches])
@@ -183,7 +183,7 @@ def violation_table(launches: Sequence[LaunchViolations], book: RequestBook) -> 
         "reasons": pa.DictionaryArray.from_arrays(pa.array(rows[:, 7].astype(np.int8)), _REASON_NAMES),
         "oracle": pa.DictionaryArray.from_arrays(pa.array(rows[:, 7].astype(np.int8)), _ORACLE_NAMES),
         "request_id": request_ids,
-        "request": book.name_column(request_ids),
+        "request": request_table.name_column(request_ids),
         "req_pool_idx": np.concatenate([launch.req_pool_indices for launch in launches]),
         "expected_position": np.concatenate([launch.expected_positions for launch in launches]),
         "first_forward": columns["forward"],
@@ -192,7 +192,7 @@ def violation_table(launches: Sequence[LaunchViolations], book: RequestBook) -> 
         "writer_event": writers[:, 0],
         "writer_forward": writers[:, 1],
         "writer_request_id": writers[:, 2],
-        "writer_request": book.name_column(writers[:, 2]),
+        "writer_request": request_table.name_column(writers[:, 2]),
     }
     return pa.table(
         [

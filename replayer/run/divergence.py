@@ -45,7 +45,7 @@ class _Figure:
         self.total += value
 
 
-class Divergence:
+class SwaDivergence:
     """Keeps the figures of every sliding-window group; nothing at all where the trace has none."""
 
     def __init__(self, header: TraceHeader, *, backend: str) -> None:

@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from ...kernels.constants import KvHashMode, LaunchTag
+from ...recorder.state.apply import apply_copies, forget_listed
 from ...recorder.state.forward import UnusableEventError, read_forward
 from ...recorder.state.keyframe_load import KeyframeLoader
-from ...recorder.state.kv_copies import apply_copies, forget_listed
-from ...recorder.state.machine import MachineState
-from ...recorder.state.pulse import Pulse
-from ...recorder.state.requests import RequestBook
+from ...recorder.state.replay_state import ReplayState, RunnerActivity
+from ...recorder.state.requests import RequestTable
 from ...recorder.trace.batch import CUT, LIVE
 from ...recorder.trace.reader import EventView, TraceBatch, TraceGap
 from ...recorder.trace.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_GOES_ON, SLOTS_LISTED
@@ -26,12 +25,11 @@ from ..report.report import ReportSinks
 from ..report.summary import MAX_LISTED, Summary
 from ..report.takings import Takings
 from .coverage import count_forwards
-from .exchange import Exchange
 from .health import Health
 from .schedule import Schedule
 from .settings import ReplaySettings, StopReplayError
 from .sweep import read_sweep
-from .transfers import Transfers
+from .transfers import Exchange, Transfers
 
 # Events that carry history for the checks and change no state here.
 _HISTORY_KINDS = frozenset({"alloc", "free", "evict", "status", "sample"})
@@ -58,29 +56,29 @@ class EventReplay:
         self.bytes_read = 0
         self._summary = summary
         self._settings = settings
-        self._book = RequestBook()
+        self._request_table = RequestTable()
         self._request_ids: set[int] = set()
-        self._takings = Takings(summary, sinks, self._book, all_rows=settings.all_rows)
+        self._takings = Takings(summary, sinks, self._request_table, all_rows=settings.all_rows)
         self._executor = make_executor(
-            header, settings, kv_hash_mode=kv_hash_mode, book=self._book, takings=self._takings
+            header, settings, kv_hash_mode=kv_hash_mode, request_table=self._request_table, takings=self._takings
         )
         summary.settings["executor_ran"] = self._executor.name
         self._transfers = Transfers(
             header,
             self._executor.pools,
             trace=Path(summary.trace).name,
-            book=self._book,
+            request_table=self._request_table,
             exchange=exchange,
             backend=settings.backend,
         )
-        pulse = Pulse(len(header.runners))
-        self._health = Health(header, pulse)
-        state = MachineState(
+        activity = RunnerActivity(len(header.runners))
+        self._health = Health(header, activity)
+        state = ReplayState(
             header=header,
             tables=self._executor.tables,
             pools=self._executor.pools,
-            book=self._book,
-            pulse=pulse,
+            request_table=self._request_table,
+            activity=activity,
             history=self._executor.history,
         )
         self._keyframes = KeyframeLoader(state, kv_hash_mode=kv_hash_mode)
@@ -106,7 +104,7 @@ class EventReplay:
             settings,
             health=self._health,
             summary=summary,
-            book=self._book,
+            request_table=self._request_table,
             request_ids=self._request_ids,
             sinks=sinks,
             compared=schedule is not None,
@@ -283,7 +281,7 @@ class EventReplay:
         self._request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
         self._takings.findings(self._health.forward(forward))
         if self._schedule is not None:
-            self._takings.findings(self._schedule.forward(forward, self._book))
+            self._takings.findings(self._schedule.forward(forward, self._request_table))
         self._takings.divergence(self._executor.divergence)
 
     def _sweep(self, view: EventView) -> None:
@@ -309,7 +307,7 @@ class EventReplay:
     def _request(self, view: EventView) -> None:
         request_id = int(view.scalar("request_id"))
         self._request_ids.add(request_id)
-        self._book.learn(view)
+        self._request_table.learn(view)
 
     def _kv_copy(self, view: EventView) -> None:
         apply_copies(view, self._executor.pools)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ...kernels.constants import LaunchTag
 from ...recorder.state.forward import Forward
 from ...recorder.state.pools import launch_tag
-from ...recorder.state.pulse import DECODING, Pulse
+from ...recorder.state.replay_state import DECODING, RunnerActivity
 from ...recorder.trace.header import TraceHeader
 from ..report.findings import Finding
 from .sweep import Sweep
@@ -20,17 +20,17 @@ from .sweep import Sweep
 class Health:
     """Counts what should have been launched."""
 
-    def __init__(self, header: TraceHeader, pulse: Pulse | None = None) -> None:
+    def __init__(self, header: TraceHeader, activity: RunnerActivity | None = None) -> None:
         self._header = header
         self._expected = np.zeros(len(LaunchTag), np.int64)
-        self._pulse = Pulse(len(header.runners)) if pulse is None else pulse
+        self._activity = RunnerActivity(len(header.runners)) if activity is None else activity
         self._stalled = False
         self._last: Forward | None = None
 
     @property
-    def pulse(self) -> Pulse:
+    def activity(self) -> RunnerActivity:
         """What ran so far."""
-        return self._pulse
+        return self._activity
 
     @property
     def stall_limit(self) -> int:
@@ -42,18 +42,18 @@ class Health:
         self._last = forward
         if not len(forward.req_pool_indices):
             return []
-        self._pulse.forward(forward)
+        self._activity.forward(forward)
         self._expect(forward.runner, 1)
         if forward.runner != 0:
             return []
         limit = 2 * self._header.sweep_interval
-        if not limit or self._stalled or self._pulse.since_sweep <= limit:
+        if not limit or self._stalled or self._activity.since_sweep <= limit:
             return []
         self._stalled = True
         return [
             _finding(
                 forward,
-                f"no SWEEP launch in {self._pulse.since_sweep} forwards, the prefix cache should be walked every "
+                f"no SWEEP launch in {self._activity.since_sweep} forwards, the prefix cache should be walked every "
                 f"{self._header.sweep_interval}",
             )
         ]
@@ -61,12 +61,12 @@ class Health:
     def take_forwards(self, runner: int, modes: list[str], last: Forward) -> None:
         """Count forwards with requests that were found in order, by their modes; `last` is the last one of any runner.
 
-        Whoever calls has moved `pulse.since_sweep` on.
+        Whoever calls has moved `activity.since_sweep` on.
         """
         self._last = last
-        self._pulse.ran[runner] += len(modes)
+        self._activity.ran[runner] += len(modes)
         if runner == 0:
-            self._pulse.decoded |= not DECODING.isdisjoint(modes)
+            self._activity.decoded |= not DECODING.isdisjoint(modes)
         self._expect(runner, len(modes))
 
     def _expect(self, runner: int, forwards: int) -> None:
@@ -78,14 +78,14 @@ class Health:
 
     def sweep(self, sweep: Sweep) -> None:
         """Count a walk of the prefix cache."""
-        self._pulse.sweep(sweep.runner)
+        self._activity.sweep(sweep.runner)
         if sweep.runner == 0:
             self._stalled = False
 
     def resume(self) -> None:
-        """Go on from a pulse that was set: a stall that lasts was told before."""
+        """Go on from a activity that was set: a stall that lasts was told before."""
         limit = 2 * self._header.sweep_interval
-        self._stalled = 0 < limit < self._pulse.since_sweep
+        self._stalled = 0 < limit < self._activity.since_sweep
 
     def finish(self, kernel_counters: npt.NDArray[np.int64]) -> list[Finding]:
         """Return what was never or too seldom launched in a whole trace."""
@@ -97,10 +97,10 @@ class Health:
 
     def silent_runners(self) -> list[str]:
         """Return the runners that did not run so far although the first one decoded, and are said to be watched."""
-        if not self._pulse.decoded:
+        if not self._activity.decoded:
             return []
         unseen = {entry.name for entry in self._header.not_watched if entry.what in ("runner", "graph")}
-        runners = zip(self._header.runners, self._pulse.ran, strict=True)
+        runners = zip(self._header.runners, self._activity.ran, strict=True)
         return [runner.name for runner, ran in runners if not ran and runner.name not in unseen]
 
     def missing(self, kernel_counters: npt.NDArray[np.int64]) -> list[Finding]:
@@ -115,7 +115,7 @@ class Health:
 
     def forget(self) -> None:
         """After a gap nobody knows how long ago the last walk was."""
-        self._pulse.forget()
+        self._activity.forget()
 
 
 def _finding(forward: Forward, detail: str) -> Finding:

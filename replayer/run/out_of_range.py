@@ -11,14 +11,14 @@ from ...kernels.constants import SLOT_OUT_OF_RANGE
 from ...kernels.ops.plan.reference import VerifyPlan, WritePlan
 from ...recorder.state.forward import Forward
 from ...recorder.state.pools import GroupPool
-from ...recorder.state.requests import RequestBook
+from ...recorder.state.requests import RequestTable
 from ..report.findings import Finding, evidence
 
 Int64Array = npt.NDArray[np.int64]
 
 
 def explain_plan(
-    plan: VerifyPlan, forward: Forward, pool: GroupPool, table_shape: tuple[int, ...], book: RequestBook
+    plan: VerifyPlan, forward: Forward, pool: GroupPool, table_shape: tuple[int, ...], request_table: RequestTable
 ) -> list[Finding]:
     """Return a finding for each slot that a verify plan looks up and the pool does not have.
 
@@ -47,12 +47,12 @@ def explain_plan(
             kind, detail = "entry_out_of_table", f"reads row {row}, position {position} of a table {list(table_shape)}"
         else:
             kind, detail = "swa_lut_out_of_range", f"reads {what}a slot beyond the full-to-SWA table"
-        findings.append(_finding(kind, detail, forward, pool, request, position, slot, book))
+        findings.append(_finding(kind, detail, forward, pool, request, position, slot, request_table))
     return findings
 
 
 def explain_writes(
-    slots: Int64Array, plan: WritePlan, forward: Forward, pool: GroupPool, book: RequestBook
+    slots: Int64Array, plan: WritePlan, forward: Forward, pool: GroupPool, request_table: RequestTable
 ) -> list[Finding]:
     """Return a finding for each written slot that the pool does not have."""
     bs = len(forward.request_ids)
@@ -64,7 +64,7 @@ def explain_writes(
             kind, detail = "swa_lut_out_of_range", "writes a slot beyond the full-to-SWA table"
         else:
             kind, detail = "slot_out_of_pool", f"writes slot {slot}, the pool has {pool.num_slots}"
-        findings.append(_finding(kind, detail, forward, pool, request, position, slot, book))
+        findings.append(_finding(kind, detail, forward, pool, request, position, slot, request_table))
     return findings
 
 
@@ -77,7 +77,7 @@ def beyond_table(forward: Forward, table_shape: tuple[int, ...]) -> npt.NDArray[
 
 
 def explain_requests(
-    forward: Forward, pool: GroupPool, table_shape: tuple[int, ...], book: RequestBook
+    forward: Forward, pool: GroupPool, table_shape: tuple[int, ...], request_table: RequestTable
 ) -> list[Finding]:
     """Return a finding for each request whose row or positions are none of the block table's."""
     findings = []
@@ -88,12 +88,19 @@ def explain_requests(
             f"has row {int(forward.req_pool_indices[request])} and positions {prefix} to {last}, the table has "
             f"{table_shape[0]} rows of {table_shape[1]}"
         )
-        findings.append(_finding("entry_out_of_table", detail, forward, pool, int(request), last, -1, book))
+        findings.append(_finding("entry_out_of_table", detail, forward, pool, int(request), last, -1, request_table))
     return findings
 
 
 def _finding(
-    kind: str, detail: str, forward: Forward, pool: GroupPool, request: int, position: int, slot: int, book: RequestBook
+    kind: str,
+    detail: str,
+    forward: Forward,
+    pool: GroupPool,
+    request: int,
+    position: int,
+    slot: int,
+    request_table: RequestTable,
 ) -> Finding:
     request_id = int(forward.request_ids[request])
     return Finding(
@@ -104,7 +111,7 @@ def _finding(
         runner=forward.runner,
         group=pool.index,
         request_id=request_id,
-        request=book.name(request_id),
+        request=request_table.name(request_id),
         req_pool_idx=int(forward.req_pool_indices[request]),
         position=position,
         slot=slot if slot != SLOT_OUT_OF_RANGE else -1,

@@ -3,15 +3,17 @@
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.arrays import record_words
+from ...kernels.arrays import Int64Array, record_words
 from ...kernels.constants import PADDING_SLOT, RECORD_TOKEN, UNKNOWN_TOKEN
+from ...kernels.ops.oracle.reference import generalized_ids, oracle_tokens
 from ...kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
 from ...kernels.replay_pass.looks import ForwardLook
 from ...kernels.tokens import contradicting
-from ...recorder.state.forward import Forward
+from ...recorder.state.forward import Forward, batch_tokens
 from ...recorder.state.pools import GroupPool
+from ...recorder.state.requests import RequestTable
 from ...recorder.state.tables import StateTables
-from ...recorder.state.write_planning import (
+from ...recorder.state.writes import (
     own_slots,
     part_from_unknown,
     part_from_unstored,
@@ -19,8 +21,6 @@ from ...recorder.state.write_planning import (
     which_unknown,
 )
 from ...recorder.trace.header import TraceHeader
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class GroupStep:
@@ -131,3 +131,39 @@ def expect_stored_tokens(pool: GroupPool, verify_plan: VerifyPlan) -> None:
     stored = record_words(pool.pool.tail[pool.group.halves[0]], written=False)[slots[asked], RECORD_TOKEN]
     agree = ~contradicting(expected[asked], stored)
     expected[asked[agree]] = stored[agree]
+
+
+def expected_tokens(
+    forward: Forward, header: TraceHeader, request_table: RequestTable, *, backend: str
+) -> Int64Array | None:
+    """Return the token that each of a forward's inputs must be, `[T] int64`; None where nothing can be asserted.
+
+    A draft's input at position p is the token of p + 1 (`token_offset`). Requests go by their room where they have one.
+    """
+    offset = header.runners[forward.runner].token_offset
+    asked = forward.mode == "draft_extend" or (forward.mode == "decode" and not offset)
+    if header.oracle is None or not asked or not len(forward.request_ids):
+        return None
+    tokens = batch_tokens(forward)
+    if not len(tokens.request):
+        return None
+    rooms, prompts, told = request_table.rooms_and_prompts(forward.request_ids)
+    ids = np.empty(len(forward.request_ids), np.int64)
+    generalized_ids(request_ids=forward.request_ids, rooms=rooms, out=ids)
+    # The model goes by the positions that it is fed; where those are wrong, the chain says so.
+    at = forward.positions[: len(tokens.request)] + offset
+    foretold = np.empty(len(at), np.int64)
+    oracle_tokens(
+        request_ids=ids[tokens.request],
+        positions=at,
+        vocab_size=header.oracle.vocab_size,
+        out=foretold,
+        backend=backend,
+    )
+    known = told[tokens.request]
+    if forward.mode == "draft_extend":  # its inputs may be the prompt's
+        known &= (prompts >= 0)[tokens.request] & (at >= prompts[tokens.request])
+    expected = forward.input_ids.copy()
+    known &= expected[: len(at)] != UNKNOWN_TOKEN
+    expected[: len(at)][known] = foretold[known]
+    return expected

@@ -16,11 +16,11 @@ from ...recorder.trace.recordings import recording_name
 from ..report.report import ReportSinks, write_summary
 from ..report.summary import Summary
 from .event_replay import EventReplay
-from .exchange import Exchange
 from .read_ahead import ReadAhead
 from .schedule import Schedule
 from .segment_stream import SegmentStream
 from .settings import Progress, ReplaySettings, StopReplayError, check_padding, resolve_kv_hash
+from .transfers import Exchange
 
 PREFILL, DECODE = "prefill", "decode"
 

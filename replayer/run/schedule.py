@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...recorder.state.forward import Forward
-from ...recorder.state.requests import RequestBook
+from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from ..report.findings import Finding, evidence
 
@@ -90,7 +90,7 @@ class Schedule:
         self._plain = header.tokens == "plain"
         self._values = values
 
-    def forward(self, forward: Forward, book: RequestBook) -> list[Finding]:
+    def forward(self, forward: Forward, request_table: RequestTable) -> list[Finding]:
         """Take a forward; return a finding where it is the first that is not the other rank's."""
         if self.log is not None:
             self.log.note(forward)
@@ -113,9 +113,9 @@ class Schedule:
         self.differing += 1
         if self.differing > 1:
             return []
-        return [self._finding(forward, [FIELDS[i] for i in np.flatnonzero(differs)], self.other.name, book)]
+        return [self._finding(forward, [FIELDS[i] for i in np.flatnonzero(differs)], self.other.name, request_table)]
 
-    def _finding(self, forward: Forward, fields: list[str], other: str, book: RequestBook) -> Finding:
+    def _finding(self, forward: Forward, fields: list[str], other: str, request_table: RequestTable) -> Finding:
         detail = f"is not what {other} ran as forward {forward.forward}: {', '.join(fields)} differ"
         theirs = self._values(forward.forward, fields[0]) if self._values is not None else None
         mine = field_values(forward, fields[0])
@@ -138,7 +138,7 @@ class Schedule:
             runner=forward.runner,
             group=-1,
             request_id=request_id,
-            request=book.name(request_id),
+            request=request_table.name(request_id),
             req_pool_idx=int(forward.req_pool_indices[request]) if request >= 0 else -1,
             position=position,
             slot=slot,

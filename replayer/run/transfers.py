@@ -5,23 +5,81 @@ receiver's replay through the exchange, canary records and bytes. The receiver's
 that a decode forward's TAIL verify compares them with what the prefill side wrote.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.constants import KvHashMode
 from ...kernels.ops.hash.kv_source import fold_kv
-from ...recorder.state.kv_changes import KvChanges
+from ...recorder.state.events import Transfer, read_transfer
 from ...recorder.state.pools import RECORD_BYTES, GroupPool
-from ...recorder.state.requests import RequestBook
-from ...recorder.state.transfer import Transfer, read_transfer
+from ...recorder.state.requests import RequestTable
+from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SEND
 from ..report.findings import Finding
-from .exchange import Exchange, Parcel
 
-Int64Array = npt.NDArray[np.int64]
-ByteArray = npt.NDArray[np.uint8]
+ParcelKey = tuple[int, str, int]  # room, name of the pool group, first position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """What a sender's slots held when the transfer began, `n` of them in order of position.
+
+    `head`, `tail` map a half to `[n, 32] uint8` records; `kv` holds `[n, capture_bytes] uint8` a stream; `unknown`
+    `[n] bool` slots that the sender's trace cannot vouch for; `damaged` `[n] bool` those whose bytes were not those
+    written.
+    """
+
+    trace: str
+    event: int
+    slots: Int64Array
+    head: dict[str, ByteArray]
+    tail: dict[str, ByteArray]
+    kv: list[ByteArray]
+    unknown: npt.NDArray[np.bool_]
+    damaged: npt.NDArray[np.bool_]
+
+
+class Exchange:
+    """Parcels on their way.
+
+    `senders` make a sender's replay go on; they return False when there is nothing left to do. `wanted` says whether a
+    receiver may still come: without one, parcels would pile up for nobody.
+    """
+
+    def __init__(self) -> None:
+        self.senders: list[Callable[[], bool]] = []
+        self.wanted: Callable[[], bool] = lambda: False
+        self._parcels: dict[ParcelKey, Parcel] = {}
+
+    def send(self, key: ParcelKey, parcel: Parcel) -> None:
+        """Take in a parcel; one sent again replaces the one before."""
+        if self.wanted():
+            self._parcels[key] = parcel
+        else:
+            self._parcels.clear()
+
+    def __len__(self) -> int:
+        """How many parcels are on their way."""
+        return len(self._parcels)
+
+    def withdraw(self, key: ParcelKey) -> None:
+        """Forget a parcel whose transfer failed."""
+        self._parcels.pop(key, None)
+
+    def receive(self, key: ParcelKey) -> Parcel | None:
+        """Hand out a parcel, once; None where no sender has it."""
+        waiting = list(self.senders)
+        while key not in self._parcels and waiting:
+            waiting = [sender for sender in waiting if key not in self._parcels and sender()]
+        return self._parcels.pop(key, None)
+
+
 _KV_HASH_WORD = RECORD_BYTES // 8 - 1
 
 
@@ -38,7 +96,7 @@ class Transfers:
         pools: list[GroupPool],
         *,
         trace: str,
-        book: RequestBook,
+        request_table: RequestTable,
         exchange: Exchange | None,
         backend: str,
     ) -> None:
@@ -48,7 +106,7 @@ class Transfers:
         self._header = header
         self._pools = pools
         self._trace = trace
-        self._book = book
+        self._request_table = request_table
         self._exchange = exchange
         self._backend = backend
 
@@ -166,7 +224,7 @@ class Transfers:
             runner=transfer.pool.group.runner,
             group=transfer.pool.index,
             request_id=transfer.request_id,
-            request=self._book.name(transfer.request_id),
+            request=self._request_table.name(transfer.request_id),
             req_pool_idx=transfer.row,
             position=transfer.start_position + index,
             slot=int(transfer.slots[index]),

@@ -126,7 +126,7 @@ def _summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 def _divergence(figures: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the totals of `Divergence.to_json` over all parts."""
+    """Return the totals of `SwaDivergence.to_json` over all parts."""
     there = [one for one in figures if one is not None]
     if not there:
         return None

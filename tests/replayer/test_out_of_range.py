@@ -8,7 +8,7 @@ import pytest
 from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
 from kvcanary.recorder.state.forward import Forward
 from kvcanary.recorder.state.pools import GroupPool
-from kvcanary.recorder.state.requests import RequestBook
+from kvcanary.recorder.state.requests import RequestTable
 from kvcanary.recorder.trace.header import PoolGroup
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.run.out_of_range import explain_plan
@@ -54,7 +54,7 @@ def explained(table: np.ndarray, prefix_lens: list[int], *, lut: np.ndarray | No
     )  # fmt: skip
     group = PoolGroup(name="swa", kind="swa", window=WINDOW, num_slots=NUM_SLOTS, lut=-1 if lut is None else 0)
     pool = GroupPool(group, index=0, kv_hash_mode=0)
-    findings = explain_plan(verify_plan, forward, pool, table.shape, RequestBook())
+    findings = explain_plan(verify_plan, forward, pool, table.shape, RequestTable())
     return [(f.kind, f.request_id, f.position, f.slot) for f in findings], findings
 
 

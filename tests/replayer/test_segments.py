@@ -8,9 +8,10 @@ import pytest
 from kvcanary.kernels.constants import KvHashMode
 from kvcanary.kernels.replay_pass.ledger import STAMP, STAMP_REQUEST
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.recorder.state.apply import EventApplier
 from kvcanary.recorder.state.keyframe import keyframe_events
 from kvcanary.recorder.state.keyframe_load import KeyframeLoader
-from kvcanary.recorder.state.machine import Machine, MachineState
+from kvcanary.recorder.state.replay_state import ReplayState
 from kvcanary.recorder.trace.batch import TraceBatch
 from kvcanary.recorder.trace.encode import encode_events, header_schema
 from kvcanary.recorder.trace.reader import TraceReader, read_events
@@ -128,38 +129,38 @@ def test_the_machine_holds_what_a_replay_holds_and_a_keyframe_gives_it_back(conf
         header = reader.header
         half = [item for item in reader.stream() if isinstance(item, TraceBatch)]
     stop = sum(batch.num_events for batch in half) // 2
-    machine, with_loss = Machine(header), Machine(header)
+    applier, with_loss = EventApplier(header), EventApplier(header)
     with ReplayRun(trace, settings=ReplaySettings(), report=None) as replay:
         events = replay._events
         replayed = events._keyframes._state
         for view in read_events(trace):
             if view.number == stop:
                 break
-            machine.take(view)
+            applier.take(view)
             with_loss.take(view)
             if view.number == stop // 2:
                 with_loss.forget()
             events._event(view)
-        _same(machine.state, replayed)
-        for of in (machine, with_loss):
+        _same(applier.state, replayed)
+        for of in (applier, with_loss):
             _same(of.state, _restored(of))
 
 
-def _restored(machine: Machine) -> MachineState:
-    fresh = Machine(machine.state.header)
-    told = list(keyframe_events(machine, time_ns=1))
-    batch = encode_events(told, 0, header_schema(machine.state.header))
+def _restored(applier: EventApplier) -> ReplayState:
+    fresh = EventApplier(applier.state.header)
+    told = list(keyframe_events(applier, time_ns=1))
+    batch = encode_events(told, 0, header_schema(applier.state.header))
     loader = KeyframeLoader(fresh.state, kv_hash_mode=KvHashMode.PARTIAL)
     for view in TraceBatch(batch, first_event=0):
         loader.take(view)
     assert not loader.loading
-    for mine, theirs in zip(machine.state.pools, fresh.state.pools, strict=True):
+    for mine, theirs in zip(applier.state.pools, fresh.state.pools, strict=True):
         for half, hashes in mine.pool.whole_hashes.items():
             assert np.array_equal(hashes, theirs.pool.whole_hashes[half])
     return fresh.state
 
 
-def _same(one: MachineState, other: MachineState) -> None:
+def _same(one: ReplayState, other: ReplayState) -> None:
     for name in ("req_to_token", "luts"):
         for mine, theirs in zip(getattr(one.tables, name), getattr(other.tables, name), strict=True):
             assert np.array_equal(mine, theirs), name
@@ -173,8 +174,8 @@ def _same(one: MachineState, other: MachineState) -> None:
             assert all(np.array_equal(a, b) for a, b in zip(tier.kv, its.kv, strict=True))
             assert np.array_equal(tier.writers, its.writers)
             assert np.array_equal(tier.unknown, its.unknown)
-    assert dataclasses.astuple(one.book) == dataclasses.astuple(other.book)
-    assert vars(one.pulse) == vars(other.pulse)
+    assert dataclasses.astuple(one.request_table) == dataclasses.astuple(other.request_table)
+    assert vars(one.activity) == vars(other.activity)
     mine, theirs = one.history, other.history
     for rows, its in zip(mine.ledger.rows, theirs.ledger.rows, strict=True):
         kept = np.delete(np.arange(rows.shape[1]), [STAMP, STAMP_REQUEST])

@@ -20,7 +20,7 @@ from ....kernels.ops.violation_log import ViolationLog
 from ....kernels.ops.write.reference import write
 from ....recorder.state.forward import Forward
 from ....recorder.state.pools import Endpoint, launch_tag
-from ....recorder.state.requests import RequestBook
+from ....recorder.state.requests import RequestTable
 from ....recorder.trace.batch import EventView, TraceBatch
 from ....recorder.trace.header import PoolGroup, TraceHeader
 from ...checks import HistoryCheck
@@ -59,7 +59,7 @@ class DeviceExecutor(StepwiseExecutor):
         *,
         kv_hash_mode: KvHashMode,
         backend: str,
-        book: RequestBook,
+        request_table: RequestTable,
         on_violations: Callable[[LaunchViolations], None],
         on_findings: Callable[[list[Finding]], None],
         device: str,
@@ -70,7 +70,7 @@ class DeviceExecutor(StepwiseExecutor):
             header,
             kv_hash_mode=kv_hash_mode,
             backend=backend,
-            book=book,
+            request_table=request_table,
             on_violations=on_violations,
             on_findings=on_findings,
             checks=checks,
@@ -93,7 +93,7 @@ class DeviceExecutor(StepwiseExecutor):
             self._ahead = RunAhead(
                 header,
                 self._state,
-                book=book,
+                request_table=request_table,
                 backend=backend,
                 checks=bool(checks),
                 unknown=lambda: [pool.any_unknown for pool in self.pools],

@@ -5,13 +5,13 @@ import numpy.typing as npt
 
 from ....recorder.state.forward import Forward
 from ....recorder.state.tables import StateTables
-from ...run.divergence import Divergence
+from ...run.divergence import SwaDivergence
 from ...run.planning import GroupStep
 
 Int64Array = npt.NDArray[np.int64]
 
 
-class DeviceDivergence(Divergence):
+class DeviceDivergence(SwaDivergence):
     """Takes the figures of the runner's groups from `counted` `[groups, 2] int64` where that is set."""
 
     counted: Int64Array | None = None

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ....kernels.constants import UNKNOWN_TOKEN
 from ....kernels.ops.oracle.reference import generalized_ids, oracle_tokens
 from ....recorder.capture.host_arrays import ragged_index
-from ....recorder.state.requests import RequestBook
+from ....recorder.state.requests import RequestTable
 from ....recorder.trace.batch import TraceBatch
 from ....recorder.trace.header import TraceHeader
 from .screening import gathered
@@ -19,14 +19,14 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def foretold(
-    batch: TraceBatch, header: TraceHeader, book: RequestBook, *, first: int, end: int, backend: str
+    batch: TraceBatch, header: TraceHeader, request_table: RequestTable, *, first: int, end: int, backend: str
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
     """Return the inputs that the events `first` to `end` must have been fed.
 
     Args:
         batch: what holds them; all are whole.
         header: the trace's, with an oracle.
-        book: what is known of the requests before them; it learns what they say.
+        request_table: what is known of the requests before them; it learns what they say.
         first, end: places in the batch.
         backend: see `dispatch.select`.
 
@@ -40,22 +40,22 @@ def foretold(
     waiting: list[int] = []
     for event in range(first, end):
         if kinds[event] == "request":
-            _foretell(batch, header, book, np.array(waiting, np.int64), tokens, int(offsets[first]), backend)
+            _foretell(batch, header, request_table, np.array(waiting, np.int64), tokens, int(offsets[first]), backend)
             waiting = []
-            book.learn(batch.event(event))
+            request_table.learn(batch.event(event))
         elif kinds[event] == "forward":
             mode = modes[event]
             if mode == "draft_extend" or (mode == "decode" and not header.runners[runners[event]].token_offset):
                 waiting.append(event)
                 asked[event - first] = True
-    _foretell(batch, header, book, np.array(waiting, np.int64), tokens, int(offsets[first]), backend)
+    _foretell(batch, header, request_table, np.array(waiting, np.int64), tokens, int(offsets[first]), backend)
     return tokens, asked
 
 
 def _foretell(
     batch: TraceBatch,
     header: TraceHeader,
-    book: RequestBook,
+    request_table: RequestTable,
     events: Int64Array,
     out: Int64Array,
     begin: int,
@@ -73,7 +73,7 @@ def _foretell(
     places = ragged_index(batch.offsets("input_ids")[events], written)
     request = np.repeat(np.arange(len(lens)), lens)
     unique, inverse = np.unique(request_ids, return_inverse=True)
-    rooms, prompts, told = book.rooms_and_prompts(unique)
+    rooms, prompts, told = request_table.rooms_and_prompts(unique)
     ids = np.empty(len(unique), np.int64)
     generalized_ids(request_ids=unique, rooms=rooms, out=ids)
     runners = batch.scalar_ints("runner")[events]

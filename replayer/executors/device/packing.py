@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....kernels.gpu import step
-from ....recorder.state.kv_changes import KvChanges
+from ....recorder.state.writes import KvChanges
 from ....recorder.trace.batch import TraceBatch
 from ....recorder.trace.header import TraceHeader
 from .changed_cells import changed_cells, changed_luts

@@ -49,7 +49,7 @@ class QuietLane:
         limit = self._health.stall_limit
         if limit:  # the forward that finds the sweeps stalled is no quiet one
             first = np.flatnonzero(batch.scalar_ints("runner")[events] == 0)
-            left = limit - self._health.pulse.since_sweep
+            left = limit - self._health.activity.since_sweep
             if len(first) > left:
                 end = int(events[first[max(left, 0)]])
                 events = events[events < end]
@@ -84,7 +84,7 @@ class QuietLane:
         for runner in np.unique(runners).tolist():
             mine = events[runners == runner]
             if runner == 0:
-                self._health.pulse.since_sweep += len(mine)
+                self._health.activity.since_sweep += len(mine)
             self._health.take_forwards(runner, [modes[event] for event in mine.tolist()], last)
             self._executor.take_quiet(piece, runner, piece.steps[mine - piece.first])
         if summary.header.lut_lens:

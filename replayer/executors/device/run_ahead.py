@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ....recorder.state.requests import RequestBook
+from ....recorder.state.requests import RequestTable
 from ....recorder.trace.batch import EventView, TraceBatch
 from ....recorder.trace.header import TraceHeader
 from .foretelling import foretold
@@ -24,7 +24,7 @@ class RunAhead:
 
     Args:
         header, state: the trace's, and its machine on the device.
-        book: what is known of the requests at the event that the host is at.
+        request_table: what is known of the requests at the event that the host is at.
         backend: what the host's loops run on.
         checks: whether history checks run.
         unknown: says of each group whether some of its slots may be unknown.
@@ -35,21 +35,21 @@ class RunAhead:
         header: TraceHeader,
         state: DeviceState,
         *,
-        book: RequestBook,
+        request_table: RequestTable,
         backend: str,
         checks: bool,
         unknown: Callable[[], list[bool]],
     ) -> None:
         self._header = header
         self._state = state
-        self._book = book
+        self._request_table = request_table
         self._backend = backend
         self._checks = checks
         self._unknown = unknown
         self._pieces = Pieces(header, state)
         self._serial = 1
         self._way: deque[Piece] = deque()
-        self._known = RequestBook()  # what the host will know at the next event to be sent
+        self._known = RequestTable()  # what the host will know at the next event to be sent
         self._batch: TraceBatch | None = None  # the batch that the next event to be sent lies in
         self._next = 0  # its place there
         self._coming: deque[TraceBatch | None] = deque()  # what comes behind it; None for something else than a batch
@@ -153,7 +153,7 @@ class RunAhead:
     def _advance(self) -> None:
         """Send pieces until two are under way or an event is the host's."""
         if not self._way:
-            self._known.facts = dict(self._book.facts)
+            self._known.facts = dict(self._request_table.facts)
         while len(self._way) < AT_ONCE and self._batch is not None:
             if self._next >= len(self._batch):
                 if not self._coming or self._coming[0] is None:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from ....kernels.ops.plan.reference import MAX_PLAN_ENTRIES
 from ....recorder.capture.host_arrays import ragged_index
+from ....recorder.state.events import read_known_event
 from ....recorder.state.forward import MAX_PREFIX, UnusableEventError
-from ....recorder.state.kv_changes import KvChanges
-from ....recorder.state.slot_events import read_known_event
+from ....recorder.state.writes import KvChanges
 from ....recorder.trace.batch import TraceBatch
 from ....recorder.trace.header import TraceHeader
 

@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from ....kernels.constants import KvHashMode
 from ....kernels.replay_pass.divergence import watched_divergence
+from ....recorder.state.events import SlotEvent
 from ....recorder.state.forward import Forward
-from ....recorder.state.kv_changes import KvChanges
 from ....recorder.state.pools import GroupPool
-from ....recorder.state.requests import RequestBook
-from ....recorder.state.slot_events import SlotEvent
+from ....recorder.state.requests import RequestTable
 from ....recorder.state.tables import StateTables
+from ....recorder.state.writes import KvChanges
 from ....recorder.trace.header import TraceHeader
 from ....recorder.trace.reader import EventView
 from ....recorder.trace.schema import ALLOC_FRESH, SLOTS_LISTED, TIER_POOL
@@ -28,7 +28,7 @@ from ....recorder.trace.slot_runs import runs_to_slots
 from ...checks import HistoryCheck
 from ...report.findings import Finding
 from ...report.violations import LaunchViolations
-from ...run.divergence import Divergence
+from ...run.divergence import SwaDivergence
 from ...run.planning import GroupStep
 from ...run.sweep import Sweep
 from ..stepwise import StepwiseExecutor
@@ -52,7 +52,7 @@ class IntervalExecutor(StepwiseExecutor):
         *,
         kv_hash_mode: KvHashMode,
         backend: str,
-        book: RequestBook,
+        request_table: RequestTable,
         on_violations: Callable[[LaunchViolations], None],
         on_findings: Callable[[list[Finding]], None],
         checks: Sequence[HistoryCheck] = (),
@@ -63,7 +63,7 @@ class IntervalExecutor(StepwiseExecutor):
             header,
             kv_hash_mode=kv_hash_mode,
             backend=backend,
-            book=book,
+            request_table=request_table,
             on_violations=on_violations,
             on_findings=on_findings,
             checks=checks,
@@ -127,8 +127,8 @@ class IntervalExecutor(StepwiseExecutor):
         self._looks.settle(step, forward, ledger=ledger)
 
 
-class WatchedDivergence(Divergence):
-    """Divergence figures that look only at cells which are new, or whose full slot's entry has changed."""
+class WatchedDivergence(SwaDivergence):
+    """SwaDivergence figures that look only at cells which are new, or whose full slot's entry has changed."""
 
     def __init__(self, header: TraceHeader, watch: Watch, *, backend: str) -> None:
         super().__init__(header, backend=backend)

@@ -47,7 +47,7 @@ from ....kernels.replay_pass.ledger import PADDING_WRITER
 from ....kernels.replay_pass.loops import lane_loops
 from ....kernels.replay_pass.slots import KEY, VALUE
 from ....recorder.state.forward import read_forward
-from ....recorder.state.requests import RequestBook
+from ....recorder.state.requests import RequestTable
 from ....recorder.trace.batch import TraceBatch
 from ...checks.history import History
 from ...checks.panel import Panel
@@ -87,7 +87,7 @@ class Lane:
         panel: Panel,
         health: Health,
         summary: Summary,
-        book: RequestBook,
+        request_table: RequestTable,
         request_ids: set[int],
         merging: MergingSink | None,
         *,
@@ -98,7 +98,7 @@ class Lane:
         self._panel = panel
         self._health = health
         self._summary = summary
-        self._book = book
+        self._request_table = request_table
         self._request_ids = request_ids
         self._merging = merging
         self._backend = backend
@@ -168,7 +168,7 @@ class Lane:
         stop = at + int(unusual[0]) if len(unusual) else len(columns.kind)
         settings, progress = self._settings(columns, at, stop), np.zeros(NUM_PROGRESS, np.int64)
         progress[SERIAL] = history.serial
-        progress[SINCE_SWEEP] = self._health.pulse.since_sweep
+        progress[SINCE_SWEEP] = self._health.activity.since_sweep
         told = self._panel.requests_told() | set(history.dropped.by_request)
         if PADDING_WRITER in told:
             settings[PADDING_TOLD] = 1
@@ -204,7 +204,7 @@ class Lane:
         )
         loops(*arguments)
         history.serial = int(progress[SERIAL])
-        self._health.pulse.since_sweep = int(progress[SINCE_SWEEP])
+        self._health.activity.since_sweep = int(progress[SINCE_SWEEP])
         self._request_ids.update(self._scratch[-1][: int(progress[NEW_IDS])].tolist())
         left = held[held[:, VALUE] > 0]
         held_by.clear()
@@ -228,7 +228,7 @@ class Lane:
 
     def _learn_facts(self, more: int) -> None:
         """Have what is known of the requests at hand for the token oracle, and room for as many more."""
-        facts = self._book.facts
+        facts = self._request_table.facts
         if self._header.oracle is None:
             facts = {}
         if self._facts_stale or len(facts) != self._facts_known or 2 * (len(facts) + more + 1) > len(self._facts):
@@ -269,9 +269,9 @@ class Lane:
         for index in (at + np.flatnonzero(kinds == REQUEST_EVENT)).tolist():
             view = batch.event(index)
             self._request_ids.add(int(view.scalar("request_id")))
-            self._book.learn(view)
+            self._request_table.learn(view)
         if self._header.oracle is not None:
-            self._facts_known = len(self._book.facts)
+            self._facts_known = len(self._request_table.facts)
         requests, status = batch.scalar_ints("request_id"), batch.strings("status")
         for index in (at + np.flatnonzero(kinds == STATUS_EVENT)).tolist():
             history.take_end(int(requests[index]), status[index], batch.first_event + index)
@@ -340,7 +340,7 @@ def open_lane(
     executor: object,
     health: Health,
     summary: Summary,
-    book: RequestBook,
+    request_table: RequestTable,
     request_ids: set[int],
     merging: MergingSink | None,
     *,
@@ -355,4 +355,4 @@ def open_lane(
         return None
     if not rows_covered(executor, history):
         return None
-    return Lane(executor, history, panel, health, summary, book, request_ids, merging, backend=backend)
+    return Lane(executor, history, panel, health, summary, request_table, request_ids, merging, backend=backend)

@@ -19,8 +19,8 @@ from ....kernels.replay_pass.layout import (
     UNUSUAL,
 )
 from ....recorder.capture.host_arrays import ragged_index
+from ....recorder.state.events import SHARED_NOTES
 from ....recorder.state.forward import ATTENTION_RUNS
-from ....recorder.state.slot_events import SHARED_NOTES
 from ....recorder.trace.batch import TraceBatch
 
 Int64Array = npt.NDArray[np.int64]

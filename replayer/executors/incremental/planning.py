@@ -7,10 +7,9 @@ from ....kernels.ops.plan.reference import plan_writes
 from ....kernels.replay_pass.looks import plan_looks, watch_forward
 from ....kernels.replay_pass.settling import settle_forward
 from ....recorder.state.forward import Forward
-from ....recorder.state.kv_changes import KvChanges
 from ....recorder.state.pools import GroupPool
 from ....recorder.state.tables import StateTables
-from ....recorder.state.write_planning import own_slots, part_from_unknown, part_from_unstored, readable_prefixes
+from ....recorder.state.writes import KvChanges, own_slots, part_from_unknown, part_from_unstored, readable_prefixes
 from ....recorder.trace.header import TraceHeader
 from ...run.planning import GroupStep, Planner, expect_stored_tokens, leave_out_unknown
 from .watch import Watch

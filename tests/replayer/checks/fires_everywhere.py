@@ -28,7 +28,7 @@ class FiresEverywhere(HistoryCheck):
             forward_finding(
                 NAME,
                 view.forward,
-                self._history.book,
+                self._history.request_table,
                 request=r,
                 group=0,
                 position=-1,

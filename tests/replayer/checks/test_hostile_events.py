@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvcanary.recorder.state.events import CopyEvent, SlotEvent, read_known_event
 from kvcanary.recorder.state.forward import UnusableEventError
-from kvcanary.recorder.state.requests import RequestBook
-from kvcanary.recorder.state.slot_events import CopyEvent, SlotEvent, read_known_event
+from kvcanary.recorder.state.requests import RequestTable
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader
@@ -74,13 +74,13 @@ HOSTILE = [
 
 @pytest.mark.parametrize("kind, scalars, ints", HOSTILE)
 def test_it_is_refused_before_anything_changes(kind: str, scalars: dict, ints: dict, tmp_path: Path) -> None:
-    history = History(HEADER, RequestBook(), backend="cpu")
+    history = History(HEADER, RequestTable(), backend="cpu")
     before = [rows.copy() for rows in history.ledger.rows]
     view = event_view(tmp_path / "t.arrow", kind, scalars, **ints)
     with pytest.raises(UnusableEventError):
         history.open(view)
     assert all(np.array_equal(rows, was) for rows, was in zip(history.ledger.rows, before, strict=True))
-    (panel,) = make_checks(CHECK_NAMES, header=HEADER, book=RequestBook())
+    (panel,) = make_checks(CHECK_NAMES, header=HEADER, request_table=RequestTable())
     with pytest.raises(UnusableEventError):
         panel.event(view)
     panel.forget()
@@ -88,7 +88,7 @@ def test_it_is_refused_before_anything_changes(kind: str, scalars: dict, ints: d
 
 @pytest.mark.parametrize("row", [0, 8, BIG, -BIG])
 def test_rows_outside_the_tables_are_nobodys(row: int, tmp_path: Path) -> None:
-    (panel,) = make_checks(CHECK_NAMES, header=HEADER, book=RequestBook())
+    (panel,) = make_checks(CHECK_NAMES, header=HEADER, request_table=RequestTable())
     for number, status in enumerate(("admitted", "finished")):
         view = event_view(
             tmp_path / f"{number}.arrow", "status", {"status": status, "request_id": BIG}, req_pool_indices=[row]
@@ -114,7 +114,7 @@ def test_whole_pools_and_copies_to_the_host_are_welcome(tmp_path: Path) -> None:
 
 def test_a_million_requests_that_come_and_go_leave_nothing_behind(tmp_path: Path) -> None:
     """What is kept for each request is given up with it: only ids of those that are gone stay."""
-    history = History(dataclasses.replace(HEADER), RequestBook(), backend="cpu")
+    history = History(dataclasses.replace(HEADER), RequestTable(), backend="cpu")
     for number in range(40):
         for kind, scalars in (("alloc", {"request_id": number}), ("free", {"request_id": number})):
             view = event_view(tmp_path / f"{number}{kind}.arrow", kind, scalars, **runs([0], [1 + number], [2]))

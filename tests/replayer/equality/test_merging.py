@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcanary.recorder.state.forward import Forward
-from kvcanary.recorder.state.requests import RequestBook, RequestFacts
+from kvcanary.recorder.state.requests import RequestFacts, RequestTable
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.writing.writer import TraceWriter
@@ -40,7 +40,7 @@ class Scene:
         self.trace = folder / "t.arrow"
         self.folder = folder
         self.sink = MergingSink(folder / "violations.parquet", HEADER, max_open=max_open)
-        self.book = RequestBook()
+        self.book = RequestTable()
         self.events: list[TraceEvent] = []
         self.tables: list[pa.Table] = []
         self.most_open = 0

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvcanary.recorder.state.events import read_known_event
 from kvcanary.recorder.state.forward import UnusableEventError, read_forward
-from kvcanary.recorder.state.kv_changes import KvChanges
-from kvcanary.recorder.state.slot_events import read_known_event
 from kvcanary.recorder.state.tables import StateTables
+from kvcanary.recorder.state.writes import KvChanges
 from kvcanary.recorder.trace.reader import TraceBatch, TraceReader
 from kvcanary.recorder.trace.schema import INT_LISTS
 from kvcanary.replayer.executors.device.screening import screen

@@ -1,14 +1,16 @@
-"""The machine: state tables, pools and the history of slots, and what each event of a trace does to them.
+"""The applier: state tables, pools and the history of slots, and what each event of a trace does to them.
 
 A replay judges with the same parts while it moves them on. Here nothing is judged: this is what the recorder runs on
 its writer's thread, so that a segment of a trace can begin with all that a replay would hold at that point.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.arrays import Int64Array
 from ...kernels.constants import KvHashMode, LaunchTag
 from ...kernels.dispatch import select
 from ...kernels.ops.hash.kv_source import fold_kv, fold_source_loops
@@ -21,33 +23,49 @@ from ...kernels.replay_pass.state import mark_writers, store_bytes
 from ..trace.header import TraceHeader
 from ..trace.reader import EventView
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE, SEND, SLOTS_LISTED
-from .batch_tokens import batch_tokens
-from .forward import Forward, UnusableEventError, read_forward
-from .kv_changes import KvChanges
-from .kv_copies import apply_copies, forget_listed
+from ..trace.slot_runs import runs_to_slots
+from .events import SampleEvent, read_transfer
+from .forward import Forward, UnusableEventError, batch_tokens, read_forward
+from .history import SlotHistory
 from .pools import GroupPool
-from .pulse import Pulse
-from .requests import RequestBook
-from .slot_events import SampleEvent
-from .slot_history import SlotHistory
-from .table_use import TableUse
-from .tables import StateTables
-from .transfer import read_transfer
-from .write_planning import own_slots, part_from_unknown, part_from_unstored, readable_prefixes
-
-Int64Array = npt.NDArray[np.int64]
+from .replay_state import ReplayState, RunnerActivity
+from .requests import RequestTable
+from .tables import StateTables, TableUse
+from .writes import KvChanges, own_slots, part_from_unknown, part_from_unstored, readable_prefixes
 
 
-@dataclass(slots=True, kw_only=True)
-class MachineState:
-    """The parts that a keyframe holds; `history` is None for a replay without history checks."""
+def apply_copies(view: EventView, pools: Sequence[GroupPool]) -> None:
+    """Copy what a kv_copy event says; raise `UnusableEventError` where it contradicts itself or the pools."""
+    columns = [view.ints(f"copy_{c}") for c in ("group", "src_tier", "src", "dst_tier", "dst", "count")]
+    if len({len(column) for column in columns}) != 1:
+        raise UnusableEventError("the copy columns differ in length")
+    runs: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    for group, src_tier, src, dst_tier, dst, count in zip(*(c.tolist() for c in columns), strict=True):
+        if not 0 <= group < len(pools) or src_tier not in (0, 1) or dst_tier not in (0, 1):
+            raise UnusableEventError(f"a copy in group {group} from tier {src_tier} to tier {dst_tier}")
+        limit = pools[group].largest_tier
+        if not 0 <= count <= limit:
+            raise UnusableEventError(f"a copy of {count} slots, the larger tier has {limit}")
+        runs.setdefault((group, src_tier, dst_tier), []).append((src, dst, count))
+    for (group, src_tier, dst_tier), given in runs.items():
+        # Everything is read before anything is written: a run may begin where another one ends.
+        starts, targets, counts = np.array(given, dtype=np.int64).T
+        pool = pools[group]
+        if int(counts.sum()) > pool.largest_tier:
+            raise UnusableEventError(f"a copy of {int(counts.sum())} slots, the larger tier has {pool.largest_tier}")
+        if pool.copy_slots(src_tier, runs_to_slots(starts, counts), dst_tier, runs_to_slots(targets, counts)):
+            raise UnusableEventError(f"a copy of {int(counts.sum())} slots leaves its tier")
 
-    header: TraceHeader
-    tables: StateTables
-    pools: list[GroupPool]
-    book: RequestBook
-    pulse: Pulse
-    history: SlotHistory | None
+
+def forget_listed(view: EventView, pools: Sequence[GroupPool]) -> None:
+    """Take the slots that a loss event lists for unknown; raise `UnusableEventError` where there are no such slots."""
+    groups, starts, counts = (view.ints(f"slot_{c}") for c in ("group", "start", "count"))
+    if not len(groups) == len(starts) == len(counts):
+        raise UnusableEventError("the slot columns differ in length")
+    for group, start, count in zip(groups.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        if not 0 <= group < len(pools) or start < 0 or count < 0:
+            raise UnusableEventError(f"a run of {count} slots from {start} in group {group}")
+        pools[group].forget(slice(start, start + count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +77,7 @@ class _Step:
     plan: WritePlan
 
 
-class Machine:
+class EventApplier:
     """Takes a trace's events in order; `state` is what a replay of them would hold, `use` how far its tables are filled.
 
     Memory is that of a replay: `pools.pool_bytes` when every page is touched. The kernels are compiled, or loaded, here.
@@ -69,12 +87,12 @@ class Machine:
         _prepare(backend)
         pools = [GroupPool(g, index=i, kv_hash_mode=KvHashMode.PARTIAL) for i, g in enumerate(header.groups)]
         self.history = SlotHistory(header, backend=backend)
-        self.state = MachineState(
+        self.state = ReplayState(
             header=header,
             tables=StateTables(header, backend=backend),
             pools=pools,
-            book=RequestBook(),
-            pulse=Pulse(len(header.runners)),
+            request_table=RequestTable(),
+            activity=RunnerActivity(len(header.runners)),
             history=self.history,
         )
         self.use = TableUse(header)
@@ -105,7 +123,7 @@ class Machine:
         state.tables.forget()
         self.use.forget()
         self.history.forget()
-        state.pulse.forget()
+        state.activity.forget()
         for pool in state.pools:
             pool.forget()
             pool.forget_host()
@@ -118,7 +136,7 @@ class Machine:
         self.history.take_event(view)
         self._apply_changes(view)
         if kind == "request":
-            state.book.learn(view)
+            state.request_table.learn(view)
         elif kind == "kv_copy":
             apply_copies(view, state.pools)
         elif kind == "transfer":
@@ -140,7 +158,7 @@ class Machine:
         if not 0 <= runner < len(self._header.runners):
             raise UnusableEventError(f"runner {runner}, the header names {len(self._header.runners)}")
         self._apply(KvChanges(view, self._header, runner))
-        self.state.pulse.sweep(runner)
+        self.state.activity.sweep(runner)
 
     def _transfer(self, view: EventView) -> None:
         transfer = read_transfer(view, self.state.pools)
@@ -201,7 +219,7 @@ class Machine:
         state.tables.apply_forward(forward)
         self.use.take_forward(forward)
         if bs:
-            state.pulse.forward(forward)
+            state.activity.forward(forward)
 
     def _plan(self, pool: GroupPool, forward: Forward) -> _Step:
         tables, group = self.state.tables, pool.group

@@ -3,14 +3,16 @@
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.replay_pass.state import store_bytes
-from ..trace.header import TraceHeader
+from ...kernels.arrays import Int64Array
+from ...kernels.constants import PADDING_SLOT
+from ...kernels.ops.plan.reference import MAX_PLAN_ENTRIES, WritePlan, plan_capacity
+from ...kernels.replay_pass.state import store_bytes, translate
+from ..trace.header import PoolGroup, TraceHeader
 from ..trace.reader import EventView
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE
-from .forward import UnusableEventError
+from .forward import Forward, UnusableEventError
 from .pools import GroupPool
-
-Int64Array = npt.NDArray[np.int64]
+from .tables import StateTables
 
 
 class KvChanges:
@@ -72,3 +74,62 @@ class KvChanges:
                     pool=pools[group].pool.kv[place],
                     backend=backend,
                 )
+
+
+def own_slots(pool: GroupPool, forward: Forward, tables: StateTables, *, backend: str) -> Int64Array:
+    """Return the slots that a forward writes in a group, `[T] int64` in the pool's own numbering."""
+    slots = forward.out_cache_loc[pool.group.table]
+    if pool.group.lut < 0:
+        return slots
+    translated = np.empty_like(slots)
+    translate(slots=slots, lut=tables.luts[pool.group.lut], out=translated, backend=backend)
+    return translated
+
+
+def readable_prefixes(pool: GroupPool, forward: Forward, tables: StateTables) -> tuple[Int64Array, int]:
+    """Return the prefix lengths `[bs] int64` cut to the table's width, and how many entries a forward so reads.
+
+    Raises:
+        UnusableEventError: absurdly many.
+    """
+    # A prefix longer than the table is a finding of its own (`explain_requests`); the plan stops where it does.
+    prefix_lens = np.minimum(forward.prefix_lens, tables.req_to_token[pool.group.table].shape[1])
+    entries = plan_capacity(prefix_lens, pool.group.window)
+    if entries > MAX_PLAN_ENTRIES:
+        raise UnusableEventError(f"it reads {entries:,} positions, expected at most {MAX_PLAN_ENTRIES:,}")
+    return prefix_lens, entries
+
+
+def part_from_unknown(pool: GroupPool, plan: WritePlan, requests: int) -> None:
+    """Begin the chains anew that would go on from a record which lost events may have rewritten."""
+    if pool.any_unknown:
+        seeds = plan.seed_slots[:requests]
+        # Slot 0 as a seed is a table entry that a gap has made unknown.
+        seeds[which_unknown(pool, seeds) | (seeds == PADDING_SLOT)] = -1
+
+
+def part_from_unstored(pool: GroupPool, plan: WritePlan, slots: Int64Array, requests: int) -> None:
+    """Begin the chains anew of requests whose first tokens go to no slot of a sliding group, `slots` `[T] int64`.
+
+    Of groups with a block table of their own alone: behind a full-to-SWA table such a token goes to slot 0, and is chained.
+
+    A chunk that is longer than the window leaves out what nobody will read. The record before it is then not the one
+    before what is stored, and the block table leads to no slot there, as it does at a chain's head.
+    """
+    if pool.group.window and pool.group.lut < 0 and len(slots):
+        starts, ends = plan.offsets[:requests], plan.offsets[1 : requests + 1]
+        plan.seed_slots[:requests][(starts < ends) & (slots[np.minimum(starts, len(slots) - 1)] < 0)] = -1
+
+
+def which_unknown(pool: GroupPool, slots: Int64Array) -> npt.NDArray[np.bool_]:
+    """Say for each slot, `[n] bool`, whether its content is unknown."""
+    unknown = pool.pool.unknown
+    inside = (slots >= 0) & (slots < len(unknown))
+    return inside & unknown[np.where(inside, slots, 0)]
+
+
+def stays(slots: Int64Array, group: PoolGroup) -> npt.NDArray[np.bool_]:
+    """Say of each token, `[n] bool`, whether its slot is one of the pool's, no padding, and no later token takes it."""
+    found = np.zeros(slots.size, np.bool_)
+    found[slots.size - 1 - np.unique(slots[::-1], return_index=True)[1]] = True
+    return found & (slots >= 0) & (slots < group.num_slots) & ~np.isin(slots, group.padding_slots)
