@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from driver import Request, gemma3, llama, random_prompt, record
 from faults import free_too_early, kv_flip, position_plus_one, table_swap, token_swap
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 
 SHARED = random_prompt(99, 40)  # a system prompt, five blocks long
 
@@ -117,7 +117,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
 
 def _kinds(path: Path) -> Counter[str]:
     """Count a trace's events by kind and note."""
-    return Counter(f"{event.kind} {event.scalar('note')}".strip() for event in read_events(path))
+    return Counter(f"{event.kind} {event.scalar('note')}".strip() for event in read_trace(path))
 
 
 def _expect(path: Path, *wanted: str) -> None:

@@ -11,8 +11,7 @@ import tempfile
 from pathlib import Path
 
 import polars as pl
-from kvcanary.analysis import open_report
-from kvcanary.replayer.run.replay import ReplaySettings, replay
+from kvcanary import ReplaySettings, open_report, replay
 
 trace = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "data" / "table_swap.arrow"
 folder = Path(tempfile.mkdtemp()) / "trace.report"

@@ -5,9 +5,9 @@ import re
 import tempfile
 from pathlib import Path
 
+from kvcanary import ReplaySettings, replay
 from kvcanary.analysis.incidents.finishing import add_incidents
 from kvcanary.replayer.cli.screen import show
-from kvcanary.replayer.run.replay import ReplaySettings, replay
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 

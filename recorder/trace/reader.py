@@ -32,7 +32,7 @@ from .tail_reader import TailReader
 from .trace_bytes import TraceBytes
 from .walk import Walk
 
-__all__ = ["EventView", "TraceBatch", "TraceGap", "TraceReader", "read_events"]
+__all__ = ["EventView", "TraceBatch", "TraceGap", "TraceReader", "read_trace"]
 
 
 class TraceReader:
@@ -189,7 +189,7 @@ class TraceReader:
             self._limit = footer.start
 
 
-def read_events(path: str | os.PathLike[str]) -> Iterator[EventView]:
+def read_trace(path: str | os.PathLike[str]) -> Iterator[EventView]:
     """Yield each event of a whole trace; raise `TraceError` at the first gap."""
     with TraceReader(path) as reader:
         for item in reader.stream():

@@ -3,10 +3,12 @@
 Traces of a prefill and a decode engine are replayed together: what one sent is handed to the other.
 """
 
+import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Final
 
 from ...recorder.errors import TraceError
 from ...recorder.process.endings import endings_deferred
@@ -23,6 +25,8 @@ from .settings import Progress, ReplaySettings, StopReplayError, check_padding, 
 from .transfers import Exchange
 
 PREFILL, DECODE = "prefill", "decode"
+
+_DEFAULTS: Final = ReplaySettings()
 
 
 class ReplayRun:
@@ -199,17 +203,17 @@ class ReplayRun:
 
 
 def replay(
-    trace: Path,
+    trace: str | os.PathLike[str],
     *,
-    settings: ReplaySettings,
-    report: Path | None,
+    settings: ReplaySettings = _DEFAULTS,
+    report: Path | None = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Summary:
     """Replay one trace.
 
     Args:
         trace: the trace file.
-        settings: how to replay.
+        settings: how to replay; by default as `kvcanary-replay` does.
         report: the report directory, which must exist; None to write nothing.
         on_progress: called after every batch of events.
 
@@ -219,7 +223,7 @@ def replay(
     Raises:
         TraceError: the trace cannot be read at all, or not with these settings.
     """
-    with ReplayRun(trace, settings=settings, report=report) as run:
+    with ReplayRun(Path(trace), settings=settings, report=report) as run:
         _run_all([run], on_progress)
         return run.finish()
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 
 def forwards(path):
@@ -10,7 +10,7 @@ def forwards(path):
     with TraceReader(path) as reader:
         header = reader.header
     tokens, batches = [], []
-    for view in read_events(path):
+    for view in read_trace(path):
         if view.kind != "forward":
             continue
         forward = view.scalar("forward")
@@ -38,7 +38,7 @@ def swa_tokens(path):
         header = reader.header
     luts = [defaultdict(int) for _ in header.lut_lens]
     found = []
-    for view in read_events(path):
+    for view in read_trace(path):
         values = iter(view.ints("lut_slots").tolist())
         runs = (view.ints(f"lut_{name}").tolist() for name in ("index", "start", "count"))
         for index, start, count in zip(*runs, strict=True):
@@ -66,7 +66,7 @@ def swa_tokens(path):
 def lifetimes(path):
     """(group, slot, holder, request, began, ended, from event, to event) of a trace with a complete slot history."""
     held, shared, done = {}, defaultdict(list), []
-    for view in read_events(path):
+    for view in read_trace(path):
         event, request = view.scalar("event"), view.scalar("request_id")
         if view.kind == "status" and view.scalar("status") != "admitted":
             for key, joined in shared.items():

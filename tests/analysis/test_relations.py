@@ -2,7 +2,7 @@
 
 import pytest
 from kvcanary.analysis import open_traces
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 
 from . import model
 from .recorded import CONFIGS, DATA, REAL
@@ -70,7 +70,7 @@ def test_lifetimes(opened):
     mine = [life for life in expected if life[1] == slot]
     assert sorted(rows(session, f"select {columns} from lifetimes_between({slot}, {slot})"), key=str) == mine
     numbers = sorted(
-        (view.scalar("event"), view.scalar("forward")) for view in read_events(path) if view.kind == "forward"
+        (view.scalar("event"), view.scalar("forward")) for view in read_trace(path) if view.kind == "forward"
     )
     for since, until, first, last in rows(
         session, f"select from_event, to_event, from_forward, to_forward from slot_lifetimes where slot = {slot}"
@@ -83,7 +83,7 @@ def test_lifetimes(opened):
 def check_lifetimes_by_writes(path, session):
     """A slot is whose who wrote it last, until another writes it or it is given back."""
     told = {}
-    for view in read_events(path):
+    for view in read_trace(path):
         if view.kind in ("free", "evict"):
             for group, start, count in model.runs(view, "slot", "group", "start", "count"):
                 for slot in range(start, start + count):
@@ -109,7 +109,7 @@ def test_changes_copies_sweeps_and_samples(opened):
     path, session = opened
     table, kv, copies, sweeps, luts, samples, slots = [], [], [], [], [], [], []
     batches = {}
-    for view in read_events(path):
+    for view in read_trace(path):
         event = view.scalar("event")
         values = iter(view.ints("table_slots").tolist())
         for index, row, start, count in model.runs(view, "table", "index", "row", "start", "count"):
@@ -150,10 +150,10 @@ def test_requests(opened):
     _, batches = model.forwards(path)
     named = {
         v.scalar("request_id"): (v.scalar("name"), v.scalar("prompt_len"))
-        for v in read_events(path)
+        for v in read_trace(path)
         if v.kind == "request"
     }
-    statuses = {v.scalar("request_id"): v.scalar("status") for v in read_events(path) if v.kind == "status"}
+    statuses = {v.scalar("request_id"): v.scalar("status") for v in read_trace(path) if v.kind == "status"}
     found = session.sql("from requests").to_pylist()
     assert {row["request_id"] for row in found} == named.keys() | {batch[1] for batch in batches}
     for row in found:
@@ -181,7 +181,7 @@ def test_the_traces_above_hold_something_of_everything(engines, pair):
 def test_transfers(pair):
     for path in pair:
         expected = []
-        for view in read_events(path):
+        for view in read_trace(path):
             if view.kind == "transfer":
                 position = view.ints("prefix_lens").tolist()[0]
                 for group, start, count in model.runs(view, "slot", "group", "start", "count"):

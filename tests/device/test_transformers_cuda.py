@@ -12,7 +12,7 @@ from kvcanary.recorder.capture.forward_input import ForwardInput, TruthTokens
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recorder"))
@@ -87,7 +87,7 @@ def test_device_tensors_record_as_host_arrays_do(tmp_path: Path) -> None:
     for device in ("numpy", "cuda"):
         paths[device] = tmp_path / f"{device}.arrow"
         record_random_forwards(paths[device], device)
-    one, other = (list(read_events(path)) for path in paths.values())
+    one, other = (list(read_trace(path)) for path in paths.values())
     assert len(one) == len(other) > 30
     for a, b in zip(one, other, strict=True):
         for name in ("input_ids", "out_cache_loc", "table_slots", "table_start", "truth_tokens", "kv_change_slot"):

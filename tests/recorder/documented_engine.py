@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from kvcanary.recorder.capture.forward_input import ForwardInput
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
@@ -65,7 +65,7 @@ def run_requests(engine: Any, before_step: Callable[[int], None] = lambda _: Non
 def contents(path: Path) -> list[dict[str, Any]]:
     """Return every column of every event, without what differs from run to run."""
     found = []
-    for event in read_events(path):
+    for event in read_trace(path):
         columns: dict[str, Any] = {name: event.scalar(name) for name in SCALARS if name != "time_ns"}
         columns |= {name: event.ints(name).tolist() for name in INT_LISTS}
         columns |= {name: event.bytes(name).tolist() for name in BYTE_LISTS}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcanary.recorder.engines.transformers import Attachment
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
@@ -46,7 +46,7 @@ def left_as_it_was() -> Iterator[None]:
 
 def event_notes(path: Path) -> Counter[str]:
     """A trace's events by kind, status and note."""
-    words = ((event.kind, event.scalar("status"), event.scalar("note")) for event in read_events(path))
+    words = ((event.kind, event.scalar("status"), event.scalar("note")) for event in read_trace(path))
     return Counter(" ".join(word for word in of_event if word) for of_event in words)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 from kvcanary.recorder.trace.event import TraceEvent
-from kvcanary.recorder.trace.reader import EventView, TraceReader, read_events
+from kvcanary.recorder.trace.reader import EventView, TraceReader, read_trace
 from kvcanary.recorder.trace.schema import ADDED, BYTE_LISTS, INT_LISTS, SCALARS
 from kvcanary.recorder.writing.writer import TraceWriter
 
@@ -31,7 +31,7 @@ def cut(source: Path, target: Path, *, seed: int, least: int = 5, most: int = 60
         target, header, flush_bytes=1 << 30, flush_interval_ns=1 << 60, segment_bytes=1, compression="none"
     ) as writer:
         left = int(random.integers(least, most))
-        for view in read_events(source):
+        for view in read_trace(source):
             assert writer.append(told(view))
             left -= 1
             if not left:

@@ -12,7 +12,7 @@ from kvcanary.recorder.capture.attention import indexed_read, paged_read, row_re
 from kvcanary.recorder.capture.forward_input import AttentionInput, ForwardInput, TableRead
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 
 HEADER = TraceHeader(groups=(PoolGroup(name="full", num_slots=32),), tables=(StateTable(rows=4, width=16),))
@@ -57,7 +57,7 @@ def _recorded(path: Path, forward: ForwardInput, *told: AttentionInput, header: 
             recorder.attention(attention)
         recorder.after_forward()
         assert recorder.stats().off == "", recorder.stats().off
-    return next(event for event in read_events(path) if event.kind == "forward")
+    return next(event for event in read_trace(path) if event.kind == "forward")
 
 
 def _runs(event: Any) -> list[list[int]]:

@@ -16,7 +16,7 @@ from kvcanary.recorder.state.apply import EventApplier
 from kvcanary.recorder.state.keyframe import keyframe_events
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.writing.segments import Segments, SegmentSettings, split_segment_name
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.run.replay import ReplaySettings, replay
@@ -46,7 +46,7 @@ def marks(folder: Path) -> list[str]:
     return [
         event.scalar("note").split(" ")[0]
         for path in sorted(folder.glob("*.arrow"))
-        for event in read_events(path)
+        for event in read_trace(path)
         if event.kind == "mark"
     ]
 
@@ -150,7 +150,7 @@ def test_a_freeze_of_a_single_file_leaves_a_mark(tmp_path: Path) -> None:
     with writer_of(tmp_path / "t.arrow") as writer:
         assert writer.append(mark(0))
         assert writer.freeze("why")
-    assert [event.scalar("note")[:11] for event in read_events(tmp_path / "t.arrow")][-1] == "frozen: why"
+    assert [event.scalar("note")[:11] for event in read_trace(tmp_path / "t.arrow")][-1] == "frozen: why"
     assert not writer.freeze("too late")
 
 
@@ -163,7 +163,7 @@ def test_freezes_asked_for_together_are_one(tmp_path: Path) -> None:
     wait_for(lambda: writer.stats().frozen)
     assert writer.close()
     assert len(writer.stats().frozen) == 1
-    last = [event.scalar("note") for event in read_events(sorted(Path(writer.stats().frozen[0]).iterdir())[-1])]
+    last = [event.scalar("note") for event in read_trace(sorted(Path(writer.stats().frozen[0]).iterdir())[-1])]
     assert "frozen: one; two" in last
 
 
@@ -186,9 +186,9 @@ def test_a_file_that_appears_freezes_once(tmp_path: Path) -> None:
         wait_for(lambda writer=writer: len(writer.stats().frozen) == 2)
         assert writer.close()
         assert len(writer.stats().frozen) == 2
-    notes = [e.scalar("note") for p in tmp_path.glob("a.0*.arrow") for e in read_events(p) if e.kind == "mark"]
+    notes = [e.scalar("note") for p in tmp_path.glob("a.0*.arrow") for e in read_trace(p) if e.kind == "mark"]
     folders = [Path(folder) for folder in writers[0].stats().frozen]
-    notes += [e.scalar("note") for folder in folders for p in folder.iterdir() for e in read_events(p)]
+    notes += [e.scalar("note") for folder in folders for p in folder.iterdir() for e in read_trace(p)]
     assert "frozen: request 9f2c" in notes
     assert "frozen: file freeze" in notes
 
@@ -291,7 +291,7 @@ def test_an_old_segment_begins_another(tmp_path: Path) -> None:
         with TraceReader(path) as reader:
             ids.add(reader.header.trace_id)
             assert reader.header.first_event == expected
-        expected += sum(1 for _ in read_events(path))
+        expected += sum(1 for _ in read_trace(path))
         assert path.stat().st_mode & 0o777 == 0o600
     assert len(ids) == 1
 

@@ -16,7 +16,7 @@ from kvcanary.recorder.trace.batch import TraceBatch
 from kvcanary.recorder.trace.encode import batch_metadata, encode_events, header_schema
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import PoolGroup, Segment, StateTable, TraceHeader
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.writing.trace_file import TraceFile
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.run.replay import ReplaySettings, replay
@@ -37,7 +37,7 @@ def applier(tmp_path_factory: pytest.TempPathFactory) -> EventApplier:
             assert engine.step()
     with TraceReader(trace) as reader:
         found = EventApplier(reader.header)
-    for view in read_events(trace):
+    for view in read_trace(trace):
         found.take(view)
     return found
 
@@ -88,7 +88,7 @@ def test_the_names_of_requests_that_are_gone_are_dropped(tmp_path: Path, monkeyp
             pass
     with TraceReader(trace) as reader:
         applier = EventApplier(reader.header)
-    for view in read_events(trace):
+    for view in read_trace(trace):
         applier.take(view)
     told = set(applier.state.request_table.facts)
     keyframe.forget_old_requests(applier.state)
@@ -205,7 +205,7 @@ def test_a_segment_without_a_whole_keyframe_is_inconclusive_and_finds_nothing(
     with SimulatedEngine(configuration.engine_config(1), configuration.requests(1), trace) as engine:
         while engine.step():
             pass
-    whole = list(read_events(trace))
+    whole = list(read_trace(trace))
     with TraceReader(trace) as reader:
         header = reader.header
     before = EventApplier(header)
@@ -230,7 +230,7 @@ def test_what_was_lost_before_a_segment_is_no_runner_that_never_ran(had_gap: boo
             assert engine.step()
     with TraceReader(trace) as reader:
         applier = EventApplier(reader.header)
-    events = list(read_events(trace))
+    events = list(read_trace(trace))
     last = max(n for n, view in enumerate(events) if view.kind == "forward" and not view.scalar("runner"))
     for view in events[:last]:
         applier.take(view)

@@ -21,7 +21,7 @@ from kvcanary.recorder.engines.simulated.pd_pair import PdPair
 from kvcanary.recorder.process.environment import read_environment
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import KvStream, Oracle, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.lab import trial as trial_module
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS
@@ -143,7 +143,7 @@ def test_kv_bytes_are_digests_that_show_which_are_equal(tmp_path: Path) -> None:
         engine = toy_engine(path, privacy=privacy)
         run_requests(engine)
         engine.recorder.close()
-        events = [event.bytes("kv_bytes").copy() for event in read_events(path) if event.kind == "forward"]
+        events = [event.bytes("kv_bytes").copy() for event in read_trace(path) if event.kind == "forward"]
         rows.append([row.tobytes() for data in events for row in data.reshape(-1, 16)])
     plain, hashed = rows
     assert len(plain) == len(hashed) > 20
@@ -277,7 +277,7 @@ def test_the_commands_know_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.arrow"
     made = CliRunner().invoke(simulate_command, ["-o", str(path), "--requests", "3", "--tokens", "hashed"])
     assert made.exit_code == 0, made.output
-    tokens = [token for event in read_events(path) for token in event.ints("input_ids").tolist()]
+    tokens = [token for event in read_trace(path) for token in event.ints("input_ids").tolist()]
     assert max(tokens) > 32_000, "above the simulated vocabulary"
     shown = CliRunner().invoke(inspect_command, [str(path)])
     assert "tokens hashed" in shown.output

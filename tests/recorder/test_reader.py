@@ -18,7 +18,7 @@ from kvcanary.recorder.trace.checksum import batch_crc32c, column_forms, text_cr
 from kvcanary.recorder.trace.encode import batch_metadata, encode_events, header_schema
 from kvcanary.recorder.trace.framing import read_frame
 from kvcanary.recorder.trace.header import ModelInfo, TraceHeader
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import FORMAT_MINOR, HEADER_CRC_KEY, HEADER_KEY, trace_schema
 from kvcanary.recorder.writing.writer import TraceWriter
 
@@ -101,7 +101,7 @@ def test_stream_starts_anew(traces):
 def test_read_events_stops_at_a_gap(traces):
     path = traces.write(batches=(2, 2))
     os.truncate(path, path.stat().st_size - 20)
-    events = read_events(path)
+    events = read_trace(path)
     assert [next(events).number for _ in range(4)] == [0, 1, 2, 3]
     with pytest.raises(TraceError, match="kvcanary recover"):
         next(events)

@@ -11,7 +11,7 @@ from kvcanary.recorder.capture.forward_input import ForwardInput, TableRead, Tru
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 from .documented_engine import a_forward, contents, judged, run_requests, toy_engine
 
@@ -170,7 +170,7 @@ def test_close_is_final_and_may_be_repeated(tmp_path: Path) -> None:
         recorder.before_forward(a_forward())
     recorder.close()
     recorder.mark("too late")
-    events = list(read_events(tmp_path / "trace.arrow"))
+    events = list(read_trace(tmp_path / "trace.arrow"))
     assert [event.kind for event in events] == ["request", "forward", "forward"]
     assert "ended during this forward" in events[-1].scalar("note")
 
@@ -181,7 +181,7 @@ def test_a_forward_without_an_end_is_said(tmp_path: Path) -> None:
     engine.recorder.before_forward(a_forward())
     engine.recorder.after_forward(note="the model raised")
     engine.recorder.close()
-    notes = [event.scalar("note") for event in read_events(tmp_path / "trace.arrow")]
+    notes = [event.scalar("note") for event in read_trace(tmp_path / "trace.arrow")]
     assert notes == ["the engine told of no end of this forward", "the model raised"]
 
 
@@ -189,7 +189,7 @@ def test_times_never_run_backwards(tmp_path: Path) -> None:
     engine = toy_engine(tmp_path / "trace.arrow")
     run_requests(engine)
     engine.recorder.close()
-    times = [event.time_ns for event in read_events(tmp_path / "trace.arrow")]
+    times = [event.time_ns for event in read_trace(tmp_path / "trace.arrow")]
     assert times == sorted(times)
 
 
@@ -203,7 +203,7 @@ def test_an_empty_batch(tmp_path: Path, truth: TruthTokens | None) -> None:
     engine.recorder.before_forward(a_forward(mode="idle", out_cache_loc=((),), truth=truth, **nothing))
     engine.recorder.after_forward(sampled_tokens=[], sampled_lens=[])
     engine.recorder.close()
-    (event,) = read_events(tmp_path / "trace.arrow")
+    (event,) = read_trace(tmp_path / "trace.arrow")
     assert event.scalar("mode") == "idle"
     assert judged(tmp_path / "trace.arrow").forwards == 1
 

@@ -15,7 +15,7 @@ from kvcanary.recorder.capture.kv_shadow import GroupKvShadow
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.capture.state_shadow import StateShadow
 from kvcanary.recorder.error_text import MAX_ERROR_TEXT, error_text
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.writing.writer import TraceWriter
 
 from .documented_engine import a_forward, judged, run_requests, toy_engine
@@ -57,7 +57,7 @@ def test_a_bad_call_switches_off_and_says_so_once(tmp_path: Path, caplog: pytest
     engine.recorder.close()
     assert "switched itself off" in _one_error(caplog)
     assert engine.recorder.stats().forwards == before.forwards
-    events = list(read_events(tmp_path / "trace.arrow"))
+    events = list(read_trace(tmp_path / "trace.arrow"))
     assert [event.kind for event in events] == ["request", "forward", "loss"]
     assert events[-1].scalar("lost_events") == -1
     assert "switched itself off" in events[-1].scalar("note")
@@ -213,4 +213,4 @@ def test_numbers_of_numpys_and_labels_of_any_kind_are_taken(tmp_path: Path) -> N
     engine.recorder.mark("labels", {1: 2, "a": 3})  # type: ignore[dict-item]
     engine.recorder.close()
     assert engine.recorder.stats().dropped_events == 0
-    assert [event.kind for event in read_events(tmp_path / "trace.arrow")] == ["sweep", "mark"]
+    assert [event.kind for event in read_trace(tmp_path / "trace.arrow")] == ["sweep", "mark"]

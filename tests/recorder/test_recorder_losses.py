@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvcanary.recorder.capture.kv_shadow import GroupKvShadow, group_shadows
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import SLOTS_LISTED, TIER_HOST, TIER_POOL
 from kvcanary.recorder.trace.slot_runs import runs_to_slots
 from kvcanary.recorder.writing.writer import TraceWriter
@@ -195,7 +195,7 @@ def test_a_dropped_copy_loses_its_target(tmp_path: Path) -> None:
     engine.recorder.kv_copy(group=0, src=[1], dst=[50], count=[3], note="compaction")
     engine.recorder.mark("next")
     engine.recorder.close()
-    loss = next(event for event in read_events(tmp_path / "trace.arrow") if event.kind == "loss")
+    loss = next(event for event in read_trace(tmp_path / "trace.arrow") if event.kind == "loss")
     assert (loss.ints("slot_start").tolist(), loss.ints("slot_count").tolist()) == ([50], [3])
 
 

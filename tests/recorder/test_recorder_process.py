@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 ENGINE = """
 import os, sys, threading
@@ -34,7 +34,7 @@ def test_the_forward_that_killed_the_engine_is_in_the_trace(tmp_path: Path) -> N
     trace = tmp_path / "t.arrow"
     result = engine("before()\nraise RuntimeError('the model failed')\n", trace)
     assert result.returncode == 1
-    (event,) = read_events(trace)
+    (event,) = read_trace(trace)
     assert event.kind == "forward"
     assert event.ints("out_cache_loc").tolist() == [3]
     assert "ended during this forward" in event.scalar("note")
@@ -68,4 +68,4 @@ sys.exit(code)
 """
     result = engine(body, trace)
     assert result.returncode == 7, result.stderr
-    assert [event.kind for event in read_events(trace)] == ["forward"]
+    assert [event.kind for event in read_trace(trace)] == ["forward"]

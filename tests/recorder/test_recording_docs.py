@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 
 from .documented_engine import judged, printed_code, run_code
 
@@ -15,7 +15,7 @@ def test_the_printed_engine_records_a_clean_trace(tmp_path: Path, monkeypatch: p
     stats = names["engine"].recorder.stats()
     assert stats.off == "closed"
     assert stats.dropped_events == 0
-    kinds = [event.kind for event in read_events(tmp_path / "trace.arrow")]
+    kinds = [event.kind for event in read_trace(tmp_path / "trace.arrow")]
     assert kinds.count("forward") == stats.forwards == 12
     assert kinds.count("request") == 2
     assert kinds.count("free") == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from kvcanary.recorder.engines.common.stop_signal import stop_on_sigterm
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 PROCESS = """
 import signal, sys, threading, time
@@ -49,7 +49,7 @@ while True:
     assert run(body, tmp_path / "t.arrow", signal.SIGTERM) == -signal.SIGTERM
     with TraceReader(tmp_path / "t.arrow") as reader:
         assert reader.complete
-    assert [event.scalar("note") for event in read_events(tmp_path / "t.arrow")][:1] == ["before"]
+    assert [event.scalar("note") for event in read_trace(tmp_path / "t.arrow")][:1] == ["before"]
 
 
 def test_a_second_signal_ends_a_process_whose_disk_is_stuck(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.engines.transformers import attach, attach_from_environment
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
@@ -123,7 +123,7 @@ def test_forks(tmp_path: Path, name: str) -> None:
     notes = event_notes(tmp_path / "trace.arrow")
     assert notes["kv_copy fork"] > 0
     assert assert_clean(tmp_path / "trace.arrow").requests == 3 * len(PROMPTS)
-    labels = [event.scalar("labels") for event in read_events(tmp_path / "trace.arrow") if event.kind == "request"]
+    labels = [event.scalar("labels") for event in read_trace(tmp_path / "trace.arrow") if event.kind == "request"]
     assert sum('"parent"' in label for label in labels) == 2 * len(PROMPTS)
 
 
@@ -195,7 +195,7 @@ def test_attached_to_an_engine_that_already_ran(tmp_path: Path) -> None:
     with attach(tmp_path / "trace.arrow"):
         generate(subject, keep_manager=True)
         subject.destroy_cached_continuous_batching_manager()
-    first = next(read_events(tmp_path / "trace.arrow"))
+    first = next(read_trace(tmp_path / "trace.arrow"))
     assert (first.kind, first.scalar("lost_events")) == ("loss", -1)
     summary = judged(tmp_path / "trace.arrow")
     assert (summary.violations, summary.findings) == (0, 0)
@@ -238,7 +238,7 @@ def test_a_model_that_raises_leaves_a_note(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(type(subject), "forward", fail_once)
     with attach(tmp_path / "trace.arrow"), pytest.raises(AssertionError):
         generate(subject)
-    notes = [event.scalar("note") for event in read_events(tmp_path / "trace.arrow") if event.kind == "forward"]
+    notes = [event.scalar("note") for event in read_trace(tmp_path / "trace.arrow") if event.kind == "forward"]
     assert notes[-1] == "the model raised RuntimeError: out of memory"
     assert judged(tmp_path / "trace.arrow").violations == 0
 
@@ -250,7 +250,7 @@ def test_what_the_layers_hand_in_is_compared_with_what_the_cache_holds(
     with attach(tmp_path / "clean.arrow", capture_bytes=32):
         generate(model(name))
     assert_clean(tmp_path / "clean.arrow")
-    forwards = [event for event in read_events(tmp_path / "clean.arrow") if event.kind == "forward"]
+    forwards = [event for event in read_trace(tmp_path / "clean.arrow") if event.kind == "forward"]
     with TraceReader(tmp_path / "clean.arrow") as reader:
         streams = len(reader.header.streams(0))
         first = reader.header.streams(0)[0][1].layer

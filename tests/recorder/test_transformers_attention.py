@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from kvcanary.recorder.engines.transformers import attach
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
@@ -22,7 +22,7 @@ def test_healthy_engines_have_their_attention_watched(tmp_path: Path, name: str)
         generate(model(name), max_new_tokens=40)
     assert_clean(tmp_path / "t.arrow")
     watched = {
-        event.scalar("attention_watched") for event in read_events(tmp_path / "t.arrow") if event.kind == "forward"
+        event.scalar("attention_watched") for event in read_trace(tmp_path / "t.arrow") if event.kind == "forward"
     }
     assert watched == {ATTENTION_LENS | ATTENTION_SLOTS if name == "llama" else ATTENTION_LENS}
 

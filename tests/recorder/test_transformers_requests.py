@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.engines.transformers.requests import KnownRequests
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 
 from .hooked_engine import assert_clean
 from .tiny_models import generate, model
@@ -38,7 +38,7 @@ def test_few_rows_still_give_a_clean_trace(tmp_path: Path, monkeypatch: pytest.M
     with attach(tmp_path / "trace.arrow"):
         generate(model("llama"), prompts, max_requests_per_batch=3, max_new_tokens=12)
     assert assert_clean(tmp_path / "trace.arrow").requests == 7
-    rows = {int(row) for event in read_events(tmp_path / "trace.arrow") for row in event.ints("req_pool_indices")}
+    rows = {int(row) for event in read_trace(tmp_path / "trace.arrow") for row in event.ints("req_pool_indices")}
     assert rows <= {1, 2, 3}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.trace.event import TraceEvent, loss_event
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.writing import trace_file
 from kvcanary.recorder.writing import writer as writer_module
 from kvcanary.recorder.writing.writer import TraceWriter
@@ -49,7 +49,7 @@ def test_round_trip(traces, compression):
     with TraceWriter(path, traces.header(), compression=compression) as writer:
         assert all(writer.append(event) for event in events)
         assert {thread.name for thread in threading.enumerate() if thread not in before} == {"kvcanary-writer"}
-    found = [traces.plain(view) for view in read_events(path)]
+    found = [traces.plain(view) for view in read_trace(path)]
     assert found == [traces.expected(event, n) for n, event in enumerate(events)]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert writer.header.capture.compression == compression
@@ -96,7 +96,7 @@ def test_many_threads_append(traces):
             thread.start()
         for thread in threads:
             thread.join()
-    views = list(read_events(path))
+    views = list(read_trace(path))
     assert [view.number for view in views] == list(range(400))
     assert sorted(view.scalar("forward") for view in views) == sorted([*range(100)] * 4)
 
@@ -118,7 +118,7 @@ def test_a_stuck_disk_bounds_memory_and_never_blocks(traces, monkeypatch):
     assert writer.append(loss_event(lost_events=80, note="full"))
     assert writer.append(traces.event(100))
     assert writer.close()
-    views = list(read_events(writer.path))
+    views = list(read_trace(writer.path))
     assert [view.kind for view in views] == ["forward"] * 20 + ["loss", "forward"], "no second loss event"
     assert [view.number for view in views] == list(range(22))
 
@@ -128,7 +128,7 @@ def test_unreported_drops_become_a_last_loss_event(traces):
         assert not writer.append(traces.event(0, tokens=10_000))
         assert not writer.append(traces.event(1, tokens=10_000))
         assert writer.append(traces.event(2))
-    views = list(read_events(writer.path))
+    views = list(read_trace(writer.path))
     assert [view.kind for view in views] == ["forward", "loss"]
     assert views[1].scalar("lost_events") == 2 and "dropped" in views[1].scalar("note")
 
@@ -141,7 +141,7 @@ def test_close_gives_up_on_a_stuck_disk(traces, monkeypatch, caplog):
         assert "stuck" in caplog.text
         assert not writer.append(traces.event(1)), "closed"
     assert writer.close()
-    assert [view.kind for view in read_events(writer.path)] == ["forward", "loss"]
+    assert [view.kind for view in read_trace(writer.path)] == ["forward", "loss"]
 
 
 @pytest.mark.parametrize("cut", [0, 100])
@@ -310,14 +310,14 @@ def test_an_unfit_event_is_left_out_and_counted(traces, caplog, event):
         assert not writer.append(event)
         assert writer.append(traces.event(0))
     assert writer.failed is None
-    assert [view.kind for view in read_events(writer.path)] == ["forward", "loss"]
+    assert [view.kind for view in read_trace(writer.path)] == ["forward", "loss"]
     assert len(caplog.records) == 1
 
 
 def test_text_that_is_no_unicode(traces):
     with TraceWriter(traces.folder / "t.arrow", traces.header()) as writer:
         writer.append(TraceEvent(kind="request", scalars={"name": "a\udcff\0b", "note": "fine é"}))
-    (view,) = read_events(writer.path)
+    (view,) = read_trace(writer.path)
     assert (view.scalar("name"), view.scalar("note")) == ("a?\0b", "fine é")
 
 
@@ -343,7 +343,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """  # the parent ends without close(): atexit writes the footer
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert [view.kind for view in read_events(traces.folder / "t.arrow")] == ["mark"]
+    assert [view.kind for view in read_trace(traces.folder / "t.arrow")] == ["mark"]
 
 
 def test_kill_dash_nine(traces):
@@ -409,7 +409,7 @@ def test_a_clock_that_was_set_back_does_not_date_what_was_lost_last(traces, monk
     assert not writer.append(TraceEvent(kind="nonsense", time_ns=6_000))
     writer.end("and nobody knows what")
     assert writer.close()
-    told = [(event.kind, event.scalar("lost_events"), event.scalar("time_ns")) for event in read_events(path)]
+    told = [(event.kind, event.scalar("lost_events"), event.scalar("time_ns")) for event in read_trace(path)]
     assert [kind for kind, _, _ in told] == ["mark", "loss", "loss"]
     assert [lost for _, lost, _ in told] == [0, 1, -1]
     times = [time_ns for _, _, time_ns in told]

@@ -15,7 +15,7 @@ from kvcanary.recorder.cli.inspect import inspect_command
 from kvcanary.recorder.cli.recover import recover_command
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import Ranks
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.lab.faults import FAULTS
@@ -43,7 +43,7 @@ def as_rank(
     with TraceReader(source) as reader:
         header = dataclasses.replace(reader.header, ranks=ranks, trace_id="", created_ns=created_ns)
     with TraceWriter(target, header) as writer:
-        for view in read_events(source):
+        for view in read_trace(source):
             event = told(view)
             if event.kind == "forward":
                 change(int(view.scalar("forward")), event)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from click.testing import CliRunner
 from kvcanary.recorder.trace.event import TraceEvent
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.cli.replay import replay_command
@@ -32,7 +32,7 @@ def test_a_rank_that_wrote_elsewhere_is_named(tmp_path):
     with TraceReader(RANKS / "rank1.arrow") as reader:
         header = reader.header
     with TraceWriter(tmp_path / "rank1.arrow", header) as writer:
-        for view in read_events(RANKS / "rank1.arrow"):
+        for view in read_trace(RANKS / "rank1.arrow"):
             ints = {name: np.array(view.ints(name)) for name in INT_LISTS if len(view.ints(name))}
             if view.kind == "forward" and view.scalar("forward") == 20:
                 ints["out_cache_loc"][0] += 1

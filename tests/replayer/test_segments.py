@@ -14,7 +14,7 @@ from kvcanary.recorder.state.keyframe_load import KeyframeLoader
 from kvcanary.recorder.state.replay_state import ReplayState
 from kvcanary.recorder.trace.batch import TraceBatch
 from kvcanary.recorder.trace.encode import encode_events, header_schema
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.recovery import recover
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
@@ -133,7 +133,7 @@ def test_the_machine_holds_what_a_replay_holds_and_a_keyframe_gives_it_back(conf
     with ReplayRun(trace, settings=ReplaySettings(), report=None) as replay:
         events = replay._events
         replayed = events._keyframes._state
-        for view in read_events(trace):
+        for view in read_trace(trace):
             if view.number == stop:
                 break
             applier.take(view)

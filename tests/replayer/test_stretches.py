@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.trace.event import TraceEvent
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.recordings import Recording, group_recordings
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.cli.replay import replay_command
@@ -153,7 +153,7 @@ def test_a_runner_that_never_ran_is_told_though_the_end_is_idle(tmp_path: Path) 
     header = replace(header, runners=(*header.runners, replace(header.runners[0], name="draft")))
     idle = TraceEvent(kind="mark", time_ns=1 << 60, scalars={"note": "idle"}, ints={}, bytes={})
     with TraceWriter(tmp_path / "t.arrow", header, flush_bytes=1 << 30, segment_bytes=1) as writer:
-        for view in read_events(trace):
+        for view in read_trace(trace):
             assert writer.append(told(view))
         assert writer.flush()
         for _ in range(2):

@@ -200,13 +200,13 @@ def wrong_transfers(
     run: Any, traces: list[Path], outputs: dict[str, list[Any]], decode: dict[str, Any], result: dict[str, Any]
 ) -> list[str]:
     """Return what is wrong with the transfers: each told on both sides, joined, and each slot of them judged."""
-    from kvcanary.recorder.trace.reader import read_events
+    from kvcanary.recorder.trace.reader import read_trace
 
     wrong = []
     told = [
         (event.scalar("mode"), event.scalar("status"), event.scalar("room"), event.ints("prefix_lens").tolist())
         for trace in traces
-        for event in read_events(trace)
+        for event in read_trace(trace)
         if event.kind == "transfer"
     ]
     groups = 2 if run.model == "mellum_hybrid" else 1

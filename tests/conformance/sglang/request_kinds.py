@@ -291,11 +291,11 @@ def judge(folder: Path) -> dict[str, Any]:
     from collections import Counter
 
     from compare import compare
-    from kvcanary.recorder.trace.reader import read_events
+    from kvcanary.recorder.trace.reader import read_trace
 
     (trace,) = (folder / "traces").glob("*.arrow")
     told: Counter[str] = Counter()
-    for view in read_events(trace):
+    for view in read_trace(trace):
         if view.kind == "status":
             told[str(view.scalar("status"))] += 1
         told["unknown tokens"] += int((view.ints("input_ids") == -1).sum())

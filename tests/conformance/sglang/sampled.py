@@ -5,11 +5,11 @@ from pathlib import Path
 
 def told_samples(trace: Path) -> list[list[int]]:
     """Return the tokens of each request that has any, in the order in which its forwards sampled them; sorted."""
-    from kvcanary.recorder.trace.reader import read_events
+    from kvcanary.recorder.trace.reader import read_trace
 
     requests: dict[int, list[int]] = {}
     samples: dict[int, list[tuple[int, list[int]]]] = {}
-    for event in read_events(trace):
+    for event in read_trace(trace):
         if event.kind == "forward":
             requests[event.scalar("forward")] = event.ints("request_ids").tolist()
         if event.kind in ("forward", "sample"):

@@ -9,7 +9,7 @@ from kvcanary.recorder.capture.device import capture
 from kvcanary.recorder.capture.device.forward import BatchRequests, DeviceForward
 from kvcanary.recorder.capture.device.landing import Landing
 from kvcanary.recorder.capture.device.taking_down import LOST
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import TIER_HOST, TIER_POOL
 
 from .test_device_losses import follow
@@ -37,7 +37,7 @@ def write(engine, first, count, *, during=lambda: None):
 
 def told(engine):
     _, device = engine.close()
-    return device, list(read_events(engine.device.path))
+    return device, list(read_trace(engine.device.path))
 
 
 def test_counters_of_a_flight_are_zero_after_forwards_that_found_no_room(tmp_path, monkeypatch):
@@ -110,7 +110,7 @@ def test_a_recording_that_a_foreign_thread_ends_during_a_forward(engine, monkeyp
     write(engine, 1, 1, during=stop)
     engine.host.close()
     assert launched == []
-    events = list(read_events(engine.device.path))
+    events = list(read_trace(engine.device.path))
     assert [event.kind for event in events] == ["forward", "mark"]
     assert events[1].scalar("note") == "the recording ended during forward 1"
 
@@ -246,7 +246,7 @@ def test_copies_that_cannot_be_had_switch_it_off(engine):
     engine.host.close()
     engine.device.close()
     assert "the device is gone" in engine.device.stats().off
-    events = list(read_events(engine.device.path))
+    events = list(read_trace(engine.device.path))
     assert [event.kind for event in events] == ["forward", "loss"]
     assert "the device is gone" in events[-1].scalar("note")
 
@@ -258,4 +258,4 @@ def test_a_recorder_that_cannot_begin_leaves_no_trace_that_looks_clean(tmp_path,
     monkeypatch.setattr(capture.DeviceCapture, "prepare", no_room)
     with pytest.raises(MemoryError):
         Engine(tmp_path, np.random.default_rng(1))
-    assert [event.scalar("lost_events") for event in read_events(tmp_path / "device.arrow")] == [-1]
+    assert [event.scalar("lost_events") for event in read_trace(tmp_path / "device.arrow")] == [-1]

@@ -14,7 +14,7 @@ from kvcanary.recorder.engines.sglang import session as sglang_session
 from kvcanary.recorder.engines.sglang.batches import KnownBatch
 from kvcanary.recorder.engines.sglang.device import Telling
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -47,7 +47,7 @@ def test_it_replays_clean_and_generates_the_same(tmp_path: Any, monkeypatch: pyt
     (path,) = tmp_path.glob("*.arrow")
     summary = replay(path, settings=ReplaySettings(), report=None)
     assert (summary.verdict.value, summary.forwards, summary.tokens) == ("clean", 12, 4 * 4 + 2 + 4 + 6 + 8)
-    told = list(read_events(path))
+    told = list(read_trace(path))
     times = [int(event.scalar("time_ns")) for event in told]
     assert times == sorted(times)
     (cost,) = [event.scalar("labels") for event in told if event.kind == "mark"]
@@ -75,7 +75,7 @@ def test_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.M
     monkeypatch.setattr(sglang_session, "on_gpu", lambda tensor: False)
     attachment, _ = record(monkeypatch, tmp_path / "host", history="off")
     attachment._close()
-    device, host = (list(read_events(next((tmp_path / side).glob("*.arrow")))) for side in ("device", "host"))
+    device, host = (list(read_trace(next((tmp_path / side).glob("*.arrow")))) for side in ("device", "host"))
     assert [event.kind for event in device] == [event.kind for event in host]
     for found, told in zip(device, host, strict=True):
         if found.kind == "mark":

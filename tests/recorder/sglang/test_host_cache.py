@@ -13,7 +13,7 @@ from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import host_cache as sglang_host_cache
 from kvcanary.recorder.engines.sglang.host_cache import copy_runs
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
@@ -111,7 +111,7 @@ def judged(trace: Path) -> Summary:
 def test_what_comes_back_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = served(monkeypatch, tmp_path)
     assert slots_on_host(trace) == HOST_SLOTS
-    copies = [e for e in read_events(trace) if e.kind == "kv_copy"]
+    copies = [e for e in read_trace(trace) if e.kind == "kv_copy"]
     assert [(e.scalar("note"), e.ints("copy_src_tier")[0], e.ints("copy_dst_tier")[0]) for e in copies] == [
         ("offload", 0, 1),
         ("load-back", 1, 0),
@@ -138,7 +138,7 @@ def test_a_storage_behind_the_host_makes_a_load_back_unknown(tmp_path: Path, mon
         controller.enable_storage = True
 
     trace = served(monkeypatch, tmp_path, attach)
-    losses = [e.scalar("note") for e in read_events(trace) if e.kind == "loss"]
+    losses = [e.scalar("note") for e in read_trace(trace) if e.kind == "loss"]
     assert losses == ["KV was loaded back from the host cache, which is filled from a storage"]
     summary = judged(trace)
     assert (summary.verdict.value, summary.violations) == ("inconclusive", 0)
@@ -148,7 +148,7 @@ def test_another_controller_makes_every_load_back_unknown(tmp_path: Path, monkey
     monkeypatch.setattr(sglang_host_cache, "CONTROLLER", "AnotherCacheController")
     trace = served(monkeypatch, tmp_path)
     assert slots_on_host(trace) == 0
-    kinds = [e.kind for e in read_events(trace)]
+    kinds = [e.kind for e in read_trace(trace)]
     assert "loss" in kinds
     assert "kv_copy" not in kinds
 
@@ -161,7 +161,7 @@ def test_copies_that_cannot_be_told_make_every_load_back_unknown(
 
     monkeypatch.setattr(sglang_host_cache, "copy_runs", fails)
     trace = served(monkeypatch, tmp_path)
-    notes = [e.scalar("note") for e in read_events(trace) if e.kind == "loss"]
+    notes = [e.scalar("note") for e in read_trace(trace) if e.kind == "loss"]
     assert notes[0].startswith("SGLang adapter, on_host_cache is no longer told: RuntimeError")
     assert notes[-1] == "KV was loaded back from the host cache, which is not told"
     assert judged(trace).verdict.value == "inconclusive"

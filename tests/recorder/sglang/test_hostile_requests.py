@@ -8,7 +8,7 @@ import pytest
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import session as sglang_session
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -51,10 +51,10 @@ def test_any_name_and_any_room_are_recorded(
     attachment._session.recorder.close()
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
     (path,) = tmp_path.glob("*.arrow")
-    names = [event.scalar("name") for event in read_events(path) if event.kind == "request"]
+    names = [event.scalar("name") for event in read_trace(path) if event.kind == "request"]
     assert [names[0], names[2]] == ["first", "last"]
     assert len(names[1]) <= 1024
-    rooms = [event.scalar("room") for event in read_events(path) if event.kind == "request"]
+    rooms = [event.scalar("room") for event in read_trace(path) if event.kind == "request"]
     assert (rooms[1] == -1) == (room is None)
     summary = replay(path, settings=ReplaySettings(), report=None)
     assert (summary.verdict.value, summary.num_losses, summary.forwards) == ("clean", 0, 6)

@@ -11,7 +11,7 @@ from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import inside as sglang_inside
 from kvcanary.recorder.engines.sglang import session as sglang_session
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -206,7 +206,7 @@ def serve(
         scheduler.step(running)
     attachment._close()
     (path,) = folder.glob("*.arrow")
-    return path, [event for event in read_events(path) if event.kind == "forward"]
+    return path, [event for event in read_trace(path) if event.kind == "forward"]
 
 
 def monkeypatch_raw(monkeypatch: pytest.MonkeyPatch, attachment: Any) -> None:
@@ -353,13 +353,13 @@ def test_the_steps_of_a_draft_graph_are_told_as_the_model_got_them(
     finish(None, None)
     attachment._close()
     (path,) = tmp_path.glob("*.arrow")
-    told = [event for event in read_events(path) if event.kind == "forward"]
+    told = [event for event in read_trace(path) if event.kind == "forward"]
     assert [(event.scalar("runner"), event.scalar("mode")) for event in told] == [(1, "decode")] * 2
     assert [event.ints("positions").tolist() for event in told] == [[8, 8], [9, 9]]
     assert [event.ints("prefix_lens").tolist() for event in told] == [[8, 8], [9, 9]]
     assert [event.ints("input_ids").tolist() for event in told] == [[20, 30], [21, 31]]
     assert [event.ints("out_cache_loc").tolist() for event in told] == [[11, 21], [12, 22]]
-    assert not [event for event in read_events(path) if event.kind == "loss"]
+    assert not [event for event in read_trace(path) if event.kind == "loss"]
 
 
 def test_draft_steps_in_graphs_that_are_not_looked_into_are_marked(

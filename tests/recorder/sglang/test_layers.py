@@ -9,7 +9,7 @@ import pytest
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang.attention import ROW_READERS, backend_of
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
@@ -80,7 +80,7 @@ def test_a_healthy_engine_is_clean_and_its_attention_is_watched(
     layers: Layers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trace = layers.serve(monkeypatch, tmp_path)
-    forwards = [event for event in read_events(trace) if event.kind == "forward"]
+    forwards = [event for event in read_trace(trace) if event.kind == "forward"]
     assert len(forwards) == layers.count > 8
     assert {event.scalar("attention_watched") for event in forwards} == {ATTENTION_LENS | ATTENTION_SLOTS}
     assert {event.scalar("note") for event in forwards} == {""}
@@ -166,7 +166,7 @@ def test_an_unknown_backend_is_named_and_not_read(
 ) -> None:
     layers.backend = type("FancyBackend", (), {})
     trace = layers.serve(monkeypatch, tmp_path)
-    assert {e.scalar("attention_watched") for e in read_events(trace) if e.kind == "forward"} == {0}
+    assert {e.scalar("attention_watched") for e in read_trace(trace) if e.kind == "forward"} == {0}
     with TraceReader(trace) as reader:
         assert [entry.name for entry in reader.header.not_watched] == ["target", "target: FancyBackend"]
     assert _judged(trace).verdict.value == "clean"
@@ -191,7 +191,7 @@ def test_a_model_that_raises_ends_its_forward(layers: Layers, monkeypatch: pytes
         layers.serve(monkeypatch, tmp_path)
     layers.attachment._close()
     (trace,) = tmp_path.glob("*.arrow")
-    notes = [event.scalar("note") for event in read_events(trace) if event.kind == "forward"]
+    notes = [event.scalar("note") for event in read_trace(trace) if event.kind == "forward"]
     assert len(notes) == 8
     assert "the model failed" in notes[-1]
 

@@ -12,7 +12,7 @@ from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import session as sglang_session
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 
 from ..gpu_path.interpreted import InterpretingDriver
@@ -84,7 +84,7 @@ class Engine:
             {name: event.scalar(name) for name in SCALARS if name not in ("time_ns", "labels")}
             | {name: event.ints(name).tolist() for name in INT_LISTS}
             | {name: event.bytes(name).tobytes() for name in BYTE_LISTS}
-            for event in read_events(path)
+            for event in read_trace(path)
         ]
 
 

@@ -12,7 +12,7 @@ from kvcanary.recorder.engines.sglang.attachment import Attachment
 from kvcanary.recorder.engines.sglang.requests import KnownRequest
 from kvcanary.recorder.engines.sglang.transfers import Transfers
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay_joined
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -98,7 +98,7 @@ def sides(tmp_path: Path) -> Iterator[Callable[[str], Side]]:
 def told(path: Path) -> list[Told]:
     return [
         (event.scalar("mode"), event.scalar("status"), event.scalar("room"))
-        for event in read_events(path)
+        for event in read_trace(path)
         if event.kind == "transfer"
     ]
 
@@ -173,7 +173,7 @@ def test_what_lands_in_the_hosts_memory_is_said_to_be_lost(sides: Callable[[str]
     waiting.host_staged = True
     decode.scheduler.disagg_decode_transfer_queue._commit_transfer_to_req(waiting)
     path = decode.end()
-    assert [event.scalar("note") for event in read_events(path) if event.kind == "loss"] == [
+    assert [event.scalar("note") for event in read_trace(path) if event.kind == "loss"] == [
         "a prompt was received in the host's memory, which is not told"
     ]
 

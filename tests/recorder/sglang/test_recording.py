@@ -12,7 +12,7 @@ from kvcanary.recorder.engines.sglang.attachment import Attachment
 from kvcanary.recorder.engines.sglang.requests import request_id_of
 from kvcanary.recorder.engines.sglang.session import Session
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -39,7 +39,7 @@ def record(
 def events(folder: Path) -> tuple[Any, list[Any]]:
     (path,) = folder.glob("*.arrow")
     with TraceReader(path) as reader:
-        return reader.header, list(read_events(path))
+        return reader.header, list(read_trace(path))
 
 
 def test_a_recorded_engine_replays_clean_and_generates_the_same(

@@ -12,7 +12,7 @@ from kvcanary.recorder.engines.sglang.batches import KnownBatches
 from kvcanary.recorder.engines.sglang.device import Telling
 from kvcanary.recorder.engines.sglang.requests import RequestBook, request_id_of
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -42,7 +42,7 @@ def judged(attached: Any) -> tuple[Any, list[Any]]:
     """End the recording; return what its replay says, and its events."""
     recorder = attached._session.recorder
     recorder.close()
-    return replay(recorder.path, settings=ReplaySettings(), report=None), list(read_events(recorder.path))
+    return replay(recorder.path, settings=ReplaySettings(), report=None), list(read_trace(recorder.path))
 
 
 def engine() -> Scheduler:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 
 from .fake_engine import SLOTS, Batch, ModelRunner, Request, Result, Scheduler, TokenToKVPoolAllocator, hooked
 
@@ -67,7 +67,7 @@ def stage(patch: pytest.MonkeyPatch, folder: Path, kind: type[Stage] = Stage) ->
 def samples(path: Path) -> list[tuple[int, list[int]]]:
     return [
         (event.scalar("forward"), event.ints("sampled_tokens").tolist())
-        for event in read_events(path)
+        for event in read_trace(path)
         if event.kind == "sample"
     ]
 

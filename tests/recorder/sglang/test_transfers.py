@@ -10,7 +10,7 @@ import torch
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang.attachment import Attachment
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay_joined
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -93,9 +93,9 @@ def test_a_healthy_pair_is_clean_and_the_decode_side_alone_is_not_judged(
         second = decode(patch, tmp_path, sent, token)
     assert verdicts([first, second]) == ["clean", "clean"]
     assert verdicts([second]) == ["inconclusive"]
-    told = [(e.scalar("status"), e.scalar("mode")) for e in read_events(first) if e.kind == "transfer"]
+    told = [(e.scalar("status"), e.scalar("mode")) for e in read_trace(first) if e.kind == "transfer"]
     assert told == [("start", "send"), ("end", "send")]
-    told = [(e.scalar("status"), e.scalar("mode")) for e in read_events(second) if e.kind == "transfer"]
+    told = [(e.scalar("status"), e.scalar("mode")) for e in read_trace(second) if e.kind == "transfer"]
     assert told == [("start", "receive"), ("end", "receive")]
 
 
@@ -113,7 +113,7 @@ def test_a_byte_that_changes_on_the_way_is_found_on_the_decode_side(
 def test_a_transfer_that_failed_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         first, _, _ = prefill(patch, tmp_path, state=0)
-    told = [(e.scalar("status"), e.scalar("note")) for e in read_events(first) if e.kind == "transfer"]
+    told = [(e.scalar("status"), e.scalar("note")) for e in read_trace(first) if e.kind == "transfer"]
     assert told == [("start", ""), ("failed", "the sender says so")]
 
 

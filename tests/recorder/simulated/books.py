@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 NOBODY = -1
 CACHE = -2
@@ -186,7 +186,7 @@ def read_books(path: Path, *, complete: bool = True) -> Books:
     """Return the books of a whole trace; `complete` says that every request has gone through."""
     with TraceReader(path) as reader:
         books = Books(reader.header)
-    for view in read_events(path):
+    for view in read_trace(path):
         books.take(view)
     books.finish(complete=complete)
     return books

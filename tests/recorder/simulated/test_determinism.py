@@ -4,7 +4,7 @@ import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 
 SHAPES = {
@@ -25,7 +25,7 @@ def record(path, seed, changes):
         {name: view.scalar(name) for name in SCALARS if name != "time_ns"}
         | {name: view.ints(name).tolist() for name in INT_LISTS}
         | {name: view.bytes(name).tobytes() for name in BYTE_LISTS}
-        for view in read_events(path)
+        for view in read_trace(path)
     ]
 
 

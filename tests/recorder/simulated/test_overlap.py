@@ -5,7 +5,7 @@ from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.overlap import FutureMap
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 
 from .engines import assert_clean, judge
 
@@ -30,7 +30,7 @@ def test_clean(changes, tmp_path):
 def test_tokens_come_after_the_next_launch_and_truth_does_not_know_them(tmp_path):
     engine = record(tmp_path / "trace.arrow")
     waiting, late, asked = [], 0, {}
-    for view in read_events(tmp_path / "trace.arrow"):
+    for view in read_trace(tmp_path / "trace.arrow"):
         if view.kind == "forward" and view.ints("request_ids").size:
             assert not view.ints("sampled_tokens").size
             number = view.scalar("forward")

@@ -5,7 +5,7 @@ from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.pd_pair import PairSettings, PdPair
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
 from kvcanary.recorder.engines.simulated.transfers import Link
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 
 from .engines import assert_books_balance, assert_clean_pair, judge_pair
@@ -32,7 +32,7 @@ def run(folder, changes, settings=None, workload=WORKLOAD) -> PdPair:
 
 
 def transfers(path):
-    return [view for view in read_events(path) if view.kind == "transfer"]
+    return [view for view in read_trace(path) if view.kind == "transfer"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -49,7 +49,7 @@ def test_the_two_sides_meet_by_room(tmp_path):
     for path, role in ((pair.prefill_path, "prefill"), (pair.decode_path, "decode")):
         with TraceReader(path) as reader:
             assert reader.header.role == role
-        requests = [view for view in read_events(path) if view.kind == "request"]
+        requests = [view for view in read_trace(path) if view.kind == "request"]
         rooms.append([view.scalar("room") for view in requests])
         assert len({view.scalar("request_id") for view in requests}) == len(requests)
         assert {view.scalar("room") for view in transfers(path)} <= set(rooms[-1])
@@ -65,7 +65,7 @@ def test_the_two_sides_meet_by_room(tmp_path):
 def test_transfers_take_their_time_and_overlap_one_another(tmp_path):
     pair = run(tmp_path, {}, PairSettings(min_steps=3, max_steps=6))
     under_way, most, forwards = set(), 0, 0
-    for view in read_events(pair.prefill_path):
+    for view in read_trace(pair.prefill_path):
         if view.kind == "transfer":
             (under_way.add if view.scalar("status") == "start" else under_way.remove)(view.scalar("room"))
             most = max(most, len(under_way))
@@ -125,7 +125,7 @@ def test_same_seed_same_events(tmp_path):
             | {name: view.ints(name).tolist() for name in INT_LISTS}
             | {name: view.bytes(name).tobytes() for name in BYTE_LISTS}
             for path in (pair.prefill_path, pair.decode_path)
-            for view in read_events(path)
+            for view in read_trace(path)
         ]
 
     first = events(tmp_path / "a", 4)

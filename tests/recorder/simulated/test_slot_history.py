@@ -5,7 +5,7 @@ from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.history import History
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 from .books import read_books
 from .engines import assert_clean
@@ -50,7 +50,7 @@ def test_statuses_of_allocs(tmp_path):
     engine = record(path, CONFIGS["sliding"])
     told = {
         (view.scalar("status"), group)
-        for view in read_events(path)
+        for view in read_trace(path)
         if view.kind == "alloc"
         for group in view.ints("slot_group").tolist()
     }

@@ -5,7 +5,7 @@ from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.radix import NO_PAGE
 from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 from .engines import assert_clean, judge
 
@@ -55,7 +55,7 @@ def test_a_sweep_names_all_that_the_cache_holds(shape, tmp_path):
     with TraceReader(path) as reader:
         runners = len(reader.header.runners)
         assert reader.header.sweep_interval == 5
-    events = [view for view in read_events(path) if view.kind == "sweep"]
+    events = [view for view in read_trace(path) if view.kind == "sweep"]
     assert len(events) == runners * engine.counters.sweeps
     assert len(expected) >= engine.counters.target_forwards // 8 > 0
     assert any(expected)

@@ -11,7 +11,7 @@ from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.engines.vllm.requests import KnownRequest, RequestBook, prompt_of
 from kvcanary.recorder.engines.vllm.step import Step, forwards_of
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -43,7 +43,7 @@ def replayed(folder: Path) -> tuple[Any, Any, list[Any]]:
     (path,) = folder.glob("*.arrow")
     with TraceReader(path) as reader:
         header = reader.header
-    return replay(path, settings=ReplaySettings(), report=None), header, list(read_events(path))
+    return replay(path, settings=ReplaySettings(), report=None), header, list(read_trace(path))
 
 
 @pytest.mark.parametrize("scheduler", [True, False], ids=["one process", "scheduler elsewhere"])

@@ -14,7 +14,7 @@ from kvcanary.recorder.engines.vllm.blocks import BlockHistory
 from kvcanary.recorder.engines.vllm.hooks import PROCESSES, hook_module
 from kvcanary.recorder.engines.vllm.session import Session
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -35,7 +35,7 @@ def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
 def events(folder: Path) -> tuple[Any, list[Any]]:
     (path,) = folder.glob("*.arrow")
     with TraceReader(path) as reader:
-        return reader.header, list(read_events(path))
+        return reader.header, list(read_trace(path))
 
 
 def verdict(folder: Path) -> Any:

@@ -11,7 +11,7 @@ from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.engines.vllm.hooks import GPU_WORKER, hook_module
 from kvcanary.recorder.engines.vllm.requests import request_id_of
 from kvcanary.recorder.process.environment import RecordingSettings
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -48,7 +48,7 @@ def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
 def events(folder: Path) -> tuple[Any, list[Any]]:
     (path,) = folder.glob("*.arrow")
     with TraceReader(path) as reader:
-        return reader.header, list(read_events(path))
+        return reader.header, list(read_trace(path))
 
 
 def verdict(folder: Path) -> Any:
@@ -168,7 +168,7 @@ def test_a_runner_that_gets_a_new_cache_gets_a_new_trace(tmp_path: Path, monkeyp
     assert first.recorder.stats().off == "closed"
     Scheduler(runner).add_request(Request("b", [5, 6], 3))
     runner.shutdown()
-    told = [[event.scalar("name") for event in read_events(path)] for path in tmp_path.glob("*.arrow")]
+    told = [[event.scalar("name") for event in read_trace(path)] for path in tmp_path.glob("*.arrow")]
     assert sorted(told) == [["a"], ["b"]]
 
 

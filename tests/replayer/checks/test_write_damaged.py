@@ -8,7 +8,7 @@ from kvcanary.kernels.ops.hash.kv_source import KvSource
 from kvcanary.recorder.capture.forward_input import ForwardInput
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 SLOTS, HEADS, DIM = 12, 2, 8
@@ -102,7 +102,7 @@ def test_bytes_are_in_the_trace_only_where_they_differ(engine, tmp_path):
     engine.forward([7, 8, 9, 10], damage=flip(0, 7, 0), submitted=(0,))
     engine.forward([3, 4, 5, 6], damage=flip(0, 3, 1), submitted=())
     engine.recorder.close()
-    events = list(read_events(tmp_path / "trace.arrow"))
+    events = list(read_trace(tmp_path / "trace.arrow"))
     assert [event.scalar("submitted_watched") for event in events] == [2, 1, 0]
     assert [len(event.bytes("kv_submitted_bytes")) for event in events] == [0, 2 * 4 * 48, 0]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from kvcanary.recorder.trace.event import TraceEvent, loss_event
 from kvcanary.recorder.trace.header import TraceHeader
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 from kvcanary.recorder.writing.writer import TraceWriter
 
@@ -24,7 +24,7 @@ def read_raw(path: Path) -> tuple[TraceHeader, list[TraceEvent]]:
     with TraceReader(path) as reader:
         header = reader.header
     events = []
-    for view in read_events(path):
+    for view in read_trace(path):
         events.append(
             TraceEvent(
                 kind=view.kind,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import TraceHeader
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import ADDED, BYTE_LISTS, INT_LISTS, SCALARS
 
 
@@ -22,6 +22,6 @@ def read_raw(path: Path) -> tuple[TraceHeader, list[TraceEvent]]:
             ints={name: view.ints(name).copy() for name in ints if len(view.ints(name))},
             bytes={name: view.bytes(name).copy() for name in lists if len(view.bytes(name))},
         )
-        for view in read_events(path)
+        for view in read_trace(path)
     ]
     return header, events

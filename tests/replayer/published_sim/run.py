@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 from kvcanary.kernels.constants import FailReason, LaunchTag
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.errors import BrokenEngineError
-from kvcanary.recorder.trace.reader import TraceReader, read_events
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
 from kvcanary.replayer.run.replay import ReplaySettings, replay
@@ -107,7 +107,7 @@ def compared(spy: Spy, summary: Summary, trace: Path, report: Path, *, injected:
 def _our_rows(trace: Path, folder: Path, num_forwards: int) -> tuple[list[Rows], list[Rows]]:
     table = pq.read_table(folder / "violations.parquet")
     forwards: list[Rows] = [[] for _ in range(num_forwards)]
-    sweeps: dict[int, Rows] = {int(event.scalar("event")): [] for event in read_events(trace) if event.kind == "sweep"}
+    sweeps: dict[int, Rows] = {int(event.scalar("event")): [] for event in read_trace(trace) if event.kind == "sweep"}
     columns = (table[name].to_pylist() for name in ("endpoint", "event", "forward", *FIELDS))
     for endpoint, event, forward, *row in zip(*columns, strict=True):
         (sweeps[event] if endpoint == "SWEEP" else forwards[forward]).append(tuple(row))

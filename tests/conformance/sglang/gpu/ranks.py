@@ -30,7 +30,7 @@ sys.path.insert(0, str(HERE))
 sys.path.append(str(HERE.parent))
 DOCUMENT = HERE.parents[3] / "docs" / "results" / "ranks-sglang-gpu.md"
 
-from kvcanary.recorder.trace.reader import read_events  # noqa: E402
+from kvcanary.recorder.trace.reader import read_trace  # noqa: E402
 from run import REPLAY  # noqa: E402
 from runs import REQ, GpuRun  # noqa: E402
 from sampled import wrong_samples  # noqa: E402
@@ -153,7 +153,7 @@ def result_of(run: RanksRun, folder: Path) -> dict[str, Any]:
         traces = sorted((place / "traces").glob("*.arrow"))
         wrong += wrong_samples(traces, json.loads((place / "outputs.json").read_text()))
     if run.options.get("enable_hierarchical_cache"):
-        events = [event for trace in (place / "traces").glob("*.arrow") for event in read_events(trace)]
+        events = [event for trace in (place / "traces").glob("*.arrow") for event in read_trace(trace)]
         result["loaded"] = sum(event.kind == "kv_copy" and event.scalar("note") == "load-back" for event in events)
         if not result["loaded"]:
             wrong.append("nothing was loaded back from the host")
