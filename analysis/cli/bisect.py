@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...recorder.cli.given_path import GivenPath
+from ...recorder.cli.program import GivenPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -219,7 +219,7 @@ def _finish(
     bisect: Callable[[Criterion, Callable[[str, Judgement], None]], Bisection], options: dict[str, Any], *, anew: str
 ) -> None:
     """Bisect, print what came of it, and exit; `anew` is the option by which verdicts from before do not count."""
-    from ...recorder.cli.text import printable, printable_message
+    from ...recorder.text import printable, printable_message
     from ..bisect.bisection import make_criterion
     from ..errors import AnalysisError
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...recorder.cli.given_path import GivenPath
+from ...recorder.cli.program import GivenPath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +96,7 @@ def diff_command(
     Requests are aligned by id or prompt, positions by request, slots by what they hold: another allocation order,
     other chunks and other batches are no difference. Says for each request, and overall, where the traces part first.
     """
-    from ...recorder.cli.text import printable, printable_message
+    from ...recorder.text import printable, printable_message
     from ..diff.compare import diff_traces
     from ..diff.settings import DiffSettings, NotComparableError
     from ..errors import AnalysisError

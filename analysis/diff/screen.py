@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ...recorder.cli.text import printable
+from ...recorder.text import printable
 from .kinds import KINDS
 from .result import DIFFERENT, INCONCLUSIVE, DiffResult, Divergence
 

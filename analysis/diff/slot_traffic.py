@@ -6,12 +6,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ...recorder.capture.host_arrays import runs_to_slots
 from ...recorder.state.forward import UnusableEventError
 from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SEND
-from ...recorder.trace.slot_runs import runs_to_slots
 from .comparability import ComparedGroup
 from .facts import MOVED, Sinks
 from .names import LOST, Int64Array, SlotNames

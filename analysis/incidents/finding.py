@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...recorder.errors import TraceError
+from ...recorder.files import is_regular, new_private_file
 from ...recorder.trace.header import PoolGroup
-from ...recorder.writing.private_files import is_regular, new_private_file
 from ...replayer.report.report import check_report_folder
 from ...replayer.report.violations import PARQUET_ERRORS
 from ..errors import AnalysisError

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...recorder.errors import TraceError
+from ...recorder.trace.files import split_segment_name
 from ...recorder.trace.reader import TraceReader
-from ...recorder.writing.segments import split_segment_name
 from ...replayer.report.report import write_summary
 from ...replayer.report.summary import Summary
 from ..errors import AnalysisError

@@ -3,9 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
+from ...recorder.capture.host_arrays import runs_to_slots
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
-from ...recorder.trace.slot_runs import runs_to_slots
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from ...recorder.files import is_regular
 from ...recorder.trace.schema import trace_schema
-from ...recorder.writing.private_files import is_regular
 from ...replayer.report.findings import ADDED_COLUMNS, FINDING_SCHEMA
 from ...replayer.report.violations import VIOLATION_SCHEMA
 from ..errors import AnalysisError

@@ -16,7 +16,7 @@ from typing import IO, Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...recorder.cli.text import printable
+from ...recorder.text import printable
 from ..errors import AnalysisError
 from .text_table import text_table
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...recorder.errors import TraceError
-from ...recorder.small_file import read_regular_file
+from ...recorder.files import read_regular_file
+from ...recorder.trace.files import split_segment_name
 from ...recorder.trace.reader import TraceReader
-from ...recorder.writing.segments import split_segment_name
 from ...replayer.report.report import REPORT_FILES, SUMMARY_NAME
 from ..errors import AnalysisError
 

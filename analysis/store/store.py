@@ -13,8 +13,7 @@ from typing import Any
 import duckdb
 
 from ...kernels.user_cache import is_own, user_cache
-from ...recorder.small_file import read_small_file
-from ...recorder.writing.private_files import is_regular, replace_file
+from ...recorder.files import is_regular, read_small_file, replace_file
 from ...replayer.report.report import STORE_NAME, check_report_folder
 from ..errors import AnalysisError
 from ..incidents.schema import INCIDENTS_NAME

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...recorder.cli.text import printable
+from ...recorder.text import printable
 
 MAX_CELL = 60
 

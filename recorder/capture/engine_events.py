@@ -10,8 +10,7 @@ import numpy as np
 
 from ..trace.event import NO_LISTS, TraceEvent
 from ..trace.schema import ALLOC_STATUSES, PHASE_AFTER, REQUEST_STATUSES, TRANSFER_DIRECTIONS, TRANSFER_STATUSES
-from ..trace.slot_runs import ordered_runs
-from .host_arrays import Int64Array, own_int64
+from .host_arrays import Int64Array, ordered_runs, own_int64
 from .kv_shadow import GroupKvShadow
 
 

@@ -17,9 +17,8 @@ from ...kernels.capture.gather import gather_kv
 from ...kernels.ops.hash.kv_source import KvSource
 from ..trace.header import KvStream, PoolGroup, TraceHeader
 from ..trace.schema import TIER_POOL
-from ..trace.slot_runs import mask_to_runs
 from .device_kv import gather_device, on_device
-from .host_arrays import ByteArray, Int64Array
+from .host_arrays import ByteArray, Int64Array, mask_to_runs
 
 
 class GroupKvShadow:

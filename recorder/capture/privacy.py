@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from ...kernels.keyed_digest import DIGEST_BYTES, KEY_BYTES, keyed_digests
-from ..small_file import read_small_file
+from ..files import read_small_file
 from ..trace.event import TraceEvent
 from ..trace.header import TraceHeader
 from .host_arrays import Int64Array

@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..json_text import json_text
+from ..text import json_text
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE, SEND, TIER_POOL
-from ..trace.slot_runs import runs_to_slots
 from ..writing.outbox import RecorderStats
 from .attention import take_attention
 from .captured import CapturedRecording
@@ -27,7 +26,7 @@ from .engine_events import (
 )
 from .forward_event import forward_event
 from .forward_input import AttentionInput, ForwardInput, copy_forward
-from .host_arrays import Int64Array, own_int64
+from .host_arrays import Int64Array, own_int64, runs_to_slots
 from .kv_watch import of_runner, take_forward, watch
 from .recording import guarded, prepare_kernels
 from .submitted import Submitted, take_submitted

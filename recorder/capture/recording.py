@@ -17,8 +17,8 @@ from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 from ...kernels.capture import changes, gather
 from ...kernels.ops.hash.kv_source import KvSource
-from ..error_text import error_text
-from ..process.process_end import at_process_end
+from ..errors import error_text
+from ..process.endings import at_process_end
 from ..trace.event import NO_LISTS, TraceEvent
 from ..trace.header import CaptureInfo, TraceHeader
 from ..writing.outbox import Outbox, RecorderStats

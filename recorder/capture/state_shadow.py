@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from ...kernels.capture.changes import RowRuns, cell_changes, row_changes, write_rows
 from ..trace.header import TraceHeader
-from ..trace.slot_runs import slots_to_runs
 from .forward_input import CopiedForward, RowValues
-from .host_arrays import Int64Array, host_table, read_cells, wrapped
+from .host_arrays import Int64Array, host_table, read_cells, slots_to_runs, wrapped
 
 _NOTHING = np.empty(0, np.int64)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TraceError
+from ..text import printable
 from ..trace.inspect import TraceInspection, inspect_trace
-from ..trace.limits import MAX_MISSING_SEGMENTS
 from ..trace.recordings import group_recordings, traces_in
-from .text import printable
+from ..trace.schema import MAX_MISSING_SEGMENTS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .given_path import GivenPath
-from .text import printable
+from ..text import printable
+from .program import GivenPath
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,7 +14,7 @@ from typing import Any, Final
 import click
 
 from ..process.endings import ENDINGS, ignore_endings
-from .text import printable
+from ..text import printable
 
 EXIT_FAILED: Final = 2
 QUERY_INTERRUPTED: Final = "Query interrupted"  # DuckDB's RuntimeError for Ctrl-C while it computes
@@ -166,3 +166,16 @@ def _place(error: BaseException) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return "unknown" if trace is None else f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+
+
+class GivenPath(click.Path):
+    """A `pathlib.Path` that is not empty: an empty one would stand for the folder one is in."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path_type=Path, **options)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path; an empty name ends the command."""
+        if value == "":
+            self.fail("the name is empty; is a variable of the shell unset?", param, ctx)
+        return super().convert(value, param, ctx)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import click
 
 from ..process.knobs import KNOBS, PREFIX, TRACE_KNOB, Knob
-from .given_path import GivenPath
-from .text import printable
+from ..text import printable
+from .program import GivenPath
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ..process.harvest import RecordedTrace
+    from ..process.recorded_files import RecordedTrace
 
 GROUP_PATIENCE_S: Final = 10.0  # for processes that the engine leaves behind, which may still end their traces
 
@@ -91,7 +91,7 @@ def _environ(output: Path | None, config: Path | None, options: dict[str, str | 
     Raises:
         ValueError: an option that cannot be.
     """
-    from ..process.run_identity import give_run_id
+    from ..process.environment import give_run_id
 
     environ = dict(os.environ)
     give_run_id(environ)
@@ -167,7 +167,7 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
     from rich.markup import escape
 
     from ..process.child import run_child, wait_for_group
-    from ..process.harvest import changed, harvest, replay_command, stamps, why_nothing
+    from ..process.recorded_files import changed, harvest, replay_command, stamps, why_nothing
 
     before, begin = stamps(folder), time.monotonic()
     try:
@@ -212,7 +212,7 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
 def _show(console: "Console", found: "list[RecordedTrace]", advice: list[str], folder: Path) -> None:
     from rich.markup import escape
 
-    from ..process.harvest import replay_command
+    from ..process.recorded_files import replay_command
 
     def say(text: str) -> None:
         console.print(escape(printable(text)), soft_wrap=True)
@@ -238,7 +238,7 @@ def _table(found: "list[RecordedTrace]") -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
-    from ..process.harvest import by_recording
+    from ..process.recorded_files import by_recording
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("trace", overflow="fold")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .given_path import GivenPath
+from .program import GivenPath
 
 if TYPE_CHECKING:
-    from ..trace.recovery import RecoveryResult
+    from ..writing.recovery import RecoveryResult
 
 _EPILOG = """\b
 Examples:
@@ -35,9 +35,9 @@ def recover_command(torn: Path, output: Path | None, force: bool, as_json: bool)
     Of a folder, every file that is torn or damaged is recovered to one beside it.
     """
     from ..errors import TraceError
+    from ..text import printable
     from ..trace.recordings import RECOVERED
-    from ..trace.recovery import recover
-    from .text import printable
+    from ..writing.recovery import recover
 
     if torn.is_dir():
         if output is not None:
@@ -73,12 +73,12 @@ def recover_command(torn: Path, output: Path | None, force: bool, as_json: bool)
 def _recover_folder(folder: Path, *, force: bool, as_json: bool) -> int:
     """Recover what is not whole in a folder, a line a file; return the exit code."""
     from ..errors import TraceError
+    from ..text import printable
     from ..trace.batch import TraceBatch
+    from ..trace.files import is_being_written
     from ..trace.reader import TraceReader
     from ..trace.recordings import RECOVERED, traces_in
-    from ..trace.recovery import recover
-    from ..writing.file_lock import is_being_written
-    from .text import printable
+    from ..writing.recovery import recover
 
     whole = live = 0
     recovered: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from .given_path import GivenPath
+from .program import GivenPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,7 +142,7 @@ def simulate_command(  # one parameter an option
     from ..engines.simulated.errors import WorkloadError
     from ..engines.simulated.pd_pair import PairSettings, PdPair
     from ..errors import TraceError
-    from .text import printable
+    from ..text import printable
 
     privacy = Privacy(new_salt()) if tokens == "hashed" else None
     recording: dict[str, Any] = {"kv_watch_every": kv_watch_every, "overwrite": force, "privacy": privacy}
@@ -184,7 +184,7 @@ def simulate_command(  # one parameter an option
 
 
 def _fail(message: str) -> NoReturn:
-    from .text import printable
+    from ..text import printable
 
     click.echo(f"Error: {printable(message)}", err=True)
     sys.exit(2)
@@ -199,7 +199,7 @@ def _as_json(engine: SimulatedEngine, seconds: float, files: list[Path]) -> dict
 
 
 def _show(engine: SimulatedEngine, seconds: float, files: list[Path]) -> None:
-    from .text import printable
+    from ..text import printable
 
     stats, counters, path = engine.recorder.stats(), engine.counters, engine.recorder.path
     cut = f"   {len(files):,} segments" if files != [path] else ""
@@ -220,7 +220,7 @@ def _show(engine: SimulatedEngine, seconds: float, files: list[Path]) -> None:
 
 def _files(engine: SimulatedEngine, segment_bytes: int) -> list[Path]:
     """Return what was written: the trace, or its segments."""
-    from ..trace.segment_names import base_name, glob_escape
+    from ..trace.files import base_name, glob_escape
 
     path = engine.recorder.path
     if not segment_bytes:

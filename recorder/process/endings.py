@@ -1,9 +1,10 @@
-"""What ends a program from outside: Ctrl-C, SIGTERM, a closed terminal."""
+"""What ends a program from outside - Ctrl-C, SIGTERM, a closed terminal - and what is done when a process ends by itself."""
 
+import atexit
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Final
 
@@ -42,3 +43,21 @@ def endings_deferred() -> Iterator[None]:
         handler = before[signal.Signals(came_number)]
         if callable(handler):
             handler(came_number, frame)
+
+
+def at_process_end(close: Callable[[], object], *, priority: int) -> Callable[[], None]:
+    """Have `close` called when the process ends; return what takes that back.
+
+    A process of `multiprocessing` ends with its finalizers, those of a higher `priority` first, and if it was forked with
+    nothing else: `os._exit`, past `atexit`, which calls whoever came last first.
+    """
+    from multiprocessing.util import Finalize
+
+    atexit.register(close)
+    finalizer = Finalize(None, close, exitpriority=priority)
+
+    def cancel() -> None:
+        atexit.unregister(close)
+        finalizer.cancel()
+
+    return cancel

@@ -4,18 +4,20 @@ Only entry points read these; everything below them takes a `RecordingSettings`.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
 from .knobs import KNOBS, PREFIX, TRACE_KNOB
-from .run_identity import RUN_ID
 from .settings import RecordingSettings
 
 TRACE: Final = TRACE_KNOB.variable
 CONFIG: Final = PREFIX + "CONFIG"
+RUN_ID: Final = PREFIX + "RUN_ID"  # one for all processes of a server, so that the ranks of two servers are told apart
 BISECT: Final = PREFIX + "BISECT_"  # what `kvcanary bisect run` tells the command that it runs
 VARIABLES: Final = (TRACE, CONFIG, *(knob.variable for knob in KNOBS if knob is not TRACE_KNOB))
+
+_made_by = -1  # the process that made the run id, if that is this one or its parent
 
 
 def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
@@ -69,7 +71,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     import tomllib
 
-    from ..small_file import read_small_file
+    from ..files import read_small_file
 
     try:
         found = tomllib.loads(read_small_file(path).decode("utf-8-sig"))
@@ -125,4 +127,19 @@ def _check_together(settings: RecordingSettings) -> None:
         read_salt(settings.token_salt_file)
 
 
-__all__ = ["CONFIG", "TRACE", "VARIABLES", "RecordingSettings", "is_wanted", "read_config", "read_environment"]
+def share_run_id() -> None:
+    """Have the processes that this one will start know one another by an id, unless it got one itself."""
+    global _made_by
+    if not os.environ.get(RUN_ID):
+        give_run_id(os.environ)
+        _made_by = os.getpid()
+
+
+def give_run_id(environ: MutableMapping[str, str]) -> None:
+    """Put a fresh id into the environment of processes that belong together."""
+    environ[RUN_ID] = os.urandom(16).hex()
+
+
+def run_id() -> str:
+    """Return the id that this process got from the one that started it, empty for none."""
+    return "" if _made_by == os.getpid() else os.environ.get(RUN_ID, "")

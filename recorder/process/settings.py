@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..trace.segment_names import all_segments
+from ..trace.files import all_segments
 
 if TYPE_CHECKING:  # whether a recording is asked for must be cheap to find out
     from ..trace.header import TraceHeader

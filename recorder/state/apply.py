@@ -20,10 +20,10 @@ from ...kernels.ops.write.reference import write, write_loops
 from ...kernels.replay_pass import ledger
 from ...kernels.replay_pass import state as state_kernels
 from ...kernels.replay_pass.state import mark_writers, store_bytes
+from ..capture.host_arrays import runs_to_slots
 from ..trace.header import TraceHeader
 from ..trace.reader import EventView
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE, SEND, SLOTS_LISTED
-from ..trace.slot_runs import runs_to_slots
 from .events import SampleEvent, read_transfer
 from .forward import Forward, UnusableEventError, batch_tokens, read_forward
 from .history import SlotHistory

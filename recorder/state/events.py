@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from ...kernels.arrays import ByteArray, Int64Array
+from ..capture.host_arrays import runs_to_slots
 from ..trace.header import PoolGroup
 from ..trace.reader import EventView
 from ..trace.schema import (
@@ -23,7 +24,6 @@ from ..trace.schema import (
     TRANSFER_DIRECTIONS,
     TRANSFER_STATUSES,
 )
-from ..trace.slot_runs import runs_to_slots
 from .forward import UnusableEventError
 from .pools import GroupPool
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from ...kernels.arrays import Int64Array, record_words
 from ...kernels.constants import RECORD_KV_HASH, KvHashMode
+from ..capture.host_arrays import runs_to_slots
 from ..trace.event import TraceEvent
 from ..trace.schema import KEYFRAME_BEGIN, KEYFRAME_END, KEYFRAME_FORWARD, KEYFRAME_PART, KEYFRAME_REQUEST
-from ..trace.slot_runs import runs_to_slots
 from .apply import EventApplier
 from .history import FED_COLUMNS, FedForward
 from .pools import GroupPool, Tier

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ...kernels.arrays import ByteArray, Int64Array, record_words
 from ...kernels.constants import RECORD_KV_HASH, KvHashMode
 from ...kernels.replay_pass.ledger import HELD, OWNER, STATE
+from ..capture.host_arrays import runs_to_slots
 from ..trace.batch import TraceBatch
 from ..trace.reader import EventView
 from ..trace.schema import (
@@ -20,7 +21,6 @@ from ..trace.schema import (
     KEYFRAME_REQUEST,
     TABLE_CHANGES,
 )
-from ..trace.slot_runs import runs_to_slots
 from .forward import MAX_PREFIX, Forward, UnusableEventError, batch_tokens
 from .history import FED_COLUMNS
 from .keyframe import WORDS, places, tiers

@@ -1,6 +1,8 @@
 """Bytes to checked schema and checked batches: whatever comes out of here is what the writer put in."""
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
@@ -10,7 +12,7 @@ import pyarrow.ipc
 from ..errors import UnreadableTraceError
 from .batch import TraceBatch
 from .checksum import ColumnForm, batch_crc32c, column_forms, stored_crc32c, text_crc32c
-from .framing import Frame, FramingError, check_buffers, read_message
+from .framing import RECORD_BATCH, Frame, FramingError, check_buffers, read_frame, read_message
 from .header import TraceHeader
 from .schema import (
     ADDED,
@@ -28,6 +30,11 @@ from .trace_bytes import TornError, TraceBytes
 ARROW_ERRORS: Final = (pa.ArrowException, OSError, MemoryError, ValueError, TypeError, KeyError, OverflowError)
 _MAX_DIGITS: Final = 19
 _OWN_SCHEMA: Final = trace_schema()
+LARGE_BYTES: Final = 4 << 20  # threads are not worth their start for less of a file
+_AHEAD: Final = (
+    2  # batches in flight, each no larger in the file than the next: memory has a bound, however long the trace is
+)
+_AHEAD_BYTES: Final = 16 << 20
 _THIS_THREAD: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
 
@@ -155,3 +162,59 @@ def _field(field: pa.Field) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class DecodeAhead:
+    """Gives frames and their batches, some of them decoded before they are asked for; `close` ends its threads.
+
+    What a batch holds does not depend on who decodes it, so nothing but time changes: frames are asked for in order, and a
+    batch that was decoded and is not asked for (a file that was cut, damage before it) is forgotten.
+    Only compressed batches are: to read what lies in the file as it is takes less than to hand it to a thread.
+    """
+
+    def __init__(self, source: TraceBytes, schema: pa.Schema, forms: list[ColumnForm]) -> None:
+        self._source, self._schema, self._forms = source, schema, forms
+        self._pending: dict[int, tuple[Frame, Future[TraceBatch]]] = {}
+        workers = min(_AHEAD, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        threads = source.size() >= LARGE_BYTES and workers > 1
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode ahead") if threads else None
+        self._head = schema.serialize().to_pybytes() if threads else b""  # the message before a batch in a stream
+
+    def frame(self, position: int, limit: int) -> Frame | None:
+        """Return what `read_frame` does."""
+        known = self._pending.get(position)
+        return known[0] if known and known[0].end <= limit else read_frame(self._source, position, limit)
+
+    def batch(self, frame: Frame, limit: int) -> TraceBatch:
+        """Return what `decode_batch` does for a frame; `limit` is where messages end."""
+        known = self._pending.pop(frame.start, None)
+        if self._threads is not None and frame.compression is not None:
+            self._look_ahead(frame, limit, self._threads)
+        if known and known[0] is frame:
+            return known[1].result()
+        return decode_batch(self._source, frame, self._schema, self._forms)
+
+    def close(self) -> None:
+        """Forget what was not asked for, and wait for what is under way."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
+        self._pending.clear()
+
+    def _look_ahead(self, frame: Frame, limit: int, threads: ThreadPoolExecutor) -> None:
+        self._pending = {start: other for start, other in self._pending.items() if start >= frame.end}
+        position = max((other.end for other, _ in self._pending.values()), default=frame.end)
+        while len(self._pending) < _AHEAD:
+            try:
+                other = read_frame(self._source, position, limit)
+            except FramingError:  # told when the walk comes there
+                return
+            if other is None or other.kind != RECORD_BATCH or other.compression is None:
+                return
+            if other.end - other.start > _AHEAD_BYTES:
+                return
+            self._pending[position] = other, threads.submit(self._decode, other)
+            position = other.end
+
+    def _decode(self, frame: Frame) -> TraceBatch:
+        return decode_batch(self._source, frame, self._schema, self._forms, self._head)

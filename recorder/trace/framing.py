@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from .limits import MAX_BATCH_METADATA_BYTES, MAX_BATCH_RATIO, MAX_FREE_BATCH_BYTES, MAX_SEARCHED
+from .schema import MAX_BATCH_METADATA_BYTES, MAX_BATCH_RATIO, MAX_FREE_BATCH_BYTES, MAX_SEARCHED
 from .trace_bytes import TornError, TraceBytes, aligned
 
 MAGIC: Final = b"ARROW1"

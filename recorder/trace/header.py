@@ -14,11 +14,25 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..errors import UnreadableTraceError
-from ..json_text import json_text, whole_text
-from .limits import MAX_HEADER_BYTES, MAX_TEXT_CHARS
-from .schema import FORMAT_MAJOR, FORMAT_MINOR, INT_LISTS, NOT_WATCHED, ROLES, SLOT_HISTORIES, TOKENS
-
-MAX_KV_SOURCES = 4
+from ..text import json_text, whole_text
+from .schema import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    INT_LISTS,
+    MAX_HEADER_BYTES,
+    MAX_KV_SOURCES,
+    MAX_NOT_WATCHED,
+    MAX_PADDING_SLOTS,
+    MAX_PARTS,
+    MAX_SLOTS,
+    MAX_TABLE_CELLS,
+    MAX_TEXT_CHARS,
+    MAX_TOKEN_BYTES,
+    NOT_WATCHED,
+    ROLES,
+    SLOT_HISTORIES,
+    TOKENS,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,15 +315,6 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
         raise ValueError(f"{where} has {len(value):,} characters, expected at most {MAX_TEXT_CHARS:,}")
     return value
-
-
-# What a header may ask a reader to allocate at most, so that a damaged or hostile file cannot exhaust memory.
-MAX_SLOTS = 1 << 31
-MAX_TABLE_CELLS = 1 << 36
-MAX_TOKEN_BYTES = 1 << 24
-MAX_PARTS = 64
-MAX_NOT_WATCHED = 1024
-MAX_PADDING_SLOTS = 1024
 
 
 def _check_header(header: TraceHeader) -> None:

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from ..errors import TraceError, UnreadableTraceError
-from ..writing.file_lock import is_locked
 from .batch import EventView, TraceBatch, TraceGap
 from .decode import ARROW_ERRORS, check_schema, decode_schema
+from .files import is_locked, split_segment_name
 from .framing import (
     FIRST_MESSAGE,
     MAGIC,
@@ -27,7 +27,6 @@ from .framing import (
     read_frame,
 )
 from .header import Segment, TraceHeader
-from .segment_names import split_segment_name
 from .tail_reader import TailReader
 from .trace_bytes import TraceBytes
 from .walk import Walk

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import TraceError
-from ..writing.segments import split_segment_name
+from .files import split_segment_name
 from .header import TraceHeader
 from .reader import TraceReader
 

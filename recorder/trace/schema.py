@@ -215,6 +215,22 @@ KEYFRAME_END: Final = "end"
 SEGMENT_GOES_ON: Final = "goes_on"
 FROZEN: Final = "frozen"
 
+# What a trace may ask of whoever reads it; each limit holds before memory is taken. docs/reference/limits.md says why.
+MAX_HEADER_BYTES: Final = 8 << 20
+MAX_TEXT_CHARS: Final = 1 << 16  # of one text in the header
+MAX_MISSING_SEGMENTS: Final = 1_000  # listed of those that lack between two others
+MAX_BATCH_METADATA_BYTES: Final = 1 << 18  # of one batch: its columns, their buffers and its numbers
+MAX_FREE_BATCH_BYTES: Final = 256 << 20  # of one batch, decompressed, whatever it takes in the file
+MAX_BATCH_RATIO: Final = 300  # of a larger one, times the bytes that it takes in the file
+MAX_SEARCHED: Final = 16  # times a damaged file's size that may be tried in search of its next whole batch
+MAX_SLOTS: Final = 1 << 31  # of a pool, or entries of a full-to-SWA table
+MAX_TABLE_CELLS: Final = 1 << 36
+MAX_TOKEN_BYTES: Final = 1 << 24  # of a token in one layer's half
+MAX_PARTS: Final = 64  # groups, tables, runners
+MAX_KV_SOURCES: Final = 4  # streams of a half
+MAX_NOT_WATCHED: Final = 1024
+MAX_PADDING_SLOTS: Final = 1024  # of a group
+
 TIER_POOL: Final = 0
 TIER_HOST: Final = 1
 

@@ -1,6 +1,7 @@
 """Reading the tail that a process left beside its trace; whoever made it may have been somebody else, so nothing in it is trusted."""
 
 import contextlib
+import hashlib
 import json
 import os
 import stat
@@ -14,22 +15,21 @@ import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
 
-from ..writing.tail import (
-    HEADER_BYTES,
-    LAYOUT_BYTES,
-    MAX_BODY_BYTES,
-    NUMBERS,
-    RECORD,
-    RECORD_MAGIC,
-    STATE,
-    STATE_AT,
-    tail_header,
-    tail_paths,
-)
 from .batch import TraceBatch, TraceGap
 from .encode import encode_for
 from .event import TraceEvent
+from .files import tail_paths
 from .schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS
+
+TAIL_MAGIC: Final = b"KVCTAIL1"
+STATE_AT: Final = 24
+STATE: Final = struct.Struct("<q")  # from which event on nothing is put, -1 while all is
+HEADER_BYTES: Final = STATE_AT + STATE.size
+RECORD_MAGIC: Final = b"KVCR"
+RECORD: Final = struct.Struct("<4sIQQ")  # magic, CRC-32C of all behind it, the event's number, bytes of its body
+NUMBERS: Final = struct.Struct("<QQ")  # the part of `RECORD` that the CRC covers
+LAYOUT_BYTES: Final = struct.Struct("<I")
+MAX_BODY_BYTES: Final = 1 << 28  # a larger event waits in memory alone
 
 _BATCH_BYTES: Final = 4 << 20
 _BATCH_EVENTS: Final = 4096
@@ -37,6 +37,11 @@ _MAX_LAYOUT_BYTES: Final = 1 << 14
 _MAX_LAYOUTS: Final = 512
 _TEXTS: Final = frozenset(name for name, (_, default) in SCALARS.items() if isinstance(default, str)) - {"kind"}
 _INTS: Final = frozenset(SCALARS) - _TEXTS - {"kind", "event", "time_ns"}
+
+
+def tail_header(trace_id: str) -> bytes:
+    """Return how the tail files of a recording begin; `STATE` is behind it."""
+    return TAIL_MAGIC + hashlib.sha256(trace_id.encode()).digest()[:16]
 
 
 class _NoEventError(ValueError):

@@ -7,10 +7,9 @@ import pyarrow as pa
 
 from .batch import CUT, LIVE, TraceBatch, TraceGap
 from .checksum import column_forms
-from .decode import DamagedBatchError, claimed_events
-from .decode_ahead import DecodeAhead
+from .decode import DamagedBatchError, DecodeAhead, claimed_events
 from .framing import PREFIX_BYTES, RECORD_BATCH, Frame, FramingError, find_frames
-from .limits import MAX_SEARCHED
+from .schema import MAX_SEARCHED
 from .tail_reader import TailReader
 from .trace_bytes import TraceBytes
 

@@ -12,10 +12,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+from ..trace.files import is_locked, split_segment_name, tail_paths
 from ..trace.schema import HEADER_KEY
-from ..trace.segment_names import split_segment_name
-from .file_lock import is_locked
-from .tail import tail_paths
 from .trace_file import MAGIC
 
 _BEGINNING_NS: Final = 10_000_000_000

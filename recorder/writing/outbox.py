@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..capture.host_arrays import Int64Array
+from ..capture.host_arrays import Int64Array, fewer_runs, runs_to_slots
 from ..capture.kv_shadow import GroupKvShadow
 from ..trace.event import TraceEvent, loss_event
 from ..trace.schema import SLOTS_LISTED
-from ..trace.slot_runs import fewer_runs, runs_to_slots
 from .writer import TraceWriter
 
 QUEUE_FULL = "the writer's queue was full, or an event was not fit for the trace"

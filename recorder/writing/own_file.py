@@ -7,11 +7,16 @@ the next file that is opened: what is written then would land in a stranger's fi
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import struct
+import time
+import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+_TRIES: Final = 5  # somebody who asks for the state holds the lock for a moment
+_PAUSE_S: Final = 0.001
 _STAT_BYTES: Final = 512  # more than any system's struct stat
 _IDENTITY: Final = struct.Struct("@QQ")  # how it begins on 64-bit Linux
 
@@ -87,3 +92,42 @@ def _fstat() -> Callable[[int, Any], int] | None:
 
 
 _fstat_now: Final = _fstat()
+
+
+class HasDescriptors(Protocol):
+    """Whoever holds files open that a forked child must not hold."""
+
+    def forget_files(self) -> None:
+        """Close them, in a child, and do nothing else."""
+
+
+_open: "weakref.WeakSet[HasDescriptors]" = weakref.WeakSet()
+
+
+def hold(descriptor: int) -> None:
+    """Lock a file that is being written, until it is closed."""
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+            continue
+        except OSError:
+            pass
+        return
+
+
+def close_in_children(owner: HasDescriptors) -> None:
+    """Have forked children close what `owner` holds: a child that outlives the engine would hold its locks."""
+    _open.add(owner)
+
+
+def _forked() -> None:
+    for owner in list(_open):
+        with contextlib.suppress(Exception):
+            owner.forget_files()
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -19,12 +19,12 @@ from ..errors import TraceError, TraceExistsError
 from ..trace.batch import TraceBatch
 from ..trace.encode import header_schema
 from ..trace.event import TraceEvent
+from ..trace.files import base_name, glob_escape, segment_path
+from ..trace.files import split_segment_name as split_segment_name
 from ..trace.header import Segment, TraceHeader
 from ..trace.schema import FROZEN, SEGMENT_GOES_ON
-from ..trace.segment_names import base_name, glob_escape, segment_path
-from ..trace.segment_names import split_segment_name as split_segment_name
-from .file_lock import hold
 from .folder_bound import drop_the_past
+from .own_file import hold
 from .single_file import SingleFile, frozen_mark, write_batch
 from .trace_file import TraceFile
 

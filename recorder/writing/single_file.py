@@ -8,7 +8,7 @@ from ..trace.batch import TraceBatch
 from ..trace.encode import batch_metadata, encode_events, header_schema
 from ..trace.event import TraceEvent
 from ..trace.header import TraceHeader
-from .file_lock import hold
+from .own_file import hold
 from .trace_file import DeletedError, TraceFile
 
 

@@ -8,7 +8,6 @@ in the writer's queue, and have its bound. docs/reference/trace-format.md descri
 
 import contextlib
 import ctypes
-import hashlib
 import json
 import logging
 import os
@@ -22,22 +21,22 @@ from typing import Any, Final
 from crc32c import crc32c
 
 from ..trace.event import TraceEvent
+from ..trace.files import tail_paths
 from ..trace.schema import SCALARS
-from ..trace.segment_names import split_segment_name
-from .file_lock import close_in_children
-from .own_file import OwnFile
+from ..trace.tail_reader import (
+    HEADER_BYTES,
+    LAYOUT_BYTES,
+    MAX_BODY_BYTES,
+    NUMBERS,
+    RECORD,
+    RECORD_MAGIC,
+    STATE,
+    STATE_AT,
+    tail_header,
+)
+from .own_file import OwnFile, close_in_children
 
 _log = logging.getLogger("kvcanary")
-
-TAIL_MAGIC: Final = b"KVCTAIL1"
-STATE_AT: Final = 24
-STATE: Final = struct.Struct("<q")  # from which event on nothing is put, -1 while all is
-HEADER_BYTES: Final = STATE_AT + STATE.size
-RECORD_MAGIC: Final = b"KVCR"
-RECORD: Final = struct.Struct("<4sIQQ")  # magic, CRC-32C of all behind it, the event's number, bytes of its body
-NUMBERS: Final = struct.Struct("<QQ")  # the part of `RECORD` that the CRC covers
-LAYOUT_BYTES: Final = struct.Struct("<I")
-MAX_BODY_BYTES: Final = 1 << 28  # a larger event waits in memory alone
 
 _SWITCH_BYTES: Final = 1 << 20
 _SMALL_BYTES: Final = 1 << 18  # written in one piece, without letting other threads run first
@@ -48,18 +47,6 @@ _MAX_LAYOUTS: Final = 512
 _TEXTS: Final = frozenset(name for name, (_, default) in SCALARS.items() if isinstance(default, str))
 
 _Layout = tuple[bytes, struct.Struct, tuple[str, ...], tuple[str, ...]]
-
-
-def tail_paths(trace: Path) -> tuple[Path, Path]:
-    """Return where the tail of a trace lies; all segments of a recording have one."""
-    segment = split_segment_name(trace)
-    name = trace.name if segment is None else f"{segment[0]}.arrow"
-    return trace.with_name(f"{name}.tail0"), trace.with_name(f"{name}.tail1")
-
-
-def tail_header(trace_id: str) -> bytes:
-    """Return how the tail files of a recording begin; `STATE` is behind it."""
-    return TAIL_MAGIC + hashlib.sha256(trace_id.encode()).digest()[:16]
 
 
 def open_tail(trace: Path, trace_id: str) -> "Tail | None":

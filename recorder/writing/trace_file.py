@@ -4,19 +4,24 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.ipc
 
 from ..errors import TraceError, TraceExistsError
-from .file_lock import close_in_children
-from .own_file import OwnFile
+from ..trace.files import base_name
+from .own_file import OwnFile, close_in_children
 
 MAGIC: Final = b"ARROW1\0\0"
 
 COMPRESSIONS: Final = ("lz4", "zstd", "none")
+
+MAX_NAMES: Final = 100  # that are tried for a new trace
+
+_T = TypeVar("_T")
 
 _ADVICE: Final = {
     errno.ENOENT: "its folder does not exist; create it first",
@@ -184,3 +189,19 @@ def _create(path: Path, overwrite: bool) -> int:
         if stat.S_ISREG(mode) or stat.S_ISLNK(mode):
             path.unlink()  # not truncated: a reader may be at the old file, or at what the link leads to
     return os.open(path, flags, 0o600)
+
+
+def begin_new(path: Path, begin: Callable[[Path], _T]) -> _T:
+    """Return what `begin` makes of a path, or where that is taken, of the first of `NAME-1.arrow` and so on that is not.
+
+    A process's trace is named after the second and the process's id: containers that share a folder may have both alike.
+
+    Raises:
+        TraceError, FileExistsError: as `begin` does.
+    """
+    for number in range(MAX_NAMES):
+        try:
+            return begin(path.with_name(f"{base_name(path)}-{number}.arrow") if number else path)
+        except (TraceExistsError, FileExistsError):
+            continue
+    return begin(path)

@@ -5,26 +5,42 @@ import os
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from ..error_text import error_text
-from ..errors import TraceError
+from ..errors import TraceError, error_text
+from ..process.endings import at_process_end
 from ..process.freezing import POLL_SECONDS, FreezeFile, FreezeSignal
-from ..process.process_end import at_process_end
 from ..trace.event import TraceEvent, loss_event
 from ..trace.header import TraceHeader, completed_header
 from .segments import SegmentSettings, open_files
 from .tail import open_tail
 from .trace_file import DeletedError
-from .writer_stats import WriterStats
 
 _log = logging.getLogger("kvcanary")
 
 MAX_FLUSH_BYTES: Final = 1 << 30  # a list column of a batch has 32-bit offsets
 MAX_QUEUED_BYTES: Final = 8 << 30
 MAX_NOTES: Final = 2000  # characters of what those say who ask for a freeze
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterStats:
+    """What a writer has done so far; `queued_bytes` includes what is being written right now.
+
+    `frozen` are the folders of what was frozen (of a recording that is one file, that file).
+    """
+
+    appended_events: int
+    written_events: int
+    dropped_events: int
+    queued_bytes: int
+    written_batches: int
+    written_bytes: int
+    frozen: tuple[str, ...]
+    failed: str | None
 
 
 class TraceWriter:

@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ...recorder.cli.text import printable
+from ...recorder.text import printable
 
 Row = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...recorder.cli.given_path import GivenPath
+from ...recorder.cli.program import GivenPath
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,8 +93,8 @@ def run_command(fault_name: str, config: str | None, seed: int, output: Path, fo
 
     The trace carries the ground truth too, as a mark event "fault injected".
     """
-    from ...recorder.cli.text import printable
     from ...recorder.errors import TraceError
+    from ...recorder.text import printable
     from ..lab.trial import run_trial
 
     trial = _trial(fault_name, config, seed)
@@ -197,7 +197,7 @@ def matrix_command(
     """
     from concurrent.futures.process import BrokenProcessPool
 
-    from ...recorder.cli.text import printable
+    from ...recorder.text import printable
     from ..lab.claims import make_claims
     from ..lab.configurations import CONFIGURATIONS
     from ..lab.faults import FAULTS

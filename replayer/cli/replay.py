@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...recorder.cli.given_path import GivenPath
+from ...recorder.cli.program import GivenPath
 from .check_names import check_names, list_checks
 
 if TYPE_CHECKING:

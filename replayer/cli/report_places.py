@@ -11,9 +11,9 @@ from typing import Final
 import click
 
 from ...recorder.errors import TraceError
+from ...recorder.files import ForeignFolderError
+from ...recorder.trace.files import split_segment_name
 from ...recorder.trace.recordings import Recording
-from ...recorder.writing.private_files import ForeignFolderError
-from ...recorder.writing.segments import split_segment_name
 from ..run.settings import ReplaySettings, resolve_kv_hash
 from ..run.verdict import EXIT_UNREADABLE
 from ..workers.group_replay import make_folder, report_candidates

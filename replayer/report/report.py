@@ -7,9 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from ...recorder.small_file import read_small_file
+from ...recorder.files import ForeignFolderError, check_folder, read_small_file, replace_file
 from ...recorder.trace.header import TraceHeader
-from ...recorder.writing.private_files import ForeignFolderError, check_folder, replace_file
 from ..run.divergence import DIVERGENCE_SCHEMA
 from .findings import FINDING_SCHEMA
 from .merged.merging import MergingSink

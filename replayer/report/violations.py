@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...kernels.constants import FailReason, LaunchTag
+from ...recorder.files import new_private_file
 from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import PoolGroup
-from ...recorder.writing.private_files import new_private_file
 
 Int64Array = npt.NDArray[np.int64]
 

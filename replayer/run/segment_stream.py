@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ...recorder.errors import TraceError, UnreadableTraceError
 from ...recorder.trace.batch import TraceBatch, TraceGap
+from ...recorder.trace.files import split_segment_name
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import TraceReader
-from ...recorder.writing.segments import split_segment_name
 
 
 class SegmentStream:

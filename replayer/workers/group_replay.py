@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...recorder.errors import TraceError
-from ...recorder.writing.private_files import ForeignFolderError
+from ...recorder.files import ForeignFolderError
 from ..report.report import check_report_folder
 from ..report.summary import Summary
 from ..run.replay import replay_joined

@@ -17,7 +17,7 @@ from kvcanary.analysis.store.session import open_sources
 from kvcanary.analysis.store.sources import find_sources
 from kvcanary.analysis.store.store import fresh_store
 from kvcanary.cli import main
-from kvcanary.recorder.trace.recovery import recover
+from kvcanary.recorder.writing.recovery import recover
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 RELATIONS = [*BASE, *(name for folder, name in DERIVED if folder == "views")]

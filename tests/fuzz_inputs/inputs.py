@@ -29,8 +29,8 @@ from kvcanary.recorder.trace.schema import (
     INT_LISTS,
     SCALARS,
 )
+from kvcanary.recorder.trace.tail_reader import HEADER_BYTES, NUMBERS, RECORD, RECORD_MAGIC
 from kvcanary.recorder.trace.trace_bytes import TraceBytes
-from kvcanary.recorder.writing.tail import HEADER_BYTES, NUMBERS, RECORD, RECORD_MAGIC
 
 from ..recorder.segmented import told
 from ..replayer.toy_engine import Shape, ToyEngine

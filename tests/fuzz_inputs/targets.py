@@ -20,12 +20,13 @@ from kvcanary.analysis.store.sources import find_sources
 from kvcanary.recorder.engines.simulated.errors import WorkloadError
 from kvcanary.recorder.engines.simulated.file_workload import FileWorkload
 from kvcanary.recorder.errors import TraceError
+from kvcanary.recorder.trace.files import tail_paths
 from kvcanary.recorder.trace.header import TraceHeader
 from kvcanary.recorder.trace.inspect import inspect_trace
 from kvcanary.recorder.trace.reader import TraceBatch, TraceReader
 from kvcanary.recorder.trace.schema import trace_schema
-from kvcanary.recorder.trace.tail_reader import TailReader
-from kvcanary.recorder.writing.tail import HEADER_BYTES, STATE, STATE_AT, open_tail, tail_header, tail_paths
+from kvcanary.recorder.trace.tail_reader import HEADER_BYTES, STATE, STATE_AT, TailReader, tail_header
+from kvcanary.recorder.writing.tail import open_tail
 from kvcanary.replayer.report.report import check_report_folder
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 

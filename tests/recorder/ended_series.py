@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvcanary.recorder.trace.batch import TraceBatch, TraceGap
 from kvcanary.recorder.trace.reader import TraceReader
-from kvcanary.recorder.trace.recovery import recover
+from kvcanary.recorder.writing.recovery import recover
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings
 from kvcanary.replayer.run.verdict import Verdict
 

@@ -14,7 +14,7 @@ from kvcanary.recorder.errors import UnreadableTraceError
 from kvcanary.recorder.trace.batch import TraceBatch, TraceGap
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.trace.recordings import group_recordings, traces_in
-from kvcanary.recorder.trace.recovery import recover
+from kvcanary.recorder.writing.recovery import recover
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings
 from kvcanary.replayer.run.verdict import Verdict
 

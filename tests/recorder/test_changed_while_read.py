@@ -14,12 +14,12 @@ ROUNDS = 40
 
 READ = """
 import os, sys, threading
-from kvcanary.recorder import decode_ahead
+from kvcanary.recorder.trace import decode
 from kvcanary.recorder.errors import UnreadableTraceError
 from kvcanary.recorder.trace.reader import TraceGap, TraceReader
 path, how, rounds, ahead = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 if ahead == "ahead":
-    decode_ahead.LARGE_BYTES = 0
+    decode.LARGE_BYTES = 0
 whole = open(path, "rb").read()
 with open(path + ".copy", "wb") as file:
     file.write(whole)

@@ -47,7 +47,7 @@ def test_a_cut_at_a_batch_end_is_no_whole_trace(traces):
     assert gap[:2] == ["torn", None]
 
 
-READ_AHEAD = "import kvcanary.recorder.trace.decode_ahead as ahead; ahead.LARGE_BYTES = 0\n" + READ
+READ_AHEAD = "import kvcanary.recorder.trace.decode as ahead; ahead.LARGE_BYTES = 0\n" + READ
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 3, 5])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcanary.recorder.trace import decode_ahead
+from kvcanary.recorder.trace import decode
 from kvcanary.recorder.trace.reader import TraceBatch, TraceReader
 
 
@@ -22,15 +22,15 @@ def told(path: Path) -> list[Any]:
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Decode ahead however small the file is; the starts of the batches that were."""
     starts: list[int] = []
-    decode = decode_ahead.DecodeAhead._decode
+    decode_one = decode.DecodeAhead._decode
 
     def noted(self: Any, frame: Any) -> TraceBatch:
         starts.append(frame.start)
-        return decode(self, frame)
+        return decode_one(self, frame)
 
-    monkeypatch.setattr(decode_ahead, "LARGE_BYTES", 0)
-    monkeypatch.setattr(decode_ahead.DecodeAhead, "_decode", noted)
-    monkeypatch.setattr(decode_ahead.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(decode, "LARGE_BYTES", 0)
+    monkeypatch.setattr(decode.DecodeAhead, "_decode", noted)
+    monkeypatch.setattr(decode.os, "sched_getaffinity", lambda _: {0, 1})
     return starts
 
 
@@ -73,7 +73,7 @@ def test_a_file_that_changes_meanwhile(traces: Any, monkeypatch: pytest.MonkeyPa
     path = traces.write(batches=(2,) * 4, compression="lz4")
     whole = told(path)
     ahead(monkeypatch)
-    read = decode_ahead.os.preadv
+    read = decode.os.preadv
 
     def other(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         count = read(descriptor, buffers, offset)
@@ -81,7 +81,7 @@ def test_a_file_that_changes_meanwhile(traces: Any, monkeypatch: pytest.MonkeyPa
             buffers[0][4:8] = bytes(4)
         return count
 
-    monkeypatch.setattr(decode_ahead.os, "preadv", other)
+    monkeypatch.setattr(decode.os, "preadv", other)
     found = told(path)
     assert [item for item in found if item in whole] == [whole[0], whole[1], whole[3]]
     assert [item[0] for item in found if item not in whole] == ["damaged"]
@@ -94,7 +94,7 @@ def test_no_more_than_a_few_are_in_flight(traces: Any, monkeypatch: pytest.Monke
         stream = reader.stream()
         for number in range(1, 5):
             assert next(stream) is not None
-            assert len(starts) <= number + decode_ahead._AHEAD
+            assert len(starts) <= number + decode._AHEAD
         stream.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode ahead")]
 
@@ -102,7 +102,7 @@ def test_no_more_than_a_few_are_in_flight(traces: Any, monkeypatch: pytest.Monke
 def test_a_large_batch_is_not_decoded_ahead(traces: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = traces.write(batches=(2,) * 4, compression="lz4")
     starts = ahead(monkeypatch)
-    monkeypatch.setattr(decode_ahead, "_MOST_BYTES", 100)
+    monkeypatch.setattr(decode, "_AHEAD_BYTES", 100)
     assert len(told(path)) == 4 and not starts
 
 

@@ -9,9 +9,9 @@ import time
 import pytest
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.writing import file_lock
-from kvcanary.recorder.writing.file_lock import hold
+from kvcanary.recorder.writing import own_file
 from kvcanary.recorder.writing.folder_bound import drop_the_past
+from kvcanary.recorder.writing.own_file import hold
 
 HEADER = TraceHeader(groups=(PoolGroup(name="full", num_slots=16),), tables=(StateTable(rows=2, width=8),))
 LIVE = """
@@ -110,7 +110,7 @@ def test_where_there_are_no_locks_nothing_is_deleted(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(95, "not supported")
 
-    monkeypatch.setattr(file_lock.fcntl, "flock", unsupported)
+    monkeypatch.setattr(own_file.fcntl, "flock", unsupported)
     assert drop_the_past(tmp_path, 1) == []
 
 

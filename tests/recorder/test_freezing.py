@@ -15,9 +15,10 @@ from kvcanary.recorder.state import keyframe
 from kvcanary.recorder.state.apply import EventApplier
 from kvcanary.recorder.state.keyframe import keyframe_events
 from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.files import split_segment_name
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
-from kvcanary.recorder.writing.segments import Segments, SegmentSettings, split_segment_name
+from kvcanary.recorder.writing.segments import Segments, SegmentSettings
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 

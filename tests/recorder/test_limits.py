@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from kvcanary.recorder.cli.folder_inspection import _missing
 from kvcanary.recorder.errors import UnreadableTraceError
-from kvcanary.recorder.trace import framing, limits, walk
+from kvcanary.recorder.trace import framing, schema, walk
 from kvcanary.recorder.trace.header import EngineInfo, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import TraceGap, TraceReader
 
@@ -16,7 +16,7 @@ from .documented_engine import run_requests, toy_engine
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "limits.md").read_text()
 PLACES = (
-    *("recorder.trace.limits", "recorder.trace.header", "replayer.report.violations", "replayer.report.merged.merging"),
+    *("recorder.trace.schema", "replayer.report.violations", "replayer.report.merged.merging"),
     *("analysis.incidents.sites", "analysis.store.session", "analysis.store.sources"),
 )
 
@@ -33,8 +33,8 @@ def test_the_page_says_what_the_code_says(name, value):
 
 
 def test_every_limit_stands_on_the_page():
-    for name in vars(limits):
-        if name.isupper():
+    for name in vars(schema):
+        if name.startswith("MAX_"):
             assert f"| `{name}` |" in PAGE
 
 
@@ -43,18 +43,18 @@ def header(**values):
 
 
 def test_a_header_of_many_megabytes_is_refused():
-    long = header(engine=EngineInfo(name="x" * (limits.MAX_TEXT_CHARS + 1))).to_json()
+    long = header(engine=EngineInfo(name="x" * (schema.MAX_TEXT_CHARS + 1))).to_json()
     with pytest.raises(UnreadableTraceError, match=r"engine.name has 65,537 characters, expected at most 65,536"):
         TraceHeader.from_json(long)
-    fits = header(engine=EngineInfo(name="x" * limits.MAX_TEXT_CHARS)).to_json()
-    assert len(TraceHeader.from_json(fits).engine.name) == limits.MAX_TEXT_CHARS
-    many = header(notes=("x" * limits.MAX_TEXT_CHARS,) * 130).to_json()
+    fits = header(engine=EngineInfo(name="x" * schema.MAX_TEXT_CHARS)).to_json()
+    assert len(TraceHeader.from_json(fits).engine.name) == schema.MAX_TEXT_CHARS
+    many = header(notes=("x" * schema.MAX_TEXT_CHARS,) * 130).to_json()
     with pytest.raises(UnreadableTraceError, match=r"bytes, expected at most 8,388,608"):
         TraceHeader.from_json(many)
 
 
 def test_segments_of_any_number_take_no_memory():
-    assert _missing([0, 10**12]) == list(range(1, limits.MAX_MISSING_SEGMENTS + 1))
+    assert _missing([0, 10**12]) == list(range(1, schema.MAX_MISSING_SEGMENTS + 1))
     assert _missing([7, 3, 4, 9]) == [5, 6, 8]
     assert _missing([]) == []
 

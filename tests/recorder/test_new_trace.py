@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.writing.new_trace import MAX_TRIES, begin_new
+from kvcanary.recorder.writing.trace_file import MAX_NAMES, begin_new
 
 
 def test_the_first_name_that_is_free(tmp_path: Path) -> None:
@@ -26,4 +26,4 @@ def test_it_is_not_tried_for_ever(tmp_path: Path) -> None:
 
     with pytest.raises(FileExistsError):
         begin_new(tmp_path / "t.arrow", taken)
-    assert len(tried) == MAX_TRIES + 1
+    assert len(tried) == MAX_NAMES + 1

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.files import tail_paths
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.writing import own_file
 from kvcanary.recorder.writing.own_file import ForeignFileError, OwnFile
-from kvcanary.recorder.writing.tail import tail_paths
 from kvcanary.recorder.writing.writer import TraceWriter
 
 

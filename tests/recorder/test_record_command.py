@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcanary.recorder.process.harvest import why_nothing
 from kvcanary.recorder.process.knobs import KNOBS
+from kvcanary.recorder.process.recorded_files import why_nothing
 
 KVCANARY = [sys.executable, "-c", "from kvcanary.cli import kvcanary_main; kvcanary_main()"]
 

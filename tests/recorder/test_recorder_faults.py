@@ -14,7 +14,7 @@ from kvcanary.recorder.capture import recording
 from kvcanary.recorder.capture.kv_shadow import GroupKvShadow
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.capture.state_shadow import StateShadow
-from kvcanary.recorder.error_text import MAX_ERROR_TEXT, error_text
+from kvcanary.recorder.errors import MAX_ERROR_TEXT, error_text
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.writing.writer import TraceWriter
 

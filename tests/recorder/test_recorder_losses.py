@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvcanary.recorder.capture.host_arrays import runs_to_slots
 from kvcanary.recorder.capture.kv_shadow import GroupKvShadow, group_shadows
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import SLOTS_LISTED, TIER_HOST, TIER_POOL
-from kvcanary.recorder.trace.slot_runs import runs_to_slots
 from kvcanary.recorder.writing.writer import TraceWriter
 
 from .documented_engine import contents, judged, run_requests, toy_engine

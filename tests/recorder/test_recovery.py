@@ -11,7 +11,7 @@ from kvcanary.recorder.errors import TraceError, UnreadableTraceError
 from kvcanary.recorder.trace.encode import batch_metadata
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.trace.recordings import traces_in
-from kvcanary.recorder.trace.recovery import recover
+from kvcanary.recorder.writing.recovery import recover
 
 
 def damaged(traces, which=1, batches=(2, 3, 1)):

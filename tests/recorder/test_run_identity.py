@@ -5,15 +5,15 @@ import subprocess
 import sys
 
 import pytest
-from kvcanary.recorder.process import run_identity
-from kvcanary.recorder.process.run_identity import RUN_ID, run_id, share_run_id
+from kvcanary.recorder.process import environment
+from kvcanary.recorder.process.environment import RUN_ID, run_id, share_run_id
 
-SAY = "from kvcanary.recorder.process.run_identity import *; share_run_id(); print(run_id(), flush=True)"
+SAY = "from kvcanary.recorder.process.environment import run_id, share_run_id; share_run_id(); print(run_id(), flush=True)"
 
 
 def test_children_inherit_it_and_the_parent_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_ID, "")
-    monkeypatch.setattr(run_identity, "_made_by", -1)
+    monkeypatch.setattr(environment, "_made_by", -1)
     share_run_id()
     made = os.environ[RUN_ID]
     share_run_id()

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcanary.recorder.trace.slot_runs import fewer_runs, mask_to_runs, runs_to_slots
+from kvcanary.recorder.capture.host_arrays import fewer_runs, mask_to_runs, runs_to_slots
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=80), st.integers(1, 9))

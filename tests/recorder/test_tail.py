@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvcanary.recorder.trace.batch import TraceBatch, TraceGap
 from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.files import is_being_written, tail_paths
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader
-from kvcanary.recorder.trace.recovery import recover
-from kvcanary.recorder.trace.tail_reader import TailReader
+from kvcanary.recorder.trace.tail_reader import HEADER_BYTES, TailReader
 from kvcanary.recorder.writing import tail as tail_module
-from kvcanary.recorder.writing.file_lock import is_being_written
-from kvcanary.recorder.writing.tail import HEADER_BYTES, open_tail, tail_paths
+from kvcanary.recorder.writing.recovery import recover
+from kvcanary.recorder.writing.tail import open_tail
 from kvcanary.recorder.writing.writer import TraceWriter
 
 HEADER = TraceHeader(groups=(PoolGroup(name="full", num_slots=64),), tables=(StateTable(rows=2, width=2),))

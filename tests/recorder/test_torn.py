@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.ipc
 from kvcanary.recorder.errors import UnreadableTraceError
 from kvcanary.recorder.trace.framing import parse_footer
-from kvcanary.recorder.trace.recovery import recover
+from kvcanary.recorder.writing.recovery import recover
 
 
 def test_cut_anywhere(traces, every_byte):

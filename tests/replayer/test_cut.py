@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.trace.recovery import recover
+from kvcanary.recorder.writing.recovery import recover
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.run.replay import ReplaySettings, replay

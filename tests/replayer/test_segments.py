@@ -15,7 +15,7 @@ from kvcanary.recorder.state.replay_state import ReplayState
 from kvcanary.recorder.trace.batch import TraceBatch
 from kvcanary.recorder.trace.encode import encode_events, header_schema
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
-from kvcanary.recorder.trace.recovery import recover
+from kvcanary.recorder.writing.recovery import recover
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS

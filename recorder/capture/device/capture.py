@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ....kernels.capture.frame_ledger import Ledger
 from ....kernels.capture.frames import NUM_COUNTERS, FrameLayout
-from ...error_text import error_text
+from ...errors import error_text
 from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from .arena import Arena
 from .forward import Flight, ForwardRequests, Lens

@@ -17,12 +17,11 @@ from time import perf_counter_ns
 from typing import Any, Final
 
 from ....kernels.ops.hash.kv_source import KvSource
-from ...process.process_end import at_process_end
+from ...process.endings import at_process_end
 from ...trace.header import TraceHeader
 from ...trace.schema import RECEIVE, TIER_POOL
-from ...trace.slot_runs import runs_to_slots
 from ...writing.outbox import RecorderStats
-from ..host_arrays import Int64Array, own_int64
+from ..host_arrays import Int64Array, own_int64, runs_to_slots
 from ..recorder import Recorder
 from ..recording import beginning
 from .background import AT_ONCE, Background, Told

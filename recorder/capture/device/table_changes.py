@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...trace.header import TraceHeader
-from ...trace.slot_runs import ordered_runs
-from ..host_arrays import Int64Array, ragged_index, wrapped
+from ..host_arrays import Int64Array, ordered_runs, ragged_index, wrapped
 from .landing import Landed
 
 _NOTHING = np.empty((0, 3), np.int64)

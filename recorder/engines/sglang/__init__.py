@@ -16,7 +16,7 @@ def plugin() -> None:
     if not is_wanted():
         return
     try:
-        from ...process.run_identity import share_run_id
+        from ...process.environment import share_run_id
         from .hooks import install
 
         share_run_id()

@@ -4,8 +4,8 @@ import logging
 from typing import Any
 
 from ...capture.recording import beginning
-from ...error_text import error_text
-from ...process.environment import RecordingSettings
+from ...errors import error_text
+from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
 from ..common.hooking import Finish, Hook, wrap_method
 from ..common.step_cost import StepCost

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ...error_text import error_text
+from ...errors import error_text
 from ..common.hooking import harmless
 from ..common.import_hook import when_imported
 from ..common.stop_socket import stop_tree

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from ....kernels.ops.hash.kv_source import KvSource
-from ...process.environment import RecordingSettings
-from ...process.run_identity import run_id
+from ...process.environment import run_id
+from ...process.settings import RecordingSettings
 from ...trace.header import (
     EngineInfo,
     KvStream,

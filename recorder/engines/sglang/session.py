@@ -14,9 +14,9 @@ from ...capture.forward_input import translate
 from ...capture.host_arrays import Int64Array, own_int64
 from ...capture.recorder import Recorder
 from ...capture.recording import beginning
-from ...process.environment import RecordingSettings
+from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched, TraceHeader
-from ...writing.new_trace import begin_new
+from ...writing.trace_file import begin_new
 from ..common.hooking import Finish
 from .attention import attention_input, not_read
 from .batches import KnownBatch, KnownBatches

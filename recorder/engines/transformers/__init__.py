@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from ...capture.recorder import Recorder, prepare_kernels
-from ...error_text import error_text
+from ...errors import error_text
 from ...process.environment import read_environment
-from ...writing.new_trace import begin_new
+from ...writing.trace_file import begin_new
 from .session import Session
 
 logger = logging.getLogger("kvcanary")

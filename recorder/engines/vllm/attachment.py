@@ -6,8 +6,8 @@ import weakref
 from typing import Any, Final
 
 from ...capture.recording import beginning
-from ...error_text import error_text
-from ...process.environment import RecordingSettings
+from ...errors import error_text
+from ...process.settings import RecordingSettings
 from ..common.hooking import Finish, wrap_method
 from ..common.stop_signal import stop_on_sigterm
 from ..common.stop_socket import serve_stop, stop_tree

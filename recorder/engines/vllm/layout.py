@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ...process.environment import RecordingSettings
-from ...process.run_identity import run_id
+from ...process.environment import run_id
+from ...process.settings import RecordingSettings
 from ...trace.header import EngineInfo, ModelInfo, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
 from .kv import KvCapture
 

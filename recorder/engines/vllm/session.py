@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ...capture.forward_input import AttentionInput
+from ...capture.host_arrays import runs_to_slots
 from ...capture.recorder import Recorder
-from ...process.environment import RecordingSettings
+from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched, TraceHeader
-from ...trace.slot_runs import runs_to_slots
-from ...writing.new_trace import begin_new
+from ...writing.trace_file import begin_new
 from ..common.hooking import Finish, Hook, wrap_method
 from .attention import AttentionReader, chosen_attention
 from .blocks import BlockHistory, caches_prefixes, why_no_history

@@ -6,13 +6,13 @@ Nothing is checked here: what does not fit is left out, and the code that carrie
 import numpy as np
 import numpy.typing as npt
 
+from ....recorder.capture.host_arrays import runs_to_slots
 from ....recorder.state.forward import Forward
 from ....recorder.state.pools import GroupPool
 from ....recorder.state.tables import StateTables
 from ....recorder.trace.batch import EventView
 from ....recorder.trace.header import TraceHeader
 from ....recorder.trace.schema import TIER_POOL
-from ....recorder.trace.slot_runs import runs_to_slots
 
 Int64Array = npt.NDArray[np.int64]
 

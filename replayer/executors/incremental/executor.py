@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ....kernels.constants import KvHashMode
 from ....kernels.replay_pass.divergence import watched_divergence
+from ....recorder.capture.host_arrays import runs_to_slots
 from ....recorder.state.events import SlotEvent
 from ....recorder.state.forward import Forward
 from ....recorder.state.pools import GroupPool
@@ -24,7 +25,6 @@ from ....recorder.state.writes import KvChanges
 from ....recorder.trace.header import TraceHeader
 from ....recorder.trace.reader import EventView
 from ....recorder.trace.schema import ALLOC_FRESH, SLOTS_LISTED, TIER_POOL
-from ....recorder.trace.slot_runs import runs_to_slots
 from ...checks import HistoryCheck
 from ...report.findings import Finding
 from ...report.violations import LaunchViolations

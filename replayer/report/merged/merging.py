@@ -19,9 +19,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ....recorder.files import new_private_file
 from ....recorder.state.forward import Forward
 from ....recorder.trace.header import TraceHeader
-from ....recorder.writing.private_files import new_private_file
 from ...run.sweep import Sweep
 from ..violations import VIOLATION_SCHEMA, LaunchViolations, TableSink
 from .launch_order import SWEEP_TAGS, are_writes, first_places, out_of_order

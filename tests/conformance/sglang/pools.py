@@ -55,7 +55,7 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
     import torch
     from kvcanary.recorder.engines.sglang.layout import POOLS, Layout
-    from kvcanary.recorder.process.environment import RecordingSettings
+    from kvcanary.recorder.process.settings import RecordingSettings
 
     wrong = 0
     for name, make in pools().items():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang.session import Session
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ..sglang import fake_engine

@@ -8,7 +8,7 @@ import torch
 from kvcanary.recorder.engines.common.hooking import harmless
 from kvcanary.recorder.engines.sglang.attachment import Attachment
 from kvcanary.recorder.engines.sglang.hooks import TARGETS
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 
 ROWS, WIDTH, SLOTS, HEADS, DIM = 5, 64, 96, 2, 8
 

@@ -13,7 +13,7 @@ from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import session as sglang_session
 from kvcanary.recorder.engines.sglang.batches import KnownBatch
 from kvcanary.recorder.engines.sglang.device import Telling
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings

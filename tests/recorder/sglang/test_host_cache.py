@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import host_cache as sglang_host_cache
 from kvcanary.recorder.engines.sglang.host_cache import copy_runs
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.replay import replay

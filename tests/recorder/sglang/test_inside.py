@@ -10,7 +10,7 @@ from kvcanary.kernels.capture.model_forward import ModelForward
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import inside as sglang_inside
 from kvcanary.recorder.engines.sglang import session as sglang_session
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang.attention import ROW_READERS, backend_of
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from kvcanary.replayer.run.replay import ReplaySettings, replay

@@ -11,7 +11,7 @@ from kvcanary.recorder.capture.device.capture import DeviceCapture
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import session as sglang_session
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 

@@ -11,7 +11,7 @@ from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang.attachment import Attachment
 from kvcanary.recorder.engines.sglang.requests import KnownRequest
 from kvcanary.recorder.engines.sglang.transfers import Transfers
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay_joined
 from kvcanary.replayer.run.settings import ReplaySettings

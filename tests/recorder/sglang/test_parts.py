@@ -22,7 +22,7 @@ from kvcanary.recorder.engines.sglang.hooks import TARGETS, Target, find
 from kvcanary.recorder.engines.sglang.layout import Layout, ranks_of
 from kvcanary.recorder.engines.sglang.requests import KnownRequest, RequestBook, request_id_of, row_of
 from kvcanary.recorder.engines.sglang.sweep import PrefixCacheWalk
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.header import NotWatched
 
 from .fake_engine import SLOTS, MHATokenToKVPool, MLATokenToKVPool, ModelRunner, SWAKVPool, TokenToKVPoolAllocator

@@ -11,7 +11,7 @@ from kvcanary.recorder.engines.sglang import session as sglang_session
 from kvcanary.recorder.engines.sglang.attachment import Attachment
 from kvcanary.recorder.engines.sglang.requests import request_id_of
 from kvcanary.recorder.engines.sglang.session import Session
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings

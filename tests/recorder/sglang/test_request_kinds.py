@@ -11,7 +11,7 @@ from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang.batches import KnownBatches
 from kvcanary.recorder.engines.sglang.device import Telling
 from kvcanary.recorder.engines.sglang.requests import RequestBook, request_id_of
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings

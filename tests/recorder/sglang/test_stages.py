@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 
 from .fake_engine import SLOTS, Batch, ModelRunner, Request, Result, Scheduler, TokenToKVPoolAllocator, hooked

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kvcanary.recorder.engines.common.stop_socket import serve_stop, stop_processes
 from kvcanary.recorder.engines.sglang.attachment import Attachment
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sockets without a file are Linux's")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang.attachment import Attachment
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay_joined
 from kvcanary.replayer.run.settings import ReplaySettings

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from kvcanary.recorder.engines.vllm.attachment import Attachment
 from kvcanary.recorder.engines.vllm.hooks import RUNNER_V1, RUNNER_V2, SCHEDULER, hook_module
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 
 from .fake_scheduler import BLOCK, MAX_SEQS, WINDOW, Request, Scheduler
 

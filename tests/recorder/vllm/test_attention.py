@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings

@@ -13,7 +13,7 @@ from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.engines.vllm.blocks import BlockHistory
 from kvcanary.recorder.engines.vllm.hooks import PROCESSES, hook_module
 from kvcanary.recorder.engines.vllm.session import Session
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings

@@ -10,7 +10,7 @@ import pytest
 from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.engines.vllm.hooks import GPU_WORKER, hook_module
 from kvcanary.recorder.engines.vllm.requests import request_id_of
-from kvcanary.recorder.process.environment import RecordingSettings
+from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from ..errors import TraceError
-from ..writing.trace_file import COMPRESSIONS, TraceFile
-from .batch import CUT, TraceBatch, TraceGap
-from .encode import batch_metadata, encode_for
-from .event import loss_event
-from .reader import TraceReader
+from ..trace.batch import CUT, TraceBatch, TraceGap
+from ..trace.encode import batch_metadata, encode_for
+from ..trace.event import loss_event
+from ..trace.reader import TraceReader
+from .trace_file import COMPRESSIONS, TraceFile
 
 MAX_CAUSES: Final = 100
 

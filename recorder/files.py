@@ -1,7 +1,7 @@
-"""Files that hold what is private, made in folders where a stranger may have been before.
+"""Small files that people wrote, and files that hold what is private, in folders where a stranger may have been before.
 
 Traces and reports travel. A folder that came with one may hold links, pipes and files of any name, so nothing is written
-through a name that is there already.
+through a name that is there already, and a name that leads elsewhere neither hangs a reader nor fills its memory.
 """
 
 import contextlib
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Final
 
+MAX_BYTES: Final = 1 << 20  # of what people put into a file by hand
+_READ_BYTES: Final = 1 << 20
 _NEW_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -82,3 +84,30 @@ def check_folder(folder: Path, is_ours: Callable[[str, int], bool]) -> None:
         for entry in entries:
             if not is_ours(entry.name, entry.stat(follow_symlinks=False).st_mode):
                 raise ForeignFolderError(f"it holds {entry.name!r}, which kvcanary did not write")
+
+
+def read_small_file(path: Path) -> bytes:
+    """Return what a file of at most `MAX_BYTES` holds; raises `OSError` as `read_regular_file`."""
+    return read_regular_file(path, MAX_BYTES)
+
+
+def read_regular_file(path: Path, max_bytes: int) -> bytes:
+    """Return what a file of at most `max_bytes` holds.
+
+    Raises:
+        OSError: it cannot be read, is larger, or is a folder, a pipe or a device; `strerror` says what.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        content = bytearray()
+        while part := os.read(descriptor, min(max_bytes + 1 - len(content), _READ_BYTES)):
+            content += part
+    finally:
+        os.close(descriptor)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
+    return bytes(content)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import TraceError
+from ..trace.files import split_segment_name
 from ..trace.inspect import inspect_trace
-from ..writing.segments import split_segment_name
 
 Stamps = dict[Path, tuple[int, int]]
 

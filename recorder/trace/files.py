@@ -1,0 +1,72 @@
+"""The files of a recording: their names, and which of them is being written.
+
+A file that is being written is locked (`flock`); the lock ends with the process, however it ends. Where the file system
+knows no locks, no file is locked.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+_NUMBERED: Final = re.compile(r"\.(\d{6,})\.arrow$")
+
+
+def segment_path(path: Path, number: int) -> Path:
+    """Return where segment `number` of the recording `path` lies: `trace.000003.arrow` for `trace.arrow`."""
+    return path.with_name(f"{base_name(path)}.{number:06d}.arrow")
+
+
+def all_segments(path: Path) -> Path:
+    """Return what all segments of the recording `path` are called: `trace.*.arrow` for `trace.arrow`."""
+    return path.with_name(f"{base_name(path)}.*.arrow")
+
+
+def split_segment_name(path: Path) -> tuple[str, int] | None:
+    """Return the recording's name and the segment's number that a file name speaks of, None where it does not."""
+    found = _NUMBERED.search(path.name)
+    return (path.name[: found.start()], int(found[1])) if found else None
+
+
+def base_name(path: Path) -> str:
+    """Return `trace` for `trace.arrow`."""
+    return path.name.removesuffix(".arrow")
+
+
+def glob_escape(name: str) -> str:
+    """Return a name as a pattern that only it matches."""
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def tail_paths(trace: Path) -> tuple[Path, Path]:
+    """Return where the tail of a trace lies; all segments of a recording have one."""
+    segment = split_segment_name(trace)
+    name = trace.name if segment is None else f"{segment[0]}.arrow"
+    return trace.with_name(f"{name}.tail0"), trace.with_name(f"{name}.tail1")
+
+
+def is_locked(descriptor: int, *, unknown: bool = False) -> bool:
+    """Say whether somebody else, a recording process as a rule, has locked an open file; `unknown` where no lock is."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return unknown
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def is_being_written(path: Path) -> bool:
+    """Say whether a process is writing a trace at this moment; False where it cannot be opened."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return is_locked(descriptor)
+    finally:
+        os.close(descriptor)
