@@ -21,12 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcanary.recorder.engines.simulated.config import EngineConfig
-from kvcanary.recorder.engines.simulated.counters import Counters
+from kvcanary.recorder.engines.simulated.config import Counters, EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.engines.simulated.file_workload import FileWorkload
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
 from kvcanary.recorder.engines.simulated.requests import RequestSpec
+from kvcanary.recorder.engines.simulated.workloads import FileWorkload, RandomWorkload
 
 TARGET_TOKENS_PER_SECOND = 20_000
 WARM_UP_TOKENS = 3000

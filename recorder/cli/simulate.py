@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
     from ..engines.simulated.config import EngineConfig
     from ..engines.simulated.engine import SimulatedEngine
-    from ..engines.simulated.file_workload import FileWorkload
     from ..engines.simulated.pd_pair import PdPair
-    from ..engines.simulated.random_workload import RandomWorkload
+    from ..engines.simulated.workloads import FileWorkload, RandomWorkload
 
 _EPILOG = """\b
 Examples:
@@ -138,8 +137,8 @@ def simulate_command(  # one parameter an option
     the KV cache happens, and is recorded as in a real engine.
     """
     from ..capture.privacy import Privacy, new_salt
+    from ..engines.simulated.config import WorkloadError
     from ..engines.simulated.engine import SimulatedEngine
-    from ..engines.simulated.errors import WorkloadError
     from ..engines.simulated.pd_pair import PairSettings, PdPair
     from ..errors import TraceError
     from ..text import printable
@@ -233,8 +232,7 @@ def _size(files: list[Path]) -> int:
 
 
 def _workload(options: dict[str, Any]) -> RandomWorkload | FileWorkload:
-    from ..engines.simulated.file_workload import FileWorkload
-    from ..engines.simulated.random_workload import RandomWorkload
+    from ..engines.simulated.workloads import FileWorkload, RandomWorkload
 
     if options["workload"] is not None:
         return FileWorkload(
@@ -258,7 +256,7 @@ def _workload(options: dict[str, Any]) -> RandomWorkload | FileWorkload:
 def _config(options: dict[str, Any], workload: RandomWorkload | FileWorkload) -> EngineConfig:
     """Return an engine whose rows, and unless it was said otherwise whose pool, suit the workload."""
     from ..engines.simulated.config import GRAPH_BATCH_SIZES, EngineConfig
-    from ..engines.simulated.random_workload import RandomWorkload
+    from ..engines.simulated.workloads import RandomWorkload
 
     longest = workload.max_tokens if isinstance(workload, RandomWorkload) else max(2, workload.longest())
     size = options["page_size"]

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from ...recorder.engines.simulated.config import EngineConfig
 from ...recorder.engines.simulated.pd_pair import PairSettings
-from ...recorder.engines.simulated.random_workload import RandomWorkload
 from ...recorder.engines.simulated.requests import RequestSpec
+from ...recorder.engines.simulated.workloads import RandomWorkload
 
 # What every configuration has in common, unless it says otherwise.
 _ENGINE: Final[dict[str, Any]] = {

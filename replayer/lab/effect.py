@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ...recorder.engines.simulated.batch import Batch
 from ...recorder.engines.simulated.engine import SimulatedEngine
-from ...recorder.engines.simulated.layout import TARGET
+from ...recorder.engines.simulated.pools import TARGET
 from ...recorder.engines.simulated.requests import NO_ROW, Request
 from .true_content import PoolTruth, TokenTruth, true_nodes
 

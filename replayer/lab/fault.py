@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...recorder.engines.simulated.allocator import PageAllocator
 from ...recorder.engines.simulated.engine import SimulatedEngine
 from ...recorder.engines.simulated.pd_pair import PdPair
+from ...recorder.engines.simulated.pools import PageAllocator
 from ...recorder.engines.simulated.requests import Request
 from .effect import Clock, Probe
 

@@ -8,11 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...recorder.engines.simulated.config import EngineConfig
-from ...recorder.engines.simulated.layout import TARGET
-from ...recorder.engines.simulated.pools import KvPool, WordArray, scramble
+from ...recorder.engines.simulated.pools import TARGET, KvPool, WordArray, scramble
 from ...recorder.engines.simulated.radix import NO_PAGE, Node, RadixTree
 from ...recorder.engines.simulated.requests import Request
-from ...recorder.engines.simulated.sampler import Sampler
+from ...recorder.engines.simulated.runner import Sampler
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 
 # Of the traces in data/: fork and de-duplication, sliding windows, a byte flipped, a table entry swapped.
 REAL = ("clean_fork_dedup_evict", "clean_hybrid", "kv_flip_sliding", "table_swap")

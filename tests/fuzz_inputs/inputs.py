@@ -12,7 +12,7 @@ import pyarrow as pa
 from crc32c import crc32c
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.checksum import batch_crc32c, column_forms, text_crc32c
 from kvcanary.recorder.trace.decode import ARROW_ERRORS
 from kvcanary.recorder.trace.encode import batch_metadata, encode_for, header_schema

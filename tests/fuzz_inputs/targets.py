@@ -17,8 +17,8 @@ from kvcanary.analysis.page.content import page_content
 from kvcanary.analysis.page.document import page_document
 from kvcanary.analysis.store.session import open_sources
 from kvcanary.analysis.store.sources import find_sources
-from kvcanary.recorder.engines.simulated.errors import WorkloadError
-from kvcanary.recorder.engines.simulated.file_workload import FileWorkload
+from kvcanary.recorder.engines.simulated.config import WorkloadError
+from kvcanary.recorder.engines.simulated.workloads import FileWorkload
 from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.trace.files import tail_paths
 from kvcanary.recorder.trace.header import TraceHeader

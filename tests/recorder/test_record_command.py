@@ -27,7 +27,7 @@ from kvcanary.recorder.process.environment import read_environment
 def record(name):
     from kvcanary.recorder.engines.simulated.config import EngineConfig
     from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-    from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+    from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
     settings = read_environment()
     workload = RandomWorkload(requests=4, prompt_tokens=40, output_tokens=10)
     engine = SimulatedEngine(EngineConfig(), workload, settings.folder / f"{name}.arrow", **settings.writer_options())

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
 from kvcanary.recorder.engines.simulated.runner import ForwardRunner as SimulatedRunner
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.header import KvStream, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
 from kvcanary.replayer.checks import CHECK_NAMES, Covered
 from kvcanary.replayer.cli.folder_screen import ranks_there

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.recordings import group_recordings
 from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.cli.report_places import reports_held

@@ -142,7 +142,7 @@ def test_a_draft_runner_that_never_runs_is_a_finding(tmp_path):
 
     from kvcanary.recorder.engines.simulated.config import EngineConfig
     from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-    from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+    from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
     from kvcanary.recorder.writing.writer import TraceWriter
 
     source, target = tmp_path / "a.arrow", tmp_path / "b.arrow"
@@ -251,7 +251,7 @@ def test_divergence_figures_of_a_sliding_window_pool(tmp_path):
     """Counted against the engine's own tables, forward by forward."""
     from kvcanary.recorder.engines.simulated.config import EngineConfig
     from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-    from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+    from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 
     expected = []
     config = EngineConfig(shape="swa", page_size=4, num_pages=200, window=12)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.inspect import inspect_trace
 from kvcanary.recorder.trace.recordings import group_recordings, traces_in
 from kvcanary.recorder.writing.trace_file import TraceFile

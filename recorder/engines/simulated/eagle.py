@@ -4,19 +4,14 @@ The draft has a pool of its own under the same slots. Its input at position p is
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from ....kernels.arrays import Int32Array, Int64Array
 from .batch import Batch, BatchBuilder
-from .config import EngineConfig
-from .counters import Counters
-from .layout import DRAFT
+from .config import Counters, EngineConfig
 from .memory import KvMemory
-from .pools import WordArray
+from .pools import DRAFT, WordArray
 from .requests import Request
-from .runner import ForwardRunner
-from .sampler import Sampler
-
-Int64Array = npt.NDArray[np.int64]
+from .runner import ForwardRunner, Sampler
 
 
 class Eagle:
@@ -49,7 +44,7 @@ class Eagle:
         batch = self._builder.build("draft_extend", requests, prefix_lens=prefix_lens, tokens=tokens, runner=DRAFT)
         self._runner.run(batch)
 
-    def draft_inputs(self, request: Request, prefix: int, extend: int) -> npt.NDArray[np.int32]:
+    def draft_inputs(self, request: Request, prefix: int, extend: int) -> Int32Array:
         """Return the draft's inputs for positions prefix .. prefix + extend - 1: each the token that comes next."""
         return request.tokens[prefix + 1 : prefix + extend + 1]
 
@@ -73,7 +68,7 @@ class Eagle:
             self._memory.trim(request, request.cached_len, note="rejected")
         self.draft_extend(requests, starts, counts)
 
-    def guess(self, requests: list[Request]) -> npt.NDArray[np.int32]:
+    def guess(self, requests: list[Request]) -> Int32Array:
         """Return the draft's guesses `[bs, draft_tokens]`: the target's token, or by a coin another one."""
         steps = np.arange(1, self._config.draft_tokens + 1, dtype=np.int64)
         positions = np.array([request.cached_len for request in requests], np.int64)[:, None] + steps
@@ -83,13 +78,13 @@ class Eagle:
         tokens[wrong] = (tokens[wrong] + 1) % self._config.vocab_size
         return tokens.astype(np.int32).reshape(positions.shape)
 
-    def accepted(self, guesses: npt.NDArray[np.int32], sampled: Int64Array, room: int) -> int:
+    def accepted(self, guesses: Int32Array, sampled: Int64Array, room: int) -> int:
         """Return how many of the target's tokens a request takes: one more than guesses are right, `room` at most."""
         wrong = np.flatnonzero(guesses != sampled[: guesses.size])
         right = int(wrong[0]) if wrong.size else guesses.size
         return min(right + 1, room)
 
-    def _verify(self, requests: list[Request], guesses: npt.NDArray[np.int32]) -> list[int]:
+    def _verify(self, requests: list[Request], guesses: Int32Array) -> list[int]:
         tokens = [
             np.append(request.tokens[request.num_tokens - 1], chain)
             for request, chain in zip(requests, guesses, strict=True)

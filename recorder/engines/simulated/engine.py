@@ -6,25 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from ....kernels.arrays import BoolArray, Int64Array
 from ...capture.recorder import Recorder
 from ...capture.recording import WRITER_STOPPED
 from .batch import Batch, BatchBuilder
-from .config import EngineConfig
-from .counters import Counters
+from .config import BrokenEngineError, Counters, EngineConfig
 from .eagle import Eagle
-from .errors import BrokenEngineError
-from .forking import fork
 from .history import History
-from .layout import make_layout
-from .memory import KvMemory
-from .model import Model
-from .overlap import BoolArray, FutureMap, InFlight, Launched
-from .pools import Int64Array, KvPool, WordArray, scramble
+from .memory import KvMemory, Sweeper
+from .pools import KvPool, WordArray, make_layout, scramble
 from .requests import NEVER, NO_FUTURE, NO_ROOM, NO_ROW, Request, RequestSpec
-from .runner import ForwardRunner
-from .sampler import Sampler
+from .runner import ForwardRunner, FutureMap, InFlight, Launched, Model, Sampler
 from .scheduler import Prefill, Scheduler
-from .sweeping import Sweeper
 
 # Simulated time of a forward: enough to give arrivals a meaning.
 FORWARD_SECONDS = 0.004
@@ -150,7 +143,7 @@ class SimulatedEngine:
         """Return a request with an id of its own, told to the recorder."""
         seed = np.array([self.config.seed & 0xFFFFFFFF], np.uint64)
         word = scramble(scramble(seed + np.uint64(1)) ^ np.uint64(self._order))
-        request = Request(spec, request_id=int(word[0] >> np.uint64(1)), order=self._order, room=room)
+        request = Request.of(spec, request_id=int(word[0] >> np.uint64(1)), order=self._order, room=room)
         self._order += 1
         self.counters.requests += 1
         self.recorder.request(
@@ -309,8 +302,33 @@ class SimulatedEngine:
 
     def _forks(self, request: Request) -> None:
         for _ in range(request.copies_left):
-            fork(self, request)
+            self._fork(request)
         request.copies_left = 0
+
+    def _fork(self, parent: Request) -> None:
+        """Start another answer to a request whose prompt has just been computed.
+
+        If there is no row or no page for it, it waits in the queue like any other request, and finds the prompt in the
+        prefix cache.
+        """
+        spec = RequestSpec(
+            arrival_s=self.clock_s,
+            prompt=parent.tokens[: parent.prompt_len].copy(),
+            max_new_tokens=parent.max_tokens - parent.prompt_len,
+            priority=parent.priority,
+        )
+        child = self.new_request(spec, labels={"forked_from": parent.name})
+        # The draft's KV of the prompt's last token depends on the token sampled next, which the fork does not share.
+        if self.eagle is not None or not self.scheduler.share_prompt(parent, child):
+            self.scheduler.add(child)
+            return
+        ids = np.array([child.sampling_id], np.int64)
+        last = self.memory.req_to_token[child.row, child.cached_len - 1]
+        content = self.memory.pools[0].content[self.memory.lut[[last]] if self.config.shape == "dsv4" else [last]]
+        child.append(int(self.sampler.tokens(ids, np.array([child.cached_len], np.int64), content)[0]))
+        self.counters.forks += 1
+        self.counters.output_tokens += 1
+        self.scheduler.running.append(child)
 
     def _settle(self, requests: Sequence[Request]) -> None:
         """After a forward was heard of: give back what has left the window, let the finished go."""

@@ -1,14 +1,13 @@
 """The engine's own account of its slots and requests, as events of the recorder: whole pages, as runs of slots."""
 
 import numpy as np
-import numpy.typing as npt
 
+from ....kernels.arrays import Int64Array
 from ...capture.recorder import Recorder
 from ...trace.schema import TIER_HOST, TIER_POOL
-from .layout import Layout
+from .pools import Layout
 from .requests import Request
 
-Int64Array = npt.NDArray[np.int64]
 NOBODY = -1
 
 _NO_PAGES = np.empty(0, np.int64)

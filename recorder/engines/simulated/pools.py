@@ -1,12 +1,120 @@
-"""The KV pools: for each slot the KV bytes that the recorder sees, and the content word that the model reads."""
+"""The pools: the header's groups, the KV bytes and content of each slot, and the allocators of their pages."""
+
+from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
-from ...trace.header import PoolGroup
+from ...trace.header import (
+    EngineInfo,
+    KvStream,
+    ModelInfo,
+    NotWatched,
+    Oracle,
+    PoolGroup,
+    Runner,
+    StateTable,
+    TraceHeader,
+)
+from .config import BrokenEngineError, EngineConfig
 
-Int64Array = npt.NDArray[np.int64]
+CAPTURE_BYTES = 16
+TARGET, DRAFT = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The header, and the index of each kind of group in it; -1 for a group that there is not."""
+
+    header: TraceHeader
+    full_group: int
+    swa_group: int
+    draft_group: int
+
+    @property
+    def full_groups(self) -> tuple[int, ...]:
+        """The groups whose slots are the full pool's, target and draft."""
+        return tuple(group for group in (self.full_group, self.draft_group) if group >= 0)
+
+
+def make_layout(config: EngineConfig) -> Layout:
+    """Return header and group indices of an engine."""
+    halves: tuple[str, ...] = ("K",) if config.shape in ("mla", "dsv4") else ("K", "V")
+    num_slots = (config.num_pages + 1) * config.page_size
+    host_slots = (config.host_pages + 1) * config.page_size if config.host_pages else 0
+    groups: list[PoolGroup] = []
+    found = {"full": -1, "swa": -1, "draft": -1}
+
+    def add(group: PoolGroup) -> None:
+        found[group.name] = len(groups)
+        groups.append(group)
+
+    def streams(layer: int) -> tuple[KvStream, ...]:
+        size = config.kv_bytes_per_token
+        return tuple(KvStream(half=h, layer=layer, bytes_per_token=size, capture_bytes=CAPTURE_BYTES) for h in halves)
+
+    if config.shape != "dsv4":
+        add(
+            PoolGroup(
+                name="full",
+                num_slots=num_slots,
+                page_size=config.page_size,
+                num_layers=1,
+                halves=halves,
+                streams=streams(0),
+                host_num_slots=host_slots,
+            )
+        )
+    if config.sliding:
+        add(
+            PoolGroup(
+                name="swa",
+                kind="swa",
+                window=config.window,
+                lut=0,
+                num_slots=(config.swa_pages + 1) * config.page_size,
+                page_size=config.page_size,
+                num_layers=1,
+                halves=halves,
+                streams=streams(1) if config.shape == "swa" else (),
+            )
+        )
+    if config.eagle:
+        add(
+            PoolGroup(
+                name="draft",
+                runner=DRAFT,
+                num_slots=num_slots,
+                page_size=config.page_size,
+                num_layers=1,
+                halves=halves,
+                streams=streams(0) if config.shape != "dsv4" else (),
+                host_num_slots=host_slots,
+            )
+        )
+    runners = (Runner(), Runner(name="draft", token_offset=1)) if config.eagle else (Runner(),)
+    captured = {group.runner for group in groups if group.streams}
+    off = [NotWatched(what="submitted", name=runners[number].name, reason="not configured") for number in captured]
+    header = TraceHeader(
+        engine=EngineInfo(name="simulated", version="1"),
+        model=ModelInfo(name=f"simulated-{config.shape}", dtype="bytes"),
+        groups=tuple(groups),
+        tables=(StateTable(rows=config.rows, width=config.width),),
+        lut_lens=(num_slots,) if config.sliding else (),
+        truth_table=StateTable(name="truth", rows=config.rows, width=config.width),
+        runners=runners,
+        role=config.role,
+        slot_history="complete",
+        not_watched=() if config.submitted else tuple(off),
+        sweep_interval=config.sweep_interval,
+        oracle=Oracle(vocab_size=config.vocab_size) if config.sampler == "oracle" else None,
+    )
+    return Layout(header=header, full_group=found["full"], swa_group=found["swa"], draft_group=found["draft"])
+
+
 WordArray = npt.NDArray[np.uint64]
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -85,3 +193,99 @@ class KvPool:
         self.content[slots] = self.host_content[host_slots]
         for words, host in zip(self._words, self._host_words, strict=True):
             words[slots] = host[host_slots]
+
+
+class PageAllocator:
+    """Hands out pages 1 .. num_pages.
+
+    A clean engine never gives back what it does not hold; `check_free` says so, where a real allocator would append
+    the page to its free list and hand it out twice.
+    """
+
+    def __init__(self, num_pages: int, *, free_order: str = "lifo", name: str = "full", seed: int = 0) -> None:
+        self.num_pages = num_pages
+        self.name = name
+        self._fifo = free_order == "fifo"
+        order = np.arange(1, num_pages + 1) if self._fifo else np.arange(num_pages, 0, -1)
+        if free_order == "shuffled":
+            np.random.default_rng([seed, 0xA110]).shuffle(order)
+        self._free: deque[int] = deque(order.tolist())
+        self._held = np.zeros(num_pages + 1, np.bool_)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be handed out."""
+        return len(self._free)
+
+    def alloc(self, count: int) -> Int64Array | None:
+        """Return `count` pages, or None where there are not as many."""
+        if count > len(self._free):
+            return None
+        take = self._free.popleft if self._fifo else self._free.pop
+        if count == 1:  # by far the most frequent: a decode's next page
+            page = take()
+            self._held[page] = True
+            return np.array([page], np.int64)
+        pages = np.array([take() for _ in range(count)], np.int64)
+        self._held[pages] = True
+        return pages
+
+    def free(self, pages: Int64Array) -> None:
+        """Take pages back."""
+        if not pages.size:
+            return
+        self.check_free(pages)
+        self._held[pages] = False
+        self._free.extend(pages.tolist())
+
+    def check_free(self, pages: Int64Array) -> None:
+        """Raise `BrokenEngineError` where a page is given back that is not held, or twice at once."""
+        if not self._held[pages].all() or (pages.size > 1 and np.unique(pages).size != pages.size):
+            raise BrokenEngineError(f"the {self.name} pool: pages {pages.tolist()} are freed, not all of them are held")
+
+    def held_pages(self) -> Int64Array:
+        """Return the pages that are handed out, ascending."""
+        return np.flatnonzero(self._held).astype(np.int64)
+
+
+class SlidingWindowPool:
+    """Keeps the pairing of full pages with sliding-window pages; `lut` `[full slots] int64`, 0 where there is none."""
+
+    def __init__(self, config: EngineConfig, lut: Int64Array) -> None:
+        self.window = config.window
+        self.lut = lut
+        self.pages = PageAllocator(
+            config.swa_pages, free_order=config.free_order, name="sliding-window", seed=config.seed
+        )
+        self._page_size = config.page_size
+        self._by_page = lut.reshape(-1, config.page_size)
+        self._offsets = np.arange(config.page_size, dtype=np.int64)
+
+    def pair(self, full_pages: Int64Array, swa_pages: Int64Array) -> None:
+        """Let full pages lead to sliding-window pages, slot by slot."""
+        self._by_page[full_pages] = swa_pages[:, None] * self._page_size + self._offsets
+
+    def paired(self, full_pages: Int64Array) -> Int64Array:
+        """Return the sliding-window page of each full page, 0 where there is none."""
+        return self._by_page[full_pages, 0] // self._page_size
+
+    def part(self, full_pages: Int64Array) -> Int64Array:
+        """Give back the sliding-window halves of full pages, those that still have one, and return them."""
+        swa_pages = self.paired(full_pages)
+        held = swa_pages > 0
+        self.unpair(full_pages[held])
+        self.pages.free(swa_pages[held])
+        return swa_pages[held]
+
+    def unpair(self, full_pages: Int64Array) -> None:
+        """Let full pages lead nowhere: a stale entry would point into another request's page."""
+        self._by_page[full_pages] = 0
+
+    def move(self, full_page: int, to: int) -> None:
+        """Hand the sliding-window half of one full page to another."""
+        self._by_page[to] = self._by_page[full_page]
+        self._by_page[full_page] = 0
+
+    def first_needed_page(self, prefix: int) -> int:
+        """Return the first page that a forward with this prefix still reads."""
+        return max(0, prefix - self.window) // self._page_size

@@ -4,10 +4,8 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from .errors import BrokenEngineError
+from ....kernels.arrays import Int32Array
+from .config import BrokenEngineError
 
 NO_PAGE = -1
 
@@ -87,7 +85,7 @@ class RadixTree:
         """Return how many pages of a sequence of that many known tokens have a key."""
         return max(0, num_tokens - self.lookahead) // self.page_size
 
-    def match(self, tokens: npt.NDArray[np.int32], max_pages: int) -> list[Node]:
+    def match(self, tokens: Int32Array, max_pages: int) -> list[Node]:
         """Return the path of the longest cached prefix of at most `max_pages` pages, and mark it as used."""
         self._tick += 1
         raw = tokens.tobytes()
@@ -101,7 +99,7 @@ class RadixTree:
             node = child
         return path
 
-    def insert(self, tokens: npt.NDArray[np.int32], pages: list[int], *, below: Node | None = None) -> Inserted:
+    def insert(self, tokens: Int32Array, pages: list[int], *, below: Node | None = None) -> Inserted:
         """Put a prefix into the tree, `pages[i]` holding its i-th page below the node `below` (None: from the root).
 
         What the tree has already stays. `below` must stand for the tokens before.

@@ -1,13 +1,11 @@
 """A request as the workload gives it, and as the scheduler carries it along."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from ....kernels.arrays import Int32Array
 from .radix import Node
-
-Int32Array = npt.NDArray[np.int32]
 
 NO_ROW = -1
 NO_ROOM = -1
@@ -32,6 +30,7 @@ class RequestSpec:
     abort_at: int = NEVER
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """A request in the engine.
 
@@ -42,54 +41,49 @@ class Request:
     that the host has not heard back from, and `future` is where the token sampled last lies on the device.
     """
 
-    __slots__ = (
-        "abort_at",
-        "allocated_len",
-        "cached_len",
-        "copies_left",
-        "future",
-        "in_flight",
-        "max_tokens",
-        "name",
-        "node",
-        "num_tokens",
-        "order",
-        "priority",
-        "prompt_len",
-        "request_id",
-        "retracted",
-        "room",
-        "row",
-        "shared_pages",
-        "tokens",
-        "window_nodes",
-        "window_start",
-    )
+    request_id: int
+    room: int
+    name: str
+    order: int
+    priority: int
+    prompt_len: int
+    max_tokens: int
+    tokens: Int32Array
+    num_tokens: int
+    copies_left: int
+    abort_at: int
+    retracted: bool = False
+    row: int = NO_ROW
+    cached_len: int = 0
+    allocated_len: int = 0
+    shared_pages: int = 0
+    node: Node | None = None
+    window_nodes: list[Node] = field(default_factory=list)
+    window_start: int = 0
+    in_flight: int = 0
+    future: int = NO_FUTURE
 
-    def __init__(self, spec: RequestSpec, *, request_id: int, order: int, room: int = NO_ROOM) -> None:
-        self.request_id = request_id
-        self.room = room
-        self.name = f"{request_id & 0xFFFFFFFF:08x}"
-        self.order = order
-        self.priority = spec.priority
-        self.prompt_len = len(spec.prompt)
-        self.max_tokens = self.prompt_len + spec.max_new_tokens
+    @classmethod
+    def of(cls, spec: RequestSpec, *, request_id: int, order: int, room: int = NO_ROOM) -> "Request":
+        """Return a request that has just come in."""
+        prompt_len = len(spec.prompt)
+        max_tokens = prompt_len + spec.max_new_tokens
         # One more than a request can ever hold, so that a page key's look-ahead stays inside.
-        self.tokens: Int32Array = np.zeros(self.max_tokens + 1, np.int32)
-        self.tokens[: self.prompt_len] = spec.prompt
-        self.num_tokens = self.prompt_len
-        self.copies_left = spec.copies - 1
-        self.abort_at = spec.abort_at
-        self.retracted = False
-        self.row = NO_ROW
-        self.cached_len = 0
-        self.allocated_len = 0
-        self.shared_pages = 0
-        self.node: Node | None = None
-        self.window_nodes: list[Node] = []
-        self.window_start = 0
-        self.in_flight = 0
-        self.future = NO_FUTURE
+        tokens = np.zeros(max_tokens + 1, np.int32)
+        tokens[:prompt_len] = spec.prompt
+        return cls(
+            request_id=request_id,
+            room=room,
+            name=f"{request_id & 0xFFFFFFFF:08x}",
+            order=order,
+            priority=spec.priority,
+            prompt_len=prompt_len,
+            max_tokens=max_tokens,
+            tokens=tokens,
+            num_tokens=prompt_len,
+            copies_left=spec.copies - 1,
+            abort_at=spec.abort_at,
+        )
 
     @property
     def sampling_id(self) -> int:

@@ -1,22 +1,91 @@
-"""One forward: told to the recorder, computed, sampled, told again. What an integrator writes, and nothing else."""
+"""One forward: recorded, computed, sampled. What an integrator writes, and nothing else; and the forwards in flight."""
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from ....kernels.arrays import BoolArray, Int32Array, Int64Array
+from ....kernels.ops.oracle.reference import oracle_tokens
 from ...capture.forward_input import AttentionInput, ForwardInput, TruthTokens
 from ...capture.recorder import Recorder
 from ...capture.submitted import Submitted
-from .attention import AttentionBackend
-from .batch import Batch
-from .counters import Counters
-from .layout import TARGET
+from .batch import AttentionBackend, AttentionMetadata, Batch
+from .config import Counters, EngineConfig
 from .memory import KvMemory
-from .model import Model
-from .pools import WordArray
+from .pools import TARGET, KvPool, WordArray, scramble
 
-Int64Array = npt.NDArray[np.int64]
+_LOW_BITS = np.uint64(4)
+
+
+class Model:
+    """A slot's content is the content of the slot before it, which is read from the pool, plus a word of the token and
+    the position fed. So what the engine mixes up, the model computes on, and equal prefixes have equal content.
+    """
+
+    def __init__(self, config: EngineConfig, memory: KvMemory) -> None:
+        self._memory = memory
+        self._noise = np.random.default_rng([config.seed, 0x4E01]) if config.noise else None
+
+    def run(self, batch: Batch, attention: AttentionMetadata) -> WordArray:
+        """Write the KV of each token in every pool of the batch's runner, and return what was computed.
+
+        What came before a token is read from where attention is told that it lies.
+
+        Returns:
+            `[T] uint64`, the content word of each token in the runner's first pool.
+        """
+        words = scramble((batch.input_ids.view(np.uint64) << np.uint64(32)) ^ batch.positions.view(np.uint64))
+        computed: WordArray | None = None
+        for pool in self._memory.pools:
+            if pool.group.runner == batch.runner:
+                content = self._content(pool, batch, attention, words)
+                pool.write(self.pool_slots(pool, batch.slots), content, self._noise_bits(content.size))
+                computed = content if computed is None else computed
+        return words if computed is None else computed
+
+    def pool_slots(self, pool: KvPool, slots: Int64Array) -> Int64Array:
+        """Return slots of the full pool as the pool's own."""
+        return self._memory.lut[slots] if pool.group.lut >= 0 else slots
+
+    def _content(self, pool: KvPool, batch: Batch, attention: AttentionMetadata, words: WordArray) -> WordArray:
+        extend = batch.extend_lens
+        sums = np.cumsum(words, dtype=np.uint64)
+        first = np.cumsum(extend) - extend
+        seeds = attention.slot_before(pool.index)
+        reads = attention.seq_lens > attention.query_lens
+        base = np.where(reads, pool.content[seeds], np.uint64(0))
+        return sums + np.repeat(base - sums[first] + words[first], extend)
+
+    def _noise_bits(self, count: int) -> WordArray | None:
+        if self._noise is None:
+            return None
+        return self._noise.integers(0, _LOW_BITS, count, np.uint64)
+
+
+class Sampler:
+    """Draws tokens by the config's rule; a resumed request gets the same ones again."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._kind = config.sampler
+        self._vocab_size = config.vocab_size
+        self._salt = scramble(np.array([config.seed & 0xFFFFFFFF], np.uint64) + np.uint64(0x5EED))
+
+    def tokens(self, request_ids: Int64Array, positions: Int64Array, content: WordArray | None) -> Int64Array:
+        """Return the token of each `(request id, position)`, all `[n]`; `content` is what the model made of the
+        context, which only the sampler "content" looks at.
+        """
+        if self._kind == "oracle":
+            out = np.empty(positions.size, np.int64)
+            oracle_tokens(request_ids=request_ids, positions=positions, vocab_size=self._vocab_size, out=out)
+            return out
+        if self._kind == "content" and content is not None:
+            words = scramble(content ^ self._salt)
+        else:
+            words = scramble(scramble(request_ids.view(np.uint64) ^ self._salt) ^ positions.view(np.uint64))
+        return (words % np.uint64(self._vocab_size)).astype(np.int64)
+
 
 # From the content of each token to (sampled tokens, how many each row of the batch got); nothing of either where the
 # host hears of them later.
@@ -83,3 +152,68 @@ class ForwardRunner:
                 truth=TruthTokens(flat=batch.truth, lens=batch.truth_lens),
             )
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A forward on its way: its number in the trace, its batch, which of its requests get a token, and the tokens.
+
+    `samples` is `[len(batch.requests)] bool`, `tokens` `[samples.sum()] int64`; the host looks at them when it hears back.
+    """
+
+    forward: int
+    batch: Batch
+    samples: BoolArray
+    tokens: Int64Array
+
+    @property
+    def sampled_lens(self) -> Int64Array:
+        """How many tokens each row of the batch got, padding included."""
+        return np.append(self.samples, np.zeros(self.batch.rows.size - self.samples.size, np.bool_)).astype(np.int64)
+
+
+class FutureMap:
+    """A ring on the device that holds sampled tokens until the forwards after them have read them.
+
+    `size` must be as many as the forwards in flight can sample together; a smaller ring is overrun in silence, and a
+    request is fed another one's token.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._tokens = np.zeros(size, np.int32)
+        self._next = 0
+
+    def store(self, tokens: Int64Array) -> list[int]:
+        """Keep tokens, and return where each of them lies."""
+        places = (self._next + np.arange(tokens.size)) % self.size
+        self._tokens[places] = tokens
+        self._next = (self._next + tokens.size) % self.size
+        return [int(place) for place in places]
+
+    def read(self, place: int) -> Int32Array:
+        """Return the token at a place, `[1] int32`."""
+        return self._tokens[place : place + 1].copy()
+
+
+class InFlight:
+    """The forwards in flight, oldest first; each of their requests counts them."""
+
+    def __init__(self) -> None:
+        self._launched: deque[Launched] = deque()
+
+    def __len__(self) -> int:
+        return len(self._launched)
+
+    def push(self, launched: Launched) -> None:
+        """Take a forward that was just launched."""
+        self._launched.append(launched)
+        for request in launched.batch.requests:
+            request.in_flight += 1
+
+    def pop(self) -> Launched:
+        """Return the oldest one, which the host hears back from now."""
+        launched = self._launched.popleft()
+        for request in launched.batch.requests:
+            request.in_flight -= 1
+        return launched

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 
-from .config import EngineConfig
-from .counters import Counters
-from .errors import BrokenEngineError
+from .config import BrokenEngineError, Counters, EngineConfig
 from .memory import KvMemory
 from .requests import NO_ROW, Request
 
@@ -105,6 +103,34 @@ class Scheduler:
         self._counters.resumed += request.retracted
         request.retracted = False
         return taken
+
+    def share_prompt(self, parent: Request, child: Request) -> bool:
+        """Give a fork a row with its parent's shared pages and a copy of the page begun; False if memory does not do."""
+        memory = self._memory
+        if not self.free_rows or len(self.active) >= self._config.max_running:
+            return False
+        child.row = self.free_rows.pop()
+        child.shared_pages, child.node = parent.shared_pages, parent.node
+        memory.cache.tree.lock(child.node)
+        child.window_nodes = list(parent.window_nodes)
+        for node in child.window_nodes:
+            node.window_lock += 1
+        child.cached_len = child.allocated_len = child.shared_pages * memory.page_size
+        child.window_start = min(child.shared_pages, parent.window_start)
+        shared = slice(0, child.cached_len)
+        memory.req_to_token[child.row, shared] = memory.req_to_token[parent.row, shared]
+        if not memory.has_room(child, parent.cached_len):
+            memory.cache.unlock(child)
+            self.give_up_row(child)
+            return False
+        self.tell_admitted(child)
+        if not memory.extend(child, parent.cached_len):
+            self.leave(child, note="not forked")
+            return False
+        memory.copy_tail(parent, child, note="fork")
+        child.cached_len = parent.cached_len
+        memory.slide(child)
+        return True
 
     def has_row(self, num_picked: int = 0) -> bool:
         """Whether another request may run, beside those picked already."""

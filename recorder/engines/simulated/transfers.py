@@ -1,18 +1,16 @@
-"""KV on its way from a prefill engine to a decode engine: the same positions, other slots, told on both sides."""
+"""KV on its way from a prefill engine to a decode engine: the same positions, other slots, recorded on both sides."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from ....kernels.arrays import Int64Array
 from .pools import KvPool
 from .requests import Request
 
 if TYPE_CHECKING:
     from .engine import SimulatedEngine
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, kw_only=True)

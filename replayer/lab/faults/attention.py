@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from ....recorder.engines.simulated.batch import Batch
-from ....recorder.engines.simulated.layout import TARGET
+from ....recorder.engines.simulated.pools import TARGET
 from ..fault import Bench, around, fault
 
 _ALL: Final = ("mha", "mha_page1", "mha_page16", "mla", "mixed", "no_cache", "tight", "swa", "eagle", "overlap")

@@ -5,7 +5,7 @@ from typing import Any, Final
 import numpy as np
 
 from ....recorder.engines.simulated.batch import Batch
-from ....recorder.engines.simulated.layout import TARGET
+from ....recorder.engines.simulated.pools import TARGET
 from ..fault import Bench, around, fault, unchecked_pools
 
 _SLIDING: Final = ("swa", "swa_page1", "dsv4", "eagle_swa")

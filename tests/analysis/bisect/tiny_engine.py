@@ -13,7 +13,7 @@ import sys
 from kvcanary.recorder.engines.simulated.batch import BatchBuilder
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 
 REVISION = {revision}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 

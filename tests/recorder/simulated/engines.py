@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import numpy as np
-from kvcanary.recorder.engines.simulated.audit import audit
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.pd_pair import PairSettings, PdPair
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.replay import ReplaySettings, replay, replay_joined
 
+from .audit import audit
 from .books import Books, read_books
 
 

@@ -3,7 +3,7 @@
 import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 

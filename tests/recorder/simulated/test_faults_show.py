@@ -2,14 +2,12 @@
 
 import numpy as np
 import pytest
-from kvcanary.recorder.engines.simulated.allocator import PageAllocator
 from kvcanary.recorder.engines.simulated.batch import BatchBuilder
-from kvcanary.recorder.engines.simulated.config import EngineConfig
+from kvcanary.recorder.engines.simulated.config import BrokenEngineError, EngineConfig
 from kvcanary.recorder.engines.simulated.eagle import Eagle
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.engines.simulated.errors import BrokenEngineError
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
-from kvcanary.recorder.engines.simulated.sliding import SlidingWindowPool
+from kvcanary.recorder.engines.simulated.pools import PageAllocator, SlidingWindowPool
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 
 from .engines import assert_clean, judge
 

@@ -4,11 +4,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from kvcanary.recorder.engines.simulated.allocator import PageAllocator
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.recorder.engines.simulated.pools import PageAllocator
 from kvcanary.recorder.engines.simulated.radix import RadixTree, window_prefix
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 
 
 def tokens(*values):

@@ -3,8 +3,8 @@
 import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.pd_pair import PairSettings, PdPair
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
 from kvcanary.recorder.engines.simulated.transfers import Link
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 

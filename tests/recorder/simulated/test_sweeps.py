@@ -4,7 +4,7 @@ import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.radix import NO_PAGE
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 from .engines import assert_clean, judge

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvcanary.recorder.engines.simulated.errors import WorkloadError
-from kvcanary.recorder.engines.simulated.file_workload import FileWorkload, block_tokens
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.config import WorkloadError
+from kvcanary.recorder.engines.simulated.workloads import FileWorkload, RandomWorkload, block_tokens
 
 GOOD = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [4, 5, 6]}
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

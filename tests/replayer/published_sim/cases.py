@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvcanary.recorder.engines.simulated.config import EngineConfig
-from kvcanary.recorder.engines.simulated.random_workload import RandomWorkload
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 
 FORWARDS = 20
 

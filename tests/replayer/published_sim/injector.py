@@ -1,9 +1,9 @@
 """Breaks a running simulated engine: in its state between steps, or in what a batch is fed. Deterministic by seed."""
 
 import numpy as np
-from kvcanary.recorder.engines.simulated.allocator import PageAllocator
 from kvcanary.recorder.engines.simulated.batch import BatchBuilder
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.recorder.engines.simulated.pools import PageAllocator
 
 FAULTS = (
     "kv_flip",

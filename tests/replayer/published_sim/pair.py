@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvcanary.recorder.engines.simulated.errors import BrokenEngineError
+from kvcanary.recorder.engines.simulated.config import BrokenEngineError
 from kvcanary.recorder.engines.simulated.pd_pair import PairSettings, PdPair
 from kvcanary.recorder.engines.simulated.transfers import Link
 from kvcanary.replayer.run.replay import replay_joined

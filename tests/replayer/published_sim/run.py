@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 from kvcanary.kernels.constants import FailReason, LaunchTag
+from kvcanary.recorder.engines.simulated.config import BrokenEngineError
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.engines.simulated.errors import BrokenEngineError
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.report.violations import VIOLATION_SCHEMA

@@ -4,11 +4,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from .radix import NO_PAGE, Node
+from kvcanary.recorder.engines.simulated.radix import NO_PAGE, Node
 
 if TYPE_CHECKING:
-    from .engine import SimulatedEngine
+    from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 
 
 def audit(engine: "SimulatedEngine") -> list[str]:
