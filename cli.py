@@ -4,9 +4,8 @@ A command's module is imported when the command is named, and heavy libraries in
 answers at once.
 """
 
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Final
+from typing import Final
 
 try:
     import click
@@ -26,32 +25,12 @@ _COMMANDS: Final = {
     "page": ("analysis.cli.page", "page_command", "Make one HTML page of a report, to look at."),
     "record": ("recorder.cli.record", "record_command", "Run an engine with the recorder on."),
     "recover": ("recorder.cli.recover", "recover_command", "Rewrite what is whole of a torn trace."),
-    "replay": ("replayer.cli.replay", "replay_command", "Replay traces and judge them (kvcanary-replay)."),
+    "replay": ("", "", "Replay traces and judge them (kvcanary-replay)."),
     "simulate": ("recorder.cli.simulate", "simulate_command", "Record a trace from the simulated engine."),
     "sql": ("analysis.cli.sql", "sql_command", "Ask traces and reports anything, in SQL."),
     "triage": ("analysis.cli.triage", "triage_command", "Answer the questions asked of every damage."),
     "completion": ("", "", "Print the shell completion script."),
 }
-
-
-def _incidents(summary: Any) -> str:
-    from .analysis.incidents.finishing import add_incidents
-
-    return add_incidents(summary)
-
-
-def _page(summary: Any) -> str:
-    from .analysis.page.finishing import add_page
-
-    context = click.get_current_context()
-    asked = context.meta.get("kvcanary.page")
-    for_scripts = context.params["quiet"] or context.params["as_json"]
-    return add_page(summary, wanted=not for_scripts if asked is None else asked)
-
-
-# What comes after each replay, given the `Summary`; returns what to tell the user. "judged" may change summary and report,
-# perhaps in a worker process; "shown" comes once the verdict is on the screen, for what takes its time.
-_AFTER_REPLAY: Final[dict[str, tuple[Callable[[Any], str], ...]]] = {"judged": (_incidents,), "shown": (_page,)}
 
 
 def _print_version(context: click.Context, _: click.Parameter, value: bool) -> None:
@@ -82,6 +61,8 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name == "completion":
             return completion
+        if cmd_name == "replay":
+            return _replay_command()
         if cmd_name not in _COMMANDS:
             return None
         module, name, _ = _COMMANDS[cmd_name]
@@ -117,7 +98,7 @@ Example, for bash:
 """
 
 
-@click.group(cls=_LazyGroup, help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "obj": _AFTER_REPLAY})
+@click.group(cls=_LazyGroup, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
 @_version_option
 def main() -> None:
     """Run one of the commands."""
@@ -129,7 +110,7 @@ def completion(shell: str) -> None:
     """Print the completion script of a shell."""
     from click.shell_completion import get_completion_class
 
-    for program, command in (("kvcanary", main), ("kvcanary-replay", _replay())):
+    for program, command in (("kvcanary", main), ("kvcanary-replay", _replay_command())):
         kind = get_completion_class(shell)
         if kind is None:
             raise click.ClickException(f"no completion for {shell}")
@@ -137,11 +118,12 @@ def completion(shell: str) -> None:
         click.echo(kind(command, {}, program, variable).source())
 
 
-def _replay() -> click.Command:
-    command = main.get_command(click.Context(main), "replay")
-    if command is None:
-        raise RuntimeError("the replay command is missing")
-    return command
+def _replay_command() -> click.Command:
+    """Return the replay command: the replayer finds what is wrong, the analysis then says what it looks like."""
+    from .analysis.finishing import add_page, finish
+    from .replayer.cli.replay import make_replay_command
+
+    return make_replay_command(finish=finish, add_page=add_page)
 
 
 def kvcanary_main() -> None:
@@ -151,7 +133,6 @@ def kvcanary_main() -> None:
 
 def replay_main() -> None:
     """Entry point of `kvcanary-replay`."""
-    command = _version_option(_replay())
+    command = _version_option(_replay_command())
     command.context_settings["help_option_names"] = ["-h", "--help"]
-    command.context_settings["obj"] = _AFTER_REPLAY
     run_program(command, "kvcanary-replay")

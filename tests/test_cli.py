@@ -33,6 +33,7 @@ def modules_after(code: str) -> set[str]:
         "main(['bisect', '--help'])",
         "main(['bisect', 'run', '--help'])",
         "replay_command(['--help'])",
+        "main(['replay', '--help'])",
     ],
 )
 def test_help_loads_no_heavy_library(arguments: str) -> None:

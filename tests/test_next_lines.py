@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from kvcanary.analysis.page import finishing
+from kvcanary.analysis import finishing
 from kvcanary.cli import main
 from kvcanary.recorder.trace.batch import TraceGap
 from kvcanary.recorder.trace.reader import TraceReader

@@ -20,7 +20,7 @@ from ..diff.compare import diff_traces
 from ..diff.result import DIFFERENT, SAME
 from ..diff.settings import DiffSettings, NotComparableError
 from ..errors import AnalysisError
-from ..incidents.finishing import add_incidents
+from ..finishing import finish
 from ..incidents.rules import RULES, UNKNOWN
 from ..store.session import open_sources
 from ..store.sources import find_sources
@@ -134,7 +134,7 @@ def _replayed(traces: Sequence[Path], criterion: Criterion, folder: Path) -> Jud
         for report in reports:
             report.mkdir()
         summaries += replay_joined(joined, settings=ReplaySettings(), reports=reports)
-    missing = [said for summary in summaries if (said := add_incidents(summary))]
+    missing = [said for summary in summaries if (said := finish(summary))]
     corrupt = [summary for summary in summaries if summary.verdict is Verdict.CORRUPT]
     doubts = [doubt for summary in summaries for doubt in summary.doubts]
     doubts += missing if criterion.kind in (INCIDENT, SQL) else []  # without its incidents a trace is not good

@@ -89,7 +89,7 @@ def _traces(report: Path, moved_to: Path | None) -> tuple[list[Path], str]:
     Of a recording in segments these are all that lie there, also before those that the report speaks of: they tell how
     it came to that.
     """
-    from ..incidents.finishing import trace_files
+    from ..incidents.finding import trace_files
     from ..store.sources import find_sources
 
     [source] = find_sources([report], trace=moved_to)

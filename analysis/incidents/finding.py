@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 
 from ...recorder.errors import TraceError
 from ...recorder.files import is_regular, new_private_file
+from ...recorder.trace.files import split_segment_name
 from ...recorder.trace.header import PoolGroup
+from ...recorder.trace.reader import TraceReader
 from ...replayer.report.report import check_report_folder
 from ...replayer.report.violations import PARQUET_ERRORS
 from ..errors import AnalysisError
@@ -66,6 +68,30 @@ def find_incidents(report: Path, traces: Sequence[Path], *, max_sites: int = MAX
     incidents = merge(ranked, sites, clusters)
     rows = incident_rows(sites, clusters, incidents, ranked, facts)
     return Incidents(rows=rows, sites=sites, of_site=incidents[clusters])
+
+
+def trace_files(trace: Path, trace_id: str) -> list[Path]:
+    """Return a trace's file, or, where it was recorded in segments, all that can be read there, in order; [] for none.
+
+    Files that only have its name, with another id, are left out, and so are those of which nothing can be read.
+    """
+    if trace.is_file() and _is_of(trace, trace_id):
+        return [trace]
+    found = []
+    if trace.parent.is_dir():
+        for path in trace.parent.iterdir():
+            split = split_segment_name(path)
+            if split is not None and f"{split[0]}.arrow" == trace.name and _is_of(path, trace_id):
+                found.append((split[1], path))
+    return [path for _, path in sorted(found)]
+
+
+def _is_of(path: Path, trace_id: str) -> bool:
+    try:
+        with TraceReader(path) as reader:
+            return reader.header.trace_id == trace_id
+    except TraceError:
+        return False
 
 
 def write_incidents(report: Path, found: Incidents) -> None:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from kvcanary import ReplaySettings, replay
-from kvcanary.analysis.incidents.finishing import add_incidents
+from kvcanary.analysis.finishing import finish
 from kvcanary.replayer.cli.screen import show
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -17,7 +17,7 @@ TRACE = ROOT / "data" / "simulated" / "mla_free_too_early.arrow"
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as report:
         summary = replay(TRACE, settings=ReplaySettings(), report=Path(report))
-        add_incidents(summary)
+        finish(summary)
     summary.trace = TRACE.name
     summary.report = f"{TRACE.stem}.report"
     console = Console(record=True, width=128, file=io.StringIO(), force_terminal=True, highlight=False)

@@ -28,7 +28,7 @@ class Outcome:
         out, err: where results and messages go.
         as_json, quiet: how results are told.
         folders: whether a folder was named, so that a table of all ends the output.
-        shown: called with each summary once its verdict is on the screen; they return what to tell the user.
+        shown: called with each summary once its verdict is on the screen; returns what to say to the user.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Outcome:
         as_json: bool,
         quiet: bool,
         folders: bool,
-        shown: Sequence[Callable[[Summary], str]] = (),
+        shown: Callable[[Summary], str] | None = None,
     ) -> None:
         self._out = out
         self._err = err
@@ -105,7 +105,9 @@ class Outcome:
         return combined_exit_code(self._codes)
 
     def _finish(self, summary: Summary, on_screen: bool) -> None:
-        with self._err.status("writing the report") if on_screen and self._shown else contextlib.nullcontext():
-            notes = [finish(summary) for finish in self._shown]
-        for note in filter(None, notes):
+        if self._shown is None:
+            return
+        with self._err.status("writing the report") if on_screen else contextlib.nullcontext():
+            note = self._shown(summary)
+        if note:
             self.say(note, "yellow")

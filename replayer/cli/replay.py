@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial, update_wrapper
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import click
 
@@ -13,10 +14,11 @@ from ...recorder.cli.program import GivenPath
 from .check_names import check_names, list_checks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from rich.console import Console
 
+    from ..report.summary import Summary
     from ..workers.group_replay import GroupResult, GroupTask
     from ..workers.jobs import Job, Plan
 
@@ -46,7 +48,27 @@ Examples:
 """
 
 
-@click.command("replay", epilog=_EPILOG)
+class AddPage(Protocol):
+    """Makes the page of a replay, once its verdict is on the screen; returns what to say to the user."""
+
+    def __call__(self, summary: Summary, /, *, wanted: bool) -> str:
+        """Make the page if it is wanted."""
+
+
+def make_replay_command(
+    *, finish: Callable[[Summary], str] | None = None, add_page: AddPage | None = None
+) -> click.Command:
+    """Return the command; what later layers do with each replay is given to it.
+
+    Args:
+        finish: called with each summary once its verdict stands, maybe in a worker process, so it must be a function of
+            a module; it may change summary and report, and returns what to say to the user.
+        add_page: what takes its time, and comes after the verdict was shown.
+    """
+    run = update_wrapper(partial(_replay, finish=finish, add_page=add_page), _replay)
+    return click.command("replay", epilog=_EPILOG)(run)
+
+
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=GivenPath())
 @click.option(
     "--report",
@@ -124,8 +146,6 @@ Examples:
 @click.option(
     "--page/--no-page",
     default=None,
-    expose_value=False,
-    callback=lambda context, _, value: context.meta.update({"kvcanary.page": value}),
     help="Write report.html too where something was found. [default: unless --json or --quiet]",
 )
 @click.option("--quiet", "-q", is_flag=True, help="Print one line a trace.")
@@ -145,7 +165,7 @@ Examples:
     is_flag=True,
     help="Stop after the first forward, or event between forwards, with a violation or finding.",
 )
-def replay_command(  # one parameter an option
+def _replay(  # one parameter an option
     traces: tuple[Path, ...],
     report: Path | None,
     no_report: bool,
@@ -161,6 +181,10 @@ def replay_command(  # one parameter an option
     max_violations: int | None,
     all_rows: bool,
     fail_fast: bool,
+    page: bool | None,
+    *,
+    finish: Callable[[Summary], str] | None,
+    add_page: AddPage | None,
 ) -> None:
     """Replay recorded traces and say which KV slots went wrong, since when, and for whom.
 
@@ -196,14 +220,15 @@ def replay_command(  # one parameter an option
         all_rows=all_rows,
         fail_fast=fail_fast,
     )
-    after = click.get_current_context().obj or {}
     if (jobs or len(places)) > 1:
-        start_server(after.get("judged", ()))  # loads while the traces are looked through
+        start_server(finish)  # loads while the traces are looked through
     # A pipe has no width of its own; lines must not be cut at 80 columns there.
     out = Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160)
     err = Console(stderr=True, emoji=False, highlight=False)
     folders = any(trace.is_dir() for trace in traces)
-    outcome = Outcome(out, err, as_json=as_json, quiet=quiet, folders=folders, shown=after.get("shown", ()))
+    wanted = not (quiet or as_json) if page is None else page
+    shown = partial(add_page, wanted=wanted) if add_page is not None else None
+    outcome = Outcome(out, err, as_json=as_json, quiet=quiet, folders=folders, shown=shown)
 
     paths, unread = _expand(traces)
     for name, message in unread:
@@ -213,7 +238,7 @@ def replay_command(  # one parameter an option
         outcome.say(note, "dim")
     reports = report_folders(recordings, report, no_report)
     plan = plan_jobs([Job(recording=r, report=target) for r, target in zip(recordings, reports, strict=True)])
-    task = GroupTask(settings=settings, explicit=report is not None, all_there=folders, judged=after.get("judged", ()))
+    task = GroupTask(settings=settings, explicit=report is not None, all_there=folders, finish=finish)
     loaded()
     left = sum(map(len, plan.groups))
     interrupted = False
@@ -225,6 +250,9 @@ def replay_command(  # one parameter an option
     if interrupted and left:
         outcome.say(f"interrupted: {left} more not replayed")
     sys.exit(outcome.end(plan, several=len(traces) > 1))
+
+
+replay_command = make_replay_command()
 
 
 def _results(

@@ -21,15 +21,15 @@ from .stretch_replay import Part, drop_parts, replay_stretch
 class GroupTask:
     """How to replay a group of a plan, whichever group it is.
 
-    `explicit` says that the user named the report's place; `all_there` that no segment may follow those given. `judged`
-    are called with each summary once it is judged; they may change it and its report, and return what to tell the user.
-    They are functions of modules, so that another process finds them.
+    `explicit` says that the user named the report's place; `all_there` that no segment may follow those given. `finish`
+    is called with each summary once its verdict stands; it may change it and its report, and returns what to say to the
+    user. It is a function of a module, so that another process finds it.
     """
 
     settings: ReplaySettings
     explicit: bool
     all_there: bool
-    judged: tuple[Callable[[Summary], str], ...] = ()
+    finish: Callable[[Summary], str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +94,13 @@ def replay_group(
             raise TraceError(not_written(jobs, folders, error)) from None
     except TraceError as error:
         return GroupResult(error=str(error), notes=notes)
-    notes += judged_notes(done, task)
+    notes += finished(done, task)
     return GroupResult(summaries=done, notes=notes, part=part)
 
 
-def judged_notes(summaries: Sequence[Summary], task: GroupTask) -> list[str]:
-    """Let the task's functions judge each summary; return what they have to tell the user."""
-    return [note for summary in summaries for judge in task.judged if (note := judge(summary))]
+def finished(summaries: Sequence[Summary], task: GroupTask) -> list[str]:
+    """Call the task's `finish` with each summary; return what it has to say to the user."""
+    return [note for summary in summaries if task.finish is not None and (note := task.finish(summary))]
 
 
 def not_written(jobs: Sequence[Job], folders: Sequence[Path | None], error: OSError) -> str:

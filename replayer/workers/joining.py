@@ -18,7 +18,7 @@ from ..report.report import write_summary
 from ..report.summary import MAX_LISTED, Summary
 from ..report.violations import TableSink
 from ..run.divergence import DIVERGENCE_SCHEMA
-from .group_replay import GroupResult, GroupTask, judged_notes, not_written
+from .group_replay import GroupResult, GroupTask, finished, not_written
 from .jobs import Job
 from .stretch_replay import Part, drop_parts
 
@@ -78,7 +78,7 @@ def _recording(
     beyond = [result.part.summary for _, result in stretches[len(parts) :] if result.part is not None]
     if summary.stopped and any(one.violations or one.findings for one in beyond):
         notes.append("more was found behind that than this report holds; replay it to its end")
-    yield [replace(job, stretch=None)], GroupResult(summaries=[summary], notes=notes + judged_notes([summary], task))
+    yield [replace(job, stretch=None)], GroupResult(summaries=[summary], notes=notes + finished([summary], task))
 
 
 def joined(name: str, parts: Sequence[Part], report: Path | None) -> Summary:

@@ -105,7 +105,7 @@ class _Pool:
         self._begun = False
         self._stopping = False
         self.results: dict[int, GroupResult] = {}
-        start_server(task.judged)
+        start_server(task.finish)
         settings, large = task.settings, any(group_bytes(group) >= LARGE_BYTES for group in plan.groups)
         if large and settings.executor == "interval" and settings.backend == "cpu":
             compile_lane()

@@ -7,7 +7,7 @@ Where it cannot run, or cannot fork, each worker is a new process that loads for
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker, spawn, util
 from multiprocessing.process import BaseProcess
@@ -16,13 +16,13 @@ from typing import Any, Final
 _LOADED: Final = f"{__package__}.loaded"
 
 
-def start_server(functions: Iterable[Callable[..., Any]] = ()) -> None:
+def start_server(function: Callable[..., Any] | None = None) -> None:
     """Begin to load what workers need, in a process of its own, if there is none yet.
 
     Args:
-        functions: what workers will call; their modules are loaded too.
+        function: what workers will call; its module is loaded too.
     """
-    modules = sorted({function.__module__ for function in functions})
+    modules = [function.__module__] if function is not None else []
     try:
         with _starting():  # Ctrl-C is held back for good in that process and its children
             multiprocessing.set_forkserver_preload([*modules, _LOADED])

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kvcanary.analysis.incidents.finishing import add_incidents
+from kvcanary.analysis.finishing import finish
 from kvcanary.analysis.page.ask import Limits
 from kvcanary.analysis.page.content import page_content
 from kvcanary.analysis.store.session import open_sources
@@ -35,7 +35,7 @@ def both(request, tmp_path_factory):
         report = folder / "t.report"
         report.mkdir()
         summary = replay(trace, settings=ReplaySettings(executor=executor), report=report)
-        assert not add_incidents(summary)
+        assert not finish(summary)
         build_store(find_sources([report])[0])
         reports.append(report)
     return reports

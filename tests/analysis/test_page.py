@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from kvcanary.analysis import finishing
 from kvcanary.analysis.cli.page import page_command
 from kvcanary.analysis.errors import AnalysisError, SqlError
-from kvcanary.analysis.page import build, finishing
+from kvcanary.analysis.page import build
 from kvcanary.analysis.page.ask import Limits, plain
 from kvcanary.analysis.page.build import MAX_BYTES, bounded_page, build_page
 from kvcanary.analysis.page.content import page_content

@@ -111,7 +111,7 @@ def test_a_worker_that_is_killed_takes_its_own_trace_alone(tmp_path: Path, monke
     monkeypatch.syspath_prepend(str(tmp_path))
     from what_follows import follow
 
-    task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False, judged=(follow,))
+    task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False, finish=follow)
     traces = [DATA / f"{name}.arrow" for name in ("clean_llama", "kv_flip", "table_swap", "clean_hybrid")]
     found = results(traces, task, 2)
     assert [name for name, _ in found] == [trace.name for trace in traces]
@@ -126,7 +126,7 @@ def test_what_nobody_foresaw_is_the_error_of_its_trace(tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path))
     from what_fails import follow
 
-    task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False, judged=(follow,))
+    task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False, finish=follow)
     (_, bad), (_, good) = results([DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"], task, 2)
     assert "internal error: KeyError: 'gone'" in bad.error
     assert good.summaries[0].verdict.exit_code == 0
@@ -187,7 +187,7 @@ def test_a_server_that_cannot_fork_is_done_without(
     from no_forks import follow
 
     monkeypatch.setattr(os, "fork", fork)
-    task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False, judged=(follow,))
+    task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False, finish=follow)
     found = results([DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"], task, 2)
     assert [result.summaries[0].verdict.exit_code for _, result in found] == [1, 0]
     assert [result.notes for _, result in found] == [[str(os.getpid())]] * 2

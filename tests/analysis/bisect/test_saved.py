@@ -72,7 +72,7 @@ def test_a_run_that_could_not_be_judged_is_judged_again(bisect, tmp_path):
 
 
 def test_a_trace_whose_incidents_cannot_be_found_is_not_called_good(bisect, tmp_path, monkeypatch):
-    monkeypatch.setattr(criteria, "add_incidents", lambda summary: "the incidents are missing: no space left")
+    monkeypatch.setattr(criteria, "finish", lambda summary: "the incidents are missing: no space left")
     found = bisect("--incident", "req_to_token", *history(tmp_path, "gb"), code=125)
     assert "no space left" in found["judged"][-1]["words"]
 
