@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcanary.recorder.trace.reader import read_events
+from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -58,7 +58,7 @@ def test_the_page_is_up_to_date() -> None:
     "trace", [*TRACES, *sorted(f"simulated/{path.name}" for path in (ROOT / "data/simulated").glob("*.arrow"))]
 )
 def test_traces_use_no_column_beyond_those_named(trace: str) -> None:
-    for view in read_events(ROOT / "data" / trace):
+    for view in read_trace(ROOT / "data" / trace):
         used = {name for name, (_, default) in SCALARS.items() if view.scalar(name) != default} - set(EVERY)
         used |= {name for name in INT_LISTS if len(view.ints(name))}
         used |= {name for name in BYTE_LISTS if len(view.bytes(name))}
@@ -78,7 +78,7 @@ def test_what_is_not_recorded_is_in_no_trace_of_the_engine(adapter: str, trace: 
         for column in columns
         if column in INT_LISTS or column in BYTE_LISTS
     }
-    for view in read_events(ROOT / "data" / trace):
+    for view in read_trace(ROOT / "data" / trace):
         for name in (column for kind, column in absent if kind == view.kind):
             values = view.ints(name) if name in INT_LISTS else view.bytes(name)
             assert set(values.tolist()) <= {-1}, (view.kind, name)
