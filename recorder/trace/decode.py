@@ -50,7 +50,7 @@ def decode_schema(source: TraceBytes, frame: Frame) -> pa.Schema:
     """Return the schema that a schema message holds; raise `UnreadableTraceError`."""
     try:
         return pa.ipc.read_schema(read_message(source, frame)[0])
-    except (TornError, *ARROW_ERRORS) as error:
+    except (TornError, FramingError, *ARROW_ERRORS) as error:
         raise UnreadableTraceError(f"its Arrow schema cannot be read ({_first_line(error)})") from None
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from .schema import MAX_BATCH_METADATA_BYTES, MAX_BATCH_RATIO, MAX_FREE_BATCH_BYTES, MAX_SEARCHED
+from .schema import MAX_BATCH_METADATA_BYTES, MAX_BATCH_RATIO, MAX_FREE_BATCH_BYTES, MAX_METADATA_BYTES, MAX_SEARCHED
 from .trace_bytes import TornError, TraceBytes, aligned
 
 MAGIC: Final = b"ARROW1"
@@ -29,7 +29,6 @@ RECORD_BATCH: Final = 3
 # The most that one byte of a compressed buffer can become: a longer claim is damage, refused before allocating.
 _MAX_RATIO: Final = {0: 256, 1: 1 << 16}  # 0 LZ4 frame, 1 zstd (a run of 128 KiB in four bytes)
 _SMALL_BUFFER_BYTES: Final = 1 << 20
-_MAX_METADATA_BYTES: Final = 1 << 28
 _FIRST_SCAN_WORDS: Final = 1 << 13  # the next batch is near, as a rule
 _SCAN_WORDS: Final = 1 << 18
 _FOOTER_END_BYTES: Final = 4 + len(MAGIC)  # its length and the magic behind it
@@ -104,7 +103,10 @@ def find_frames(source: TraceBytes, position: int, limit: int) -> Iterator[Frame
     """
     start, words = (position + 7) // 8 * 8, _FIRST_SCAN_WORDS
     left = MAX_SEARCHED * limit
-    while start + PREFIX_BYTES <= limit:
+    while (data := source.data_from(start)) is not None:  # a hole is all zeros
+        start = max(start, data // 8 * 8)
+        if start + PREFIX_BYTES > limit:
+            return
         words = min(words, (limit - start) // 8)
         try:
             window = source.read_some(start, min(limit, start + 8 * words + MAX_BATCH_METADATA_BYTES))
@@ -132,9 +134,13 @@ def find_frames(source: TraceBytes, position: int, limit: int) -> Iterator[Frame
 def read_message(source: TraceBytes, frame: Frame, before: bytes = b"") -> tuple[pa.Buffer, memoryview]:
     """Return `before` and a whole message behind it, in memory of their own, and its body in there.
 
-    Raises `TornError`, `OSError` and `MemoryError`.
+    Raises `FramingError`, `TornError`, `OSError` and `MemoryError`.
     """
     head, body_bytes = len(before) + len(frame.head), frame.end - frame.body_start
+    if source.is_mostly_hole(body_bytes):
+        raise FramingError(
+            f"it would be {body_bytes:,} bytes, most of them a hole in a file that holds {source.held_bytes():,}"
+        )
     data, view = aligned(head + body_bytes, head)
     view[: len(before)] = before
     view[len(before) : head] = frame.head
@@ -228,7 +234,7 @@ def _body_start(prefix: memoryview, position: int, limit: int) -> int | None:
         raise FramingError(f"no message starts at byte {position}")
     if metadata_bytes == 0:
         return None
-    if not 0 < metadata_bytes <= _MAX_METADATA_BYTES:
+    if not 0 < metadata_bytes <= MAX_METADATA_BYTES:
         raise FramingError(f"the message at byte {position} claims {metadata_bytes} bytes of metadata")
     body_start = position + PREFIX_BYTES + int(metadata_bytes)
     if body_start > limit:

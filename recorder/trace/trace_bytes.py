@@ -3,10 +3,13 @@
 A mapped file shows what somebody writes into it after it was checked, and ends the process where it was cut short.
 """
 
+import errno
 import os
 from typing import Final, Self
 
 import pyarrow as pa
+
+from .schema import MAX_BATCH_RATIO, MAX_FREE_BATCH_BYTES
 
 ALIGNMENT: Final = 64
 
@@ -30,6 +33,22 @@ class TraceBytes:
         """Return the file's size at this moment; raise `OSError` once it is closed."""
         return os.fstat(self._descriptor).st_size
 
+    def held_bytes(self) -> int:
+        """Return what the file takes on its disk, at most its size: a hole is as long as whoever made it likes."""
+        found = os.fstat(self._descriptor)
+        return min(found.st_size, 512 * getattr(found, "st_blocks", found.st_size))
+
+    def data_from(self, start: int) -> int | None:
+        """Return where there is something else than a hole from `start` on, None where there is nothing."""
+        try:
+            return os.lseek(self._descriptor, start, os.SEEK_DATA)
+        except (OSError, AttributeError) as error:
+            return None if getattr(error, "errno", 0) == errno.ENXIO else start
+
+    def is_mostly_hole(self, num_bytes: int) -> bool:
+        """Whether so many bytes are many times what the file holds: no memory is to be taken for them."""
+        return num_bytes > MAX_FREE_BATCH_BYTES and num_bytes > MAX_BATCH_RATIO * self.held_bytes()
+
     def again(self) -> Self:
         """Return the same file with a descriptor of its own, for one who may outlive this one."""
         return type(self)(os.dup(self._descriptor))
@@ -42,6 +61,8 @@ class TraceBytes:
 
     def read(self, start: int, end: int) -> memoryview:
         """Return bytes `start` to `end`, all of them; raise `TornError` and `OSError`."""
+        if self.is_mostly_hole(end - start):
+            raise TornError("is a hole in the file")
         data = memoryview(pa.allocate_buffer(end - start)).cast("B")
         self.fill(data, start)
         return data

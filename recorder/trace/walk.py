@@ -138,7 +138,7 @@ class Walk:
             if claim is None or not claim[1] or claim[0] < self._expected:
                 continue
             self._searched += frame.end - frame.start
-            if self._searched > MAX_SEARCHED * self._limit:
+            if self._searched > MAX_SEARCHED * self._source.held_bytes():
                 self._note(f"the search for the next whole batch was given up at byte {frame.start}")
                 return None
             batch = self._decode(frame)

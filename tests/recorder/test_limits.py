@@ -1,7 +1,9 @@
 """What a trace may ask of its reader: each limit holds, and the page that lists them says what the code says."""
 
 import importlib
+import os
 import re
+import struct
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,12 +11,15 @@ import pytest
 from kvcanary.recorder.cli.folder_inspection import _missing
 from kvcanary.recorder.errors import UnreadableTraceError
 from kvcanary.recorder.trace import framing, schema, walk
+from kvcanary.recorder.trace.encode import batch_metadata
 from kvcanary.recorder.trace.header import EngineInfo, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import TraceGap, TraceReader
+from kvcanary.recorder.trace.trace_bytes import TraceBytes
 
 from .documented_engine import run_requests, toy_engine
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "limits.md").read_text()
+HOLE = (64 << 30) + 8 * 12_345
 PLACES = (
     *("recorder.trace.schema", "replayer.report.violations", "replayer.report.merged.merging"),
     *("analysis.incidents.sites", "analysis.store.session", "analysis.store.sources"),
@@ -100,3 +105,57 @@ def test_a_columns_name_that_is_no_text_is_one_clear_error(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"time_ns", b"time_\xfes"))
     with pytest.raises(UnreadableTraceError, match="column"):
         TraceReader(path)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The sizes of the buffers that a reader makes."""
+    sizes, allocate = [], pa.allocate_buffer
+    monkeypatch.setattr(pa, "allocate_buffer", lambda size: sizes.append(size) or allocate(size))
+    return sizes
+
+
+def test_a_hole_that_a_batch_claims_takes_no_memory(tmp_path, taken):
+    """64 GiB of zeros take nothing on a disk."""
+    path = trace(tmp_path / "trace.arrow", compression="none")
+    data, size = path.read_bytes(), path.stat().st_size
+    source = TraceBytes(os.open(path, os.O_RDONLY))
+    frame = next(frame for frame in framing.find_frames(source, 8, size) if frame.kind == framing.RECORD_BATCH)
+    source.close()
+    claim = struct.pack("<q", frame.end - frame.body_start)
+    head = bytes(frame.head).replace(claim, struct.pack("<q", HOLE))
+    assert head != frame.head
+    path.write_bytes(data[: frame.start] + head + data[frame.body_start : frame.end])
+    os.truncate(path, frame.body_start + HOLE)
+    with TraceReader(path) as reader:
+        gaps = [item for item in reader.stream() if isinstance(item, TraceGap)]
+    assert [gap.kind for gap in gaps] == ["damaged"]
+    assert "most of them a hole" in gaps[0].cause
+    assert max(taken) < schema.MAX_FREE_BATCH_BYTES
+
+
+def test_a_footer_in_a_hole_takes_no_memory(tmp_path, taken):
+    path = trace(tmp_path / "trace.arrow")
+    with path.open("r+b") as file:
+        file.truncate(64 << 30)
+        file.seek(0, os.SEEK_END)
+        file.write(struct.pack("<i", (1 << 31) - 1) + framing.MAGIC)
+    with TraceReader(path) as reader:
+        assert not reader.complete
+        assert [item.num_events for item in reader.stream() if not isinstance(item, TraceGap)]
+    assert max(taken) < schema.MAX_FREE_BATCH_BYTES
+
+
+def test_a_batch_with_more_metadata_than_columns_need_is_left_out(tmp_path):
+    path = trace(tmp_path / "trace.arrow")
+    with TraceReader(path) as reader:
+        (batch,) = reader.stream()
+        records, header = batch.record_batch, reader.schema
+    for room, gaps in ((60_000, 0), (0, 1)):
+        metadata = batch_metadata(records, 0) | {b"x": bytes(schema.MAX_BATCH_METADATA_BYTES - room)}
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, header) as writer:
+            writer.write_batch(records, custom_metadata=metadata)
+        with TraceReader(path) as reader:
+            found = list(reader.stream())
+        assert [isinstance(item, TraceGap) for item in found] == [bool(gaps)]
+        assert not gaps or "damaged metadata" in found[0].cause
