@@ -10,7 +10,7 @@ SGLANG_VENV := .venv-sglang
 VLLM_VENV ?= .venv-vllm
 CONFORMANCE ?=
 
-.PHONY: demo test lint types layers unit page-test fuzz fuzz-inputs equality soak lab bench conformance-sglang conformance-vllm traces golden clean
+.PHONY: demo test lint types layers unit page-test fuzz fuzz-inputs equality soak lab bench conformance-sglang conformance-vllm traces golden docs mutants coverage clean
 
 demo: $(VENV)/.runtime
 	@echo "# a clean trace of a real engine: exit code 0"
@@ -107,6 +107,16 @@ conformance-vllm: $(VLLM_VENV)/.ready
 $(VLLM_VENV)/.ready: tests/conformance/vllm/install.sh pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	. $(VLLM_VENV)/bin/activate && tests/conformance/vllm/install.sh
+	touch $@
+
+# The pages as a site in build/site, with the Python API out of the docstrings; a warning is an error.
+docs: $(VENV)/.docs
+	rm -rf build/api && mkdir -p build/api/kvcanary
+	for part in __init__.py kernels recorder replayer analysis; do ln -s ../../../$$part build/api/kvcanary/$$part; done
+	$(BIN)/mkdocs build --strict
+
+$(VENV)/.docs: $(VENV)/.runtime
+	$(PIP) -e '.[docs]'
 	touch $@
 
 # Record the traces in data/ anew, from the real engine and from the simulated one, and the verdicts that tests expect of them.
