@@ -94,7 +94,7 @@ def _write(report: Path, traces: tuple[Path, ...], target: Path, total: int | No
     from ...replayer.report.merged.expansion import expand_tables, read_violations
     from ...replayer.report.violations import VIOLATION_SCHEMA
     from ..errors import AnalysisError
-    from ..incidents.sites import open_parquet, require_columns
+    from ..incidents.places import open_parquet, require_columns
     from ..store.output import private_output
 
     merged = rows = 0

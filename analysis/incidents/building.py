@@ -1,23 +1,20 @@
-"""From clusters and their judgements to rows of `incidents.parquet`."""
+"""From clusters and their diagnoses to rows of `incidents.parquet`."""
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...kernels.arrays import Int64Array
 from ...kernels.constants import FailReason, LaunchTag
-from .case import KV_HASH, Judgement
+from .cluster import KV_HASH, Diagnosis, request_query, slot_query
 from .facts import Facts
 from .merging import kind_of
+from .places import FINDING, VIOLATION, Places
 from .ranking import Ranked
 from .rules import RULES, UNKNOWN
 from .schema import MAX_LISTED
-from .sites import FINDING, VIOLATION, Sites
-from .words import group_name, place, reader, request_query, slot_query, when, writer_name
-
-Int64Array = npt.NDArray[np.int64]
 
 HIGH, MEDIUM, LOW = "high", "medium", "low"
 _HIGH_FROM: Final = 0.8
@@ -31,25 +28,25 @@ def confidence(score: float) -> str:
 
 
 def incident_rows(
-    sites: Sites, clusters: Int64Array, incidents: Int64Array, ranked: Sequence[Ranked], facts: Facts
+    places: Places, clusters: Int64Array, incidents: Int64Array, ranked: Sequence[Ranked], facts: Facts
 ) -> list[dict[str, Any]]:
     """Return one row an incident, in their order.
 
     Args:
-        sites: the report's places.
+        places: the report's places.
         clusters: each place's cluster.
         incidents: each cluster's incident.
         ranked: the judged clusters, the first ones.
         facts: what the trace tells.
     """
-    of_site = incidents[clusters]
-    order = np.argsort(of_site, kind="stable")
-    bounds = np.searchsorted(of_site[order], np.arange(int(incidents.max()) + 2))
+    of_place = incidents[clusters]
+    order = np.argsort(of_place, kind="stable")
+    bounds = np.searchsorted(of_place[order], np.arange(int(incidents.max()) + 2))
     rows = []
     for number in range(len(bounds) - 1):
         mine = order[bounds[number] : bounds[number + 1]]
         judged = [one for cluster, one in enumerate(ranked) if incidents[cluster] == number]
-        rows.append({"incident": number + 1, **_spread(sites, mine, facts), **_what(number + 1, judged, len(mine))})
+        rows.append({"incident": number + 1, **_spread(places, mine, facts), **_what(number + 1, judged, len(mine))})
     return rows
 
 
@@ -72,21 +69,21 @@ def _what(number: int, judged: Sequence[Ranked], places: int) -> dict[str, Any]:
     }
     if judged:
         best = judged[0]
-        kind, judgement = kind_of(best)
-        first = best.case.first
+        kind, diagnosis = kind_of(best)
+        first = best.cluster.first
         also = sum(kind_of(other)[0] == kind for other in judged[1:])
         found |= {
             "kind": kind,
             "title": RULES[kind].title if kind != UNKNOWN else "unknown",
-            "score": judgement.score if judgement is not None else (best.kinds[0][1].score if best.kinds else 0.0),
+            "score": diagnosis.score if diagnosis is not None else (best.kinds[0][1].score if best.kinds else 0.0),
             "alternatives": [other for other, _ in best.kinds[:MAX_ALTERNATIVES]],
             "alternative_scores": [round(other.score, 3) for _, other in best.kinds[:MAX_ALTERNATIVES]],
             "mode": first.mode,
-            "cause_event": judgement.cause_event if judgement is not None else -1,
+            "cause_event": diagnosis.cause_event if diagnosis is not None else -1,
             **_first_sign(best),
-            "sentence": _sentence(judgement, best, also),
+            "sentence": _sentence(diagnosis, best, also),
             "detail": RULES[kind].mechanism if kind != UNKNOWN else "",
-            "evidence": _queries(number, judgement, best.case.group(first), first.slot, first.request_id),
+            "evidence": _queries(number, diagnosis, best.cluster.group(first), first.slot, first.request_id),
         }
     found["score"] = round(found["score"], 3)
     found["confidence"] = confidence(found["score"]) if found["kind"] != UNKNOWN else LOW
@@ -95,21 +92,21 @@ def _what(number: int, judged: Sequence[Ranked], places: int) -> dict[str, Any]:
 
 def _first_sign(best: Ranked) -> dict[str, str]:
     """The first sign in words; a violation's, where there is one, since it knows what stands in the slot."""
-    case = best.case
-    sign = next((sign for sign in case.head if sign.bits), case.first)
-    asked = f"{reader(sign)}" + (f", position {sign.position}" if sign.position >= 0 else "")
+    cluster = best.cluster
+    sign = next((sign for sign in cluster.head if sign.bits), cluster.first)
+    asked = f"{sign.reader}" + (f", position {sign.position}" if sign.position >= 0 else "")
     words = {
         "first_request": asked if sign.request_id >= 0 or sign.mode == "sweep" else "",
         "in_slot": "",
         "expected": "",
     }
     if sign.slot > 0:
-        words["in_slot"] = f"{sign.slot:,}" + (f" of {group_name(case, sign)}" if sign.group >= 0 else "")
+        words["in_slot"] = f"{sign.slot:,}" + (f" of {cluster.group_name(sign)}" if sign.group >= 0 else "")
     if sign.bits and sign.writer_event >= 0:
         done = (
             "written now"
             if sign.writer_event == sign.event
-            else f"written in forward {sign.writer_forward:,} by {writer_name(sign)}"
+            else f"written in forward {sign.writer_forward:,} by {sign.writer_name}"
         )
         words["in_slot"] += f": token {sign.stored_token}, position {sign.stored_position}, {done}"
     elif sign.bits:
@@ -122,24 +119,24 @@ def _first_sign(best: Ranked) -> dict[str, str]:
     return words
 
 
-def _sentence(judgement: Judgement | None, best: Ranked, also: int) -> str:
-    first = best.case.first
-    if judgement is None:
+def _sentence(diagnosis: Diagnosis | None, best: Ranked, also: int) -> str:
+    first = best.cluster.first
+    if diagnosis is None:
         what = first.kind.replace("_", " ") or "+".join(r.name or "" for r in FailReason if first.bits & r)
-        said = f"no rule knows this: {what} in {when(first)}, {reader(first)}, {place(first)}"
+        said = f"no rule knows this: {what} in {first.when}, {first.reader}, {first.place}"
         said += f", {first.detail}" if first.detail else ""
     else:
-        said = judgement.sentence
+        said = diagnosis.sentence
     said = said[0].upper() + said[1:]
     return f"{said}; the same {also} more time{'s' if also > 1 else ''}" if also else said
 
 
-def _queries(number: int, judgement: Judgement | None, group: int, slot: int, request_id: int) -> list[str]:
+def _queries(number: int, diagnosis: Diagnosis | None, group: int, slot: int, request_id: int) -> list[str]:
     queries = [f"select * from incident_violations where incident = {number} order by event, number limit 50"]
     queries.append(f"select * from incident_findings where incident = {number} order by event, number limit 50")
     queries.append(f"from blast_radius(incident := {number})")
-    if judgement is not None:
-        queries += judgement.evidence
+    if diagnosis is not None:
+        queries += diagnosis.evidence
     if slot > 0:
         queries.append(slot_query(group, slot))
     if request_id >= 0:
@@ -147,32 +144,32 @@ def _queries(number: int, judgement: Judgement | None, group: int, slot: int, re
     return list(dict.fromkeys(queries))
 
 
-def _spread(sites: Sites, mine: Int64Array, facts: Facts) -> dict[str, Any]:
+def _spread(places: Places, mine: Int64Array, facts: Facts) -> dict[str, Any]:
     first = int(mine[0])
-    requests, at = np.unique(sites["request"][mine], return_index=True)
+    requests, at = np.unique(places["request"][mine], return_index=True)
     requests = requests[np.argsort(at, kind="stable")]
     requests = requests[requests >= 0]
     listed = requests[:MAX_LISTED].tolist()
-    slots = _slots(sites, mine, facts)
+    slots = _slots(places, mine, facts)
     runs = _runs(slots)
-    launches = np.bitwise_or.reduce(sites["launches"][mine])
-    runners = np.bitwise_or.reduce(sites["runners"][mine])
-    rows, sources = sites["rows"][mine], sites["source"][mine]
+    launches = np.bitwise_or.reduce(places["launches"][mine])
+    runners = np.bitwise_or.reduce(places["runners"][mine])
+    rows, sources = places["rows"][mine], places["source"][mine]
     names = Counter[str]()
-    for source, what in np.unique(np.stack([sources, sites["what"][mine]], axis=1), axis=0).tolist():
-        chosen = (sources == source) & (sites["what"][mine] == what)
-        names[_name(source, what, sites)] += int(rows[chosen].sum())
+    for source, what in np.unique(np.stack([sources, places["what"][mine]], axis=1), axis=0).tolist():
+        chosen = (sources == source) & (places["what"][mine] == what)
+        names[_name(source, what, places)] += int(rows[chosen].sum())
     return {
-        "first_forward": int(sites["forward"][first]),
-        "last_forward": int(sites["last_forward"][mine].max()),
-        "first_event": int(sites["event"][first]),
-        "time_ns": int(sites["time_ns"][first]),
-        "requests": [sites.names.get(request) or str(request) for request in listed],
+        "first_forward": int(places["forward"][first]),
+        "last_forward": int(places["last_forward"][mine].max()),
+        "first_event": int(places["event"][first]),
+        "time_ns": int(places["time_ns"][first]),
+        "requests": [places.names.get(request) or str(request) for request in listed],
         "request_ids": listed,
         "num_requests": len(requests),
         "slots": runs[:MAX_LISTED],
         "num_slots": len(slots),
-        "groups": np.unique(sites["group"][mine][sites["group"][mine] >= 0]).tolist(),
+        "groups": np.unique(places["group"][mine][places["group"][mine] >= 0]).tolist(),
         "halves": sorted({tag.name.split("_")[1] for tag in LaunchTag if launches >> tag & 1}),
         "runners": [runner for runner in range(62) if runners >> runner & 1],
         "violations": int(rows[sources == VIOLATION].sum()),
@@ -181,21 +178,21 @@ def _spread(sites: Sites, mine: Int64Array, facts: Facts) -> dict[str, Any]:
     }
 
 
-def _name(source: int, what: int, sites: Sites) -> str:
+def _name(source: int, what: int, places: Places) -> str:
     if source == FINDING:
-        return sites.kinds[what]
+        return places.kinds[what]
     return "+".join(reason.name or "" for reason in FailReason if what & reason) or "NONE"
 
 
-def _slots(sites: Sites, mine: Int64Array, facts: Facts) -> Int64Array:
+def _slots(places: Places, mine: Int64Array, facts: Facts) -> Int64Array:
     """Return `[n, 2] int64`, pool group and slot, of all that was named, each once."""
-    own = np.stack([sites["group"][mine], sites["slot"][mine]], axis=1)
+    own = np.stack([places["group"][mine], places["slot"][mine]], axis=1)
     parts = [own[own[:, 1] > 0]]
     if facts.named:
-        chosen = mine[(sites["source"][mine] == FINDING) & np.isin(sites["event"][mine], list(facts.named))]
+        chosen = mine[(places["source"][mine] == FINDING) & np.isin(places["event"][mine], list(facts.named))]
         for place_ in chosen.tolist():
-            group = int(sites["group"][place_])
-            slots = facts.named[int(sites["event"][place_])].get(group)
+            group = int(places["group"][place_])
+            slots = facts.named[int(places["event"][place_])].get(group)
             if slots is not None:
                 parts.append(np.stack([np.full(len(slots), group), slots], axis=1))
     return np.unique(np.concatenate(parts), axis=0)

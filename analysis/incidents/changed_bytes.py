@@ -5,15 +5,13 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array
+from ...recorder.capture.host_arrays import runs_to_slots
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 from .facts import Fact
-from .named_slots import named_slots
 
-Int64Array = npt.NDArray[np.int64]
-ByteArray = npt.NDArray[np.uint8]
 # Pool group and slot of a write, its event, its event's kind.
 Twin = tuple[tuple[int, int], int, str]
 
@@ -33,7 +31,7 @@ class ChangedBytes:
         """Remember a forward, or a transfer that landed."""
         self._recent.append(view)
 
-    def changes(self, view: EventView, wanted: Sequence[npt.NDArray[np.bool_]]) -> Iterator[tuple[int, int, Fact]]:
+    def changes(self, view: EventView, wanted: Sequence[BoolArray]) -> Iterator[tuple[int, int, Fact]]:
         """Yield pool group, slot and fact of each wanted slot that an event saw changed, each slot once."""
         streams = list(self._header.streams(int(view.scalar("runner"))))
         numbers, slots = (view.ints(f"kv_change_{name}") for name in ("stream", "slot"))
@@ -100,3 +98,18 @@ class ChangedBytes:
             at += len(part)
             table = self._header.groups[group].table
             yield group, stream.capture_bytes, part, out[table * tokens : (table + 1) * tokens]
+
+
+def named_slots(view: EventView, header: TraceHeader) -> dict[int, Int64Array]:
+    """Return the slots that an event names, `{pool group: [n] int64}`, in its order; runs that leave their pool are none."""
+    found: dict[int, Int64Array] = {}
+    groups, starts, counts = (view.ints(f"slot_{name}") for name in ("group", "start", "count"))
+    for number in np.unique(groups).tolist():
+        if not 0 <= number < len(header.groups):
+            continue
+        limit = header.groups[number].num_slots
+        mine = (groups == number) & (starts >= 0) & (counts > 0) & (starts < limit)
+        mine &= counts <= limit - np.where(mine, starts, 0)
+        if mine.any() and int(counts[mine].sum()) <= limit * 2:
+            found[number] = runs_to_slots(starts[mine], counts[mine])
+    return found

@@ -10,12 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
+from ...kernels.arrays import BoolArray, Int64Array
 from ...recorder.trace.header import TraceHeader
-
-Int64Array = npt.NDArray[np.int64]
 
 MAX_PLACES: Final = 20_000
 FACTS_A_SLOT: Final = 16
@@ -149,7 +145,7 @@ class Facts:
 class Wanted:
     """What to look for: a mask of slots for each pool group, each slot's first and last events of interest, requests, events."""
 
-    slots: Sequence[npt.NDArray[np.bool_]]
+    slots: Sequence[BoolArray]
     first: dict[tuple[int, int], int]
     until: dict[tuple[int, int], int]
     requests: frozenset[int]

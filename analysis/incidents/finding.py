@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...kernels.arrays import Int64Array
 from ...recorder.errors import TraceError
 from ...recorder.files import is_regular, new_private_file
 from ...recorder.trace.files import split_segment_name
@@ -25,11 +25,10 @@ from .facts import MAX_PLACES, Facts
 from .gathering import gather
 from .linking import NamedSlots, link
 from .merging import merge
-from .ranking import make_cases, rank
+from .places import FINDING, MAX_HELD, Places, iter_rows, place_keys, read_places
+from .ranking import make_clusters, rank
 from .schema import INCIDENT_SCHEMA, INCIDENTS_NAME, MEMBER_SCHEMA, MEMBERS_NAME, STAMP_KEY
-from .sites import FINDING, MAX_SITES, Sites, iter_rows, read_sites, site_keys
 
-Int64Array = npt.NDArray[np.int64]
 TRANSFER_DIFFERS = "transfer_differs"
 _SOURCES = pa.array(["violation", "finding"])
 
@@ -39,35 +38,35 @@ class Incidents:
     """A report's incidents: `rows` as in `INCIDENT_SCHEMA`, and to which of them each place of the report belongs."""
 
     rows: list[dict[str, Any]]
-    sites: Sites
-    of_site: Int64Array
+    places: Places
+    of_place: Int64Array
 
 
-def find_incidents(report: Path, traces: Sequence[Path], *, max_sites: int = MAX_SITES) -> Incidents:
+def find_incidents(report: Path, traces: Sequence[Path], *, max_places: int = MAX_HELD) -> Incidents:
     """Find the incidents of a report.
 
     Args:
         report: the folder that kvcanary-replay wrote.
         traces: its trace, or the segments of it; none where it is not at hand, which makes the kinds less certain.
-        max_sites: how many places to hold at most.
+        max_places: how many places to hold at most.
 
     Raises:
         AnalysisError: the report's files are missing or damaged.
     """
-    sites = read_sites(report, limit=max_sites)
-    if not len(sites):
-        return Incidents(rows=[], sites=sites, of_site=np.zeros(0, np.int64))
+    places = read_places(report, limit=max_places)
+    if not len(places):
+        return Incidents(rows=[], places=places, of_place=np.zeros(0, np.int64))
     facts = Facts()
     try:
-        facts = gather(traces, sites)
+        facts = gather(traces, places)
     except TraceError as error:
         raise AnalysisError(str(error)) from None
     groups = facts.header.groups if facts.header is not None else ()
-    clusters = link(sites, groups, list(_named(sites, facts)))
-    ranked = [rank(case) for case in make_cases(report, sites, clusters, facts)]
-    incidents = merge(ranked, sites, clusters)
-    rows = incident_rows(sites, clusters, incidents, ranked, facts)
-    return Incidents(rows=rows, sites=sites, of_site=incidents[clusters])
+    clusters = link(places, groups, list(_named(places, facts)))
+    ranked = [rank(cluster) for cluster in make_clusters(report, places, clusters, facts)]
+    incidents = merge(ranked, places, clusters)
+    rows = incident_rows(places, clusters, incidents, ranked, facts)
+    return Incidents(rows=rows, places=places, of_place=incidents[clusters])
 
 
 def trace_files(trace: Path, trace_id: str) -> list[Path]:
@@ -158,25 +157,25 @@ def _stamp(report: Path) -> bytes:
     return json.dumps(sizes).encode()
 
 
-def _named(sites: Sites, facts: Facts) -> Iterator[NamedSlots]:
+def _named(places: Places, facts: Facts) -> Iterator[NamedSlots]:
     """The slots of the events behind findings about more than one slot, and the full slots of sliding-window ones."""
     groups = facts.header.groups if facts.header is not None else ()
-    chosen = np.flatnonzero((sites["source"] == FINDING) & np.isin(sites["event"], list(facts.named)))
+    chosen = np.flatnonzero((places["source"] == FINDING) & np.isin(places["event"], list(facts.named)))
     for place in chosen.tolist():
-        group = int(sites["group"][place])
-        slots = facts.named[int(sites["event"][place])].get(group)
+        group = int(places["group"][place])
+        slots = facts.named[int(places["event"][place])].get(group)
         if slots is not None:
-            if sites.kinds[int(sites["what"][place])] == TRANSFER_DIFFERS and group < len(groups):
+            if places.kinds[int(places["what"][place])] == TRANSFER_DIFFERS and group < len(groups):
                 slots = _with_neighbours(slots, groups[group])
-            yield NamedSlots(site=place, group=group, slots=slots)
-    for place in range(min(len(sites), MAX_PLACES)):
-        group = int(sites["group"][place])
+            yield NamedSlots(place=place, group=group, slots=slots)
+    for place in range(min(len(places), MAX_PLACES)):
+        group = int(places["group"][place])
         if not 0 <= group < len(groups) or groups[group].lut < 0:
             continue
-        history = facts.of(group, int(sites["slot"][place]), upto=int(sites["event"][place]))
+        history = facts.of(group, int(places["slot"][place]), upto=int(places["event"][place]))
         full = [fact.via for fact in history if fact.what == "written"][-2:]
         if full:
-            yield NamedSlots(site=place, group=-1 - groups[group].table, slots=np.array(full, np.int64))
+            yield NamedSlots(place=place, group=-1 - groups[group].table, slots=np.array(full, np.int64))
 
 
 def _with_neighbours(slots: Int64Array, group: PoolGroup) -> Int64Array:
@@ -187,12 +186,12 @@ def _with_neighbours(slots: Int64Array, group: PoolGroup) -> Int64Array:
 
 def _members(report: Path, found: Incidents) -> Iterator[pa.Table]:
     """Each row's incident, in the order of the files."""
-    keys = found.sites["key"].view(np.uint64)
+    keys = found.places["key"].view(np.uint64)
     order = np.argsort(keys)
-    keys, of_key = keys[order], found.of_site[order]
-    kinds = {kind: number for number, kind in enumerate(found.sites.kinds)}
+    keys, of_key = keys[order], found.of_place[order]
+    kinds = {kind: number for number, kind in enumerate(found.places.kinds)}
     for columns in iter_rows(report, kinds):
-        mine = site_keys(columns, found.sites.shift)
+        mine = place_keys(columns, found.places.shift)
         at = np.minimum(np.searchsorted(keys, mine), max(len(keys) - 1, 0))
         if len(mine) and (not len(keys) or bool((keys[at] != mine).any())):
             raise AnalysisError(f"{report}: changed while it was read; run kvcanary incidents again")

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...kernels.arrays import Int64Array
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView, TraceBatch, TraceReader
 from ...recorder.trace.schema import RECEIVE, TIER_POOL
-from .changed_bytes import ChangedBytes
+from .changed_bytes import ChangedBytes, named_slots
 from .facts import (
     MAX_PLACES,
     MAX_REWRITES,
@@ -24,15 +24,12 @@ from .facts import (
     Status,
     Wanted,
 )
-from .named_slots import named_slots
-from .sites import FINDING, Sites
-
-Int64Array = npt.NDArray[np.int64]
+from .places import FINDING, Places
 
 _SLOTS_OF_A_REWRITE: Final = 64
 
 
-def gather(traces: Sequence[Path], sites: Sites) -> Facts:
+def gather(traces: Sequence[Path], places: Places) -> Facts:
     """Read what a trace, or the segments of one, tells of a report's places.
 
     A torn or damaged trace gives what is whole of it. Of an event whose columns do not fit one another nothing is taken.
@@ -44,23 +41,23 @@ def gather(traces: Sequence[Path], sites: Sites) -> Facts:
     for path in traces:
         with TraceReader(path) as reader:
             if gathering is None:
-                gathering = _Gathering(reader.header, _wanted(sites, reader.header))
+                gathering = _Gathering(reader.header, _wanted(places, reader.header))
             for item in reader.stream():
                 if isinstance(item, TraceBatch):
                     gathering.take(item)
     return gathering.facts if gathering is not None else Facts()
 
 
-def _wanted(sites: Sites, header: TraceHeader) -> Wanted:
+def _wanted(places: Places, header: TraceHeader) -> Wanted:
     groups = header.groups
     masks = [np.zeros(group.num_slots, np.bool_) for group in groups]
     first: dict[tuple[int, int], int] = {}
     until: dict[tuple[int, int], int] = {}
     events, requests = set(), set()
-    for i in range(min(len(sites), MAX_PLACES)):
-        group, slot, event = (int(sites[name][i]) for name in ("group", "slot", "event"))
-        requests.add(int(sites["request"][i]))
-        if sites["source"][i] == FINDING:
+    for i in range(min(len(places), MAX_PLACES)):
+        group, slot, event = (int(places[name][i]) for name in ("group", "slot", "event"))
+        requests.add(int(places["request"][i]))
+        if places["source"][i] == FINDING:
             events.add(event)
         if group < 0 and slot > 0:  # a slot of the block table
             group = next((g for g, known in enumerate(groups) if known.lut < 0), -1)

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...kernels.arrays import BoolArray, Int64Array
 from ...kernels.constants import FailReason
 from ...recorder.trace.header import PoolGroup
-from .sites import FINDING, Sites
-
-Int64Array = npt.NDArray[np.int64]
+from .places import FINDING, Places
 
 # A draft's records stand one position further on.
 _NEIGHBOUR: Final = 1
@@ -26,34 +24,34 @@ _SPACES: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSlots:
-    """Further slots of a place: `slots` `[n] int64` of one pool group, for place `site`.
+    """Further slots of a place: `slots` `[n] int64` of one pool group, for place `place`.
 
     They are the slots that the event behind a finding names, or the full slots through which a sliding-window slot was
     written.
     """
 
-    site: int
+    place: int
     group: int
     slots: Int64Array
 
 
-def link(sites: Sites, groups: Sequence[PoolGroup], named: Sequence[NamedSlots]) -> Int64Array:
+def link(places: Places, groups: Sequence[PoolGroup], named: Sequence[NamedSlots]) -> Int64Array:
     """Return each place's cluster, `[n] int64`, numbered from 0 in order of their first events."""
-    count = len(sites)
-    pages = np.arange(count), page_nodes(sites["group"], sites["slot"], groups)
+    count = len(places)
+    pages = np.arange(count), page_nodes(places["group"], places["slot"], groups)
     extra = [page_nodes(np.full(len(n.slots), n.group), n.slots, groups) for n in named]
-    owners = [np.full(len(n.slots), n.site) for n in named]
-    site = np.concatenate([pages[0], *owners])
+    owners = [np.full(len(n.slots), n.place) for n in named]
+    place = np.concatenate([pages[0], *owners])
     node = np.concatenate([pages[1], *extra])
-    edges = [_same(site[node >= 0], node[node >= 0])]
-    mine = np.flatnonzero(sites["request"] >= 0)
-    request, event = sites["request"][mine], sites["event"][mine]
+    edges = [_same(place[node >= 0], node[node >= 0])]
+    mine = np.flatnonzero(places["request"] >= 0)
+    request, event = places["request"][mine], places["event"][mine]
     edges.append(_consecutive(mine, request, event, reach=0))
-    fed = np.flatnonzero(_is_input(sites))
-    edges.append(_consecutive(fed, np.zeros_like(fed), sites["event"][fed], reach=0))
-    placed = mine[sites["position"][mine] >= 0]
-    reach = max(_NEIGHBOUR, 1 << sites.shift)
-    edges.append(_consecutive(placed, sites["request"][placed], sites["position"][placed], reach=reach))
+    fed = np.flatnonzero(_is_input(places))
+    edges.append(_consecutive(fed, np.zeros_like(fed), places["event"][fed], reach=0))
+    placed = mine[places["position"][mine] >= 0]
+    reach = max(_NEIGHBOUR, 1 << places.shift)
+    edges.append(_consecutive(placed, places["request"][placed], places["position"][placed], reach=reach))
     a, b = (np.concatenate([edge[side] for edge in edges]) for side in (0, 1))
     return np.unique(components(count, a, b), return_inverse=True)[1].astype(np.int64)
 
@@ -94,31 +92,31 @@ def components(count: int, a: Int64Array, b: Int64Array) -> Int64Array:
     return label
 
 
-def _is_input(sites: Sites) -> npt.NDArray[np.bool_]:
+def _is_input(places: Places) -> BoolArray:
     """Whether a place is about what the model was fed, `[n] bool`."""
-    kinds = [number for number, kind in enumerate(sites.kinds) if kind in ("input_not_truth", "input_not_sampled")]
+    kinds = [number for number, kind in enumerate(places.kinds) if kind in ("input_not_truth", "input_not_sampled")]
     written = int(FailReason.WRITE_TOKEN | FailReason.WRITE_POSITION)
-    is_finding = sites["source"] == FINDING
-    found: npt.NDArray[np.bool_] = np.where(
-        is_finding, np.isin(sites["what"], np.array(kinds, np.int64)), (sites["what"] & written) != 0
+    is_finding = places["source"] == FINDING
+    found: BoolArray = np.where(
+        is_finding, np.isin(places["what"], np.array(kinds, np.int64)), (places["what"] & written) != 0
     )
     return found
 
 
-def _same(site: Int64Array, node: Int64Array) -> tuple[Int64Array, Int64Array]:
-    order = np.lexsort((site, node))
-    site, node = site[order], node[order]
+def _same(place: Int64Array, node: Int64Array) -> tuple[Int64Array, Int64Array]:
+    order = np.lexsort((place, node))
+    place, node = place[order], node[order]
     equal = node[1:] == node[:-1]
-    return site[:-1][equal], site[1:][equal]
+    return place[:-1][equal], place[1:][equal]
 
 
 def _consecutive(
-    site: Int64Array, first: Int64Array, second: Int64Array, *, reach: int
+    place: Int64Array, first: Int64Array, second: Int64Array, *, reach: int
 ) -> tuple[Int64Array, Int64Array]:
     """Edges between places whose first keys are the same, and whose second ones differ by `reach` at most."""
     order = np.lexsort((second, first))
-    site, first, second = site[order], first[order], second[order]
+    place, first, second = place[order], first[order], second[order]
     # Nothing here is larger than it looks: hostile numbers that wrap around come out negative.
     distance = second[1:] - second[:-1]
     near = (first[1:] == first[:-1]) & (distance >= 0) & (distance <= reach)
-    return site[:-1][near], site[1:][near]
+    return place[:-1][near], place[1:][near]

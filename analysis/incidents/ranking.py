@@ -1,4 +1,4 @@
-"""From clusters to cases, and from each case to its kinds, ranked."""
+"""From clusters to clusters, and from each cluster to its kinds, ranked."""
 
 import json
 from collections import Counter
@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from ...kernels.arrays import Int64Array
 from ...replayer.report.findings import ADDED_COLUMNS, uncounted
-from .case import Case, Judgement, Sign
+from .cluster import Cluster, Diagnosis, Sign
 from .facts import Facts
+from .places import FINDING, VIOLATION, Places, open_parquet, require_columns
 from .rules import RULES
-from .sites import FINDING, VIOLATION, Sites, open_parquet, require_columns
-
-Int64Array = npt.NDArray[np.int64]
 
 # Clusters past these are not judged one by one; they go with a judged one of the same signs.
-MAX_CASES: Final = 256
-SIGNS_A_CASE: Final = 64
+MAX_CLUSTERS: Final = 256
+SIGNS_A_CLUSTER: Final = 64
 
 _TEXT: Final = ("request", "mode", "oracle", "writer_request", "launch", "detail", "kind", "cause", "evidence")
 _VIOLATION_FIELDS: Final = {
@@ -62,32 +60,32 @@ _BOTH: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """One cluster's kinds, best first, each with its judgement; `case` is what they were judged by."""
+    """One cluster's kinds, best first, each with its diagnosis; `cluster` is what they were judged by."""
 
-    case: Case
-    kinds: tuple[tuple[str, Judgement], ...]
+    cluster: Cluster
+    kinds: tuple[tuple[str, Diagnosis], ...]
 
 
-def make_cases(report: Path, sites: Sites, clusters: Int64Array, facts: Facts) -> list[Case]:
-    """Return the earliest `MAX_CASES` clusters as cases, in their order.
+def make_clusters(report: Path, places: Places, clusters: Int64Array, facts: Facts) -> list[Cluster]:
+    """Return the earliest `MAX_CLUSTERS` clusters as clusters, in their order.
 
     Args:
         report: the folder, from which the earliest rows of each cluster are read in full.
-        sites: its places.
+        places: its places.
         clusters: each place's cluster.
         facts: what the trace tells; empty where it is not at hand.
 
     Raises:
         AnalysisError: the report's files are damaged.
     """
-    total = min(int(clusters.max()) + 1, MAX_CASES) if len(clusters) else 0
+    total = min(int(clusters.max()) + 1, MAX_CLUSTERS) if len(clusters) else 0
     members: list[list[int]] = [[] for _ in range(total)]
     kinds: list[Counter[str]] = [Counter() for _ in range(total)]
     reasons: list[Counter[int]] = [Counter() for _ in range(total)]
-    _count(sites, clusters, total, kinds, reasons)
+    _count(places, clusters, total, kinds, reasons)
     order = np.flatnonzero(clusters < total)
     for i, cluster in zip(order.tolist(), clusters[order].tolist(), strict=True):
-        if len(members[cluster]) < SIGNS_A_CASE:
+        if len(members[cluster]) < SIGNS_A_CLUSTER:
             members[cluster].append(i)
     wanted = np.array(sorted({i for mine in members for i in mine}), np.int64)
     signs: dict[int, Sign] = {}
@@ -95,32 +93,32 @@ def make_cases(report: Path, sites: Sites, clusters: Int64Array, facts: Facts) -
         (VIOLATION, "violations", _VIOLATION_FIELDS),
         (FINDING, "findings", _FINDING_FIELDS),
     ):
-        mine = wanted[sites["source"][wanted] == source]
-        signs |= _read_signs(report / f"{name}.parquet", mine, sites["row"][mine], {**_BOTH, **fields}, facts.modes)
+        mine = wanted[places["source"][wanted] == source]
+        signs |= _read_signs(report / f"{name}.parquet", mine, places["row"][mine], {**_BOTH, **fields}, facts.modes)
     return [
-        Case(signs=[signs[i] for i in members[c]], kinds=kinds[c], reasons=reasons[c], facts=facts)
+        Cluster(signs=[signs[i] for i in members[c]], kinds=kinds[c], reasons=reasons[c], facts=facts)
         for c in range(total)
     ]
 
 
-def rank(case: Case) -> Ranked:
-    """Judge a case by every rule."""
-    found = [(kind, judgement) for kind, rule in RULES.items() if (judgement := rule.judge(case)) is not None]
+def rank(cluster: Cluster) -> Ranked:
+    """Judge a cluster by every rule."""
+    found = [(kind, diagnosis) for kind, rule in RULES.items() if (diagnosis := rule.diagnose(cluster)) is not None]
     found.sort(key=lambda item: -item[1].score)  # stable: what stands first in the list of rules stays first
-    return Ranked(case=case, kinds=tuple(found))
+    return Ranked(cluster=cluster, kinds=tuple(found))
 
 
 def _count(
-    sites: Sites, clusters: Int64Array, total: int, kinds: Sequence[Counter[str]], reasons: Sequence[Counter[int]]
+    places: Places, clusters: Int64Array, total: int, kinds: Sequence[Counter[str]], reasons: Sequence[Counter[int]]
 ) -> None:
     """Add up the rows of each cluster by what they say."""
     mine = clusters < total
-    packed = np.stack([clusters[mine], sites["source"][mine], sites["what"][mine]], axis=1)
+    packed = np.stack([clusters[mine], places["source"][mine], places["what"][mine]], axis=1)
     unique, place = np.unique(packed, axis=0, return_inverse=True)
-    rows = np.bincount(place.reshape(-1), weights=sites["rows"][mine], minlength=len(unique))
+    rows = np.bincount(place.reshape(-1), weights=places["rows"][mine], minlength=len(unique))
     for (cluster, source, what), count in zip(unique.tolist(), rows.tolist(), strict=True):
         if source == FINDING:
-            kinds[cluster][sites.kinds[what]] += int(count)
+            kinds[cluster][places.kinds[what]] += int(count)
         else:
             reasons[cluster][what] += int(count)
 

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis.incidents.finding import find_incidents, read_incidents, write_incidents
 from kvcanary.analysis.incidents.linking import components, page_nodes
-from kvcanary.analysis.incidents.sites import read_sites
+from kvcanary.analysis.incidents.places import read_places
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.trace.header import PoolGroup
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
@@ -38,7 +38,7 @@ def test_a_hundred_thousand_violations_of_one_fault_are_one_incident(tried, tmp_
     assert row["kind"] == "kv_changed"
     assert row["violations"] == sum(many["num_forwards"].to_pylist()) > many.num_rows > 100_000
     assert row["last_forward"] == 1000 + times - 1
-    assert len(found.sites) < 100
+    assert len(found.places) < 100
     write_incidents(report, found)
     members = pq.read_table(report / "incident_members.parquet")
     assert members.num_rows == many.num_rows + pq.read_metadata(report / "findings.parquet").num_rows
@@ -87,13 +87,13 @@ def test_two_faults_in_one_trace_are_two_incidents(two_faults):
 
 def test_places_beyond_the_limit_are_counted_together_and_nothing_is_lost(tried, tmp_path):
     trial = tried("radix_insert_then_free", "mha", 3)
-    all_of_them = read_sites(trial.reports[0])
-    few = read_sites(trial.reports[0], limit=64)
+    all_of_them = read_places(trial.reports[0])
+    few = read_places(trial.reports[0], limit=64)
     assert len(few) <= 64 < len(all_of_them)
     assert few.shift > 0
     assert few["rows"].sum() == all_of_them["rows"].sum()
     report = copied(trial.reports[0], tmp_path / "few.report")
-    found = find_incidents(report, trial.traces, max_sites=64)
+    found = find_incidents(report, trial.traces, max_places=64)
     assert found.rows[0]["kind"] == "radix_insert_then_free"
     write_incidents(report, found)
     rows = sum(pq.read_metadata(report / f"{name}.parquet").num_rows for name in ("violations", "findings"))

@@ -1,7 +1,7 @@
 """What a report holds, as places: violations and findings at one slot for one request and reason count as one.
 
 A fault that lasts is found anew in every forward, so ten million rows come from far fewer places; where the replay has
-merged such rows, each counts as often as it was found. The files are read once, in row groups; what is held is one line a place, and never more than `MAX_SITES` lines: past that, neighbouring
+merged such rows, each counts as often as it was found. The files are read once, in row groups; what is held is one line a place, and never more than `MAX_HELD` lines: past that, neighbouring
 slots and positions count as one place, 16, 256, ... at a time.
 """
 
@@ -16,14 +16,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...kernels.arrays import Int64Array
 from ...replayer.report.findings import FINDING_SCHEMA
 from ...replayer.report.violations import PARQUET_ERRORS, VIOLATION_SCHEMA
 from ..errors import AnalysisError
 
-Int64Array = npt.NDArray[np.int64]
-
 # About 120 bytes each, and a quarter more for what was read since they were last folded; three times that while they are.
-MAX_SITES: Final = 2_000_000
+MAX_HELD: Final = 2_000_000
 ROWS_AT_ONCE: Final = 65_536
 VIOLATION, FINDING = 0, 1
 NUMBERS: Final = {
@@ -62,14 +61,14 @@ _FIRST: Final = (*_KEYS, "row", "forward", "time_ns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sites:
+class Places:
     """Places, `[n]` each, in order of their first event.
 
     `source` (violation or finding), `what` (a violation's reason bits, or a number of `kinds`), `group`, `slot`,
     `request`, `position`; `row` is the number of its first row in its file, `event`, `forward`, `time_ns` are that
     row's, `last_forward` is the last of all, `rows` how often it was found, a row a forward; `launches` and `runners` have a bit for each launch tag
     and runner. `names` are the requests' by id. `shift`: slots and positions are counted in units of
-    `2 ** shift`; `key` is what `site_keys` gives for their rows.
+    `2 ** shift`; `key` is what `place_keys` gives for their rows.
     """
 
     columns: dict[str, Int64Array]
@@ -84,7 +83,7 @@ class Sites:
         return self.columns[name]
 
 
-def read_sites(report: Path, *, limit: int = MAX_SITES) -> Sites:
+def read_places(report: Path, *, limit: int = MAX_HELD) -> Places:
     """Read a report's violations and findings.
 
     Args:
@@ -107,7 +106,7 @@ def read_sites(report: Path, *, limit: int = MAX_SITES) -> Sites:
     held, shift = _within(held, shift, limit)
     [found] = held
     order = np.lexsort((found["row"], found["source"], found["event"]))
-    return Sites(
+    return Places(
         columns={name: values[order] for name, values in found.items()}, kinds=tuple(kinds), names=names, shift=shift
     )
 
@@ -172,7 +171,7 @@ def require_columns(path: Path, file: pq.ParquetFile, names: Any) -> None:
         )
 
 
-def site_keys(columns: dict[str, Int64Array], shift: int) -> npt.NDArray[np.uint64]:
+def place_keys(columns: dict[str, Int64Array], shift: int) -> npt.NDArray[np.uint64]:
     """Return what tells the places of rows apart, `[n] uint64`: a 64-bit hash of the place."""
     key = np.zeros(len(columns["row"]), np.uint64)
     for name in _KEYS:
@@ -202,7 +201,7 @@ def _within(held: list[dict[str, Int64Array]], shift: int, limit: int) -> tuple[
 
 def _folded(columns: dict[str, Int64Array], shift: int) -> dict[str, Int64Array]:
     """One line a place: its first row, and counts over all."""
-    key = site_keys(columns, shift)
+    key = place_keys(columns, shift)
     if not len(key):
         return {**columns, "key": key.view(np.int64)}
     order = np.argsort(key, kind="stable")  # rows come in their order, so the first of a place stays the first

@@ -1,0 +1,268 @@
+"""What a rule sees of a cluster of damage: its earliest signs, what else was found, and what the trace says."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ...kernels.constants import FailReason
+from ...recorder.trace.header import PoolGroup
+from .facts import Fact, Facts, Rewrite
+
+CHAIN: Final = int(FailReason.VERIFY_CHAIN_HASH)
+POSITION: Final = int(FailReason.VERIFY_POSITION)
+KV_HASH: Final = int(FailReason.VERIFY_KV_HASH)
+TOKEN: Final = int(FailReason.VERIFY_TOKEN)
+WRITE_TOKEN: Final = int(FailReason.WRITE_TOKEN)
+WRITE_POSITION: Final = int(FailReason.WRITE_POSITION)
+CONTENT: Final = CHAIN | POSITION | TOKEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """A violation (`bits` are its reasons, `kind` is empty) or a finding (`kind`), as in the report's row.
+
+    `position` is where the request expects the slot, `stored_position` what the slot's record says. -1 if a field does
+    not apply. A finding's `stored_token` is what was fed or stands in the slot; `cause` tells findings of one kind apart;
+    `detail` is for sentences alone.
+    """
+
+    kind: str
+    bits: int
+    event: int
+    forward: int
+    mode: str
+    runner: int
+    group: int
+    request_id: int
+    request: str
+    row: int
+    position: int
+    slot: int
+    count: int = 1
+    stored_token: int = -1
+    expected_token: int = -1
+    stored_position: int = -1
+    writer_event: int = -1
+    writer_forward: int = -1
+    writer_request_id: int = -1
+    writer_request: str = ""
+    oracle: str = ""
+    launch: str = ""
+    detail: str = ""
+    cause: str = ""
+    evidence: tuple[int, ...] = ()
+
+    @property
+    def reader(self) -> str:
+        """The request, with its row, in words."""
+        if self.request_id < 0:
+            return "the prefix cache" if self.mode == "sweep" else "nobody"
+        return _request(self.request, self.request_id) + (f" (row {self.row})" if self.row > 0 else "")
+
+    @property
+    def place(self) -> str:
+        """The slot, with its group and the position that it stands for, in words."""
+        words = f"slot {self.slot}" if self.count == 1 else f"slot {self.slot} and {self.count - 1} more"
+        if self.group >= 0:
+            words += f" of group {self.group}"
+        return words + (f", position {self.position}" if self.position >= 0 else "")
+
+    @property
+    def when(self) -> str:
+        """The forward, in words."""
+        if self.forward < 0:
+            return f"event {self.event}"
+        return f"forward {self.forward}" + (f" ({self.mode})" if self.mode else "")
+
+    @property
+    def writer_name(self) -> str:
+        """The request that wrote a violation's slot last."""
+        return _request(self.writer_request, self.writer_request_id)
+
+    @property
+    def writer(self) -> str:
+        """Who wrote a violation's slot last, in words."""
+        if self.writer_event < 0:
+            return "nobody in this trace"
+        return f"{self.writer_name} in forward {self.writer_forward}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What a rule makes of a cluster.
+
+    `score`: how much of what its mechanism leaves behind is there, 0 to 1. `sentence` explains, in plain words.
+    `evidence` are queries beside those that every incident has. `cause_event` is the event in which it went wrong, -1 if
+    the trace does not show it; clusters of one kind with one cause are one incident. `follows_event` is an event that did
+    something else wrong, of which this is a part: whatever cluster has signs there, this belongs to it.
+    """
+
+    score: float
+    sentence: str
+    evidence: tuple[str, ...] = ()
+    cause_event: int = -1
+    follows_event: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`signs` are the earliest ones, in order; `kinds` counts findings, `reasons` rows by reason bits.
+
+    `facts` is empty if the trace is not at hand; rules then go by the signs alone, and score lower.
+    """
+
+    signs: Sequence[Sign]
+    kinds: Counter[str]
+    reasons: Counter[int]
+    facts: Facts = field(default_factory=Facts)
+
+    @property
+    def first(self) -> Sign:
+        """The earliest sign."""
+        return self.signs[0]
+
+    @property
+    def head(self) -> list[Sign]:
+        """The signs of the first event."""
+        return [sign for sign in self.signs if sign.event == self.first.event]
+
+    @property
+    def has_trace(self) -> bool:
+        """Whether the trace was at hand."""
+        return self.facts.header is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the trace promises to have every allocation and free."""
+        return self.facts.header is not None and self.facts.header.slot_history == "complete"
+
+    @property
+    def groups(self) -> tuple[PoolGroup, ...]:
+        """The header's pool groups; none without a trace."""
+        return self.facts.header.groups if self.facts.header is not None else ()
+
+    def finding(self, *kinds: str, anywhere: bool = False) -> Sign | None:
+        """Return the first finding of certain kinds among the head, or among all signs."""
+        return next((sign for sign in (self.signs if anywhere else self.head) if sign.kind in kinds), None)
+
+    def violation(self, bits: int) -> Sign | None:
+        """Return the head's first violation that has one of certain reasons."""
+        return next((sign for sign in self.head if sign.bits & bits), None)
+
+    def only_kv_hash(self) -> Sign | None:
+        """Return the first violation if the head says nothing but that KV bytes are not those written."""
+        return self.first if all(sign.bits == KV_HASH for sign in self.head) else None
+
+    def group(self, sign: Sign) -> int:
+        """Return a sign's pool group; of one that names the block table's slot, the first full group of its runner."""
+        if sign.group >= 0 or sign.slot < 0:
+            return sign.group
+        return next((g for g, known in enumerate(self.groups) if known.lut < 0 and known.runner == sign.runner), 0)
+
+    def group_name(self, sign: Sign) -> str:
+        """Return a sign's pool group by its name, if the trace is at hand."""
+        group = self.group(sign)
+        return f"pool {self.groups[group].name}" if 0 <= group < len(self.groups) else f"group {group}"
+
+    def is_sliding(self, sign: Sign) -> bool:
+        """Whether a sign is about slots behind a full-to-SWA table."""
+        group = self.group(sign)
+        return 0 <= group < len(self.groups) and self.groups[group].lut >= 0
+
+    def last(self, sign: Sign, *whats: str, before: int | None = None) -> Fact | None:
+        """Return the last of certain things that happened to a sign's slot, up to its event."""
+        upto = sign.event if before is None else before - 1
+        return self.facts.last(self.group(sign), sign.slot, whats, upto=upto)
+
+    def history(self, sign: Sign) -> list[Fact]:
+        """Return what happened to a sign's slot up to its event."""
+        return self.facts.of(self.group(sign), sign.slot, upto=sign.event)
+
+    def filled_between(self, sign: Sign, first: int, last: int, *whats: str) -> bool:
+        """Whether certain things happened to a sign's slot between two events."""
+        return any(fact.what in whats and first < fact.event < last for fact in self.history(sign))
+
+    def rewrite_of(self, sign: Sign) -> Rewrite | None:
+        """Return the last change of the sign's request's row that covers its position, before it."""
+        found = None
+        for change in self.facts.rewrites.get(sign.request_id, ()):
+            inside = change.first_position <= sign.position < change.first_position + change.count
+            if change.event <= sign.event and inside:
+                found = change
+        return found
+
+    def evidence(self, sign: Sign, *events: int) -> tuple[str, ...]:
+        """Return the queries for all that happened to a sign's slot, and for events if there are any."""
+        return slot_query(self.group(sign), sign.slot), *([events_query(events)] if events else [])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A kind of incident.
+
+    Attributes:
+        kind: its name: a fault class.
+        title: in three or four words.
+        mechanism: what goes wrong in the engine, and what that leaves behind; the class's reference at its end.
+        diagnose: scores a cluster, None if nothing speaks for this kind.
+        recurs: the mistake is in code that runs again and again, so that clusters of this kind are one incident even
+            if they share neither slot nor request.
+        aftermath: what this kind leaves behind comes of other mistakes as well: if one hit the same request before,
+            it is a part of that.
+    """
+
+    kind: str
+    title: str
+    mechanism: str
+    diagnose: Callable[[Cluster], Diagnosis | None]
+    recurs: bool = False
+    aftermath: bool = False
+
+
+def rule(
+    title: str, mechanism: str, *, recurs: bool = False, aftermath: bool = False
+) -> Callable[[Callable[[Cluster], Diagnosis | None]], Rule]:
+    """Make a rule of the function that diagnoses; its name is the kind."""
+
+    def make(diagnose: Callable[[Cluster], Diagnosis | None]) -> Rule:
+        return Rule(
+            kind=diagnose.__name__,
+            title=title,
+            mechanism=mechanism,
+            diagnose=diagnose,
+            recurs=recurs,
+            aftermath=aftermath,
+        )
+
+    return make
+
+
+def slot_query(group: int, slot: int) -> str:
+    """The query for all that happened to a slot."""
+    return f"from slot_history({slot}, in_group := {max(group, 0)})"
+
+
+def request_query(request_id: int) -> str:
+    """The query for a request's life."""
+    return f"from request_timeline({request_id})"
+
+
+def samples_query(sign: Sign, before: int) -> str:
+    """The query for what was sampled in a sign's forward and some before it."""
+    return (
+        f"select forward, request_id, number, token from samples where forward between {sign.forward - before} and "
+        f"{sign.forward} order by forward, request_id, number"
+    )
+
+
+def events_query(events: Iterable[int]) -> str:
+    """The query for single events."""
+    wanted = ", ".join(str(event) for event in sorted({event for event in events if event >= 0}))
+    return f"select event, kind, forward, request_id, status, mode from events where event in ({wanted or 'null'}) order by event"
+
+
+def _request(name: str, request_id: int) -> str:
+    if name:
+        return f"request {name}"
+    return f"request {request_id}" if request_id >= 0 else "nobody"

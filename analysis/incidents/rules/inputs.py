@@ -1,0 +1,172 @@
+"""What went wrong with the tokens, positions and lengths that a model was given."""
+
+from ..cluster import (
+    WRITE_POSITION,
+    WRITE_TOKEN,
+    Cluster,
+    Diagnosis,
+    Sign,
+    events_query,
+    request_query,
+    rule,
+    samples_query,
+)
+
+
+@rule("a request's length went back", "A decode is built from a stale sequence length. (lab)")
+def seq_len_backwards(cluster: Cluster) -> Diagnosis | None:
+    """Score a length that went back: a token is computed twice, and the slot behind it is left out."""
+    sign = cluster.finding("seq_len_backwards")
+    if sign is None:
+        return None
+    return Diagnosis(
+        score=0.96,
+        sentence=f"the length of {sign.reader} went back in {sign.when}: it {sign.detail}",
+        evidence=(request_query(sign.request_id), events_query(sign.evidence)),
+        cause_event=sign.event,
+    )
+
+
+@rule("positions off by one", "The draft's positions are built one too high. (S#25015)", recurs=True)
+def draft_position_plus_one(cluster: Cluster) -> Diagnosis | None:
+    """Score positions that are not the block table's, by the same distance each time."""
+    sign = cluster.violation(WRITE_POSITION)
+    if sign is None:
+        return None
+    off = {s.stored_position - s.position for s in cluster.head if s.bits & WRITE_POSITION}
+    distance = sign.stored_position - sign.position
+    content = any(s.kind or s.bits & ~WRITE_POSITION for s in cluster.head)
+    if len(off) != 1 or abs(distance) != 1 or content:
+        return None
+    draft = sign.runner > 0
+    return Diagnosis(
+        score=0.95 if draft else 0.75,
+        sentence=f"the {'draft' if draft else 'model'} was fed position {sign.stored_position} for position "
+        f"{sign.position} of {sign.reader} in {sign.when}: {sign.place}, off by {distance:+d}",
+        evidence=(
+            (
+                "select forward, request_id, table_position, position, token from tokens where position <> table_position "
+                "order by event limit 50"
+            ),
+        ),
+        cause_event=sign.event,
+    )
+
+
+@rule(
+    "a chunk's tail got the predicted token",
+    "With speculative decoding the last draft input of a prompt's chunk is the target's prediction. (S#26800)",
+    recurs=True,
+)
+def chunk_tail_predicted_token(cluster: Cluster) -> Diagnosis | None:
+    """Score a draft that is fed what the scheduler does not have.
+
+    The draft reads one token ahead; at a chunk's end the next token is the prompt's, not what the target predicts.
+    """
+    sign = cluster.finding("input_not_truth")
+    if sign is None or sign.runner == 0:
+        return None
+    return Diagnosis(
+        score=0.95 if sign.mode in ("extend", "draft_extend", "mixed") else 0.7,
+        sentence=f"the draft model of {sign.reader} was fed a wrong token at the end of a chunk in {sign.when}: "
+        f"{sign.place}, it {sign.detail}",
+        evidence=(
+            request_query(sign.request_id),
+            f"select * from chunks where request_id = {sign.request_id} order by event",
+        ),
+        cause_event=sign.event,
+    )
+
+
+@rule(
+    "a resumed request got a stale token",
+    "With asynchronous preemption a resumed request is fed ids from before. (V#26385)",
+)
+def async_resume_wrong_input(cluster: Cluster) -> Diagnosis | None:
+    """Score a request that was put back and taken up again, and is not fed the token sampled for it last."""
+    sign = cluster.finding("input_not_truth", "input_not_sampled")
+    if sign is None or sign.runner != 0 or cluster.finding("seq_len_backwards") is not None:
+        return None
+    resumed = cluster.facts.retracted_before(sign.request_id, sign.event)
+    alone = len({s.request_id for s in cluster.head if s.kind in ("input_not_truth", "input_not_sampled")}) == 1
+    return Diagnosis(
+        score=(0.95 if alone else 0.75) if resumed else 0.55 if alone else 0.4,
+        sentence=f"{sign.reader}{', which had been put back and resumed,' if resumed else ''} was fed a stale token in "
+        f"{sign.when}: {sign.place}, it {sign.detail}",
+        evidence=(request_query(sign.request_id), events_query([sign.event, *sign.evidence])),
+        cause_event=sign.event,
+    )
+
+
+@rule(
+    "the ring of future tokens was overrun",
+    "Overlap scheduling keeps sampled tokens in a ring on the device; overrun, it feeds a request another's. (S#13713)",
+    recurs=True,
+)
+def future_map_overrun(cluster: Cluster) -> Diagnosis | None:
+    """Score inputs that were not sampled for their request, in decodes, for several requests, again and again."""
+    sign = cluster.finding("input_not_sampled")
+    if sign is None or sign.runner != 0:
+        return None
+    wrong = cluster.violation(WRITE_TOKEN)
+    resumed = cluster.facts.retracted_before(sign.request_id, sign.event)
+    again = cluster.kinds["input_not_sampled"] > 1
+    score = 0.75 if cluster.facts.late_samples > 0 or not cluster.has_trace else 0.45
+    score += 0.15 if again else -0.25 if resumed else 0
+    score -= 0.1 if cluster.finding("input_not_truth") is not None else 0
+    fed = f" (token {wrong.stored_token}, expected {wrong.expected_token})" if wrong is not None else ""
+    return Diagnosis(
+        score=score,
+        sentence=f"{sign.reader} was fed another token than was sampled for it in {sign.when}{fed}: {sign.place}, it "
+        f"{sign.detail}",
+        evidence=(samples_query(sign, 3),),
+    )
+
+
+@rule(
+    "sampled tokens mixed up", "A sampled token is handed to another request, and the scheduler believes it. (canary)"
+)
+def next_token_swap(cluster: Cluster) -> Diagnosis | None:
+    """Score an oracle that alone contradicts what was fed, or requests that were fed one another's sampled token."""
+    swapped = _swapped(cluster)
+    if swapped is not None:
+        return swapped
+    wrong = [sign for sign in cluster.head if sign.bits & WRITE_TOKEN]
+    if not wrong or cluster.finding("input_not_sampled", "input_not_truth", "seq_len_backwards") is not None:
+        return None
+    sign = wrong[0]
+    if cluster.violation(~WRITE_TOKEN) is not None:
+        return Diagnosis(
+            score=0.4, sentence=f"{sign.reader} was fed token {sign.stored_token} in {sign.when}, not its own"
+        )
+    fed = {(s.stored_token, s.expected_token) for s in wrong}
+    crossed = any((expected, stored) in fed for stored, expected in fed if stored != expected)
+    others = (s for s in wrong if s.expected_token == sign.stored_token and s.request_id != sign.request_id)
+    partner = next(others, None)
+    words = f", which was sampled for {partner.reader}" if partner is not None else ""
+    return Diagnosis(
+        score=0.95 if crossed else 0.85,
+        sentence=f"{sign.reader} was fed token {sign.stored_token} instead of {sign.expected_token} in {sign.when}{words}: "
+        f"{sign.place}",
+        evidence=(events_query([sign.event]), samples_query(sign, 2)),
+        cause_event=sign.event,
+    )
+
+
+def _swapped(cluster: Cluster) -> Diagnosis | None:
+    """Two requests that were fed one another's sampled token, which the scheduler knows better."""
+    fed: dict[tuple[int, int], Sign] = {}
+    for sign in cluster.head:
+        if sign.kind != "input_not_sampled":
+            continue
+        partner = fed.get((sign.expected_token, sign.stored_token))
+        if partner is not None and partner.request_id != sign.request_id:
+            return Diagnosis(
+                score=0.85,
+                sentence=f"{partner.reader} and {sign.reader} were fed one another's sampled tokens, {sign.expected_token} "
+                f"and {sign.stored_token}, in {sign.when}",
+                evidence=(events_query([sign.event]), samples_query(sign, 2)),
+                cause_event=sign.event,
+            )
+        fed[sign.stored_token, sign.expected_token] = sign
+    return None

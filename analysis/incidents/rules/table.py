@@ -1,0 +1,169 @@
+"""What went wrong with rows, entries and the full-to-SWA table."""
+
+from ..cluster import CONTENT, Cluster, Diagnosis, Sign, events_query, request_query, rule, slot_query
+
+
+@rule(
+    "stale table entry",
+    "A block-table entry of a running request points to another slot, which was not given to it. (canary)",
+)
+def req_to_token(cluster: Cluster) -> Diagnosis | None:
+    """Score foreign content at one position.
+
+    An entry inside what the request has computed is overwritten without an allocation. What the slot holds is whole and
+    somebody else's: token, position and chain differ at one place, and the chain once more behind it.
+    """
+    sign = cluster.violation(CONTENT)
+    if sign is None or sign.request_id < 0 or sign.position < 0:
+        return None
+    sentence = (
+        f"the table row of {sign.reader} pointed at {sign.place} in {sign.when}: it holds token {sign.stored_token}, "
+        f"position {sign.stored_position}, written by {sign.writer}"
+    )
+    evidence = cluster.evidence(sign)
+    change = cluster.rewrite_of(sign)
+    if change is None:
+        mine = [other for other in cluster.head if other.request_id == sign.request_id]
+        wrong = {other.position for other in mine if other.bits & ~1 & CONTENT}
+        score = 0.25 if cluster.has_trace else 0.55 if len(wrong) == 1 else 0.3
+        return Diagnosis(score=score, sentence=sentence, evidence=evidence)
+    given = cluster.last(sign, "alloc", "shared")
+    fresh = (
+        given is not None
+        and given.request_id == sign.request_id
+        and not cluster.filled_between(sign, given.event, change.event, "written")
+    )
+    return Diagnosis(
+        score=0.93 - (0.25 if change.count > 1 else 0) - (0.3 if fresh else 0),
+        sentence=f"{sentence}; the entry was overwritten before event {change.event}",
+        evidence=(*evidence, events_query([change.event])),
+        cause_event=change.event,
+    )
+
+
+@rule(
+    "a resumed request's tail was overwritten",
+    "A resumed request is given slots as if it had none; the tail of its row is replaced. (S#22862)",
+)
+def resume_overwrites_tail(cluster: Cluster) -> Diagnosis | None:
+    """Score wrong content in a row that was rewritten with the request's own fresh slots.
+
+    They hold nothing of its own, and the slots that stood there are never given back.
+    """
+    sign = cluster.finding("hit_never_written", "read_of_foreign_slot") or cluster.violation(CONTENT)
+    if sign is None or sign.request_id < 0 or sign.position < 0:
+        return None
+    leaked = cluster.kinds["slot_leaked"] > 0
+    change = cluster.rewrite_of(sign)
+    if change is None:
+        if cluster.has_trace or not leaked or cluster.finding("hit_never_written") is None:
+            return None
+        return Diagnosis(score=0.6, sentence=f"{sign.reader} reads slots that hold nothing of its own: {sign.place}")
+    given = cluster.last(sign, "alloc", "shared")
+    if given is None or given.request_id != sign.request_id or given.what != "alloc":
+        return None
+    if cluster.filled_between(sign, given.event, change.event, "written"):
+        return None
+    return Diagnosis(
+        score=0.96 if leaked else 0.92,
+        sentence=f"the row of {sign.reader} was overwritten from position {change.first_position} of {change.length} on "
+        f"with slots given to it in event {given.event}, which hold nothing of it: {sign.place}, read in {sign.when}"
+        + ("; the slots that stood there leak" if leaked else ""),
+        evidence=cluster.evidence(sign, given.event, change.event),
+        cause_event=change.event,
+    )
+
+
+@rule(
+    "row reassigned in flight",
+    "A row is freed and given out again while a launched forward still reads it. (S#17850, S#18803)",
+)
+def row_reassigned_in_flight(cluster: Cluster) -> Diagnosis | None:
+    """Score a forward that uses a row which has moved on: it reads and writes another's slots, for one forward."""
+    sign = cluster.finding("row_reassigned")
+    if sign is not None:
+        return Diagnosis(
+            score=0.97,
+            sentence=f"{sign.reader} was still being computed in {sign.when} though it {sign.detail}",
+            evidence=(request_query(sign.request_id), events_query(sign.evidence)),
+            cause_event=sign.event,
+        )
+    for other in cluster.head:
+        gone = cluster.facts.status_before(other.request_id, other.event)
+        if other.mode and gone is not None and gone.status in ("aborted", "finished", "retracted"):
+            return Diagnosis(
+                score=0.7,
+                sentence=f"{other.reader} was still being computed in {other.when} after it was {gone.status} in event "
+                f"{gone.event}, and read what is not its own",
+                evidence=(request_query(other.request_id), events_query([gone.event, other.event])),
+                cause_event=other.event,
+            )
+    return None
+
+
+_THROUGH_A_STALE_ENTRY = (
+    *("write_to_foreign_slot", "read_of_foreign_slot", "read_after_free", "foreign_slot_freed", "slot_freed_twice"),
+    *("slot_double_allocated", "slot_leaked", "hit_never_written"),
+)
+
+
+@rule(
+    "stale full-to-SWA entry",
+    "A page keeps its full-to-SWA entry over its recycling, so that two pages lead to one half. (S#27586, S#25805)",
+    recurs=True,
+)
+def stale_swa_mapping(cluster: Cluster) -> Diagnosis | None:
+    """Score the shared entry itself, or foreign slots of the sliding-window group alone: the full group is whole."""
+    evidence = "select * from lut_changes order by event limit 100"
+    shared = next((s for s in cluster.signs if s.cause == "swa_slot_shared"), None)
+    if shared is not None and shared.event == cluster.first.event:
+        return Diagnosis(
+            score=0.96,
+            sentence=f"a stale full-to-SWA entry: for {shared.reader} in {shared.when} {shared.detail}",
+            evidence=(*cluster.evidence(shared), evidence),
+        )
+    if not all(cluster.is_sliding(sign) for sign in cluster.head) or cluster.first.kind.startswith("transfer_"):
+        return None
+    sign = cluster.finding(*_THROUGH_A_STALE_ENTRY) or cluster.first
+    given = cluster.last(sign, "alloc")
+    since = given.event if given is not None else -1
+    full_slots = {fact.via for fact in cluster.history(sign) if fact.what == "written" and fact.event >= since}
+    score = 0.6 if any(group.lut < 0 for group in cluster.groups) else 0.45
+    score += 0.2 if sign.kind in _THROUGH_A_STALE_ENTRY else 0
+    score += 0.1 if len(full_slots) > 1 else 0
+    score += 0.05 if shared is not None else 0
+    return Diagnosis(
+        score=score,
+        sentence=f"only the sliding-window group is hit: {sign.place} of {sign.reader} in {sign.when}"
+        + (f", it {sign.detail}" if sign.detail else "")
+        + "; the full-to-SWA table leads somewhere stale",
+        evidence=(*cluster.evidence(sign), evidence),
+    )
+
+
+@rule(
+    "sliding-window slot given back too early",
+    "The window's lower end is computed one token too high, and its page freed too early. (lab)",
+    recurs=True,
+    aftermath=True,
+)
+def swa_window_off_by_one(cluster: Cluster) -> Diagnosis | None:
+    """Score a position at the window's edge whose full-to-SWA entry is 0 already, whenever a page boundary passes."""
+    sign = next((s for s in cluster.head if s.cause == "swa_slot_missing"), None)
+    if sign is None:
+        return None
+    return Diagnosis(
+        score=0.95 if _at_the_edge(cluster, sign) else 0.5,
+        sentence=f"{sign.reader} needed {sign.place} in {sign.when}, inside the sliding window, and its sliding-window slot "
+        "was gone",
+        evidence=(slot_query(sign.group, sign.slot), events_query([sign.event]), request_query(sign.request_id)),
+        cause_event=sign.event,
+    )
+
+
+def _at_the_edge(cluster: Cluster, sign: Sign) -> bool:
+    """Whether the one position that is missing is the lowest of the window."""
+    prefix = cluster.facts.prefixes.get((sign.event, sign.request_id))
+    if prefix is None or not 0 <= sign.group < len(cluster.groups):
+        return not cluster.has_trace and sign.count == 1
+    return sign.count == 1 and abs(sign.position - (prefix - cluster.groups[sign.group].window)) <= 1
