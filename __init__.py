@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from .analysis.errors import AnalysisError, SqlError
-    from .analysis.store.session import Session, open_report, open_traces
+    from .analysis.store.session import SqlSession, open_report, open_traces
     from .kernels.ops.hash.kv_source import KvSource
     from .recorder.capture.device.recorder import DeviceRecorder
     from .recorder.capture.forward_input import AttentionInput, ForwardInput, TableRead, TruthTokens
@@ -39,7 +39,7 @@ EXPORTS: Final = {
     "Recorder": "recorder.capture.recorder",
     "ReplaySettings": "replayer.run.settings",
     "Runner": "recorder.trace.header",
-    "Session": "analysis.store.session",
+    "SqlSession": "analysis.store.session",
     "SqlError": "analysis.errors",
     "StateTable": "recorder.trace.header",
     "Summary": "replayer.report.summary",
@@ -71,8 +71,8 @@ __all__ = [
     "Recorder",
     "ReplaySettings",
     "Runner",
-    "Session",
     "SqlError",
+    "SqlSession",
     "StateTable",
     "Summary",
     "TableRead",

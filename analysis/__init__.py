@@ -1,6 +1,6 @@
 """SQL over traces and reports: the store, its views and macros, and the questions of triage.
 
-`open_report("trace.report")` and `open_traces("trace.arrow")` give a `Session`; see docs/reference/sql.md.
+`open_report("trace.report")` and `open_traces("trace.arrow")` give a `SqlSession`; see docs/reference/sql.md.
 """
 
 from importlib import import_module
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .finishing import finish
-    from .store.session import Session, open_report, open_traces
+    from .store.session import SqlSession, open_report, open_traces
     from .store.store import build_store
 
-__all__ = ["Session", "build_store", "finish", "open_report", "open_traces"]
+__all__ = ["SqlSession", "build_store", "finish", "open_report", "open_traces"]
 
 
 _MODULES = {"finish": "finishing", "build_store": "store.store"}

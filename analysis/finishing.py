@@ -65,7 +65,7 @@ def add_page(summary: Summary, *, wanted: bool) -> str:
         return ""
     from ..replayer.report.report import PAGE_NAME
     from .errors import AnalysisError
-    from .page.plots import NoPlotLibraryError
+    from .page.build import NoPlotLibraryError
 
     report = Path(summary.report)
     again = f"kvcanary page {shlex.quote(summary.report)}"

@@ -84,10 +84,9 @@ def in_process(engine: str, folder: Path, threads: int) -> dict[str, Any]:
 def ask_store(folder: Path, threads: int) -> dict[str, Any]:
     """Build report.duckdb where it is not yet, open it, and ask everything."""
     from kvcanary.analysis import open_report
-    from kvcanary.analysis.store.answers import ANSWERS
     from kvcanary.analysis.store.sources import find_sources
     from kvcanary.analysis.store.store import build_store, fresh_store
-    from kvcanary.analysis.store.triage import answer
+    from kvcanary.analysis.store.triage import ANSWERS, answer
 
     report = folder / "trace.report"
     [source] = find_sources([report])

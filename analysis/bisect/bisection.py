@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import AnalysisError
-from .cache import VerdictCache
 from .criteria import REFERENCE, SQL, Criterion
-from .log import BisectLog
-from .outcome import Judgement, Outcome, decided, vote
-from .search import Search, search
+from .log import BisectLog, VerdictCache
+from .search import BisectVerdict, Mark, Search, decided, search, vote
 from .trial import FOLDER_VARIABLE, TRACE_VARIABLE, VERSION_VARIABLE, Command, run_trial
 from .versions import SavedVersion
 
@@ -21,7 +19,7 @@ EXIT_FOUND: Final = 0
 EXIT_NONE: Final = 1
 EXIT_INCONCLUSIVE: Final = 125
 
-Tell = Callable[[str, Judgement], None]
+Tell = Callable[[str, BisectVerdict], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,7 @@ class Bisection:
         return [self.versions[index] for index in self.search.candidates]
 
     @property
-    def evidence(self) -> Judgement | None:
+    def evidence(self) -> BisectVerdict | None:
         """What was seen in the first version known to be bad."""
         return dict(self.search.judged).get(self.search.bad)
 
@@ -55,7 +53,7 @@ class Bisection:
         """0: one version found. 125: several are left, or none could be judged. 1: the ends hold no first bad version."""
         if len(self.search.candidates) == 1:
             return EXIT_FOUND
-        if self.search.candidates or self.search.judged[-1][1].outcome is Outcome.SKIP:
+        if self.search.candidates or self.search.judged[-1][1].mark is Mark.SKIP:
             return EXIT_INCONCLUSIVE
         return EXIT_NONE
 
@@ -72,7 +70,7 @@ class Bisection:
             "evidence": evidence.to_json() if evidence is not None else None,
             "reproduce": self.reproduce,
             "versions": list(self.versions),
-            "judged": [{"version": self.versions[i], **judgement.to_json()} for i, judgement in self.search.judged],
+            "judged": [{"version": self.versions[i], **verdict.to_json()} for i, verdict in self.search.judged],
             "cached": self.cached,
         }
 
@@ -82,16 +80,16 @@ def bisect_saved(
 ) -> Bisection:
     """Bisect over saved traces; several runs of one version vote."""
 
-    def judge(index: int) -> Judgement:
+    def judge(index: int) -> BisectVerdict:
         version = versions[index]
-        found: list[Judgement] = []
+        found: list[BisectVerdict] = []
         for number, run in enumerate(version.runs):
             found.append(cache.judge(run, criterion))
             if decided(found, rule, len(version.runs) - number - 1):
                 break
-        judgement = vote(found, rule)
-        tell(version.name, judgement)
-        return judgement
+        verdict = vote(found, rule)
+        tell(version.name, verdict)
+        return verdict
 
     criterion.check()
     done = search(len(versions), judge)
@@ -124,7 +122,7 @@ def bisect_run(
     """Bisect over versions that a command records, up to `tries` times each, until the vote is decided."""
     resumed = 0
 
-    def judge(index: int) -> Judgement:
+    def judge(index: int) -> BisectVerdict:
         nonlocal resumed
         version = versions[index]
         found = log.trials(version)[:tries]
@@ -133,9 +131,9 @@ def bisect_run(
             begin = time.monotonic()
             found.append(run_trial(command, version, len(found) + 1, criterion))
             log.note(version, found[-1], time.monotonic() - begin)
-        judgement = vote(found, rule)
-        tell(version, judgement)
-        return judgement
+        verdict = vote(found, rule)
+        tell(version, verdict)
+        return verdict
 
     criterion.check()
     done = search(len(versions), judge, inward=False)

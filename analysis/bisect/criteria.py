@@ -24,7 +24,7 @@ from ..finishing import finish
 from ..incidents.rules import RULES, UNKNOWN
 from ..store.session import open_sources
 from ..store.sources import find_sources
-from .outcome import Judgement, Outcome
+from .search import BisectVerdict, Mark
 
 ANY, INCIDENT, FINDING, REFERENCE, SQL = "any", "incident", "finding", "reference", "sql"
 HASH_CHUNK: Final = 1 << 20
@@ -85,7 +85,7 @@ def content_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def judge_traces(traces: Sequence[Path], criterion: Criterion) -> Judgement:
+def judge_traces(traces: Sequence[Path], criterion: Criterion) -> BisectVerdict:
     """Judge what one run of an engine recorded: the traces of its ranks, or of a prefill and a decode engine.
 
     A trace that cannot be read is no verdict on the engine: skip.
@@ -94,17 +94,17 @@ def judge_traces(traces: Sequence[Path], criterion: Criterion) -> Judgement:
         AnalysisError: the SQL condition is none.
     """
     if not traces:
-        return Judgement(outcome=Outcome.SKIP, words="no trace was recorded")
+        return BisectVerdict(mark=Mark.SKIP, words="no trace was recorded")
     try:
         if criterion.kind == REFERENCE:
             return _against_reference(traces, criterion)
         with TemporaryDirectory(prefix="kvcanary-bisect-") as folder:
             return _replayed(traces, criterion, Path(folder))
     except TraceError as error:
-        return Judgement(outcome=Outcome.SKIP, words=str(error))
+        return BisectVerdict(mark=Mark.SKIP, words=str(error))
 
 
-def _against_reference(traces: Sequence[Path], criterion: Criterion) -> Judgement:
+def _against_reference(traces: Sequence[Path], criterion: Criterion) -> BisectVerdict:
     doubts = []
     settings = DiffSettings(kv=criterion.kv, kv_tolerance=criterion.kv_tolerance)
     for recording in group_recordings(traces)[0]:
@@ -119,15 +119,15 @@ def _against_reference(traces: Sequence[Path], criterion: Criterion) -> Judgemen
         if result.verdict == DIFFERENT and result.first is not None:
             first = result.first
             words = f"{first.kind}: request {first.request or first.partner}: {first.words}"
-            return Judgement(outcome=Outcome.BAD, words=words, seen={"first": asdict(first), "trace": recording.name})
+            return BisectVerdict(mark=Mark.BAD, words=words, seen={"first": asdict(first), "trace": recording.name})
         if result.verdict != SAME:
             doubts += result.doubts
     if doubts:
-        return Judgement(outcome=Outcome.SKIP, words="; ".join(doubts))
-    return Judgement(outcome=Outcome.GOOD, words="no request differs from the reference")
+        return BisectVerdict(mark=Mark.SKIP, words="; ".join(doubts))
+    return BisectVerdict(mark=Mark.GOOD, words="no request differs from the reference")
 
 
-def _replayed(traces: Sequence[Path], criterion: Criterion, folder: Path) -> Judgement:
+def _replayed(traces: Sequence[Path], criterion: Criterion, folder: Path) -> BisectVerdict:
     summaries: list[Summary] = []
     for number, joined in enumerate(_together(traces)):
         reports = [folder / f"{number}-{i}.report" for i in range(len(joined))]
@@ -140,11 +140,11 @@ def _replayed(traces: Sequence[Path], criterion: Criterion, folder: Path) -> Jud
     doubts += missing if criterion.kind in (INCIDENT, SQL) else []  # without its incidents a trace is not good
     hit = [summary for summary in (summaries if criterion.kind == SQL else corrupt) if _is_bad(summary, criterion)]
     if hit:
-        return Judgement(outcome=Outcome.BAD, words=_words(hit[0], criterion), seen=_seen(hit[0]))
+        return BisectVerdict(mark=Mark.BAD, words=_words(hit[0], criterion), seen=_seen(hit[0]))
     if doubts:
-        return Judgement(outcome=Outcome.SKIP, words="; ".join(doubts[:3]))
+        return BisectVerdict(mark=Mark.SKIP, words="; ".join(doubts[:3]))
     found = f"   (something else was found: {_words(corrupt[0], Criterion())})" if corrupt else ""
-    return Judgement(outcome=Outcome.GOOD, words=f"not {criterion.words()}{found}" if found else "clean")
+    return BisectVerdict(mark=Mark.GOOD, words=f"not {criterion.words()}{found}" if found else "clean")
 
 
 def _together(traces: Sequence[Path]) -> list[list[Sequence[Path]]]:

@@ -1,12 +1,20 @@
 """The log of a bisection: a line a trial, in JSON, from which an interrupted one goes on."""
 
+import contextlib
+import hashlib
 import json
 import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...replayer.lab.results import build_id
 from ..errors import AnalysisError
-from .outcome import Judgement
+from .criteria import Criterion, content_hash, judge_traces
+from .search import BisectVerdict, Mark
 
 
 class BisectLog:
@@ -22,7 +30,7 @@ class BisectLog:
 
     def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
         self._path = path
-        self._trials: dict[str, list[Judgement]] = {}
+        self._trials: dict[str, list[BisectVerdict]] = {}
         if path is None:
             return
         lines = _lines(path, about)
@@ -36,16 +44,16 @@ class BisectLog:
             self._append({"bisect": about})
             return
         for line in lines[1:]:
-            self._trials.setdefault(str(line.get("version")), []).append(Judgement.from_json(line.get("judgement")))
+            self._trials.setdefault(str(line.get("version")), []).append(BisectVerdict.from_json(line.get("judgement")))
 
-    def trials(self, version: str) -> list[Judgement]:
+    def trials(self, version: str) -> list[BisectVerdict]:
         """Return what was found with a version before."""
         return list(self._trials.get(version, []))
 
-    def note(self, version: str, judgement: Judgement, seconds: float) -> None:
+    def note(self, version: str, verdict: BisectVerdict, seconds: float) -> None:
         """Write a trial down."""
         if self._path is not None:
-            self._append({"version": version, "judgement": judgement.to_json(), "seconds": round(seconds, 3)})
+            self._append({"version": version, "judgement": verdict.to_json(), "seconds": round(seconds, 3)})
 
     def _append(self, line: dict[str, Any]) -> None:
         if self._path is None:
@@ -99,7 +107,69 @@ def _parsed(line: str, *, trial: bool) -> dict[str, Any] | None:
     try:
         parsed = json.loads(line)
         if trial:
-            Judgement.from_json(parsed.get("judgement"))
+            BisectVerdict.from_json(parsed.get("judgement"))
     except (ValueError, AttributeError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None
+
+
+def default_cache() -> Path:
+    """Return where verdicts are kept unless the user says otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "kvcanary" / "bisect"
+
+
+@cache
+def judge_id() -> str:
+    """Return what a verdict depends on beside trace and criterion: kvcanary's version, and a digest of all that judges."""
+    digest = hashlib.sha256(build_id().encode())
+    root = Path(__file__).parents[1]
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".sql")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"{build_id()}+{digest.hexdigest()[:12]}"
+
+
+class VerdictCache:
+    """One small JSON file a verdict; a file that cannot be read or written is as good as none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.hits = 0
+        self._folder = folder
+
+    def judge(self, traces: Sequence[Path], criterion: Criterion) -> BisectVerdict:
+        """Judge traces, or return what was found when they were judged before."""
+        if self._folder is None:
+            return judge_traces(traces, criterion)
+        path = self._folder / f"{self._key(traces, criterion)}.json"
+        with contextlib.suppress(OSError, ValueError):
+            known = BisectVerdict.from_json(json.loads(path.read_text(encoding="utf-8")))
+            self.hits += 1
+            return _of_these(known, traces)
+        found = judge_traces(traces, criterion)
+        if found.mark is not Mark.SKIP:  # the reason may have been this machine's: no room, no memory
+            self._keep(path, found)
+        return found
+
+    def _key(self, traces: Sequence[Path], criterion: Criterion) -> str:
+        told = [judge_id(), criterion.key(), *(content_hash(trace) for trace in traces)]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+    def _keep(self, path: Path, found: BisectVerdict) -> None:
+        # Made beside and renamed: two bisections may share a cache. Readable by this user only.
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(found.to_json(), file)
+            Path(name).replace(path)
+
+
+def _of_these(known: BisectVerdict, traces: Sequence[Path]) -> BisectVerdict:
+    """Return a kept verdict with the trace that it names where that lies now."""
+    named = Path(str(known.seen.get("trace", "")))
+    if "trace" not in known.seen or named in traces:
+        return known
+    # segments go by a name that is no file's
+    elsewhere = traces[0] if len(traces) == 1 else traces[0].parent / named.name
+    here = next((trace for trace in traces if trace.name == named.name), elsewhere)
+    return replace(known, seen={**known.seen, "trace": str(here)})

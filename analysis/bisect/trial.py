@@ -14,7 +14,7 @@ from typing import IO, Final
 
 from ..errors import AnalysisError
 from .criteria import Criterion, judge_traces
-from .outcome import Judgement, Outcome
+from .search import BisectVerdict, Mark
 
 NOT_STARTED: Final = (126, 127)  # what a shell says of a command that is not executable, or not there
 SKIP: Final = 125
@@ -47,7 +47,7 @@ class Command:
         return words
 
 
-def run_trial(command: Command, version: str, number: int, criterion: Criterion) -> Judgement:
+def run_trial(command: Command, version: str, number: int, criterion: Criterion) -> BisectVerdict:
     """Run the command once, and judge every trace that it left in its folder.
 
     Raises:
@@ -60,7 +60,7 @@ def run_trial(command: Command, version: str, number: int, criterion: Criterion)
             _make(folder)
         problem = _run(command, version, folder)
         if problem:
-            return Judgement(outcome=Outcome.SKIP, words=problem)
+            return BisectVerdict(mark=Mark.SKIP, words=problem)
         return judge_traces(sorted(folder.rglob("*.arrow")), criterion)
 
 

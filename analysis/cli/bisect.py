@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..bisect.bisection import Bisection
     from ..bisect.criteria import Criterion
-    from ..bisect.outcome import Judgement
+    from ..bisect.search import BisectVerdict
 
 EXIT_FAILED = 2
 MAX_SHOWN = 12
@@ -143,9 +143,9 @@ def saved_command(
     if cache and no_cache:
         raise click.UsageError("--cache and --no-cache exclude one another")
 
-    def bisect(criterion: Criterion, tell: Callable[[str, Judgement], None]) -> Bisection:
+    def bisect(criterion: Criterion, tell: Callable[[str, BisectVerdict], None]) -> Bisection:
         from ..bisect.bisection import bisect_saved
-        from ..bisect.cache import VerdictCache, default_cache
+        from ..bisect.log import VerdictCache, default_cache
         from ..bisect.versions import read_order, read_versions
 
         versions = read_versions(traces, read_order(order) if order else ())
@@ -188,7 +188,7 @@ def run_command(
 ) -> None:
     """Record and judge the versions between --good and --bad that a bisection asks for."""
 
-    def bisect(criterion: Criterion, tell: Callable[[str, Judgement], None]) -> Bisection:
+    def bisect(criterion: Criterion, tell: Callable[[str, BisectVerdict], None]) -> Bisection:
         from ... import __version__
         from ..bisect.bisection import bisect_run
         from ..bisect.log import BisectLog
@@ -216,7 +216,10 @@ def run_command(
 
 
 def _finish(
-    bisect: Callable[[Criterion, Callable[[str, Judgement], None]], Bisection], options: dict[str, Any], *, anew: str
+    bisect: Callable[[Criterion, Callable[[str, BisectVerdict], None]], Bisection],
+    options: dict[str, Any],
+    *,
+    anew: str,
 ) -> None:
     """Bisect, print what came of it, and exit; `anew` is the option by which verdicts from before do not count."""
     from ...recorder.text import printable, printable_message
@@ -225,8 +228,8 @@ def _finish(
 
     as_json = options["as_json"]
 
-    def tell(version: str, judgement: Judgement) -> None:
-        line = printable(f"{judgement.outcome.value:5s}{version}   {judgement.words}")
+    def tell(version: str, verdict: BisectVerdict) -> None:
+        line = printable(f"{verdict.mark.value:5s}{version}   {verdict.words}")
         click.echo(line, err=as_json)
 
     try:

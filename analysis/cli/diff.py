@@ -154,7 +154,7 @@ def diff_command(
 
 
 def _kinds(only: str | None, ignore: str | None, strict: bool) -> frozenset[str]:
-    from ..diff.kinds import CONTENT_KINDS, KINDS
+    from ..diff.settings import CONTENT_KINDS, KINDS
 
     if only and (ignore or strict):
         raise click.UsageError("--only goes without --ignore and --strict")

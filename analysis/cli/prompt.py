@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import SqlError
 from ..store.library import DERIVED
-from ..store.session import Session
+from ..store.session import SqlSession
 
 _MACROS = frozenset(name for folder, name in DERIVED if folder == "macros")
 FIRST_LINE, NEXT_LINE = "kvcanary> ", "     ...> "
@@ -31,7 +31,12 @@ class Prompt:
     """
 
     def __init__(
-        self, session: Session, *, show: Callable[[str], None], read: Callable[[str], str], write: Callable[[str], None]
+        self,
+        session: SqlSession,
+        *,
+        show: Callable[[str], None],
+        read: Callable[[str], str],
+        write: Callable[[str], None],
     ) -> None:
         self._session = session
         self._show = show

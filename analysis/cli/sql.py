@@ -11,7 +11,7 @@ import click
 from ...recorder.cli.program import GivenPath
 
 if TYPE_CHECKING:
-    from ..store.session import Session
+    from ..store.session import SqlSession
     from ..store.sources import Source
 
 EXIT_FAILED = 2
@@ -181,7 +181,7 @@ def _read_script(script: Path | None) -> str | None:
         raise AnalysisError(f"{script}: not UTF-8 text; name a file with SQL in it") from None
 
 
-def _tell_problems(sources: list[Source], session: Session) -> None:
+def _tell_problems(sources: list[Source], session: SqlSession) -> None:
     """Say on standard error what the answers cannot know."""
     from ...recorder.text import printable
     from ..store.triage import is_whole, lost_line
@@ -195,7 +195,7 @@ def _tell_problems(sources: list[Source], session: Session) -> None:
             click.echo(printable(f"note: {row['trace']}: {lost_line(row)} (see losses and gaps)"), err=True)
 
 
-def _show(session: Session, query: str, form: str, rows: int, output: Path | None) -> None:
+def _show(session: SqlSession, query: str, form: str, rows: int, output: Path | None) -> None:
     import pyarrow as pa
 
     from ..errors import AnalysisError, SqlError
@@ -217,7 +217,7 @@ def _show(session: Session, query: str, form: str, rows: int, output: Path | Non
         raise AnalysisError(f"{output or 'standard output'}: cannot be written ({error.strerror or error})") from None
 
 
-def _prompt(session: Session, form: str, rows: int) -> None:
+def _prompt(session: SqlSession, form: str, rows: int) -> None:
     from .prompt import Prompt, line_editing
 
     if form in ("parquet", "arrow"):

@@ -12,7 +12,7 @@ import click
 from ...recorder.cli.program import GivenPath
 
 if TYPE_CHECKING:
-    from ..store.session import Session
+    from ..store.session import SqlSession
     from ..store.sources import Source
     from ..store.triage import Triage
 
@@ -69,7 +69,7 @@ def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bo
         click.echo(line)
 
 
-def _session(source: Source) -> Session:
+def _session(source: Source) -> SqlSession:
     """Open the report's store, made first where there is none that fits; without one where it cannot be written."""
     from ...recorder.text import printable_message
     from ...replayer.report.report import STORE_NAME
@@ -117,7 +117,7 @@ def _to_json(source: Source, found: Triage) -> dict[str, object]:
 
 def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
     from ...recorder.text import printable
-    from ..store.text_table import text_table
+    from ..store.output import text_table
     from ..store.triage import lost_line
 
     lines = [f"report  {printable(str(source.report))}   {found.violations:,} violations, {found.findings:,} findings"]

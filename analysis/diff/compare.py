@@ -13,18 +13,15 @@ from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.recordings import group_recordings, recording_name, traces_in
 from ...replayer.run.segment_stream import SegmentStream
 from ..errors import AnalysisError
-from ..store.live import quoted
-from ..store.trace_scan import private_folder
-from .comparability import Plan, make_plan
-from .divergences import find_divergences
-from .endings import find_endings
+from ..store.live import private_folder, quoted
+from .comparability import ComparisonPlan, plan_comparison
+from .differences import find_differences
 from .facts import FACTS, Sinks
-from .lane import Lane, LaneSummary
-from .pairing import pair_requests
-from .result import MAX_LISTED, DiffResult, Divergence
+from .pairing import find_endings, pair_requests
+from .result import MAX_LISTED, Difference, DiffResult, Wording
 from .settings import DiffSettings, NotComparableError
 from .timing import find_timing
-from .wording import Wording
+from .walk import TraceTotals, TraceWalk
 
 MEMORY_LIMIT: Final = "1GB"
 
@@ -54,17 +51,17 @@ def diff_traces(
     try:
         files = (_files(a), _files(b))
         headers = (_header(files[0]), _header(files[1]))
-        plan = make_plan(*headers, settings)
+        plan = plan_comparison(*headers, settings)
         with ExitStack() as resources:
             folder = Path(resources.enter_context(private_folder()))
-            lanes = (
+            totals = (
                 _walk(files[0], headers[0], plan, 0, folder, on_progress),
                 _walk(files[1], headers[1], plan, 1, folder, on_progress),
             )
             on_progress("joining", 0, 0)
             connection = resources.enter_context(_connect(folder))
             named = (_named(a), _named(b))
-            return _join(connection, named, headers, plan, settings, lanes)
+            return _join(connection, named, headers, plan, settings, totals)
     except TraceError as error:
         raise AnalysisError(str(error)) from None
     except OSError as error:
@@ -104,13 +101,13 @@ def _header(files: Sequence[Path]) -> TraceHeader:
 
 
 def _walk(
-    files: Sequence[Path], header: TraceHeader, plan: Plan, side: int, folder: Path, on_progress: Progress
-) -> LaneSummary:
+    files: Sequence[Path], header: TraceHeader, plan: ComparisonPlan, side: int, folder: Path, on_progress: Progress
+) -> TraceTotals:
     size = sum(file.stat().st_size for file in files)
     with Sinks(folder, "ab"[side]) as sinks:
-        lane = Lane(header, plan.groups[side], sinks, kv=plan.kv, hand_over=plan.hand_over)
-        lane.walk(files, lambda done: on_progress("AB"[side], done, size))
-    return lane.summary
+        walk = TraceWalk(header, plan.groups[side], sinks, kv=plan.kv, hand_over=plan.hand_over)
+        walk.walk(files, lambda done: on_progress("AB"[side], done, size))
+    return walk.summary
 
 
 def _connect(folder: Path) -> Any:
@@ -131,15 +128,15 @@ def _join(
     connection: Any,
     traces: tuple[str, str],
     headers: tuple[TraceHeader, TraceHeader],
-    plan: Plan,
+    plan: ComparisonPlan,
     settings: DiffSettings,
-    lanes: tuple[LaneSummary, LaneSummary],
+    totals: tuple[TraceTotals, TraceTotals],
 ) -> DiffResult:
-    whole = (lanes[0].complete and not lanes[0].doubts, lanes[1].complete and not lanes[1].doubts)
+    whole = (totals[0].complete and not totals[0].doubts, totals[1].complete and not totals[1].doubts)
     pairing = pair_requests(
         connection, settings, hand_over=plan.hand_over, whole=all(whole), hashed=headers[0].tokens == "hashed"
     )
-    compared = find_divergences(
+    compared = find_differences(
         connection,
         kv=plan.kv,
         hand_over=plan.hand_over,
@@ -148,17 +145,17 @@ def _join(
         everything=not settings.requests,
         whole=whole,
     )
-    late = (lanes[0].late_samples, lanes[1].late_samples)
+    late = (totals[0].late_samples, totals[1].late_samples)
     unfinished = find_endings(connection, whole=whole, late=late, hand_over=plan.hand_over)
-    timing = find_timing(connection, lanes[0].modes, lanes[1].modes, hand_over=plan.hand_over)
+    timing = find_timing(connection, totals[0].modes, totals[1].modes, hand_over=plan.hand_over)
     notes = list(plan.notes)
     if pairing.absent:
         notes.append(f"--requests: neither trace has a request {', '.join(pairing.absent)}")
     if unfinished:
         notes.append(f"{unfinished:,} requests had not ended in one of the traces: compared as far as both go")
-    for name, lane in zip("AB", lanes, strict=True):
-        if lane.assumed:
-            notes.append(f"{lane.assumed:,} entries of {name} that were received or lost are taken for right")
+    for name, walk in zip("AB", totals, strict=True):
+        if walk.assumed:
+            notes.append(f"{walk.assumed:,} entries of {name} that were received or lost are taken for right")
     counts = dict(connection.execute("select kind, count(*) from firsts group by kind").fetchall())
     kinds = ", ".join(quoted(kind) for kind in sorted(settings.kinds)) or "''"
     connection.execute(f"delete from firsts where kind not in ({kinds})")
@@ -169,7 +166,7 @@ def _join(
         headers=(_told(headers[0]), _told(headers[1])),
         settings=settings.to_json(),
         pairing=pairing,
-        lanes=lanes,
+        totals=totals,
         compared=compared,
         counts=counts,
         counted=settings.kinds,
@@ -199,16 +196,16 @@ order by order_of.o, firsts.pair, seen, case kind {places} end, position
 """
 
 
-def _requests(connection: Any, wording: Wording) -> tuple[tuple[Divergence, ...], ...]:
-    """Return the requests that differ first, each with its divergences in order."""
-    from .kinds import KINDS
+def _requests(connection: Any, wording: Wording) -> tuple[tuple[Difference, ...], ...]:
+    """Return the requests that differ first, each with its differences in order."""
+    from .settings import KINDS
 
     places = " ".join(f"when '{kind}' then {place}" for place, kind in enumerate(KINDS))
     result = connection.execute(_FIRST_PAIRS.format(places=places, limit=MAX_LISTED))
     names = [column[0] for column in result.description]
-    found: dict[Any, list[Divergence]] = {}
+    found: dict[Any, list[Difference]] = {}
     # pair is -1 for what no request of both traces can be blamed for
     for values in result.fetchall():
         row = dict(zip(names, values, strict=True))
-        found.setdefault(row["pair"], []).append(wording.divergence(row))
-    return tuple(tuple(divergences) for divergences in found.values())
+        found.setdefault(row["pair"], []).append(wording.difference(row))
+    return tuple(tuple(differences) for differences in found.values())

@@ -3,9 +3,11 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from .lane import LaneSummary
+from ...recorder.trace.header import TraceHeader
+from .comparability import KV_DTYPES, ComparisonPlan, largest_difference
 from .pairing import Pairing
 from .timing import Timing
+from .walk import TraceTotals
 
 SAME, DIFFERENT, INCONCLUSIVE = "same", "different", "inconclusive"
 EXIT_CODES: Final = {SAME: 0, DIFFERENT: 1, INCONCLUSIVE: 125}
@@ -13,7 +15,7 @@ MAX_LISTED: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence:
+class Difference:
     """The first place where a request differs in one way; -1 where a field does not apply.
 
     `request` and `partner` are the request's names in A and in B, empty where there is none. `a` and `b` say what stands
@@ -36,8 +38,8 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffResult:
-    """The comparison of two traces. `first` is the first divergence of all; `requests` has one list a request that
-    differs, in the order in which they do, each with the first divergence of each kind.
+    """The comparison of two traces. `first` is the first difference of all; `requests` has one list a request that
+    differs, in the order in which they do, each with the first difference of each kind.
     """
 
     a: str
@@ -45,29 +47,29 @@ class DiffResult:
     headers: tuple[dict[str, Any], dict[str, Any]]
     settings: dict[str, Any]
     pairing: Pairing
-    lanes: tuple[LaneSummary, LaneSummary]
+    totals: tuple[TraceTotals, TraceTotals]
     compared: dict[str, int]
     counts: dict[str, int]
     counted: frozenset[str]
     num_different: int
-    requests: tuple[tuple[Divergence, ...], ...]
+    requests: tuple[tuple[Difference, ...], ...]
     timing: Timing
     notes: tuple[str, ...]
 
     @property
-    def first(self) -> Divergence | None:
-        """The first divergence of all."""
+    def first(self) -> Difference | None:
+        """The first difference of all."""
         return self.requests[0][0] if self.requests else None
 
     @property
     def doubts(self) -> list[str]:
         """Why traces without a difference may yet differ."""
         doubts = []
-        for name, lane in zip("AB", self.lanes, strict=True):
-            doubts += [f"{name}: {doubt}" for doubt in lane.doubts[:5]]
-            if len(lane.doubts) > 5:
-                doubts.append(f"{name}: and {len(lane.doubts) - 5:,} more")
-            if not lane.complete and not lane.doubts:
+        for name, walk in zip("AB", self.totals, strict=True):
+            doubts += [f"{name}: {doubt}" for doubt in walk.doubts[:5]]
+            if len(walk.doubts) > 5:
+                doubts.append(f"{name}: and {len(walk.doubts) - 5:,} more")
+            if not walk.complete and not walk.doubts:
                 doubts.append(f"{name} has no end: it was torn, or is still being written")
         if not any(self.compared.values()):
             doubts.append("nothing of the requests that both traces have could be compared")
@@ -90,26 +92,137 @@ class DiffResult:
         return {
             "verdict": self.verdict,
             "exit_code": self.exit_code,
-            "a": {"trace": self.a, **self.headers[0], **_lane_json(self.lanes[0])},
-            "b": {"trace": self.b, **self.headers[1], **_lane_json(self.lanes[1])},
+            "a": {"trace": self.a, **self.headers[0], **_totals_json(self.totals[0])},
+            "b": {"trace": self.b, **self.headers[1], **_totals_json(self.totals[1])},
             "settings": self.settings,
             "align": asdict(self.pairing),
             "compared": self.compared,
             "different_requests": self.num_different,
             "counts": self.counts,
             "first": None if self.first is None else asdict(self.first),
-            "requests": [[asdict(divergence) for divergence in request] for request in self.requests[:MAX_LISTED]],
+            "requests": [[asdict(difference) for difference in request] for request in self.requests[:MAX_LISTED]],
             "timing": self.timing.to_json(),
             "notes": list(self.notes),
             "doubts": self.doubts,
         }
 
 
-def _lane_json(lane: LaneSummary) -> dict[str, Any]:
+def _totals_json(walk: TraceTotals) -> dict[str, Any]:
     return {
-        "forwards": lane.forwards,
-        "tokens": lane.tokens,
-        "complete": lane.complete,
-        "assumed_slots": lane.assumed,
-        "seconds": (lane.last_ns - lane.first_ns) / 1e9,
+        "forwards": walk.forwards,
+        "tokens": walk.tokens,
+        "complete": walk.complete,
+        "assumed_slots": walk.assumed,
+        "seconds": (walk.last_ns - walk.first_ns) / 1e9,
     }
+
+
+_MISREAD = """
+select m.*, coalesce(k.label, '') as writer_label from {s}_misreads as m left join {s}_known as k
+on k.request_id = m.writer where m.request_id = ? and m.runner = ? and m.event = ? limit 1
+"""
+
+
+class Wording:
+    """Says what a row of `firsts` means; looks into the facts where the row does not say enough."""
+
+    def __init__(self, connection: Any, headers: tuple[TraceHeader, TraceHeader], plan: ComparisonPlan) -> None:
+        self._connection = connection
+        self._headers = headers
+        self._plan = plan
+
+    def difference(self, row: dict[str, Any]) -> Difference:
+        """Return a row of `firsts` as a value."""
+        a, b, words = self._words(row)
+        labels = row["a_label"], row["b_label"]
+        if row["kind"] == "missing":
+            labels = row["a"], row["b"]
+        return Difference(
+            kind=row["kind"],
+            request=labels[0],
+            partner=labels[1],
+            runner=row["runner"],
+            position=row["position"],
+            a_forward=row["a_forward"] if row["a_forward"] is not None else -1,
+            a_event=row["a_event"] if row["a_event"] is not None else -1,
+            b_forward=row["b_forward"] if row["b_forward"] is not None else -1,
+            b_event=row["b_event"] if row["b_event"] is not None else -1,
+            a=a,
+            b=b,
+            words=words,
+        )
+
+    def _words(self, row: dict[str, Any]) -> tuple[str, str, str]:
+        kind, position, a, b = row["kind"], row["position"], row["a"] or "", row["b"] or ""
+        runner = self._headers[1].runners[row["runner"]].name if row["runner"] > 0 else ""
+        where = f"position {position}" + (f" of the {runner}" if runner else "")
+        if kind == "missing":
+            return a, b, f"only in {'A' if a else 'B'}"
+        if kind == "input":
+            if position < 0:
+                return a, b, "the prompts differ"
+            return a, b, f"at {where} the model was fed token {a} in A, {b} in B"
+        if kind == "position":
+            return a, b, f"the token of {where} was fed at position {a} in A, {b} in B"
+        if kind == "table":
+            return self._table(row, where)
+        if kind == "sampled":
+            return a, b, f"for {where} token {a} was sampled in A, {b} in B"
+        if kind == "kv":
+            return self._kv(row, a, b)
+        if kind == "kv_changed":
+            whose = (
+                f"KV bytes of {where}"
+                if row["a_label"] and position >= 0
+                else "KV bytes of a slot of no request of both traces"
+            )
+            return a, b, f"{whose} changed after they were written: {a} in A, {b} in B"
+        if kind == "length":
+            return a, b, f"ended after {a} in A, after {b} in B"
+        if kind == "hit":
+            return a, b, f"{a} of the prompt came from the prefix cache in A, {b} in B"
+        return a, b, f"A: {a}; B: {b}"
+
+    def _table(self, row: dict[str, Any], where: str) -> tuple[str, str, str]:
+        sides = [self._misread(row, side) for side in ("a", "b")]
+        if not any(sides):
+            return "", "", f"{where} was computed after other content in A than in B"
+        told = [side or "reads its own tokens" for side in sides]
+        return (
+            told[0],
+            told[1],
+            f"computing {where}: "
+            + "; ".join(f"{name} {text}" for name, text in zip("AB", sides, strict=True) if text),
+        )
+
+    def _misread(self, row: dict[str, Any], side: str) -> str:
+        event = row[f"{side}_event"]
+        query = f"select {side}_id from pairs where pair = ?"
+        request_id = self._connection.execute(query, [row["pair"]]).fetchone()[0]
+        result = self._connection.execute(_MISREAD.format(s=side), [request_id, row["runner"], event])
+        names = [column[0] for column in result.description]
+        found = result.fetchone()
+        if found is None:
+            return ""
+        wrong = dict(zip(names, found, strict=True))
+        if wrong["state"]:
+            holds = wrong["state"]
+        elif wrong["writer"] == request_id:
+            holds = f"which holds its own position {wrong['writer_position']} with other content"
+        else:
+            holds = (
+                f"which holds position {wrong['writer_position']} of request {wrong['writer_label'] or wrong['writer']}"
+            )
+        return f"reads position {wrong['position']} in slot {wrong['slot']}, {holds}"
+
+    def _kv(self, row: dict[str, Any], a: str, b: str) -> tuple[str, str, str]:
+        import numpy as np
+
+        mine, theirs = (np.frombuffer(bytes.fromhex(text), np.uint8) for text in (a, b))
+        group = self._headers[1].groups[self._plan.groups[1][row["pool_group"]].index]
+        differing = int((mine != theirs).sum())
+        words = f"{differing} of {len(mine)} KV bytes of position {row['position']} in pool {group.name} differ"
+        if self._plan.kv_dtype in KV_DTYPES and len(mine) == len(theirs):
+            apart = largest_difference(mine[None], theirs[None], self._plan.kv_dtype)
+            words += f", by up to {apart:.3g} ({self._plan.kv_dtype})"
+        return a.lower(), b.lower(), words

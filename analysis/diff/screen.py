@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...recorder.text import printable
-from .kinds import KINDS
-from .result import DIFFERENT, INCONCLUSIVE, DiffResult, Divergence
+from .result import DIFFERENT, INCONCLUSIVE, Difference, DiffResult
+from .settings import KINDS
 
 _STYLES = {DIFFERENT: "bold red", INCONCLUSIVE: "bold yellow"}
 MAX_SHOWN = 10
@@ -17,9 +17,9 @@ MAX_SHOWN = 10
 
 def show(console: Console, result: DiffResult) -> None:
     """Print a comparison; plain text where the console is no terminal."""
-    for name, trace, header, lane in zip("AB", (result.a, result.b), result.headers, result.lanes, strict=True):
+    for name, trace, header, walk in zip("AB", (result.a, result.b), result.headers, result.totals, strict=True):
         engine = " ".join(part for part in (header["engine"]["name"], header["engine"]["version"]) if part)
-        facts = [engine, header["model"]["name"], f"{lane.forwards:,} forwards", f"{lane.tokens:,} tokens"]
+        facts = [engine, header["model"]["name"], f"{walk.forwards:,} forwards", f"{walk.tokens:,} tokens"]
         line = Text.assemble((f"{name}  {printable(trace)}", "bold"), "   ", printable("   ".join(facts)))
         console.print(line, soft_wrap=True)
     pairing, compared = result.pairing, result.compared
@@ -70,13 +70,13 @@ def _verdict(result: DiffResult) -> Text:
     return text
 
 
-def _first(first: Divergence) -> Table:
+def _first(first: Difference) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     where = [f"forward {n:,} of {name}" for name, n in (("A", first.a_forward), ("B", first.b_forward)) if n >= 0]
     rows = [
-        ("first divergence", f"{first.kind}: {KINDS[first.kind]}"),
+        ("first difference", f"{first.kind}: {KINDS[first.kind]}"),
         ("request", _names(first)),
         ("what", first.words),
     ]
@@ -87,8 +87,8 @@ def _first(first: Divergence) -> Table:
     return grid
 
 
-def _names(divergence: Divergence) -> str:
-    names = [name for name in (divergence.request, divergence.partner) if name]
+def _names(difference: Difference) -> str:
+    names = [name for name in (difference.request, difference.partner) if name]
     if not names:
         return "none: a slot that no request of both traces wrote"
     return names[0] if len(set(names)) == 1 else f"{names[0]} in A, {names[1]} in B"

@@ -10,7 +10,7 @@ from ...kernels.arrays import Int64Array
 from ...kernels.constants import FailReason, LaunchTag
 from .cluster import KV_HASH, Diagnosis, request_query, slot_query
 from .facts import Facts
-from .merging import kind_of
+from .linking import kind_of
 from .places import FINDING, VIOLATION, Places
 from .ranking import Ranked
 from .rules import RULES, UNKNOWN

@@ -44,7 +44,7 @@ class Fact:
     together: int = 0
 
 
-class SlotHistory:
+class SlotFacts:
     """The last things that happened to a slot up to the event `first`, in which it was found damaged, and after it."""
 
     __slots__ = ("_after", "_before", "first")
@@ -107,7 +107,7 @@ class Facts:
     """
 
     header: TraceHeader | None = None
-    slots: dict[tuple[int, int], SlotHistory] = field(default_factory=dict)
+    slots: dict[tuple[int, int], SlotFacts] = field(default_factory=dict)
     statuses: dict[int, list[Status]] = field(default_factory=lambda: defaultdict(list))
     begins: dict[int, Begin] = field(default_factory=dict)
     rewrites: dict[int, list[Rewrite]] = field(default_factory=lambda: defaultdict(list))

@@ -23,8 +23,7 @@ from ..errors import AnalysisError
 from .building import incident_rows
 from .facts import MAX_PLACES, Facts
 from .gathering import gather
-from .linking import NamedSlots, link
-from .merging import merge
+from .linking import NamedSlots, link, merge
 from .places import FINDING, MAX_HELD, Places, iter_rows, place_keys, read_places
 from .ranking import make_clusters, rank
 from .schema import INCIDENT_SCHEMA, INCIDENTS_NAME, MEMBER_SCHEMA, MEMBERS_NAME, STAMP_KEY

@@ -20,7 +20,7 @@ from .facts import (
     Fact,
     Facts,
     Rewrite,
-    SlotHistory,
+    SlotFacts,
     Status,
     Wanted,
 )
@@ -130,7 +130,7 @@ class _Gathering:
         if fact.event <= self._wanted.until[group, slot]:
             key = group, slot
             if key not in self.facts.slots:
-                self.facts.slots[key] = SlotHistory(self._wanted.first[key])
+                self.facts.slots[key] = SlotFacts(self._wanted.first[key])
             self.facts.slots[key].add(fact)
 
     def _slots(self, view: EventView, kind: str) -> None:

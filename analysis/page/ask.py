@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from ..store.session import Session
+from ..store.session import SqlSession
 
 # A JavaScript number holds integers up to here; larger ones (hashes, ids) travel as text.
 _MAX_SAFE_INTEGER: Final = (1 << 53) - 1
@@ -43,7 +43,7 @@ class Limits:
 class Ask:
     """Asks a session, and numbers the queries; `queries` are their texts in the order of their numbers."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: SqlSession) -> None:
         self.queries: list[str] = []
         self._session = session
         self._numbers: dict[str, int] = {}

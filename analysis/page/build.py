@@ -1,21 +1,29 @@
 """Writes a report's page."""
 
+import base64
 import contextlib
+import hashlib
+import json
+import os
+import re
 import shlex
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from ...kernels.user_cache import user_cache
 from ...replayer.report.report import PAGE_NAME
 from ..errors import AnalysisError
 from ..store.output import private_output, spare
-from ..store.session import Session, open_sources
+from ..store.session import SqlSession, open_sources
 from ..store.sources import Source
 from ..store.store import build_store, check_writable, fresh_store
 from .ask import Limits
 from .content import page_content
-from .document import page_document
-from .plots import plot_library
 
 MAX_BYTES: Final = 5_000_000
 MEMORY_LIMIT: Final = "2GB"
@@ -52,7 +60,7 @@ def build_page(source: Source, target: Path | None = None) -> Path:
     return path
 
 
-def bounded_page(session: Session, source: Source, library: str, *, limits: Limits | None = None) -> bytes:
+def bounded_page(session: SqlSession, source: Source, library: str, *, limits: Limits | None = None) -> bytes:
     """Return the page, with fewer of everything where it would be larger than `MAX_BYTES`."""
     limits = limits or Limits()
     while True:
@@ -63,10 +71,125 @@ def bounded_page(session: Session, source: Source, library: str, *, limits: Limi
 
 
 @contextlib.contextmanager
-def _session(source: Source) -> Iterator[Session]:
+def _session(source: Source) -> Iterator[SqlSession]:
     """Open the report's store, made first if need be; the files themselves where it cannot be made."""
     if source.trace is not None and fresh_store(source) is None:
         with contextlib.suppress(AnalysisError):  # a folder that cannot be written: slower, the same answers
             build_store(source)
     with open_sources([source], memory_limit=MEMORY_LIMIT) as session:
         yield session
+
+
+_SNIPPET: Final = "window.vegaEmbed = vegaEmbed;"
+
+
+class NoPlotLibraryError(AnalysisError):
+    """vl-convert is not installed."""
+
+
+def plot_library() -> str:
+    """Return the library as one ES module that leaves `vegaEmbed` behind; nothing in it loads anything.
+
+    vl-convert takes two seconds to put it together, so it is kept in the user's cache.
+
+    Raises:
+        NoPlotLibraryError: vl-convert is not installed; the message says how to install it.
+    """
+    try:
+        import vl_convert
+    except ImportError:
+        raise NoPlotLibraryError(
+            "the page needs vl-convert-python, which carries the plot library: pip install 'kvcanary[page]'"
+        ) from None
+    kept = user_cache() / f"plots-{version('vl-convert-python')}.js"
+    library = _kept(kept)
+    if library is None:
+        library = str(vl_convert.javascript_bundle(_SNIPPET))
+        _keep(kept, library)
+    return library
+
+
+def _kept(path: Path) -> str | None:
+    """Return what was kept, None where nothing was, or where it is not whole: its first line is the rest's digest."""
+    try:
+        digest, _, text = path.read_text(encoding="utf-8").partition("\n")
+    except (OSError, ValueError):
+        return None
+    return text if text and digest == _digest(text) else None
+
+
+def _keep(path: Path, text: str) -> None:
+    """Keep a text for the next time; where that cannot be, it is made anew then."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(f"{_digest(text)}\n{text}")
+            Path(name).replace(path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def _digest(text: str) -> str:
+    return f"// sha256 {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+_ASSETS: Final = files(__package__) / "assets"
+# In this order: each uses what stands before it.
+_SCRIPTS: Final = (
+    "dom.js",
+    "state.js",
+    "sql.js",
+    "rows.js",
+    "plots.js",
+    "head.js",
+    "subjects.js",
+    "timeline.js",
+    "slot_map.js",
+    "chain.js",
+    "requests.js",
+    "main.js",
+)
+_SLOT: Final = re.compile(r"\{\{(\w+)\}\}")
+
+
+def page_document(content: Mapping[str, Any], library: str) -> str:
+    """Return the whole page; `content` is data only, and cannot become markup or script."""
+    style = _asset("page.css")
+    script = "\n".join(_asset(name) for name in _SCRIPTS)
+    library = _inside_script(f"/*!\n{_asset('licences.txt')}*/\n{library}")
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; "
+        f"script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}"
+    )
+    parts = {
+        "policy": policy,
+        "style": style,
+        "data": json_for_html(content),
+        "library": library,
+        "script": script,
+    }
+    return _SLOT.sub(lambda found: parts[found[1]], _asset("page.html"))
+
+
+def json_for_html(value: object) -> str:
+    r"""Return JSON that can stand between script tags: ASCII, and `<`, `>` and `&` as `\u` escapes."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _inside_script(code: str) -> str:
+    """Return code that no HTML parser takes for the end of its script."""
+    return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

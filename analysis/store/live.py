@@ -1,22 +1,31 @@
 """The library over traces and reports where they lie: nothing is imported, every query reads the files."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from threading import current_thread, main_thread
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.fs
 
+from ...recorder.errors import TraceError
 from ...recorder.files import is_regular
+from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.reader import TraceGap
 from ...recorder.trace.schema import trace_schema
 from ...replayer.report.findings import ADDED_COLUMNS, FINDING_SCHEMA
 from ...replayer.report.violations import VIOLATION_SCHEMA
+from ...replayer.run.segment_stream import SegmentStream
 from ..errors import AnalysisError
 from ..incidents.finding import incidents_fit
 from ..incidents.schema import INCIDENT_SCHEMA, MEMBER_SCHEMA
 from .header_tables import HEADER_SCHEMAS, coverage_rows, header_rows, summary_rows
 from .sources import Source
-from .trace_scan import plain_path, scan_trace
 
 # DuckDB takes a trace, whose number of rows it does not know, for a few rows, and would join as of by trying all pairs.
 NO_LOOP_JOIN = "set asof_loop_join_threshold = 0"
@@ -120,3 +129,116 @@ def _check_columns(connection: Any, path: Path, relation: str, name: str) -> Non
 
 def _file(report: Path, name: str) -> str:
     return f"read_parquet({quoted(str(report / f'{name}.parquet'))})"
+
+
+Result = TypeVar("Result")
+
+_SECONDS_BETWEEN: Final = 0.1  # between two tries to stop a query; one that comes before it has begun is lost
+
+
+class Interruptible:
+    """Does work on a DuckDB connection so that Ctrl-C ends it soon.
+
+    DuckDB itself looks for Ctrl-C only between some of its steps, and one step may last as long as the query. So the
+    work is done in another thread, and the main one, which waits for it, tells DuckDB to stop.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvcanary-sql")
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Do the work and return what it returns; raises what it raises, and `KeyboardInterrupt`."""
+        if current_thread() is not main_thread():  # Ctrl-C never comes here
+            return work()
+        done = self._thread.submit(work)
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            while not done.done():
+                self._connection.interrupt()
+                wait([done], _SECONDS_BETWEEN)
+            raise
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceScan:
+    """A trace's events for DuckDB, its header, and what is missing of it."""
+
+    header: TraceHeader
+    events: Any
+    complete: bool
+    gaps: list[dict[str, Any]] = field(default_factory=list)
+
+
+def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
+    """Check every batch of a trace, one file or the segments of a recording in order, and return it for scanning.
+
+    A whole trace is scanned where it lies. Of a torn or damaged one the whole batches are copied to a temporary file,
+    which goes with `resources`.
+
+    Raises:
+        AnalysisError: the trace cannot be read, or no copy of it can be written.
+    """
+    try:
+        stream = SegmentStream(files)
+        schema: pa.Schema | None = None
+        gaps = []
+        for item in stream.stream():
+            if isinstance(item, TraceGap):
+                gaps.append({key: getattr(item, key) for key in ("after_event", "missing_events", "kind", "reason")})
+            else:
+                schema = schema or item.record_batch.schema
+        paths = list(files)
+        if gaps or not stream.complete:
+            folder = Path(resources.enter_context(private_folder()))
+            paths = [_copy_whole_batches(files, schema or trace_schema(), folder)]
+        return TraceScan(header=stream.header, events=_dataset(paths, resources), complete=stream.complete, gaps=gaps)
+    except TraceError as error:
+        raise AnalysisError(str(error)) from None
+
+
+def _copy_whole_batches(files: Sequence[Path], schema: pa.Schema, folder: Path) -> Path:
+    path = folder / "whole.arrow"
+    try:
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        with path.open("wb") as file, pa.ipc.new_file(file, schema, options=options) as writer:
+            for item in SegmentStream(files).stream():
+                if not isinstance(item, TraceGap):
+                    writer.write_batch(item.record_batch)
+    except OSError as error:
+        raise AnalysisError(
+            f"{files[0]}: what is whole of it cannot be copied to {folder} ({error.strerror or error}); set TMPDIR "
+            "to a folder with room, or run kvcanary recover"
+        ) from None
+    return path
+
+
+def _dataset(paths: Sequence[Path], resources: ExitStack) -> Any:
+    plain = [str(plain_path(path, resources)) for path in paths]
+    # Not mapped: a file that is cut short during a query would end the process.
+    return pa.dataset.dataset(plain, format="ipc", filesystem=pa.fs.LocalFileSystem(use_mmap=False))
+
+
+def plain_path(path: Path, resources: ExitStack) -> Path:
+    """Return a path that DuckDB and pyarrow take for the file's name, by a link where it could be a pattern or a query."""
+    if is_plain(path):
+        return path.absolute()
+    link = Path(resources.enter_context(private_folder())) / "link"
+    link.symlink_to(path.absolute())
+    return link
+
+
+def is_plain(path: Path) -> bool:
+    """Whether a path is UTF-8 without characters that patterns and URLs use."""
+    text = str(path.absolute())
+    return text.isprintable() and not any(char in text for char in "*?[]#%")
+
+
+def private_folder(inside: Path | None = None) -> TemporaryDirectory[str]:
+    """Return a new temporary folder that only this user can read: tokens are private."""
+    return TemporaryDirectory(prefix=".kvcanary-" if inside else "kvcanary-", dir=inside)

@@ -11,12 +11,10 @@ import duckdb
 import pyarrow as pa
 
 from ..errors import AnalysisError, SqlError
-from .interrupting import Interruptible
 from .library import BASE, DERIVED, derived_statements, relation_statements, sql_file
-from .live import NO_LOOP_JOIN, make_raw_relations, quoted
+from .live import NO_LOOP_JOIN, Interruptible, make_raw_relations, plain_path, private_folder, quoted
 from .sources import Source, find_sources, read_summary
 from .store import fresh_store
-from .trace_scan import plain_path, private_folder
 
 if TYPE_CHECKING:
     import polars as pl
@@ -26,7 +24,7 @@ MEMORY_LIMIT: Final = "4GB"  # of a query; what does not fit is spilled
 _MAX_THREADS: Final = 8
 
 
-class Session:
+class SqlSession:
     """SQL over traces and reports; a context manager.
 
     `sources` are the traces and reports behind it, `stored` says whether it answers from report.duckdb.
@@ -116,7 +114,7 @@ class Session:
 
 def open_report(
     path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None, unlocked: bool = False
-) -> Session:
+) -> SqlSession:
     """Open a report folder, from its report.duckdb where this user made one that fits, else from the files themselves.
 
     Args:
@@ -132,7 +130,7 @@ def open_report(
     return open_sources(find_sources([report], trace=None if trace is None else Path(trace)), unlocked=unlocked)
 
 
-def open_traces(*paths: str | os.PathLike[str], unlocked: bool = False) -> Session:
+def open_traces(*paths: str | os.PathLike[str], unlocked: bool = False) -> SqlSession:
     """Open traces and report folders together; the column `trace` says which is which. `unlocked` as in `open_report`.
 
     Raises:
@@ -145,7 +143,7 @@ def open_traces(*paths: str | os.PathLike[str], unlocked: bool = False) -> Sessi
 
 def open_sources(
     sources: Sequence[Source], *, use_store: bool = True, unlocked: bool = False, memory_limit: str = MEMORY_LIMIT
-) -> Session:
+) -> SqlSession:
     """Open sources: from their stores if each has one that fits, else from their files.
 
     Unless `unlocked`, what the SQL can reach is what was opened: no other file, no extension, no setting.
@@ -172,7 +170,7 @@ def open_sources(
             raise AnalysisError(
                 f"{_named(sources)}: cannot be opened: {cause}; where a report's file is damaged, replay the trace again"
             ) from None
-        return Session(connection, sources, resources.pop_all(), stored=all(stores))
+        return SqlSession(connection, sources, resources.pop_all(), stored=all(stores))
 
 
 def connect(database: str, resources: ExitStack, memory_limit: str = MEMORY_LIMIT) -> Any:

@@ -17,11 +17,9 @@ from ...recorder.files import is_regular, read_small_file, replace_file
 from ...replayer.report.report import STORE_NAME, check_report_folder
 from ..errors import AnalysisError
 from ..incidents.schema import INCIDENTS_NAME
-from .interrupting import Interruptible
 from .library import BASE, comment_statements, library_hash, relation_statements
-from .live import NO_LOOP_JOIN, make_raw_relations, quoted
+from .live import NO_LOOP_JOIN, Interruptible, is_plain, make_raw_relations, plain_path, private_folder, quoted
 from .sources import Source
-from .trace_scan import is_plain, plain_path, private_folder
 
 # What the build may hold in memory; what does not fit goes to the temporary folder.
 MEMORY_LIMIT = "1536MB"

@@ -21,9 +21,8 @@ from kvcanary.analysis.cli.page import page_command
 from kvcanary.analysis.errors import AnalysisError, SqlError
 from kvcanary.analysis.page import build
 from kvcanary.analysis.page.ask import Limits, plain
-from kvcanary.analysis.page.build import MAX_BYTES, bounded_page, build_page
+from kvcanary.analysis.page.build import MAX_BYTES, bounded_page, build_page, json_for_html
 from kvcanary.analysis.page.content import page_content
-from kvcanary.analysis.page.document import json_for_html
 from kvcanary.analysis.page.slot_map import neighbourhoods
 from kvcanary.analysis.store.session import open_sources
 from kvcanary.analysis.store.sources import find_sources
@@ -248,7 +247,7 @@ def test_our_scripts_set_text_only():
 
 
 def test_every_script_is_in_the_page():
-    from kvcanary.analysis.page.document import _SCRIPTS
+    from kvcanary.analysis.page.build import _SCRIPTS
 
     assert {asset.name for asset in ASSETS.iterdir() if asset.name.endswith(".js")} == set(_SCRIPTS)
 
@@ -364,7 +363,7 @@ def test_a_page_that_cannot_be_opened_stays(report, tmp_path, monkeypatch):
 
 
 def test_without_the_plot_library_the_command_says_how_to_get_it(report, monkeypatch):
-    from kvcanary.analysis.page.plots import NoPlotLibraryError
+    from kvcanary.analysis.page.build import NoPlotLibraryError
 
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(NoPlotLibraryError, match=r"pip install 'kvcanary\[page\]'"):
@@ -436,7 +435,7 @@ def simulated(folder, fault, config):
 
 def test_the_plot_library_is_kept_and_made_anew_where_it_is_not_whole(tmp_path, monkeypatch):
     import vl_convert
-    from kvcanary.analysis.page.plots import plot_library
+    from kvcanary.analysis.page.build import plot_library
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(vl_convert, "javascript_bundle", lambda _: "made once")

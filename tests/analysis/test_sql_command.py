@@ -133,8 +133,8 @@ def test_ctrl_c_ends_a_query_wherever_it_is_and_leaves_no_file(trace, tmp_path, 
 import sys
 from kvcanary.analysis import session
 from kvcanary.cli import kvcanary_main
-begun = session.Session._begin
-session.Session._begin = lambda self, query: (print("begun", flush=True) if "range" in query else 0, begun(self, query))[1]
+begun = session.SqlSession._begin
+session.SqlSession._begin = lambda self, query: (print("begun", flush=True) if "range" in query else 0, begun(self, query))[1]
 kvcanary_main()
 """
     out = tmp_path / "o.csv"

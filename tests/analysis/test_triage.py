@@ -7,8 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis import open_report
 from kvcanary.analysis.errors import AnalysisError
-from kvcanary.analysis.store.answers import ANSWERS
-from kvcanary.analysis.store.triage import fill, lost_line, question_sql, triage
+from kvcanary.analysis.store.triage import ANSWERS, fill, lost_line, question_sql, triage
 
 from .test_sql_command import run
 

@@ -13,8 +13,8 @@ from typing import ClassVar, Final
 from kvcanary.analysis.errors import AnalysisError
 from kvcanary.analysis.incidents.finding import find_incidents, incidents_fit, read_incidents, write_incidents
 from kvcanary.analysis.page.ask import Limits
+from kvcanary.analysis.page.build import page_document
 from kvcanary.analysis.page.content import page_content
-from kvcanary.analysis.page.document import page_document
 from kvcanary.analysis.store.session import open_sources
 from kvcanary.analysis.store.sources import find_sources
 from kvcanary.recorder.engines.simulated.config import WorkloadError

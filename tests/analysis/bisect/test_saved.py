@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kvcanary.analysis.bisect import cache, criteria
+from kvcanary.analysis.bisect import criteria
+from kvcanary.analysis.bisect import log as cache
 from kvcanary.analysis.cli.bisect import bisect_command
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS

@@ -5,10 +5,9 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcanary.analysis.bisect.outcome import Judgement, Outcome, decided, vote
-from kvcanary.analysis.bisect.search import search
+from kvcanary.analysis.bisect.search import BisectVerdict, Mark, decided, search, vote
 
-GOOD, BAD, SKIP = (Judgement(outcome=o, words=o.value) for o in (Outcome.GOOD, Outcome.BAD, Outcome.SKIP))
+GOOD, BAD, SKIP = (BisectVerdict(mark=o, words=o.value) for o in (Mark.GOOD, Mark.BAD, Mark.SKIP))
 
 
 def run(history):
@@ -59,14 +58,14 @@ def test_it_halves(count, data):
 def test_a_vote_is_decided_no_sooner_than_it_is(trials, rule):
     for taken in range(1, len(trials) + 1):
         if decided(trials[:taken], rule, len(trials) - taken):
-            assert vote(trials[:taken], rule).outcome is vote(trials, rule).outcome
-    judged = [t.outcome for t in trials if t is not SKIP]
+            assert vote(trials[:taken], rule).mark is vote(trials, rule).mark
+    judged = [t.mark for t in trials if t is not SKIP]
     if not judged:
-        assert vote(trials, rule).outcome is Outcome.SKIP
+        assert vote(trials, rule).mark is Mark.SKIP
     elif rule == "any":
-        assert (vote(trials, rule).outcome is Outcome.BAD) == (Outcome.BAD in judged)
+        assert (vote(trials, rule).mark is Mark.BAD) == (Mark.BAD in judged)
     else:
-        assert (vote(trials, rule).outcome is Outcome.BAD) == (2 * judged.count(Outcome.BAD) >= len(judged))
+        assert (vote(trials, rule).mark is Mark.BAD) == (2 * judged.count(Mark.BAD) >= len(judged))
 
 
 def test_an_end_may_have_to_be_judged():

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcanary.analysis.diff.comparability import make_plan
-from kvcanary.analysis.diff.kv_values import beyond, largest_difference, values_of
+from kvcanary.analysis.diff.comparability import beyond, largest_difference, plan_comparison, values_of
 from kvcanary.analysis.diff.names import ROOT, SlotNames, token_words, weights
 from kvcanary.analysis.diff.pairing import pair_requests
 from kvcanary.analysis.diff.settings import DiffSettings, NotComparableError
@@ -169,23 +168,23 @@ HEADER = TraceHeader(
 )
 def test_headers_that_cannot_be_compared(changes, settings, words):
     with pytest.raises(NotComparableError, match=words):
-        make_plan(HEADER, dataclasses.replace(HEADER, **changes), DiffSettings(**settings))
+        plan_comparison(HEADER, dataclasses.replace(HEADER, **changes), DiffSettings(**settings))
 
 
 def test_vocabularies_that_differ():
     sides = [dataclasses.replace(HEADER, oracle=Oracle(vocab_size=size)) for size in (100, 200)]
     with pytest.raises(NotComparableError, match="not the same vocabulary"):
-        make_plan(*sides, DiffSettings())
+        plan_comparison(*sides, DiffSettings())
 
 
 def test_what_is_left_out_is_noted():
     rank = dataclasses.replace(HEADER, ranks=Ranks(tp_rank=1, tp_size=2))
-    plan = make_plan(dataclasses.replace(HEADER, ranks=Ranks(tp_size=2)), rank, DiffSettings())
+    plan = plan_comparison(dataclasses.replace(HEADER, ranks=Ranks(tp_size=2)), rank, DiffSettings())
     assert not plan.kv
     assert any("tp 0/2" in note for note in plan.notes)
     hashed = dataclasses.replace(HEADER, tokens="hashed")
-    assert any("same salt" in note for note in make_plan(hashed, hashed, DiffSettings()).notes)
+    assert any("same salt" in note for note in plan_comparison(hashed, hashed, DiffSettings()).notes)
     wide = dataclasses.replace(HEADER.groups[0], streams=(KvStream(half="K", bytes_per_token=64, capture_bytes=64),))
-    both = make_plan(HEADER, dataclasses.replace(HEADER, groups=(wide,)), DiffSettings())
+    both = plan_comparison(HEADER, dataclasses.replace(HEADER, groups=(wide,)), DiffSettings())
     assert both.kv
     assert both.groups[0][0].capture_bytes == (16,)

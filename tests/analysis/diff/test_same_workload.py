@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 from kvcanary.analysis.diff.compare import diff_traces
-from kvcanary.analysis.diff.kinds import KINDS
-from kvcanary.analysis.diff.settings import DiffSettings, NotComparableError
+from kvcanary.analysis.diff.settings import KINDS, DiffSettings, NotComparableError
 from kvcanary.analysis.errors import AnalysisError
 from kvcanary.recorder.capture.privacy import Privacy
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from .kv_values import beyond
+from .comparability import beyond
 
 AT_THE_END: Final = 1 << 62
 
@@ -170,7 +170,7 @@ delete from firsts as c where kind = 'context' and exists (
 """
 
 
-def find_divergences(
+def find_differences(
     connection: Any,
     *,
     kv: bool,

@@ -27,7 +27,7 @@ LOST_ROUND: Final = -2  # of guesses that a loss left without a beginning: compa
 
 
 @dataclass(slots=True, kw_only=True)
-class LaneSummary:
+class TraceTotals:
     """What is known of a trace as a whole after its walk."""
 
     forwards: int = 0
@@ -41,13 +41,13 @@ class LaneSummary:
     last_ns: int = 0
 
 
-class Lane:
+class TraceWalk:
     """Walks one trace. Memory: the tables, some 25 bytes a slot, a batch of events, a line a request not ended."""
 
     def __init__(
         self, header: TraceHeader, groups: Iterable[ComparedGroup], sinks: Sinks, *, kv: bool, hand_over: bool
     ) -> None:
-        self.summary = LaneSummary()
+        self.summary = TraceTotals()
         self._header = header
         self._groups = tuple(groups)
         self._sinks = sinks
