@@ -109,6 +109,15 @@ $(VLLM_VENV)/.ready: tests/conformance/vllm/install.sh pyproject.toml
 	. $(VLLM_VENV)/bin/activate && tests/conformance/vllm/install.sh
 	touch $@
 
+# One place of kernels/ and recorder/state changed at a time: do the tests notice? All take a night; MUTANTS=200 a sample.
+MUTANTS ?=
+mutants: $(VENV)/.tests
+	$(BIN)/python -m tests.mutants.run $(if $(MUTANTS),--sample $(MUTANTS)) --write
+
+# The unit tests once more, with the lines that they reach: a table, and build/coverage/index.html.
+coverage: $(VENV)/.tests
+	$(BIN)/pytest -n auto --dist worksteal --cov=kvcanary --cov-report=term:skip-covered --cov-report=html:build/coverage
+
 # The pages as a site in build/site, with the Python API out of the docstrings; a warning is an error.
 docs: $(VENV)/.docs
 	rm -rf build/api && mkdir -p build/api/kvcanary
