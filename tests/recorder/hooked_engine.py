@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvcanary.recorder.engines.transformers import Attachment
+from kvcanary.recorder.engines.transformers import TransformersAttachment
 from kvcanary.recorder.trace.reader import read_trace
 from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
@@ -39,8 +39,9 @@ def left_as_it_was() -> Iterator[None]:
     """Whatever a test does, the engine's methods are its own again afterwards."""
     before = hooked_methods()
     yield
-    if Attachment._attached is not None:
-        Attachment._attached.detach()
+    attached = TransformersAttachment.current
+    if attached is not None:
+        attached.detach()
     assert hooked_methods() == before
 
 

@@ -7,12 +7,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.engines.common.stop_signal import stop_on_sigterm
+from kvcanary.recorder.engines.common.stopping import stop_on_sigterm
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 PROCESS = """
 import signal, sys, threading, time
-from kvcanary.recorder.engines.common.stop_signal import stop_on_sigterm
+from kvcanary.recorder.engines.common.stopping import stop_on_sigterm
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.capture.recorder import Recorder

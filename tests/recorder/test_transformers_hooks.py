@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.engines.transformers import attach
-from kvcanary.recorder.engines.transformers.session import Session
+from kvcanary.recorder.engines.transformers.recording import TransformersRecording
 from transformers.generation.continuous_batching import continuous_api, offloading_manager
 
 from .documented_engine import judged
@@ -20,24 +20,24 @@ MODELS = ("llama", "gemma3_hybrid", "mistral_sliding")
 
 pytestmark = pytest.mark.usefixtures("engine_left_as_it_was")
 
-SESSION_METHODS = {
+RECORDING_METHODS = {
     "before_step": {},
     "after_step": {},
-    "free_blocks": {},
+    "on_free": {},
     "replaced_blocks": {},
     "evicted_blocks": {"num_blocks": 20, "safety_margin": 0.0, "max_batch_tokens": 64, "max_new_tokens": 40},
     "forked": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
     "copied_blocks": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
-    "restored": {"offload": True},
-    "offloaded": {"offload": True},
+    "on_restore": {"offload": True},
+    "moved_blocks": {"offload": True},
 }
 
 
-@pytest.mark.parametrize("name", SESSION_METHODS)
+@pytest.mark.parametrize("name", RECORDING_METHODS)
 def test_a_fault_in_a_hook_leaves_the_engine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    options = dict(SESSION_METHODS[name])
+    options = dict(RECORDING_METHODS[name])
     if options.pop("offload", False):
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
@@ -51,7 +51,7 @@ def test_a_fault_in_a_hook_leaves_the_engine_alone(
         called.append(1)
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(Session, name, fail)
+    monkeypatch.setattr(TransformersRecording, name, fail)
     caplog.set_level(logging.ERROR, "kvcanary")
     with attach(tmp_path / "trace.arrow") as attachment:
         assert generate(subject, prompts, **options) == expected
@@ -86,17 +86,17 @@ def test_asynchronous_batching_is_refused(
 ) -> None:
     subject = model("llama")
     expected = generate(subject)
-    begin = Session.__init__
+    begin = TransformersRecording.__init__
 
-    def pretend(session: Session, path: Path, processor: Any, **options: Any) -> None:
+    def pretend(recording: TransformersRecording, path: Path, processor: Any, **options: Any) -> None:
         # The real thing needs a GPU; the adapter looks at nothing but this flag.
         processor.use_async_batching = True
         try:
-            begin(session, path, processor, **options)
+            begin(recording, path, processor, **options)
         finally:
             processor.use_async_batching = False
 
-    monkeypatch.setattr(Session, "__init__", pretend)
+    monkeypatch.setattr(TransformersRecording, "__init__", pretend)
     with attach(tmp_path / "trace.arrow") as attachment:
         assert generate(subject) == expected
         assert attachment.recorder is None
@@ -159,15 +159,15 @@ def test_wrapped_by_someone_else_meanwhile(tmp_path: Path, caplog: pytest.LogCap
 
 def test_the_engines_memory_is_let_go(tmp_path: Path) -> None:
     found: list[weakref.ref[Any]] = []
-    step = Session.before_step
+    step = TransformersRecording.before_step
 
-    def look(session: Session, processor: Any) -> None:
+    def look(recording: TransformersRecording, processor: Any) -> None:
         if not found:
             found.extend([weakref.ref(processor.cache), weakref.ref(processor)])
-        step(session, processor)
+        step(recording, processor)
 
     with attach(tmp_path / "trace.arrow"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "before_step", look)
+        patch.setattr(TransformersRecording, "before_step", look)
         generate(model("llama"))
         gc.collect()
         assert [ref() for ref in found] == [None, None]

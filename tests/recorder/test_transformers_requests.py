@@ -1,11 +1,12 @@
 """Which rows and tokens the transformers adapter gives to requests that come, go, idle and start over."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from kvcanary.recorder.engines.common.requests import KnownRequest, RequestRows, TokenList
 from kvcanary.recorder.engines.transformers import attach
-from kvcanary.recorder.engines.transformers.requests import KnownRequests
 from kvcanary.recorder.trace.reader import read_trace
 
 from .hooked_engine import assert_clean
@@ -13,27 +14,35 @@ from .tiny_models import generate, model
 
 
 def test_rows_are_lent_and_the_longest_idle_gives_way() -> None:
-    requests = KnownRequests(num_rows=4, num_groups=1)
-    a, b, c, d = (requests.admit(name) for name in "abcd")
-    assert [requests.run(r, 0) for r in (a, b, c)] == [1, 2, 3]
-    assert requests.run(a, 1) == 1
-    assert requests.run(d, 1) == 2  # b and c have been idle as long, b came first
-    assert b.row == 0
-    assert requests.run(b, 2) == 3  # c's
-    requests.retire("a")
-    assert requests.run(c, 2) == 1
-    assert [r.request_id for r in (a, b, c, d)] == [0, 1, 2, 3]
+    requests = RequestRows(4, lambda name: KnownRequest(name, 0))
+    a, b, c, d = (requests.see(name)[0] for name in "abcd")
+    assert [requests.run(r, 0) for r in (a, b, c)] == [True] * 3
+    assert [r.row for r in (a, b, c)] == [1, 2, 3]
+    assert not requests.run(a, 1)
+    assert requests.run(d, 1)
+    assert (d.row, b.row) == (2, 0)  # b and c have been idle as long, b came first
+    assert requests.run(b, 2)
+    assert b.row == 3  # c's
+    requests.drop(a)
+    assert requests.get("a") is None
+    assert requests.run(c, 2)
+    assert c.row == 1
+    for name in "ef":
+        known, new = requests.see(name)
+        assert new
+        if name == "e":
+            assert requests.run(known, 2)
     with pytest.raises(ValueError, match="more requests than"):
-        requests.run(requests.admit("e"), 2) and requests.run(d, 2) and requests.run(requests.admit("f"), 2)
+        requests.run(requests.see("f")[0], 2)
 
 
 def test_few_rows_still_give_a_clean_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = KnownRequests.__init__
+    made = RequestRows.__init__
 
-    def scarce(requests: KnownRequests, *, num_rows: int, num_groups: int) -> None:
-        made(requests, num_rows=4, num_groups=num_groups)
+    def scarce(requests: Any, num_rows: int, make: Any) -> None:
+        made(requests, 4, make)
 
-    monkeypatch.setattr(KnownRequests, "__init__", scarce)
+    monkeypatch.setattr(RequestRows, "__init__", scarce)
     prompts = [list(range(10 + i, 30 + 3 * i)) for i in range(7)]
     with attach(tmp_path / "trace.arrow"):
         generate(model("llama"), prompts, max_requests_per_batch=3, max_new_tokens=12)
@@ -43,11 +52,11 @@ def test_few_rows_still_give_a_clean_trace(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_truth_follows_a_request_that_starts_over() -> None:
-    (request,) = [KnownRequests(num_rows=2, num_groups=1).admit("a")]
+    tokens = TokenList()
     prompt, output = [1, 2, 3], []
-    assert request.truth(prompt, output).tolist() == [1, 2, 3]
+    assert tokens.follow(prompt, output).tolist() == [1, 2, 3]
     for token in range(10, 30):
         output.append(token)
-        np.testing.assert_array_equal(request.truth(prompt, output), prompt + output)
+        np.testing.assert_array_equal(tokens.follow(prompt, output), prompt + output)
     restarted = prompt + output
-    assert request.truth(restarted, [99]).tolist() == [*restarted, 99]
+    assert tokens.follow(restarted, [99]).tolist() == [*restarted, 99]

@@ -2,19 +2,48 @@
 
 import contextlib
 import functools
+import pkgutil
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 from .step_cost import OTHERS, PLACES, StepCost
 
 Finish = Callable[[Any, BaseException | None], None]
 Hook = Callable[..., Finish | None]
+OnFault = Callable[[str, Exception], None]
 
 
-def harmless(
-    hook: Hook, on_fault: Callable[[str, Exception], None], cost: StepCost | None = None
-) -> Callable[..., Any]:
+class Target(NamedTuple):
+    """A function of an engine's, the hook around it (`on_<hook>`), and what is missing without it.
+
+    `paths` are where it was in the versions known, newest first: `module:Class.name` or `module:name`. An `essential` one
+    must be there; one for `drafts` is looked for only if there is a draft model.
+    """
+
+    hook: str
+    without: str
+    paths: tuple[str, ...]
+    essential: bool = False
+    drafts: bool = False
+
+    def find(self) -> str | None:
+        """Return the path under which this version of the engine has it, None for none."""
+        for path in self.paths:
+            try:
+                if callable(pkgutil.resolve_name(path)):
+                    return path
+            except (ImportError, AttributeError, ValueError):
+                continue
+        return None
+
+    @property
+    def missed(self) -> str:
+        """How the trace names it if it could not be hooked."""
+        return f"not hooked: {self.paths[0].replace(':', '.')}"
+
+
+def harmless(hook: Hook, on_fault: OnFault, cost: StepCost | None = None) -> Callable[..., Any]:
     """Return a wrapper `(original, *args, **kwargs)` that calls `hook` before the original and what it returns after.
 
     The hook gets the original's arguments; what it returns, if anything, is called with the original's result and
@@ -23,7 +52,7 @@ def harmless(
     """
     name = getattr(hook, "__name__", "hook")
     before, after = (OTHERS, OTHERS) if cost is None else cost.places(name)
-    spent: Callable[[int], object] = abs if cost is None else cost.spent  # the first is told in vain
+    spent: Callable[[int], object] = abs if cost is None else cost.spent  # abs does nothing with it
 
     def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begin = perf_counter_ns()
@@ -32,7 +61,7 @@ def harmless(
             finish = hook(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
             finish = None
-            _tell(on_fault, name, error)
+            _report(on_fault, name, error)
         spent((perf_counter_ns() - begin) * PLACES + before)
         if finish is None:
             return original(*args, **kwargs)
@@ -42,43 +71,55 @@ def harmless(
             try:
                 finish(None, error)
             except Exception as fault:  # noqa: BLE001  # the engine gets its own error
-                _tell(on_fault, name, fault)
+                _report(on_fault, name, fault)
             raise
         begin = perf_counter_ns()
         try:
             finish(result, None)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            _tell(on_fault, name, error)
+            _report(on_fault, name, error)
         spent((perf_counter_ns() - begin) * PLACES + after)
         return result
 
     return wrapper
 
 
-def _tell(on_fault: Callable[[str, Exception], None], name: str, error: Exception) -> None:
-    """Tell of a hook that failed; a log that cannot be written to must not fail the engine either."""
+def _report(on_fault: OnFault, name: str, error: Exception) -> None:
+    """Report a hook that failed; a log that cannot be written to must not fail the engine either."""
     with contextlib.suppress(Exception):
         on_fault(name, error)
 
 
-def wrap_method(
-    owner: Any,
-    name: str,
-    hook: Hook,
-    on_fault: Callable[[str, Exception], None],
-    cost: StepCost | None = None,
-) -> bool:
+def then(act: Callable[[Any], object]) -> Finish:
+    """Return what calls `act` with the result of the engine's function, unless that raised."""
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if error is None:
+            act(result)
+
+    return finish
+
+
+def while_true(condition: Callable[[], object], hook: Hook) -> Hook:
+    """Return a hook that does nothing once `condition` no longer holds."""
+
+    def guarded(*args: Any, **kwargs: Any) -> Finish | None:
+        return hook(*args, **kwargs) if condition() else None
+
+    return guarded
+
+
+def wrap_method(owner: Any, name: str, hook: Hook, on_fault: OnFault, cost: StepCost | None = None) -> bool:
     """Put `hook` around one object's method; return whether the object has such a method."""
     original = getattr(owner, name, None)
     if not callable(original):
         return False
-    setattr(
-        owner, name, functools.update_wrapper(functools.partial(harmless(hook, on_fault, cost), original), original)
-    )
+    around = functools.partial(harmless(hook, on_fault, cost), original)
+    setattr(owner, name, functools.update_wrapper(around, original))
     return True
 
 
-def wrap_function(owner: Any, name: str, hook: Hook, on_fault: Callable[[str, Exception], None]) -> None:
+def wrap_function(owner: Any, name: str, hook: Hook, on_fault: OnFault) -> None:
     """Put `hook` around a function of a class or module, which must have it; as a method it gets `self` too."""
     original = getattr(owner, name)
     around = harmless(hook, on_fault)

@@ -9,8 +9,7 @@ from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
 from ..common.hooking import Finish, Hook, wrap_method
 from ..common.step_cost import StepCost
-from ..common.stop_signal import stop_on_sigterm
-from ..common.stop_socket import serve_stop, stop_tree
+from ..common.stopping import serve_stop, stop_on_sigterm, stop_tree
 from .drafts import DraftGraph, check_chain
 from .history import ALLOCS, FREES, GroupHistory
 from .hooks import not_applied, register_drafts

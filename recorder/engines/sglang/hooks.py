@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...errors import error_text
 from ..common.hooking import harmless
 from ..common.import_hook import when_imported
-from ..common.stop_socket import stop_tree
+from ..common.stopping import stop_tree
 
 if TYPE_CHECKING:
     from ...trace.header import NotWatched

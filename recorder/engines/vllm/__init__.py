@@ -5,22 +5,9 @@ model writes a trace of its own. vLLM calls this in all its processes, front end
 what is hooked: the hooks are set when a process does. See docs/guide/production.md.
 """
 
-import logging
-
-from ...process.environment import is_wanted
-
-logger = logging.getLogger("kvcanary")
+from ..common.attachment import begin_plugin
 
 
 def plugin() -> None:
-    """Prepare the hooks where a recording is asked for; never raises into the engine."""
-    if not is_wanted():
-        return
-    try:
-        from ...process.environment import share_run_id
-        from .hooks import install
-
-        share_run_id()
-        install()
-    except Exception:
-        logger.exception("kvcanary: not recording: the vLLM adapter could not be set up")
+    """Prepare the hooks if a recording is asked for; never raises into the engine."""
+    begin_plugin("vLLM", __name__)

@@ -1,8 +1,8 @@
 """Which slots vLLM's scheduler gives out and takes back, where it runs in the process that runs the model.
 
 Each KV-cache group has a manager, which knows the blocks of each request; the pool behind them knows which blocks the
-prefix cache holds. A block joins that cache when it is scheduled to be filled; it is told when it has been, since it
-is its request's until then.
+prefix cache holds. A block joins that cache when it is scheduled to be filled; that is recorded when it has been, since
+it is its request's until then. What the cache holds can be walked, so that damage is found before a request reads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +11,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from ....kernels.arrays import Int64Array
 from ...capture.recorder import Recorder
 from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED
-from ..common.hooking import Finish, Hook, wrap_method
-from .layout import GroupLayout
-from .requests import RequestBook, request_id_of
+from ..common.hooking import Finish, Hook, OnFault, wrap_method
+from ..common.requests import request_id_of
+from .layout import GroupLayout, Layout
+from .step import VllmRequests
 
 # Methods of a group's manager, and of the pool, without which the history has holes.
 MANAGER: Final = (
@@ -30,7 +32,7 @@ KNOWN_MANAGERS: Final = ("FullAttentionManager", "SlidingWindowManager")
 
 
 def why_no_history(scheduler: Any, groups: Sequence[GroupLayout]) -> str:
-    """Return why a scheduler's slot history cannot be told whole, nothing where it can."""
+    """Return why a scheduler's slot history cannot be recorded whole, nothing if it can."""
     coordinator = getattr(getattr(scheduler, "kv_cache_manager", None), "coordinator", None)
     managers = getattr(coordinator, "single_type_managers", None)
     pool = getattr(coordinator, "block_pool", None)
@@ -75,22 +77,22 @@ class CachedBlock:
 
 
 class BlockHistory:
-    """The slot history of one scheduler; `attach` hooks it, `after_forward` is told by the session."""
+    """The slot history of one scheduler; `attach` hooks it."""
 
     def __init__(
         self,
         scheduler: Any,
         groups: Sequence[GroupLayout],
-        book: RequestBook,
+        requests: VllmRequests,
         recorder: Recorder,
         draft: GroupLayout | None = None,
     ) -> None:
         self._coordinator = scheduler.kv_cache_manager.coordinator
-        # A draft's layers have blocks of their own, or those of a group of the target's: what is told of that is told
-        # of both.
+        # A draft's layers have blocks of their own, or those of a group of the target's: what happens to that is
+        # recorded for both.
         self._twin = draft if draft is not None and any(group.gid == draft.gid for group in groups) else None
         self._groups = (*groups, draft) if draft is not None and self._twin is None else tuple(groups)
-        self._book = book
+        self._requests = requests
         self._recorder = recorder
         # Blocks that fill up in the coming forward and belong to the prefix cache then: (group, block) -> request.
         self._filling: dict[tuple[int, int], str] = {}
@@ -98,7 +100,7 @@ class BlockHistory:
         self._serial = 0
         self._skipping: tuple[int, str] | None = None
 
-    def attach(self, while_on: Callable[[Hook], Hook], on_fault: Callable[[str, Exception], None]) -> None:
+    def attach(self, while_on: Callable[[Hook], Hook], on_fault: OnFault) -> None:
         """Put the hooks around the managers and the pool; `while_on(hook)` is one that falls silent with the others."""
 
         def wrap(owner: Any, name: str, hook: Hook) -> None:
@@ -119,14 +121,14 @@ class BlockHistory:
 
     def _on_new(self, group: GroupLayout) -> Any:
         def on_new(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
-            return lambda blocks, _: self._tell("alloc", group, _ids(blocks), request_id)
+            return lambda blocks, _: self._record("alloc", group, _ids(blocks), request_id)
 
         return on_new
 
     def _on_external(self, group: GroupLayout, manager: Any) -> Any:
         def on_external(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
             count = len(manager.req_to_blocks.get(request_id, ()))
-            return lambda _, __: self._tell(
+            return lambda _, __: self._record(
                 "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())[count:]), request_id
             )
 
@@ -134,7 +136,7 @@ class BlockHistory:
 
     def _on_hit(self, group: GroupLayout, manager: Any) -> Any:
         def on_hit(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
-            return lambda _, __: self._tell(
+            return lambda _, __: self._record(
                 "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())), request_id, status=ALLOC_SHARED
             )
 
@@ -189,7 +191,7 @@ class BlockHistory:
         return on_skip
 
     def on_free_blocks(self, blocks: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Tell of the blocks that have left a sliding window; a request's last blocks are told by its manager."""
+        """Record the blocks that have left a sliding window; a request's last blocks go through its manager."""
         if self._skipping is None or not isinstance(blocks, list):
             return None
         index, request_id = self._skipping
@@ -197,26 +199,26 @@ class BlockHistory:
         return lambda _, __: self._freed(self._groups[index], blocks, request_id)
 
     def on_evict(self, block: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Tell of a block that the prefix cache gives up; one that requests still use is told when they free it."""
+        """Record a block that the prefix cache gives up; one that requests still use is recorded when they free it."""
 
         def finish(evicted: Any, _: BaseException | None) -> None:
             if not evicted:
                 return
             known = self.cached.pop(block.block_id, None)
             if known is not None and not block.ref_cnt:
-                self._tell("evict", self._groups[known.group], [block.block_id], "", note="cache pressure")
+                self._record("evict", self._groups[known.group], [block.block_id], "", note="cache pressure")
 
         return finish
 
     def on_reset(self, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Tell of everything that the prefix cache held, where it was emptied."""
+        """Record everything that the prefix cache held, if it was emptied."""
 
         def finish(emptied: Any, _: BaseException | None) -> None:
             if not emptied:
                 return
             for group in self._groups:
                 held = [block for block, known in self.cached.items() if known.group == group.index]
-                self._tell("evict", group, held, "", note="reset")
+                self._record("evict", group, held, "", note="reset")
             self.cached.clear()
 
         return finish
@@ -235,14 +237,14 @@ class BlockHistory:
         for index, block in sorted(blocks & self._filling.keys()):
             by_request.setdefault((index, self._filling.pop((index, block))), []).append(block)
         for (index, name), handed in by_request.items():
-            self._tell("alloc", self._groups[index], handed, name, status=ALLOC_CACHED)
+            self._record("alloc", self._groups[index], handed, name, status=ALLOC_CACHED)
 
     def _freed(self, group: GroupLayout, blocks: Sequence[Any], request_id: str) -> None:
-        """Tell of the blocks that nobody uses and the prefix cache does not hold."""
+        """Record as freed the blocks that nobody uses and the prefix cache does not hold."""
         gone = [b.block_id for b in blocks if not b.is_null and not b.ref_cnt and b.block_hash is None]
-        self._tell("free", group, gone, request_id)
+        self._record("free", group, gone, request_id)
 
-    def _tell(
+    def _record(
         self,
         kind: str,
         group: GroupLayout,
@@ -254,7 +256,7 @@ class BlockHistory:
     ) -> None:
         if not len(blocks):
             return
-        known = self._book.get(name) if name else None
+        known = self._requests.get(name) if name else None
         starts = np.array(blocks, np.int64) * group.block_size
         index = np.full(starts.size, group.index, np.int64)
         if self._twin is not None and self._twin.gid == group.gid:
@@ -267,6 +269,57 @@ class BlockHistory:
             row=known.row if known is not None and known.row else -1,
             status=status,
             note=note,
+        )
+
+
+class BlockWalk:
+    """Walks the prefix cache every `interval` forwards, 0 never; what it holds is known from the slot history."""
+
+    def __init__(self, history: BlockHistory | None, layout: Layout, interval: int, recorder: Recorder) -> None:
+        self._history = history
+        self._layout = layout
+        self._interval = interval
+        self._recorder = recorder
+        self._left = interval
+
+    def after_step(self, forwards: int) -> None:
+        """Count the forwards of a step, and walk where it is time."""
+        if not self._interval or self._history is None:
+            return
+        self._left -= forwards
+        if self._left <= 0:
+            self._left = self._interval
+            self._walk(self._history)
+
+    def _walk(self, history: BlockHistory) -> None:
+        own = len(self._layout.groups)  # a draft's own group comes behind them
+        parts = [
+            self._block(history, block, known) for block, known in sorted(history.cached.items()) if known.group < own
+        ]
+        if not parts:  # recorded all the same: that it was looked at is what a replay wants to know
+            self._recorder.sweep(groups=[], slots=[], positions=[], prev_slots=[], locked=[])
+            return
+        groups, slots, positions, previous, locked = (np.concatenate(column) for column in zip(*parts, strict=True))
+        self._recorder.sweep(groups=groups, slots=slots, positions=positions, prev_slots=previous, locked=locked)
+
+    def _block(self, history: BlockHistory, block: int, known: CachedBlock) -> tuple[Int64Array, ...]:
+        """Return group, slot, position, slot of the position before, and lock of each token of a block."""
+        size = self._layout.groups[known.group].block_size
+        slots = block * size + np.arange(size, dtype=np.int64)
+        previous = slots - 1
+        before = history.cached.get(known.before)
+        if not known.first:
+            previous[0] = -1
+        elif before is not None and before.serial == known.before_serial:
+            previous[0] = known.before * size + size - 1
+        else:  # the cache has given up the block before: nothing is known of it
+            previous[0] = 0
+        return (
+            np.full(size, known.group, np.int64),
+            slots,
+            known.first + np.arange(size, dtype=np.int64),
+            previous,
+            np.full(size, int(history.in_use(block)), np.int64),
         )
 
 

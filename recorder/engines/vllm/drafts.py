@@ -1,7 +1,7 @@
 """Which slots a draft model's layers write: they share the target's blocks, or have a KV-cache group of their own.
 
-A draft's forward is told as one of its own runner, with the slots where the first draft layer takes them. It says
-nothing of tokens, and begins at position 0 without a prefix: what a draft reads, and where it stands, is not looked at.
+A draft's forward is recorded as one of its own runner, with the slots that the first draft layer takes. Its tokens are
+unknown, and it begins at position 0 without a prefix: what a draft reads, and where it stands, is not looked at.
 """
 
 from collections.abc import Sequence
@@ -10,50 +10,52 @@ from typing import Any
 
 import numpy as np
 
+from ....kernels.arrays import Int64Array
+from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.forward_input import ForwardInput, TableRead
-from ...capture.host_arrays import Int64Array, own_int64, ragged_index
+from ...capture.host_arrays import own_int64, ragged_index
 from ...capture.recorder import Recorder
-from ..common.hooking import Finish, wrap_method
+from ..common.hooking import Finish, OnFault, wrap_method
 from .attention import forward_context
 from .layout import DRAFT_RUNNER, Layout
-from .requests import UNKNOWN_TOKEN, KnownRequest
+from .step import VllmRequest
 
 
 class DraftWrites:
-    """Tells what the draft's first layer writes; silent where nothing is known of the requests that run."""
+    """Records what the draft's first layer writes, if the requests that run are known."""
 
     def __init__(self, runner: Any, layout: Layout, recorder: Recorder) -> None:
         self._group = layout.draft
         self._num_tables = len(layout.groups) + 1
         self._recorder = recorder
-        self._requests: Sequence[KnownRequest] = ()
+        self._requests: Sequence[VllmRequest] = ()
         self._layers = runner.vllm_config.compilation_config.static_forward_context
 
-    def attach(self, on_fault: Any) -> None:
+    def attach(self, on_fault: OnFault) -> None:
         """Hook the draft's first layer, by what stores its K and V."""
         if self._group is None:
             return
         layer = self._layers.get(self._group.layers[0])
         if not wrap_method(getattr(layer, "impl", None), "do_kv_cache_update", self.on_draft, on_fault):
-            raise ValueError("a draft layer that does not say which slots it writes")
+            raise ValueError("a draft layer without do_kv_cache_update, so which slots it writes is unknown")
 
-    def beside(self, told: ForwardInput) -> ForwardInput:
+    def beside(self, forward: ForwardInput) -> ForwardInput:
         """Return a target's forward with what the trace's draft table has of it: nothing."""
         if self._group is None:
-            return told
-        zeros = np.zeros_like(told.prefix_lens)
+            return forward
+        zeros = np.zeros_like(forward.prefix_lens)
         return replace(
-            told,
-            out_cache_loc=(*told.out_cache_loc, np.full_like(told.input_ids, -1)),
-            reads=(*told.reads, TableRead(starts=zeros, counts=zeros, slots=zeros[:0])),
+            forward,
+            out_cache_loc=(*forward.out_cache_loc, np.full_like(forward.input_ids, -1)),
+            reads=(*forward.reads, TableRead(starts=zeros, counts=zeros, slots=zeros[:0])),
         )
 
-    def of_step(self, requests: Sequence[KnownRequest]) -> None:
+    def of_step(self, requests: Sequence[VllmRequest]) -> None:
         """Take over the requests of the step that the target has run, in batch order."""
         self._requests = requests
 
     def on_draft(self, _layer: Any, _key: Any, _value: Any, _cache: Any, slot_mapping: Any) -> Finish | None:
-        """Tell of a draft's forward when its first layer stores K and V."""
+        """Record a draft's forward when its first layer stores K and V."""
         metadata = getattr(forward_context(), "attn_metadata", None)
         group = self._group
         mine = metadata.get(group.layers[0]) if group is not None and isinstance(metadata, dict) else None
@@ -66,10 +68,10 @@ class DraftWrites:
         lens = np.diff(starts)
         if lens.size != count or (lens < 0).any() or starts[-1] > slots.size:
             raise ValueError("a draft's metadata do not fit the requests of its step")
-        self._tell(lens, slots[: starts[-1]])
+        self._record(lens, slots[: starts[-1]])
         return None
 
-    def _tell(self, lens: Int64Array, slots: Int64Array) -> None:
+    def _record(self, lens: Int64Array, slots: Int64Array) -> None:
         zeros, nothing = np.zeros_like(lens), np.full(slots.size, -1, np.int64)
         empty = TableRead(starts=zeros, counts=zeros, slots=slots[:0])
         own = TableRead(starts=zeros, counts=lens, slots=np.maximum(slots, 0))

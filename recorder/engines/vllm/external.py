@@ -1,26 +1,24 @@
 """Slots that a KV connector fills: what lies in them is unknown until a forward of this engine writes them.
 
-Each load is told as a receive without a room. Where the scheduler runs in this process it says which slots are loaded,
-and when a load that runs beside the forwards is over. Elsewhere the runner only sees that a request begins with tokens
-in the cache: all of them are taken for loaded, where they can have been.
+Each load is recorded as a receive without a room. If the scheduler runs in this process, it says which slots are loaded,
+and when a load that runs beside the forwards is over. Else the runner only sees that a request begins with tokens in the
+cache: all of them are taken for loaded, if they can have been.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from ...capture.host_arrays import Int64Array, ragged_index
+from ....kernels.arrays import Int64Array
+from ...capture.host_arrays import ragged_index
 from ...capture.recorder import Recorder
 from ...trace.header import NotWatched
 from ...trace.schema import RECEIVE
-from ..common.hooking import Finish, wrap_method
+from ..common.hooking import Finish, OnFault, then, wrap_method
 from .layout import GroupLayout
-from .requests import KnownRequest, RequestBook
-from .step import Step, table_read
-
-OnFault = Callable[[str, Exception], None]
+from .step import Step, VllmRequest, VllmRequests, table_read
 
 # Connectors that write no slot but those of the tokens that they were asked for; others may load a request's whole
 # prefix anew, over what the prefix cache holds of it.
@@ -52,17 +50,17 @@ class ExternalLoads:
     """The loads of one runner's cache."""
 
     def __init__(
-        self, connector: str, groups: Sequence[GroupLayout], book: RequestBook, recorder: Recorder, scheduler: Any
+        self, connector: str, groups: Sequence[GroupLayout], requests: VllmRequests, recorder: Recorder, scheduler: Any
     ) -> None:
         self._exact = connector in EXACT
         self._connector = connector
         self._groups = groups
-        self._book = book
+        self._requests = requests
         self._recorder = recorder
         self._scheduler = scheduler
         self._loads: dict[str, list[Load]] = {}
         self._under_way: set[str] = set()
-        self._ends_are_told = False
+        self._ends_are_seen = False
         self._landed: set[str] = set()  # requests whose load the runner has seen end, where it has no scheduler
 
     def attach(self, on_fault: OnFault) -> None:
@@ -75,17 +73,18 @@ class ExternalLoads:
             if not wrap_method(
                 manager, "allocate_external_computed_blocks", self._on_allocated(group, manager), on_fault
             ):
-                raise ValueError("this vLLM does not say which blocks a KV connector loads")
-        self._ends_are_told = wrap_method(self._scheduler, "_update_from_kv_xfer_finished", self.on_finished, on_fault)
+                raise ValueError(
+                    "this vLLM has no allocate_external_computed_blocks: which blocks a KV connector loads is unknown"
+                )
+        self._ends_are_seen = wrap_method(self._scheduler, "_update_from_kv_xfer_finished", self.on_finished, on_fault)
 
     def _on_allocated(self, group: GroupLayout, manager: Any) -> Any:
         def on_allocated(name: str, local: int, loaded: int, *_args: Any, **_kwargs: Any) -> Finish | None:
-            def finish(_: Any, error: BaseException | None) -> None:
-                if error is None:
-                    blocks = manager.req_to_blocks.get(name, ())
-                    self._remember(name, group, [block.block_id for block in blocks], local, local + loaded)
+            def remember(_: Any) -> None:
+                blocks = [block.block_id for block in manager.req_to_blocks.get(name, ())]
+                self._remember(name, group, blocks, local, local + loaded)
 
-            return finish
+            return then(remember)
 
         return on_allocated
 
@@ -102,21 +101,21 @@ class ExternalLoads:
                 self._loads.setdefault(name, []).append(load)
 
     def begin_step(self, running: Any) -> None:
-        """Tell of the loads that go on beside a step: those of requests that do not take part in it."""
+        """Record the loads that go on beside a step: those of requests that do not take part in it."""
         for name in self._loads:
-            if self._ends_are_told and name not in running and name not in self._under_way:
+            if self._ends_are_seen and name not in running and name not in self._under_way:
                 self._under_way.add(name)
-                self._tell(name, "start")
+                self._record(name, "start")
 
     def on_finished(self, output: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Tell of loads that are over, before their slots are used or given back; a load that failed fills slots too."""
+        """Record loads that are over, before their slots are used or given back; a load that failed fills slots too."""
         for name in getattr(output, "finished_recving", None) or ():
             self._over(name)
         return None
 
     def _over(self, name: str) -> None:
         if name in self._loads:
-            self._tell(name, "end")
+            self._record(name, "end")
             del self._loads[name]
         self._under_way.discard(name)
 
@@ -125,8 +124,8 @@ class ExternalLoads:
         self._loads.pop(name, None)
         self._under_way.discard(name)
 
-    def _tell(self, name: str, status: str) -> None:
-        known = self._book.get(name)
+    def _record(self, name: str, status: str) -> None:
+        known = self._requests.get(name)
         for load in self._loads[name]:
             if load.own:
                 self._receive(status, load, -1 if known is None else known.request_id)
@@ -146,13 +145,13 @@ class ExternalLoads:
         )
 
     def took_result(self, result: Any) -> None:
-        """Take note of the loads whose end a runner's output tells."""
+        """Take note of the loads that have ended, by a runner's output."""
         if self._connector and self._scheduler is None:
             output = getattr(result, "kv_connector_output", None)
             self._landed.update(getattr(output, "finished_recving", None) or ())
 
-    def before_model(self, step: Step, output: Any, requests: Sequence[KnownRequest]) -> None:
-        """Tell what has been loaded for the requests of a step, or may have been for those that are new in it."""
+    def before_model(self, step: Step, output: Any, requests: Sequence[VllmRequest]) -> None:
+        """Record what has been loaded for the requests of a step, or may have been for those that are new in it."""
         if self._scheduler is not None:
             for name in step.names if self._loads else ():
                 self._over(name)

@@ -4,11 +4,10 @@ vLLM has no registry of hooks: the functions of its classes are wrapped when the
 """
 
 import logging
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
-from ..common.hooking import wrap_function
+from ..common.hooking import Target, wrap_function
 from ..common.import_hook import when_imported
 
 logger = logging.getLogger("kvcanary")
@@ -21,63 +20,31 @@ GPU_WORKER: Final = "vllm.v1.worker.gpu_worker"
 CPU_WORKER: Final = "vllm.v1.worker.cpu_worker"
 MODULES: Final = (RUNNER_V1, RUNNER_V2, SCHEDULER, PROCESSES, GPU_WORKER, CPU_WORKER)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A function of vLLM's and the hook around it (`Attachment.on_<hook>`); an `essential` one must be there.
-
-    `owner` is a class of the module, or nothing for a function of the module itself.
-    """
-
-    module: str
-    owner: str
-    name: str
-    hook: str
-    without: str
-    essential: bool = False
-
-
-def _runner(module: str, name: str, hook: str, without: str, *, essential: bool = False) -> Target:
-    return Target(module=module, owner="GPUModelRunner", name=name, hook=hook, without=without, essential=essential)
-
-
-def _scheduler(name: str, hook: str, without: str) -> Target:
-    return Target(module=SCHEDULER, owner="Scheduler", name=name, hook=hook, without=without)
-
-
-def _worker(module: str, owner: str) -> Target:
-    without = "what the engine runs to warm up may be recorded as its first requests"
-    return Target(module=module, owner=owner, name="compile_or_warm_up_model", hook="warm_up", without=without)
-
+_NOTHING: Final = "nothing can be recorded"
+_NO_SAMPLES: Final = "sampled tokens are not recorded"
+_NO_HISTORY: Final = "allocations and frees of slots are not recorded"
+_TORN: Final = "a trace may be torn at the engine's exit (kvcanary recover)"
+_WARM_UP: Final = "what the engine runs to warm up may be recorded as its first requests"
+_V1, _V2, _SCHEDULER = f"{RUNNER_V1}:GPUModelRunner", f"{RUNNER_V2}:GPUModelRunner", f"{SCHEDULER}:Scheduler"
 
 # Seen in 0.32.0; the V2 runner's were read off its source and are untested.
 TARGETS: Final = (
-    _runner(RUNNER_V1, "initialize_kv_cache", "runner", "nothing can be recorded", essential=True),
-    _runner(RUNNER_V1, "execute_model", "execute", "nothing can be recorded", essential=True),
-    _runner(RUNNER_V1, "_model_forward", "forward", "nothing can be recorded", essential=True),
-    _runner(RUNNER_V1, "sample_tokens", "sample", "sampled tokens are not told"),
-    _runner(RUNNER_V1, "shutdown", "shutdown", "a trace may be torn at the engine's exit (kvcanary recover)"),
-    _runner(RUNNER_V2, "initialize_kv_cache", "runner", "nothing can be recorded", essential=True),
-    _runner(RUNNER_V2, "execute_model", "execute", "nothing can be recorded", essential=True),
-    _runner(RUNNER_V2, "prepare_attn", "prepared", "nothing can be recorded", essential=True),
-    _runner(RUNNER_V2, "sample_tokens", "sample", "sampled tokens are not told"),
-    _runner(RUNNER_V2, "shutdown", "shutdown", "a trace may be torn at the engine's exit (kvcanary recover)"),
-    Target(
-        module=PROCESSES,
-        owner="",
-        name="kill_process_tree",
-        hook="kill",
-        without="traces of an engine that is killed at its end are torn (kvcanary recover)",
-    ),
-    _worker(GPU_WORKER, "Worker"),
-    _worker(CPU_WORKER, "CPUWorker"),
-    _scheduler("__init__", "scheduler", "allocations and frees of slots are not told"),
-    _scheduler("add_request", "add_request", "requests are told of when they first run"),
-    _scheduler("_free_blocks", "free_blocks", "allocations and frees of slots are not told"),
-    _scheduler("_preempt_request", "preempt", "allocations and frees of slots are not told"),
+    *(Target("runner", _NOTHING, (f"{runner}.initialize_kv_cache",), essential=True) for runner in (_V1, _V2)),
+    *(Target("execute", _NOTHING, (f"{runner}.execute_model",), essential=True) for runner in (_V1, _V2)),
+    Target("forward", _NOTHING, (f"{_V1}._model_forward",), essential=True),
+    Target("prepared", _NOTHING, (f"{_V2}.prepare_attn",), essential=True),
+    *(Target("sample", _NO_SAMPLES, (f"{runner}.sample_tokens",)) for runner in (_V1, _V2)),
+    *(Target("shutdown", _TORN, (f"{runner}.shutdown",)) for runner in (_V1, _V2)),
+    Target("kill", _TORN, (f"{PROCESSES}:kill_process_tree",)),
+    Target("warm_up", _WARM_UP, (f"{GPU_WORKER}:Worker.compile_or_warm_up_model",)),
+    Target("warm_up", _WARM_UP, (f"{CPU_WORKER}:CPUWorker.compile_or_warm_up_model",)),
+    Target("scheduler", _NO_HISTORY, (f"{_SCHEDULER}.__init__",)),
+    Target("add_request", "requests are recorded when they first run", (f"{_SCHEDULER}.add_request",)),
+    Target("free_blocks", _NO_HISTORY, (f"{_SCHEDULER}._free_blocks",)),
+    Target("preempt", _NO_HISTORY, (f"{_SCHEDULER}._preempt_request",)),
 )
 
-_installed: list[Any] = []
+attachments: list[Any] = []  # of this process: none or one
 
 
 def install() -> None:
@@ -86,41 +53,42 @@ def install() -> None:
     Raises:
         ValueError: a setting is wrong.
     """
-    if _installed:
+    if attachments:
         return
     from ...process.environment import read_environment
 
     settings = read_environment()
     if settings is None:
         return
-    from .attachment import Attachment
+    from .attachment import VllmAttachment
 
-    attachment = Attachment(settings)
-    _installed.append(attachment)
+    attachment = VllmAttachment(settings)
+    attachments.append(attachment)
     when_imported({module: lambda found: hook_module(found, attachment) for module in MODULES})
 
 
 def hook_module(module: ModuleType, attachment: Any) -> None:
     """Put the attachment's hooks around a module's functions; never raises."""
     try:
-        targets = [target for target in TARGETS if target.module == module.__name__]
-        missing = [target for target in targets if not callable(_find(module, target))]
-        lacking = [target for target in missing if target.essential]
-        for target in missing:
-            place = ".".join(filter(None, (target.module, target.owner, target.name)))
-            note = f"not hooked: {place}: {target.without}"
+        found = []
+        lacking = False
+        for target in TARGETS:
+            where, _, path = target.paths[0].partition(":")
+            if where != module.__name__:
+                continue
+            owner_name, _, name = path.rpartition(".")
+            owner = getattr(module, owner_name, None) if owner_name else module
+            if callable(getattr(owner, name, None)):
+                found.append((owner, name, f"on_{target.hook}"))
+                continue
+            note = f"{target.missed}: {target.without}"
             logger.warning("kvcanary: %s", note)
             attachment.notes.append(note)
+            lacking |= target.essential
         if lacking:
             logger.error("kvcanary: not recording: this vLLM is not one that the adapter knows (0.32)")
             return
-        for target in targets:
-            if target not in missing:
-                owner = getattr(module, target.owner) if target.owner else module
-                wrap_function(owner, target.name, getattr(attachment, f"on_{target.hook}"), attachment.fault)
+        for owner, name, hook in found:
+            wrap_function(owner, name, getattr(attachment, hook), attachment.fault)
     except Exception:
         logger.exception("kvcanary: not recording: %s could not be hooked", getattr(module, "__name__", module))
-
-
-def _find(module: ModuleType, target: Target) -> Any:
-    return getattr(getattr(module, target.owner, None) if target.owner else module, target.name, None)

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
-from ...capture.host_arrays import Int64Array
 from ...trace.header import KvStream
-from ..common.hooking import Finish, wrap_method
+from ..common.hooking import Finish, OnFault, wrap_method
 
 ALIGN_BYTES: Final = 16
 STORED: Final = "stored"
@@ -44,7 +44,7 @@ class KvCapture:
         """Return a group's halves; a latent cache has K only."""
         return self._halves.get(group.index, ("K", "V"))
 
-    def attach(self, on_fault: Any) -> None:
+    def attach(self, on_fault: OnFault) -> None:
         """Hook the updates of the caches whose bytes are taken as they are submitted."""
         for impl, mirrors in self._impls:
             wrap_method(impl, "do_kv_cache_update", _on_update(mirrors), on_fault)

@@ -27,7 +27,7 @@ KINDS: Final = {
 }
 
 DRAFT_RUNNER: Final = 1
-# What a draft layer's forward is told without having been seen.
+# What is recorded of a draft layer's forward without having been seen.
 DRAFT_DERIVED: Final = ("prefix_lens", "positions", "input_ids")
 
 
@@ -191,7 +191,7 @@ def describe_engine(
         not_watched=tuple(layout.not_watched),
         notes=(
             "slot = block * block_size + offset; block 0 is the null block",
-            "a step in which requests read what others write in it is told as several forwards",
+            "a step in which requests read what others write in it is recorded as several forwards",
             *notes,
             *layout.notes,
         ),

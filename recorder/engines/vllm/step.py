@@ -1,20 +1,65 @@
 """One step of vLLM's in the recorder's words: what the model is about to read and write, as one forward or several.
 
 vLLM lets a request of a step read blocks that another request writes in that step: each layer stores the K and V of
-all before it attends. A replay reads before it writes, so such a step is told as several forwards, writers first.
+all before it attends. A replay reads before it writes, so such a step is recorded as several forwards, writers first.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ...capture.forward_input import AttentionInput, ForwardInput, TableRead
-from ...capture.host_arrays import Int64Array, own_int64, ragged_index, read_runs
+from ....kernels.arrays import Int64Array
+from ....kernels.constants import UNKNOWN_TOKEN
+from ...capture.attention import paged_read
+from ...capture.forward_input import AttentionInput, ForwardInput, TableRead, TruthTokens
+from ...capture.host_arrays import own_int64, ragged_index
+from ..common.requests import KnownRequest, RequestRows, mode_by_lens, request_id_of, truth_tokens
 from .attention import AttentionReader, chosen_reads, forward_context
 from .layout import GroupLayout
-from .requests import UNKNOWN_TOKEN, KnownRequest, RequestBook
+
+
+def prompt_of(request: Any) -> tuple[Int64Array, Int64Array]:
+    """Return a prompt's tokens `[n] int64` and the positions, ascending, that are fed an embedding in place of one."""
+    tokens, embeds = getattr(request, "prompt_token_ids", None), getattr(request, "prompt_embeds", None)
+    if tokens is None:
+        count = 0 if embeds is None else int(embeds.shape[0])
+        return np.full(count, UNKNOWN_TOKEN, np.int64), np.arange(count, dtype=np.int64)
+    mask = getattr(request, "prompt_is_token_ids", None)
+    unknown = np.flatnonzero(~np.array(mask, np.bool_)) if mask is not None else np.empty(0, np.int64)
+    return np.array(tokens, np.int64), unknown
+
+
+class VllmRequest(KnownRequest):
+    """One request; its tokens are the prompt's and those that steps have sampled."""
+
+    __slots__ = ("fresh", "prompt_len", "unknown")
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, request_id_of(name))
+        self.prompt_len = 0
+        self.unknown: Int64Array = np.empty(0, np.int64)  # positions of the prompt that have no token
+        self.fresh = True  # has not run since it was given its row
+
+    def begin(self, tokens: Sequence[int] | Int64Array) -> None:
+        """Start over from these tokens; what the engine keeps in the place of an embedding is none."""
+        kept = self.tokens.begin(tokens)
+        kept[self.unknown[self.unknown < kept.size]] = UNKNOWN_TOKEN
+
+
+class VllmRequests(RequestRows[VllmRequest]):
+    """The engine's live requests; `lock` is to be held when tokens change: results may arrive in a thread of its own."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(num_rows, VllmRequest)
+        self.lock = threading.Lock()
+
+    def truth(self, requests: Sequence[VllmRequest]) -> TruthTokens:
+        """Return the tokens of a forward's requests."""
+        with self.lock:
+            return truth_tokens([known.tokens.all() for known in requests])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +121,7 @@ def read_v1(
     context = forward_context()
     sizes = [int(table.block_size) for table in tables]
     given = getattr(context, "attn_metadata", None)
-    attended = [] if attention is None else attention.read(given, prefix, extend, sizes)
+    attended = () if attention is None else attention.read(given, prefix, extend, sizes)
     return Step(
         names=names,
         prefix=prefix,
@@ -90,7 +135,7 @@ def read_v1(
         ),
         drafted=frozenset(output.scheduled_spec_decode_tokens or ()),
         given=given,
-        attention=tuple(attended),
+        attention=attended,
     )
 
 
@@ -125,7 +170,7 @@ def read_v2(
 
 
 def forwards_of(
-    step: Step, groups: Sequence[GroupLayout], requests: Sequence[KnownRequest], book: RequestBook
+    step: Step, groups: Sequence[GroupLayout], requests: Sequence[VllmRequest], known_requests: VllmRequests
 ) -> list[StepForward]:
     """Return the step's forwards in order."""
     _forget_embedded(step, requests)
@@ -136,10 +181,12 @@ def forwards_of(
     drafted = np.array([name in step.drafted for name in step.names], np.bool_)
     level = levels(step, reads, np.array([known.fresh for known in requests], np.bool_))
     wave = 2 * level + drafted
-    return [_forward(step, reads, requests, book, np.flatnonzero(wave == number)) for number in np.unique(wave)]
+    return [
+        _forward(step, reads, requests, known_requests, np.flatnonzero(wave == number)) for number in np.unique(wave)
+    ]
 
 
-def _forget_embedded(step: Step, requests: Sequence[KnownRequest]) -> None:
+def _forget_embedded(step: Step, requests: Sequence[VllmRequest]) -> None:
     """Make unknown the tokens of the positions that are fed an embedding: the engine keeps anything in their place."""
     for known, begin, prefix, extend in zip(
         requests, np.cumsum(step.extend) - step.extend, step.prefix, step.extend, strict=True
@@ -162,21 +209,15 @@ def table_read(table: Any, block_size: int, group: GroupLayout, prefix: Int64Arr
         prefix: `[bs]`.
     """
     window = group.window
-    first = np.maximum(prefix - window - 1, 0) if window else np.zeros_like(prefix)
-    counts = np.maximum(prefix - first, 0)
-    low = first // block_size
-    blocks = np.where(counts > 0, -(-prefix // block_size) - low, 0)
-    cells = read_runs(table, np.arange(prefix.size, dtype=np.int64), low, blocks)
-    positions = ragged_index(first, counts)
-    before = np.cumsum(blocks) - blocks
-    held = cells[positions // block_size + np.repeat(before - low, counts)]
-    slots = np.where(held >= 0, held * block_size + positions % block_size, -1)
-    if window:
-        sliding = np.flatnonzero(prefix > window)
-        at = (np.cumsum(counts) - counts)[sliding]
-        gone = ((prefix[sliding] - window) % group.block_size == 0) | (held[at] == 0)
-        slots[at[gone]] = 0
-    return TableRead(starts=first, counts=counts, slots=slots)
+    if not window:
+        return paged_read(table, block_size, prefix)
+    read = paged_read(table, block_size, prefix, starts=np.maximum(prefix - window - 1, 0))
+    sliding = np.flatnonzero(prefix > window)
+    at = (np.cumsum(read.counts) - read.counts)[sliding]
+    before = read.slots[at]
+    gone = ((prefix[sliding] - window) % group.block_size == 0) | ((before >= 0) & (before < block_size))
+    read.slots[at[gone]] = 0
+    return read
 
 
 def levels(step: Step, reads: Sequence[TableRead], fresh: Any) -> Int64Array:
@@ -213,8 +254,8 @@ def levels(step: Step, reads: Sequence[TableRead], fresh: Any) -> Int64Array:
 def _forward(
     step: Step,
     reads: Sequence[TableRead],
-    requests: Sequence[KnownRequest],
-    book: RequestBook,
+    requests: Sequence[VllmRequest],
+    known_requests: VllmRequests,
     chosen: Int64Array,
 ) -> StepForward:
     """Return the forward of the chosen requests `[n]` of a step."""
@@ -227,8 +268,8 @@ def _forward(
         tokens = ragged_index((np.cumsum(step.extend) - step.extend)[chosen], extend)
         ids, positions, written = ids[tokens], positions[tokens], tuple(slots[tokens] for slots in written)
         reads = [chosen_reads(read, chosen) for read in reads]
-    told = ForwardInput(
-        mode="target_verify" if names[0] in step.drafted else _mode(extend, prefix, prompt),
+    forward = ForwardInput(
+        mode="target_verify" if names[0] in step.drafted else mode_by_lens(extend, prefix, prompt),
         req_pool_indices=np.array([known.row for known in mine], np.int64),
         request_ids=np.array([known.request_id for known in mine], np.int64),
         prefix_lens=prefix,
@@ -237,9 +278,9 @@ def _forward(
         positions=positions,
         out_cache_loc=tuple(written),
         reads=tuple(reads),
-        truth=book.truth(mine),
+        truth=known_requests.truth(mine),
     )
-    return told, names, chosen
+    return forward, names, chosen
 
 
 def _positions(positions: Any, prefix: Int64Array, extend: Int64Array, total: int) -> Int64Array:
@@ -247,10 +288,3 @@ def _positions(positions: Any, prefix: Int64Array, extend: Int64Array, total: in
     if positions is None or len(positions.shape) != 1:
         return ragged_index(prefix, extend)
     return own_int64(positions[:total])
-
-
-def _mode(extend: Int64Array, prefix: Int64Array, prompt_lens: Int64Array) -> str:
-    decoding = (extend == 1) & (prefix >= prompt_lens)
-    if decoding.all():
-        return "decode"
-    return "mixed" if decoding.any() else "extend"

@@ -297,7 +297,7 @@ def mark(runner, labels) -> None:
     """Leave the fault's ground truth in the runner's trace."""
     from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
 
-    for attachment in vllm_hooks._installed:
-        session = attachment._sessions.get(runner)
+    for attachment in vllm_hooks.attachments:
+        session = attachment.recordings.get(runner)
         if session is not None:
             session.recorder.mark("injected fault", {**labels, "forward": session.recorder.next_forward})

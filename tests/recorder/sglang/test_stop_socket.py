@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.engines.common.stop_socket import serve_stop, stop_processes
+from kvcanary.recorder.engines.common.stopping import serve_stop, stop_processes
 from kvcanary.recorder.engines.sglang.attachment import Attachment
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="so
 CHILD = """
 import sys, time
 from pathlib import Path
-from kvcanary.recorder.engines.common.stop_socket import serve_stop
+from kvcanary.recorder.engines.common.stopping import serve_stop
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.capture.recorder import Recorder
 
@@ -73,7 +73,7 @@ def test_processes_that_record_nothing_are_passed_over() -> None:
 
 def test_a_process_that_does_not_answer_is_not_waited_for_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     code = (
-        "import time; from kvcanary.recorder.engines.common.stop_socket import serve_stop; "
+        "import time; from kvcanary.recorder.engines.common.stopping import serve_stop; "
         "serve_stop(lambda: time.sleep(600)); print('recording', flush=True); time.sleep(600)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

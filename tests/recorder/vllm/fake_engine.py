@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvcanary.recorder.engines.vllm.attachment import Attachment
+from kvcanary.recorder.engines.vllm.attachment import VllmAttachment
 from kvcanary.recorder.engines.vllm.hooks import RUNNER_V1, RUNNER_V2, SCHEDULER, hook_module
 from kvcanary.recorder.process.settings import RecordingSettings
 
@@ -214,12 +214,14 @@ class GPUModelRunnerV2(GPUModelRunner):
         super().shutdown()
 
 
-def hooked(monkeypatch: Any, settings: RecordingSettings, *, scheduler: bool = True, v2: bool = False) -> Attachment:
+def hooked(
+    monkeypatch: Any, settings: RecordingSettings, *, scheduler: bool = True, v2: bool = False
+) -> VllmAttachment:
     """Put an attachment's hooks around the fake engine's classes, as they are put around vLLM's.
 
     Without `scheduler` it is as where the scheduler runs in another process.
     """
-    attachment = Attachment(settings)
+    attachment = VllmAttachment(settings)
     module = ModuleType("vllm.forward_context")
     module.is_forward_context_available = lambda: CONTEXT.attn_metadata is not None
     module.get_forward_context = lambda: CONTEXT

@@ -25,8 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_attachment, "stop_on_sigterm", lambda stop: False)
-    monkeypatch.setattr(vllm_attachment, "serve_stop", lambda stop: None)
+    monkeypatch.setattr(vllm_attachment.VllmAttachment, "end_with_process", lambda _: None)
 
 
 def replayed(folder: Path) -> tuple[Any, Any, list[Any]]:

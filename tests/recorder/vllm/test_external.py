@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
-from kvcanary.recorder.engines.vllm.requests import KnownRequest, RequestBook, prompt_of
-from kvcanary.recorder.engines.vllm.step import Step, forwards_of
+from kvcanary.recorder.engines.vllm.step import Step, VllmRequest, VllmRequests, forwards_of, prompt_of
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
@@ -21,8 +20,7 @@ from .test_parts import group
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_attachment, "stop_on_sigterm", lambda stop: False)
-    monkeypatch.setattr(vllm_attachment, "serve_stop", lambda stop: None)
+    monkeypatch.setattr(vllm_attachment.VllmAttachment, "end_with_process", lambda _: None)
 
 
 def load(runner: GPUModelRunner, scheduler: Any, output: Any) -> None:
@@ -111,17 +109,17 @@ def test_the_positions_of_a_prompt_that_are_embeddings() -> None:
     )
     tokens, unknown = prompt_of(mixed)
     assert unknown.tolist() == [1, 2]
-    known = KnownRequest("a")
+    known = VllmRequest("a")
     known.unknown = unknown
     known.begin(tokens)
-    known.append([9])
-    assert known.truth().tolist() == [5, -1, -1, 8, 9]
+    known.tokens.append([9])
+    assert known.tokens.all().tolist() == [5, -1, -1, 8, 9]
     known.begin([5, 0, 0, 8, 9])  # as the scheduler keeps them
-    assert known.truth().tolist() == [5, -1, -1, 8, 9]
+    assert known.tokens.all().tolist() == [5, -1, -1, 8, 9]
 
 
 def test_an_embedding_is_fed_as_an_unknown_token() -> None:
-    book = RequestBook(5)
+    book = VllmRequests(5)
     requests = [book.see(name)[0] for name in ("a", "b")]
     for known in requests:
         book.run(known, 1)

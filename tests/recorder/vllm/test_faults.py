@@ -12,7 +12,7 @@ import torch
 from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.engines.vllm.blocks import BlockHistory
 from kvcanary.recorder.engines.vllm.hooks import PROCESSES, hook_module
-from kvcanary.recorder.engines.vllm.session import Session
+from kvcanary.recorder.engines.vllm.recording import VllmRecording
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
@@ -28,8 +28,7 @@ from .fake_engine import (
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_attachment, "stop_on_sigterm", lambda stop: False)
-    monkeypatch.setattr(vllm_attachment, "serve_stop", lambda stop: None)
+    monkeypatch.setattr(vllm_attachment.VllmAttachment, "end_with_process", lambda _: None)
 
 
 def events(folder: Path) -> tuple[Any, list[Any]]:
@@ -102,12 +101,12 @@ def test_a_broken_engine_is_found_out(
 @pytest.mark.parametrize(
     ("owner", "name", "ends_it", "use_async"),
     [
-        (Session, "begin_step", True, False),
-        (Session, "before_model", True, True),
-        (Session, "after_model", True, False),
-        (Session, "took_result", False, False),
-        (Session, "_sampled", False, True),
-        (Session, "left", False, False),
+        (VllmRecording, "begin_step", True, False),
+        (VllmRecording, "before_model", True, True),
+        (VllmRecording, "after_model", True, False),
+        (VllmRecording, "took_result", False, False),
+        (VllmRecording, "sampled", False, True),
+        (VllmRecording, "left", False, False),
         (BlockHistory, "_tell", False, True),
         (BlockHistory, "_freed", False, False),
         (BlockHistory, "after_forward", False, False),
@@ -177,6 +176,6 @@ def test_who_is_about_to_be_killed_ends_its_trace_first(tmp_path: Path, monkeypa
     monkeypatch.setattr(vllm_attachment, "stop_tree", lambda pid: happened.append(f"stopped {pid}"))
     module = ModuleType(PROCESSES)
     module.kill_process_tree = happened.append  # type: ignore[attr-defined]
-    hook_module(module, vllm_attachment.Attachment(RecordingSettings(folder=tmp_path)))
+    hook_module(module, vllm_attachment.VllmAttachment(RecordingSettings(folder=tmp_path)))
     module.kill_process_tree(77)
     assert happened == ["stopped 77", 77]

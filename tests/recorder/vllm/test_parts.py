@@ -15,12 +15,12 @@ import torch
 from kvcanary.kernels.capture.gather import gather_kv
 from kvcanary.recorder.capture.forward_input import TableRead
 from kvcanary.recorder.engines.common.import_hook import WhenImported, when_imported
+from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
 from kvcanary.recorder.engines.vllm.hooks import MODULES, RUNNER_V1, TARGETS, hook_module
 from kvcanary.recorder.engines.vllm.kv import head_views, layer_number, row_source
 from kvcanary.recorder.engines.vllm.layout import GroupLayout, fed_otherwise, kind_of, ranks_of
-from kvcanary.recorder.engines.vllm.requests import KnownRequest, RequestBook, request_id_of
-from kvcanary.recorder.engines.vllm.step import Step, levels, table_read
+from kvcanary.recorder.engines.vllm.step import Step, VllmRequest, VllmRequests, levels, table_read
 
 from .fake_engine import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
@@ -100,8 +100,9 @@ def test_a_module_that_fails_fails_as_ever(module: str, tmp_path: Path) -> None:
 
 
 def test_what_a_version_lacks_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    mine = [target for target in TARGETS if target.module == RUNNER_V1]
-    runner: Any = type("GPUModelRunner", (), {target.name: (lambda self: 5) for target in mine})
+    mine = [target for target in TARGETS if target.paths[0].startswith(f"{RUNNER_V1}:")]
+    names = [target.paths[0].rpartition(".")[2] for target in mine]
+    runner: Any = type("GPUModelRunner", (), {name: (lambda self: 5) for name in names})
     del runner.sample_tokens
     module = ModuleType(RUNNER_V1)
     module.GPUModelRunner = runner  # type: ignore[attr-defined]
@@ -111,7 +112,7 @@ def test_what_a_version_lacks_is_named(caplog: pytest.LogCaptureFixture) -> None
     before = runner.execute_model
     caplog.set_level(logging.WARNING, "kvcanary")
     hook_module(module, attachment)
-    assert [note for note in attachment.notes if "sample_tokens: sampled tokens are not told" in note]
+    assert [note for note in attachment.notes if "sample_tokens: sampled tokens are not recorded" in note]
     assert runner.execute_model is not before
     assert runner().execute_model() == 5
     del runner._model_forward
@@ -129,10 +130,10 @@ def test_a_module_of_another_shape_is_left_alone(caplog: pytest.LogCaptureFixtur
 
 
 def test_the_targets_have_hooks() -> None:
-    from kvcanary.recorder.engines.vllm.attachment import Attachment
+    from kvcanary.recorder.engines.vllm.attachment import VllmAttachment
 
-    assert all(callable(getattr(Attachment, f"on_{target.hook}")) for target in TARGETS)
-    assert {target.module for target in TARGETS} == set(vllm_hooks.MODULES)
+    assert all(callable(getattr(VllmAttachment, f"on_{target.hook}")) for target in TARGETS)
+    assert {target.paths[0].partition(":")[0] for target in TARGETS} == set(vllm_hooks.MODULES)
 
 
 # Layouts
@@ -223,31 +224,31 @@ def test_kinds_names_and_ranks() -> None:
 
 
 def test_tokens_grow_are_cut_and_start_over() -> None:
-    known = KnownRequest("a")
+    known = VllmRequest("a")
     known.begin([5, 6, 7])
     for token in range(20):
-        known.append([token])
-    assert known.truth().tolist() == [5, 6, 7, *range(20)]
+        known.tokens.append([token])
+    assert known.tokens.all().tolist() == [5, 6, 7, *range(20)]
     known.begin([1])
-    known.append([])
-    assert known.truth().tolist() == [1]
+    known.tokens.append([])
+    assert known.tokens.all().tolist() == [1]
     assert request_id_of("a") == known.request_id >= 0
 
 
 def test_rows_are_lent_and_taken_back() -> None:
-    book = RequestBook(3)
-    first, second, third = (book.see(name)[0] for name in "abc")
-    assert book.run(first, 1)
-    assert book.run(second, 1)
-    assert not book.run(first, 2)
+    known_requests = VllmRequests(3)
+    first, second, third = (known_requests.see(name)[0] for name in "abc")
+    assert known_requests.run(first, 1)
+    assert known_requests.run(second, 1)
+    assert not known_requests.run(first, 2)
     assert {first.row, second.row} == {1, 2}
-    assert book.run(third, 3), "the row of whoever has not run for longest"
+    assert known_requests.run(third, 3), "the row of whoever has not run for longest"
     assert second.row == 0
     with pytest.raises(ValueError, match="more requests than the trace has rows"):
         for known in (first, second, third):
-            book.run(known, 4)
-    book.drop(third)
-    assert book.get("c") is None
+            known_requests.run(known, 4)
+    known_requests.drop(third)
+    assert known_requests.get("c") is None
     assert (first.row, second.row) == (2, 1) or (first.row, second.row) == (1, 2)
 
 

@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.engines.vllm.hooks import GPU_WORKER, hook_module
-from kvcanary.recorder.engines.vllm.requests import request_id_of
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
@@ -41,8 +41,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_attachment, "stop_on_sigterm", lambda stop: False)
-    monkeypatch.setattr(vllm_attachment, "serve_stop", lambda stop: None)
+    monkeypatch.setattr(vllm_attachment.VllmAttachment, "end_with_process", lambda _: None)
 
 
 def events(folder: Path) -> tuple[Any, list[Any]]:
@@ -129,7 +128,7 @@ def test_a_step_that_reads_what_it_writes_is_told_as_several_forwards(
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
 
     def look(runner: GPUModelRunner, scheduler: Any, output: Any) -> None:
-        seen.append((len(attachment._sessions[runner]._told), output))
+        seen.append((len(attachment.recordings[runner].forwards), output))
 
     serve(each_step=look, budget=40)
     assert max(told for told, _ in seen) > 1, "no step had a hit on blocks of its own"
@@ -160,10 +159,10 @@ def test_a_runner_that_gets_a_new_cache_gets_a_new_trace(tmp_path: Path, monkeyp
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
     runner = GPUModelRunner([FullAttentionSpec()], 8)
     Scheduler(runner).add_request(Request("a", [5, 6], 3))
-    first = attachment._sessions[runner]
+    first = attachment.recordings[runner]
     assert first is not None
     runner.initialize_kv_cache(runner.kv_cache_config, is_profiling=True)
-    assert attachment._sessions[runner] is first
+    assert attachment.recordings[runner] is first
     runner.initialize_kv_cache(runner.kv_cache_config)
     assert first.recorder.stats().off == "closed"
     Scheduler(runner).add_request(Request("b", [5, 6], 3))

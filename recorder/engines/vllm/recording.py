@@ -1,9 +1,7 @@
 """One vLLM runner's recording: what its steps, its requests and its scheduler's blocks mean in the recorder's words."""
 
 import logging
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,27 +10,25 @@ from ...capture.forward_input import AttentionInput
 from ...capture.host_arrays import runs_to_slots
 from ...capture.recorder import Recorder
 from ...process.settings import RecordingSettings
-from ...trace.header import NotWatched, TraceHeader
+from ...trace.header import NotWatched
 from ...writing.trace_file import begin_new
-from ..common.hooking import Finish, Hook, wrap_method
-from .attention import AttentionReader, chosen_attention
-from .blocks import BlockHistory, caches_prefixes, why_no_history
+from ..common.attachment import trace_name
+from ..common.hooking import Finish, Hook, OnFault, then, while_true
+from .attention import AttentionReader, chosen_attention, same_attention
+from .blocks import BlockHistory, BlockWalk, caches_prefixes, why_no_history
 from .drafts import DraftWrites
 from .external import ExternalLoads, connector_of
 from .external import not_watched as connector_not_watched
 from .layout import Layout, describe_engine
-from .requests import KnownRequest, RequestBook, prompt_of
-from .step import Step, StepForward, forwards_of
-from .sweep import PrefixCacheWalk
+from .step import Step, StepForward, VllmRequest, VllmRequests, forwards_of, prompt_of
 
 logger = logging.getLogger("kvcanary")
 
 # Which forward each request of a step ran in: (forward's number, names of its requests), one for each forward.
-OnFault = Callable[[str, Exception], None]
-Told = tuple[tuple[int, tuple[str, ...]], ...]
+StepForwards = tuple[tuple[int, tuple[str, ...]], ...]
 
 
-class Session:
+class VllmRecording:
     """Records one `GPUModelRunner` into one trace; `scheduler` where it runs in this process, else None.
 
     Methods may raise: the hooks that call them catch it.
@@ -45,27 +41,30 @@ class Session:
         draft = self.layout.draft
         self.attention = AttentionReader(runner, self.layout.groups, len(self.layout.groups) + (draft is not None))
         self.layout.not_watched += _not_watched(runner, self.attention)
-        notes = (*notes, *_why_silent(self.layout, scheduler, settings))
-        history = scheduler is not None and not _why_silent(self.layout, scheduler, settings)
+        no_history = _why_no_history(self.layout, scheduler, settings)
+        notes = (*notes, *no_history)
+        history = not no_history
         sweep_every = settings.sweep_every if history and caches_prefixes(scheduler) else 0
         header = describe_engine(runner, self.layout, notes, history=history, sweep_every=sweep_every)
         settings.folder.mkdir(parents=True, exist_ok=True)
         options = settings.writer_options()
         sources, every = self.layout.kv.sources, settings.kv_watch_every
         self.recorder = begin_new(
-            settings.folder / trace_name(header, number),
+            settings.folder / trace_name("vllm", header, number),
             lambda path: Recorder(path, header, kv_sources=sources, kv_watch_every=every, **options),
         )
-        self.book = RequestBook(header.tables[0].rows)
-        self.history = BlockHistory(scheduler, self.layout.groups, self.book, self.recorder, draft) if history else None
+        self.requests = VllmRequests(header.tables[0].rows)
+        self.history = (
+            BlockHistory(scheduler, self.layout.groups, self.requests, self.recorder, draft) if history else None
+        )
         self.drafts = DraftWrites(runner, self.layout, self.recorder)
         connector = connector_of(runner.vllm_config)
-        self.external = ExternalLoads(connector, self.layout.groups, self.book, self.recorder, scheduler)
-        self.sweep = PrefixCacheWalk(self.history, self.layout, header.sweep_interval, self.recorder)
+        self.external = ExternalLoads(connector, self.layout.groups, self.requests, self.recorder, scheduler)
+        self.sweep = BlockWalk(self.history, self.layout, header.sweep_interval, self.recorder)
         self.output: Any = None  # the scheduler's, of the step that is being executed
         self._step = 0
         self._open = False
-        self._told: list[tuple[int, tuple[str, ...]]] = []
+        self.forwards: list[tuple[int, tuple[str, ...]]] = []  # of the step, begun so far
         self._now: Step | None = None
         self._first = np.empty(0, np.int64)
         self._later: list[StepForward] = []
@@ -73,28 +72,28 @@ class Session:
             logger.info("kvcanary: %s", note)
         logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
 
-    def see(self, name: str, prompt_len: int) -> KnownRequest:
-        """Return a request of the engine's; a new one is told of."""
-        known, new = self.book.see(name)
+    def see(self, name: str, prompt_len: int) -> VllmRequest:
+        """Return a request of the engine's; a new one is recorded."""
+        known, new = self.requests.see(name)
         if new:
             known.prompt_len = prompt_len
             self.recorder.request(request_id=known.request_id, name=name, prompt_len=prompt_len)
         return known
 
     def begin_step(self, runner: Any, output: Any) -> None:
-        """Take down what the scheduler says of a step's requests."""
+        """Record what the scheduler says of a step's requests."""
         self.output = output
         self._step += 1
-        self._told, self._later = [], []
+        self.forwards, self._later = [], []
         gone = getattr(output, "preempted_req_ids", None) or ()
         if self.history is None:  # else the scheduler's own functions have said it, in time
             for name in output.finished_req_ids:
                 self.left(name, "finished")
             for name in gone:
                 self.left(name, "retracted")
-        self._tell_copies(getattr(output, "kv_cache_block_copies", None) or ())
+        self._record_copies(getattr(output, "kv_cache_block_copies", None) or ())
         self.external.begin_step(output.num_scheduled_tokens)
-        with self.book.lock:
+        with self.requests.lock:
             for new in output.scheduled_new_reqs:
                 tokens, unknown = prompt_of(new)
                 known = self.see(new.req_id, tokens.size)
@@ -102,14 +101,14 @@ class Session:
                 known.begin(getattr(new, "prefill_token_ids", None) or tokens)
             self._see_cached(output.scheduled_cached_reqs)
             for name in output.num_scheduled_tokens:
-                if self.book.get(name) is None:  # running since before the recording began
+                if self.requests.get(name) is None:  # running since before the recording began
                     tokens, unknown = prompt_of(getattr(runner, "requests", {}).get(name))
                     known = self.see(name, tokens.size)
                     known.unknown = unknown
                     known.begin(tokens)
 
-    def _tell_copies(self, copies: Any) -> None:
-        """Tell of blocks that the step copies before its forward: a prefix hit that ends inside a block gets its own.
+    def _record_copies(self, copies: Any) -> None:
+        """Record blocks that the step copies before its forward: a prefix hit that ends inside a block gets its own.
 
         Which group's they are is not said; to the others, which do not hold them, it makes no difference.
         """
@@ -126,7 +125,7 @@ class Session:
     def _see_cached(self, cached: Any) -> None:
         """Take over the tokens that the scheduler sends along: of resumed requests, and to the ranks that do not sample."""
         for place, name in enumerate(cached.req_ids):
-            known = self.book.get(name)
+            known = self.requests.get(name)
             if known is None:
                 continue
             if self.history is None and name in cached.resumed_req_ids and known.row:
@@ -139,23 +138,23 @@ class Session:
             # A load that failed takes back what was sampled on top of it.
             counts = getattr(cached, "num_output_tokens", None)
             if counts:
-                known.cut(known.prompt_len + counts[place])
+                known.tokens.cut(known.prompt_len + counts[place])
             sent = cached.new_token_ids[place] if cached.new_token_ids else ()
-            if len(sent) and known.num_tokens == cached.num_computed_tokens[place]:
-                known.append(sent)
+            if len(sent) and len(known.tokens) == cached.num_computed_tokens[place]:
+                known.tokens.append(sent)
 
     def before_model(self, step: Step) -> None:
-        """Tell of the first forward of the step that the model is about to run, and keep the others for later."""
-        requests = [self.book.get(name) for name in step.names]
+        """Record the first forward of the step that the model is about to run, and keep the others for later."""
+        requests = [self.requests.get(name) for name in step.names]
         running = [known for known in requests if known is not None]
         if len(running) != len(requests):
             raise ValueError("a request runs that the scheduler has not sent")
         for known in running:
-            if self.book.run(known, self._step):
+            if self.requests.run(known, self._step):
                 self.recorder.request_status(request_id=known.request_id, status="admitted", row=known.row)
         self.external.before_model(step, self.output, running)
         self.drafts.of_step(running)
-        forwards = forwards_of(step, self.layout.groups, running, self.book)
+        forwards = forwards_of(step, self.layout.groups, running, self.requests)
         for known in running:
             known.fresh = False
         self._now, self._first, self._later = step, forwards[0][2], forwards[1:]
@@ -163,29 +162,29 @@ class Session:
         self._begin(forwards[0], step.attention)
 
     def _begin(self, forward: StepForward, attention: Sequence[AttentionInput]) -> None:
-        told, names, chosen = forward
-        self._told.append((self.recorder.next_forward, names))
-        self.recorder.before_forward(self.drafts.beside(told))
+        given_input, names, chosen = forward
+        self.forwards.append((self.recorder.next_forward, names))
+        self.recorder.before_forward(self.drafts.beside(given_input))
         for given in attention:
             self.recorder.attention(chosen_attention(given, chosen))
 
     def on_attention(self, metadata: Any) -> None:
-        """Tell what attention gets in the step that has begun, where its metadata are made after that."""
+        """Record what attention gets in the step that has begun, if its metadata are made after that."""
         step = self._now
         if self._open and step is not None:
             step.given = metadata
-            step.attention = tuple(self.attention.read(metadata, step.prefix, step.extend, step.block_sizes))
+            step.attention = self.attention.read(metadata, step.prefix, step.extend, step.block_sizes)
             for given in step.attention:
                 self.recorder.attention(chosen_attention(given, self._first))
 
     def _attention_again(self) -> tuple[AttentionInput, ...]:
-        """Tell what the metadata hold at the forward's end, where it is not what they held before; return all of it."""
+        """Record what the metadata hold at the forward's end, if it is not what they held before; return all of it."""
         step = self._now
         if step is None or not step.attention:
             return ()
-        if not self.attention.changed(step.given, step.prefix, step.block_sizes):
-            return step.attention
         again = self.attention.read(step.given, step.prefix, step.extend, step.block_sizes)
+        if same_attention(step.attention, again):
+            return step.attention
         for given in again:
             self.recorder.attention(chosen_attention(given, self._first))
         return (*step.attention, *again)
@@ -204,7 +203,7 @@ class Session:
         self._now, self._later = None, []
         if self.layout.draft is None:
             self._filled()
-        self.sweep.after_step(len(self._told))
+        self.sweep.after_step(len(self.forwards))
 
     def after_drafts(self) -> None:
         """Hand over what a step has filled once the draft model, which runs behind the target, has filled it too."""
@@ -219,55 +218,56 @@ class Session:
                 self._history_fault("after_forward", error)
 
     def took_result(self, result: Any) -> Finish | None:
-        """Tell what a step sampled, now or when the engine fetches it."""
-        told = tuple(self._told)
+        """Record what a step sampled, now or when the engine fetches it."""
+        forwards = tuple(self.forwards)
         self.external.took_result(result)
-        if result is None or (not told and not callable(getattr(result, "get_output", None))):
+        if result is None or (not forwards and not callable(getattr(result, "get_output", None))):
             return None
         if hasattr(result, "sampled_token_ids") and hasattr(result, "req_ids"):
-            self._sampled(told, result)
+            self.sampled(forwards, result)
         elif callable(getattr(result, "get_output", None)):
-            return lambda output, error: None if error else self._sampled(told, output)
+            return then(lambda output: self.sampled(forwards, output))
         return None
 
-    def _sampled(self, told: Told, result: Any) -> None:
+    def sampled(self, forwards: StepForwards, result: Any) -> None:
+        """Record the tokens of a step's result."""
         self.external.took_result(result)
         tokens = result.sampled_token_ids
         if tokens is None or not len(tokens):
             return
         by_name = {name: [int(t) for t in tokens[i]] for i, name in enumerate(result.req_ids) if i < len(tokens)}
-        with self.book.lock:
-            for forward, names in told:
+        with self.requests.lock:
+            for forward, names in forwards:
                 sampled = [by_name.get(name, []) for name in names]
                 for name, new in zip(names, sampled, strict=True):
-                    known = self.book.get(name)
+                    known = self.requests.get(name)
                     if known is not None and new:
-                        known.append(new)
+                        known.tokens.append(new)
                 lens = np.array([len(new) for new in sampled], np.int64)
                 if lens.any():
                     flat = np.array([token for new in sampled for token in new], np.int64)
                     self.recorder.sampled(forward=forward, sampled_tokens=flat, sampled_lens=lens)
 
     def left(self, name: str, status: str) -> None:
-        """Tell that a request has given its row back; it is forgotten unless it was retracted."""
-        known = self.book.get(name)
+        """Record that a request has given its row back; it is forgotten unless it was retracted."""
+        known = self.requests.get(name)
         if known is None:
             return
         self.external.left(name)
         self._give_row_back(known, status)
         if status != "retracted":
-            self.book.drop(known)
+            self.requests.drop(known)
 
-    def _give_row_back(self, known: KnownRequest, status: str) -> None:
+    def _give_row_back(self, known: VllmRequest, status: str) -> None:
         self.recorder.request_status(request_id=known.request_id, status=status, row=known.row or -1)
-        self.book.give_row_back(known)
+        self.requests.give_row_back(known)
 
     def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:
         """Hook what belongs to this engine alone: its attention layers' updates and its scheduler's blocks.
 
         Args:
-            on_fault: told of a hook that failed.
-            on_history_fault: told where one of the slot history's has, after which none of them does anything.
+            on_fault: called when a hook failed.
+            on_history_fault: called when one of the slot history's has, after which none of them does anything.
         """
 
         def history_fault(hook: str, error: Exception) -> None:
@@ -275,10 +275,7 @@ class Session:
             on_history_fault(hook, error)
 
         def while_on(hook: Hook) -> Hook:
-            def guarded(*args: Any, **kwargs: Any) -> Finish | None:
-                return hook(*args, **kwargs) if self.history is not None else None
-
-            return guarded
+            return while_true(lambda: self.history is not None, hook)
 
         self._history_fault: OnFault = history_fault
         self.layout.kv.attach(on_fault)
@@ -288,31 +285,14 @@ class Session:
         self.drafts.attach(on_fault)
 
 
-def watch_result(result: Any, finish: Finish, on_fault: OnFault) -> None:
-    """Have `finish` called with what the engine will fetch from a result that is not there yet."""
-
-    def on_output(*_args: Any, **_kwargs: Any) -> Finish | None:
-        return finish
-
-    wrap_method(result, "get_output", on_output, on_fault)
-
-
-def trace_name(header: TraceHeader, number: int) -> str:
-    """Return the name of a runner's trace: when, ranks and process."""
-    ranks = header.ranks
-    when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    more = f"-{number}" if number else ""
-    return f"vllm-{when}-dp{ranks.dp_rank}-pp{ranks.pp_rank}-tp{ranks.tp_rank}-{os.getpid()}{more}.arrow"
-
-
-def _why_silent(layout: Layout, scheduler: Any, settings: RecordingSettings) -> tuple[str, ...]:
-    """Return why no slot history is told, nothing where it is."""
+def _why_no_history(layout: Layout, scheduler: Any, settings: RecordingSettings) -> tuple[str, ...]:
+    """Return why no slot history is recorded, nothing if it is."""
     if settings.history == "off":
-        return ("allocations and frees of slots are not told: switched off",)
+        return ("allocations and frees of slots are not recorded: switched off",)
     if scheduler is None:
-        return ("allocations and frees of slots are not told: the scheduler runs in another process",)
+        return ("allocations and frees of slots are not recorded: the scheduler runs in another process",)
     why = why_no_history(scheduler, layout.groups if layout.draft is None else (*layout.groups, layout.draft))
-    return (f"allocations and frees of slots are not told: {why}",) if why else ()
+    return (f"allocations and frees of slots are not recorded: {why}",) if why else ()
 
 
 def _not_watched(runner: Any, attention: AttentionReader) -> list[NotWatched]:

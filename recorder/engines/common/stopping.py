@@ -1,6 +1,7 @@
-"""Ending a trace in a process that is about to be killed: SGLang ends its own by SIGKILL, at a normal exit too.
+"""Ending a trace in a process that is about to be killed, by SIGTERM or by the engine.
 
-A recording process listens on a socket that is named after its id (Linux's abstract namespace: nothing in the file
+Service managers send SIGTERM to every process of a service; SGLang ends its own by SIGKILL, at a normal exit too. So a
+recording process listens on a socket that is named after its id (Linux's abstract namespace: nothing in the file
 system); the process that is about to kill it connects, and the answer comes when the trace is whole.
 """
 
@@ -8,6 +9,7 @@ import contextlib
 import importlib
 import logging
 import os
+import signal
 import socket
 import struct
 import threading
@@ -119,3 +121,30 @@ def stop_processes(pids: Iterable[int], *, patience_s: float = PATIENCE_S) -> li
             except OSError:
                 logger.warning("kvcanary: process %d did not end its trace in time", pid)
     return done
+
+
+def stop_on_sigterm(stop: Callable[[], None]) -> bool:
+    """Have SIGTERM call `stop` before it ends the process, where the engine has left it at its default.
+
+    The first one is the last that is looked at: a second ends the process at once. `stop` is called in a thread of its
+    own, since the main thread may hold whatever `stop` needs; it goes on meanwhile. A process whose main thread is
+    stuck in native code does not notice the first, nor would Python let it.
+
+    Returns:
+        Whether it was set: not outside the main thread, and not in place of a handler.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return False
+
+    def end(number: int, _: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=stop_and_die, args=(number,), name="kvcanary-sigterm", daemon=True).start()
+
+    def stop_and_die(number: int) -> None:
+        try:
+            stop()
+        finally:
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
+    return True

@@ -1,0 +1,154 @@
+"""The requests of an engine as a trace numbers them: ids, rows, and the tokens that the engine believes them to have."""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from ....kernels.arrays import Int64Array
+from ...capture.forward_input import TruthTokens
+
+
+def request_id_of(name: str, *, signed: bool = False) -> int:
+    """Return the 64-bit id of a request, the same in every rank and on both sides of a prefill and decode pair.
+
+    `signed` is SGLang's own, by which its token oracle samples; else none is negative, which would be nobody's.
+    """
+    digest = hashlib.blake2b(str(name).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    number = int.from_bytes(digest, "little", signed=True)
+    return number if signed else number & ((1 << 63) - 1)
+
+
+class TokenList:
+    """The tokens of one request so far; none is converted twice."""
+
+    __slots__ = ("_count", "_prompt", "_tokens")
+
+    def __init__(self) -> None:
+        self._tokens = np.empty(0, np.int64)
+        self._count = 0
+        self._prompt: Any = None  # the engine's own list, for `follow`
+
+    def __len__(self) -> int:
+        return self._count
+
+    def begin(self, tokens: Sequence[int] | Int64Array) -> Int64Array:
+        """Start over from these tokens; return them as they are kept, to be changed in place."""
+        self._tokens = np.array(tokens, np.int64)
+        self._count = self._tokens.size
+        return self._tokens
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add what has been sampled."""
+        total = self._count + len(tokens)
+        if total > self._tokens.size:
+            longer = np.empty(max(total, 2 * self._tokens.size), np.int64)
+            longer[: self._count] = self._tokens[: self._count]
+            self._tokens = longer
+        self._tokens[self._count : total] = tokens
+        self._count = total
+
+    def cut(self, count: int) -> None:
+        """Forget the tokens from `count` on."""
+        self._count = min(self._count, max(0, count))
+
+    def all(self) -> Int64Array:
+        """Return the tokens so far `[n] int64`; valid until the next change."""
+        return self._tokens[: self._count]
+
+    def follow(self, prompt: Any, output: Any) -> Int64Array:
+        """Return prompt and output as the engine's lists have them now, `[n] int64`; valid until the next call."""
+        total = len(prompt) + len(output)
+        if self._prompt is not prompt or total < self._count:
+            self._prompt = prompt  # another list: the request starts anew, perhaps from a longer prompt
+            self.begin(prompt)
+        if total > self._count:
+            self.append(output[self._count - len(prompt) :])
+        return self.all()
+
+
+def truth_tokens(parts: Sequence[Int64Array], rows: int | None = None) -> TruthTokens:
+    """Return what each request is believed to have, `parts`, of a batch of `rows` rows, padding included."""
+    lens = np.zeros(len(parts) if rows is None else rows, np.int64)
+    lens[: len(parts)] = [part.size for part in parts]
+    return TruthTokens(flat=np.concatenate(parts) if parts else np.empty(0, np.int64), lens=lens)
+
+
+def mode_by_lens(extend: Int64Array, prefix: Int64Array, prompt_lens: Int64Array) -> str:
+    """Return the mode of a forward by its lengths `[bs]`, of an engine that does not name it."""
+    decoding = (extend == 1) & (prefix >= prompt_lens)
+    if decoding.all():
+        return "decode" if decoding.size else "idle"
+    return "mixed" if decoding.any() else "extend"
+
+
+class KnownRequest:
+    """One request: its name, its 64-bit id, its row (0: none now), and the tokens known of it."""
+
+    __slots__ = ("last_forward", "name", "request_id", "row", "tokens")
+
+    def __init__(self, name: str, request_id: int) -> None:
+        self.name = name
+        self.request_id = request_id
+        self.row = 0
+        self.last_forward = -1
+        self.tokens = TokenList()
+
+
+R = TypeVar("R", bound=KnownRequest)
+
+
+class RequestRows(Generic[R]):
+    """An engine's live requests by name, for one without rows of its own; rows 1 and up are lent to those that run.
+
+    If all rows are lent, the request that has not run for longest gives up its row, and gets another when it runs again:
+    the table's changes then hold all of it anew.
+    """
+
+    def __init__(self, num_rows: int, make: Callable[[str], R]) -> None:
+        self._make = make
+        self._by_name: OrderedDict[str, R] = OrderedDict()
+        self._free_rows = list(range(num_rows - 1, 0, -1))
+
+    def get(self, name: str) -> R | None:
+        """Return a known request."""
+        return self._by_name.get(name)
+
+    def see(self, name: str) -> tuple[R, bool]:
+        """Return a request and whether it is new."""
+        known = self._by_name.get(name)
+        if known is not None:
+            return known, False
+        known = self._by_name[name] = self._make(name)
+        return known, True
+
+    def run(self, known: R, forward: int) -> bool:
+        """Let a request take part in a forward; return whether it was given a row for that.
+
+        Raises:
+            ValueError: the forward has more requests than there are rows.
+        """
+        known.last_forward = forward
+        self._by_name.move_to_end(known.name)
+        if known.row:
+            return False
+        if not self._free_rows:
+            idle = next((r for r in self._by_name.values() if r.row and r.last_forward != forward), None)
+            if idle is None:
+                raise ValueError(f"forward {forward} has more requests than the trace has rows")
+            self.give_row_back(idle)
+        known.row = self._free_rows.pop()
+        return True
+
+    def give_row_back(self, known: R) -> None:
+        """Take a request's row; it gets another when it runs again."""
+        if known.row:
+            self._free_rows.insert(0, known.row)
+            known.row = 0
+
+    def drop(self, known: R) -> None:
+        """Forget a request that is over; its row is free for another."""
+        self.give_row_back(known)
+        self._by_name.pop(known.name, None)

@@ -1,0 +1,255 @@
+"""transformers' continuous batching, hooked: the engine's classes are wrapped, not changed, until `detach`."""
+
+import functools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+from ...capture.recorder import Recorder, prepare_kernels
+from ...errors import error_text
+from ...process.environment import read_environment
+from ...writing.trace_file import begin_new
+from ..common.attachment import EngineAttachment
+from ..common.hooking import Finish, Hook, harmless
+from .recording import TransformersRecording
+
+logger = logging.getLogger("kvcanary")
+
+
+class TransformersAttachment(EngineAttachment):
+    """A recording of every batch processor that runs while it is attached; a context manager.
+
+    The first processor's trace is `path`; for `trace.arrow` the next are `trace.1.arrow`, `trace.2.arrow`, ...
+    Use `attach` to make one; `current` is the one that is attached. A hook that fails ends its processor's recording.
+    """
+
+    engine = "transformers"
+    current: ClassVar["TransformersAttachment | None"] = None
+    _lock: ClassVar = threading.Lock()
+
+    def __init__(self, path: Path, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.path = path
+        self._options = options
+        self._active = False
+        self._recorders: list[Recorder] = []
+        # By the engine's objects that hooks meet: processor, cache, allocators, offloading manager, scheduler.
+        self._recordings: weakref.WeakKeyDictionary[Any, TransformersRecording | None] = weakref.WeakKeyDictionary()
+        self._patches: list[tuple[type, str, Any, Any]] = []
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The newest recorder, None before the first step of an engine."""
+        return self._recorders[-1] if self._recorders else None
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The traces written so far."""
+        return tuple(recorder.path for recorder in self._recorders)
+
+    def recorders(self) -> list[Recorder]:
+        """Return the recorders so far."""
+        return self._recorders
+
+    def install(self, targets: Sequence[tuple[type, str, str]]) -> None:
+        """Put hooks around functions of classes: `(class, function, hook)`.
+
+        A hook is a method of this class, else of the recording that the function's `self` belongs to, which gets that
+        `self` and the function's arguments; or "because REASON" for what frees blocks for a reason.
+
+        Raises:
+            ValueError: a function is not there, or something is attached already.
+        """
+        missing = [f"{owner.__name__}.{name}" for owner, name, _ in targets if name not in owner.__dict__]
+        if missing:
+            raise ValueError(f"this transformers has no {', '.join(missing)}; the adapter knows version 5.23")
+        with TransformersAttachment._lock:
+            attached = TransformersAttachment.current
+            if attached is not None:
+                raise ValueError(f"already recording to {attached.path}; detach that first")
+            TransformersAttachment.current = self
+            self._active = True
+            for owner, name, hook in targets:
+                original = owner.__dict__[name]
+                wrapper = self._wrap(original, getattr(self, hook, None) or self._of_recording(hook))
+                self._patches.append((owner, name, original, wrapper))
+                setattr(owner, name, wrapper)
+
+    def detach(self) -> None:
+        """Put the engine's functions back and close the traces; a second call does nothing."""
+        with TransformersAttachment._lock:
+            if not self._active:
+                return
+            self._active = False
+            TransformersAttachment.current = None
+            for owner, name, original, wrapper in reversed(self._patches):
+                if owner.__dict__.get(name) is wrapper:
+                    setattr(owner, name, original)
+                else:  # wrapped by someone else since; our wrapper stays below and passes through
+                    logger.warning("kvcanary: %s.%s was wrapped again and cannot be put back", owner.__name__, name)
+        self.close()
+        self._recordings.clear()
+
+    def __enter__(self) -> "TransformersAttachment":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def _wrap(self, original: Any, hook: Hook) -> Any:
+        @functools.wraps(original)
+        def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._active:
+                return original(engine, *args, **kwargs)
+            return harmless(hook, functools.partial(self._fault, engine))(original, engine, *args, **kwargs)
+
+        return wrapper
+
+    def _fault(self, engine: Any, hook: str, error: Exception) -> None:
+        recording = self._recordings.get(engine)
+        if recording is None:
+            logger.error("kvcanary: not recording: %s", error_text(error), exc_info=error)
+        else:
+            self.fail(recording.recorder, hook, error, ends=True)
+
+    def _of_recording(self, name: str) -> Hook:
+        method, _, reason = name.partition(" ")
+
+        def hook(engine: Any, *args: Any, **kwargs: Any) -> Finish | None:
+            recording = self._recordings.get(engine)
+            if recording is None:
+                return None
+            finish: Finish | None = (
+                recording.because(reason) if reason else getattr(recording, method)(engine, *args, **kwargs)
+            )
+            return finish
+
+        hook.__name__ = method
+        return hook
+
+    def on_step(self, processor: Any, _model: Any) -> Finish | None:
+        """Record a step, a processor's first into a trace of its own."""
+        if processor not in self._recordings:
+            self._recordings[processor] = None  # whatever happens next, it is tried and logged once
+            self._open(processor)
+        recording = self._recordings[processor]
+        if recording is None:
+            return None
+        recording.before_step(processor)
+        return lambda _, error: recording.after_step(processor, error)
+
+    def _open(self, processor: Any) -> None:
+        number = len(self._recorders)
+        path = self.path if not number else self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")
+        recording = begin_new(path, lambda path: TransformersRecording(path, processor, **self._options))
+        self._recorders.append(recording.recorder)
+        cache = processor.cache
+        engine_parts = (processor, cache, processor.offloading_manager, processor.scheduler)
+        for part in (*engine_parts, *cache.cache_allocators.values()):
+            self._recordings[part] = recording
+
+    def on_stop(self, manager: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Close the trace of a processor that is given up; let go of its parts, whose memory would live on through it."""
+        recording = self._recordings.get(manager.batch_processor) if manager.batch_processor is not None else None
+        if recording is None:
+            return None
+
+        def finish(_: Any, __: BaseException | None) -> None:
+            if manager.batch_processor is None:  # not kept for another run of the loop
+                recording.recorder.close(timeout=5.0)
+                for part in [part for part, its in self._recordings.items() if its is recording]:
+                    del self._recordings[part]
+
+        return finish
+
+
+def attach_from_environment() -> TransformersAttachment | None:
+    """Record from now on, if `KVCANARY_TRACE` or a file of settings asks for it; None if nothing does.
+
+    The trace is `transformers-<UTC time>-<pid>.arrow` in the folder named. Of the settings, `sweep_every` and `history`
+    have no meaning here.
+
+    Raises:
+        ValueError, ImportError: as `attach` does, or a setting is wrong.
+        OSError: the folder cannot be made.
+    """
+    settings = read_environment()
+    if settings is None:
+        return None
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    options: dict[str, Any] = {"kv_watch_every": settings.kv_watch_every, "capture_bytes": settings.capture_bytes}
+    return begin_new(
+        settings.folder / f"transformers-{when}-{os.getpid()}.arrow",
+        lambda path: attach(path, **options, **settings.writer_options()),
+    )
+
+
+def attach(
+    path: str | Path,
+    *,
+    kv_watch_every: int = 1,
+    capture_bytes: int = 16,
+    layers: tuple[int, ...] | None = None,
+    submitted: bool = True,
+    **writer_options: Any,
+) -> TransformersAttachment:
+    """Record every batch processor that steps from now on, until `detach`.
+
+    Args:
+        path: the first processor's trace; further ones get a number before the suffix. If somebody has taken a name by
+            the first step, or one of segments is there, `-1` and so on follows.
+        kv_watch_every: look for KV bytes that changed without a write every N forwards; 0 never.
+        capture_bytes: leading bytes of each token's K and V to keep, a multiple of 16; 0 for none.
+        layers: whose KV bytes to keep, at most 4 of a group; None for the first layer of each group.
+        submitted: compare what those layers hand to the cache with what it holds after the forward; costs a copy of
+            their K and V of each forward.
+        writer_options: `compression`, `flush_bytes`, `flush_interval_ns`, `max_queued_bytes`, `overwrite`.
+
+    Raises:
+        ValueError: something is attached already, this transformers lacks what the adapter hooks, or an option is
+            out of range.
+        FileExistsError: the path exists and `overwrite` is not set.
+        ImportError: transformers is not installed.
+    """
+    path = Path(path)
+    if kv_watch_every < 0:
+        raise ValueError(f"kv_watch_every is {kv_watch_every}, expected 0 (never) or a number of forwards")
+    if capture_bytes < 0 or capture_bytes % 16:
+        raise ValueError(f"capture_bytes is {capture_bytes}, expected a multiple of 16, or 0 for none")
+    if path.exists() and not writer_options.get("overwrite", False):
+        raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
+    from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
+    from transformers.generation.continuous_batching.cache_allocators import cache_allocator
+
+    prepare_kernels()  # now, not at the engine's first step
+    options = {"layers": layers, "capture_bytes": capture_bytes, "kv_watch_every": kv_watch_every}
+    attachment = TransformersAttachment(path, {**options, "submitted": submitted, "writer_options": writer_options})
+    processor, offloading = continuous_api.ContinuousBatchProcessor, offloading_manager.OffloadingManager
+    allocator, paged = cache_allocator.CacheAllocator, cache.PagedAttentionCache
+    attachment.install(
+        [
+            (processor, "_generation_step", "on_step"),
+            (processor, "reset", "because reset"),
+            (continuous_api.ContinuousBatchingManager, "stop", "on_stop"),
+            (allocator, "free_blocks", "on_free"),
+            (allocator, "mark_complete_blocks", "on_complete"),
+            (paged, "evict_cached_blocks", "on_evict"),
+            (paged, "update", "on_update"),
+            (paged, "prepare_fork_request", "on_fork"),
+            (paged, "perform_cache_copy", "on_copy"),
+            (offloading, "offload_requests", "because offload"),
+            (offloading, "_offload_to_cpu", "on_offload"),
+            (offloading, "restore_scheduled_requests", "on_restore"),
+            (scheduler.Scheduler, "clear_cancelled_requests", "because cancel"),
+        ]
+    )
+    return attachment

@@ -1,0 +1,308 @@
+"""One batch processor's recording: what its steps and its cache events mean in the recorder's words."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...capture.device_kv import as_rows
+from ...capture.forward_input import ForwardInput
+from ...capture.recorder import Recorder
+from ...trace.header import NotWatched
+from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL
+from ..common.hooking import Finish
+from ..common.requests import KnownRequest, RequestRows, mode_by_lens, truth_tokens
+from .layout import GroupLayout, describe_engine
+from .step import attention_input, table_read, written_slots
+
+
+class TransformersRequest(KnownRequest):
+    """A request; `blocks[g]` counts the blocks of group g's table that alloc events have named."""
+
+    __slots__ = ("blocks",)
+
+    def __init__(self, name: str, request_id: int, num_groups: int) -> None:
+        super().__init__(name, request_id)
+        self.blocks = [0] * num_groups
+
+
+class TransformersRecording:
+    """Records one `ContinuousBatchProcessor` into one trace; `on_*` are hooks, see `TransformersAttachment.install`.
+
+    Methods may raise: the hooks around them catch it, and switch the recorder off.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        processor: Any,
+        *,
+        layers: tuple[int, ...] | None,
+        capture_bytes: int,
+        kv_watch_every: int,
+        submitted: bool,
+        writer_options: dict[str, Any],
+    ) -> None:
+        if processor.use_async_batching:
+            raise ValueError(
+                "asynchronous batching cannot be recorded: its steps overlap; pass "
+                "ContinuousBatchingConfig(use_async_batching=False)"
+            )
+        header, self._layouts, sources = describe_engine(processor, layers=layers, capture_bytes=capture_bytes)
+        if sources and not submitted:
+            off = NotWatched(what="submitted", name=header.runners[0].name, reason="switched off: submitted=False")
+            header = dataclasses.replace(header, not_watched=(*header.not_watched, off))
+        numbers = itertools.count()  # a name may come again, as another request
+        self._requests = RequestRows(
+            header.tables[0].rows, lambda name: TransformersRequest(name, next(numbers), len(self._layouts))
+        )
+        self._forward = -1
+        self._tokens = 0
+        self._submitted: dict[tuple[int, int], Any] = {}
+        self._streams: dict[tuple[int, str], tuple[int, int]] = {
+            (stream.layer, stream.half): (group, number)
+            for group, pool in enumerate(header.groups if submitted else ())
+            for number, stream in enumerate(pool.streams)
+        }
+        self._reason = "finish"  # of blocks that are freed now
+        self.recorder = Recorder(path, header, kv_sources=sources, kv_watch_every=kv_watch_every, **writer_options)
+        if self._has_history(processor):
+            self.recorder.lost("attached to an engine that had already run")
+
+    def _has_history(self, processor: Any) -> bool:
+        """Say whether the cache holds something that this trace did not see being written."""
+        batch = processor.inputs_and_outputs.requests_in_batch
+        started = any(future.state.position_offset != future.query_length for future in batch)
+        known = {future.state.request_id for future in batch}
+        return started or any(
+            layout.allocator.ledger.block_to_hash or set(layout.allocator.block_table) - known
+            for layout in self._layouts
+        )
+
+    def before_step(self, processor: Any) -> None:
+        """Record the forward that `_generation_step` is about to run."""
+        io = processor.inputs_and_outputs
+        batch = io.requests_in_batch
+        self._forward += 1
+        requests = [self._known(future.state) for future in batch]
+        for request in requests:
+            self._requests.run(request, self._forward)
+        for layout in self._layouts:
+            self._record_new_blocks(layout, requests)
+        extend = np.array([future.query_length for future in batch], np.int64)
+        # The engine has counted this step in already.
+        prefix = np.array([future.state.position_offset for future in batch], np.int64) - extend
+        truth = [
+            request.tokens.follow(future.state.initial_tokens, future.state.generated_tokens)
+            for request, future in zip(requests, batch, strict=True)
+        ]
+        prompt_lens = np.array([len(future.state.initial_tokens) for future in batch], np.int64)
+        self._submitted.clear()
+        self._tokens = tokens = int(io.total_seqlen_q)
+        self.recorder.before_forward(
+            ForwardInput(
+                mode=mode_by_lens(extend, prefix, prompt_lens),
+                req_pool_indices=np.array([request.row for request in requests], np.int64),
+                request_ids=np.array([request.request_id for request in requests], np.int64),
+                prefix_lens=prefix,
+                extend_lens=extend,
+                input_ids=io.input_ids[:tokens],
+                positions=io.position_ids[:tokens],
+                out_cache_loc=tuple(written_slots(layout, io, prefix, extend) for layout in self._layouts),
+                reads=tuple(table_read(layout, io, prefix, extend) for layout in self._layouts),
+                truth=truth_tokens(truth),
+                attention=attention_input(self._layouts, io, prefix, extend),
+            )
+        )
+
+    def after_step(self, processor: Any, error: BaseException | None) -> None:
+        """Complete the forward with the tokens that it sampled, or with what the model raised."""
+        submitted = {key: as_rows(states)[: self._tokens] for key, states in self._submitted.items()}
+        self._submitted.clear()
+        if error is not None:
+            self.recorder.after_forward(note=f"the model raised {self.recorder.error_text(error)}")
+            return
+        io = processor.inputs_and_outputs
+        sampled_lens = np.array([int(future.has_new_token) for future in io.requests_in_batch], np.int64)
+        sampled = io.output_ids[0, : int(sampled_lens.sum())]
+        self.recorder.after_forward(sampled_tokens=sampled, sampled_lens=sampled_lens, submitted=submitted)
+
+    def on_update(self, cache: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> None:
+        """Keep what a layer hands to the cache, `[1, heads, T, head_dim]`, until the forward has ended.
+
+        A view would do if nobody wrote into it; what damages the pool may well do that, so the bytes are copied.
+        """
+        if kwargs.get("block_table") is not None:  # attention itself stores K and V
+            return
+        for half, states in (("K", key_states), ("V", value_states)):
+            key = self._streams.get((layer_idx, half))
+            if key is not None and states.dtype == cache.dtype:
+                self._submitted[key] = states[0].transpose(0, 1).detach().clone()
+
+    def _known(self, state: Any, parent: TransformersRequest | None = None, name: str = "") -> TransformersRequest:
+        request, new = self._requests.see(name or state.request_id)
+        if new:
+            labels = {"parent": parent.request_id} if parent is not None else None
+            prompt_len = len(state.initial_tokens)
+            self.recorder.request(
+                request_id=request.request_id, name=request.name, prompt_len=prompt_len, labels=labels
+            )
+        return request
+
+    def _record_new_blocks(self, layout: GroupLayout, requests: list[TransformersRequest]) -> None:
+        """Record the blocks that were added to the requests' tables since they were last seen."""
+        for request in requests:
+            table = layout.allocator.block_table.get(request.name, [])
+            if len(table) > request.blocks[layout.index]:
+                fresh = table[request.blocks[layout.index] :]
+                request.blocks[layout.index] = len(table)
+                # A block with a hash was written before: the prefix cache lent it out.
+                shared = [block for block in fresh if block in layout.allocator.ledger.block_to_hash]
+                self._slots("alloc", layout, [block for block in fresh if block not in shared], request)
+                self._slots("alloc", layout, shared, request, "prefix hit", status=ALLOC_SHARED)
+
+    def _slots(
+        self,
+        kind: str,
+        layout: GroupLayout,
+        blocks: list[int],
+        request: TransformersRequest | None,
+        note: str = "",
+        *,
+        status: str = ALLOC_FRESH,
+    ) -> None:
+        if blocks:
+            self.recorder.slots(
+                kind,
+                group=layout.index,
+                runs=layout.block_slots(blocks),
+                request_id=request.request_id if request is not None else -1,
+                row=request.row if request is not None and request.row else -1,
+                note=note,
+                status=status,
+            )
+
+    def because(self, reason: str) -> Finish:
+        """Give blocks that are freed until the engine's function returns another reason."""
+        self._reason, before = reason, self._reason
+
+        def finish(_: Any, __: BaseException | None) -> None:
+            self._reason = before
+
+        return finish
+
+    def on_free(self, allocator: Any, request_id: str, no_cache: bool = False) -> None:
+        """Record the blocks that go back to the pool when a request's table is dropped."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        layout, ledger = self._layouts[allocator.index], allocator.ledger
+        freed = [
+            block
+            for block in allocator.block_table.get(request_id, [])
+            if ledger.shared_ref_counts.get(block, 1) == 1 and (no_cache or block not in ledger.block_to_hash)
+        ]
+        self._slots("free", layout, freed, request, self._reason)
+        request.blocks[layout.index] = 0
+        if self._reason != "offload" and layout is self._layouts[-1]:
+            self._requests.drop(request)
+
+    def on_complete(self, allocator: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
+        """Record the blocks that de-duplication takes out of a request's table."""
+        before = list(allocator.block_table.get(request_id, []))
+        sole = [allocator.ledger.shared_ref_counts.get(block, 1) == 1 for block in before]
+        return lambda _, __: self.replaced_blocks(allocator, request_id, before, sole)
+
+    def replaced_blocks(self, allocator: Any, name: str, before: list[int], sole: list[bool]) -> None:
+        """Record what was replaced in `before`, a table as it was; `sole[i]`: its block i had no other user."""
+        after = allocator.block_table.get(name, [])
+        freed = [old for old, new, only in zip(before, after, sole, strict=False) if old != new and only]
+        self._slots("free", self._layouts[allocator.index], freed, self._requests.get(name), "dedup")
+
+    def on_evict(self, cache: Any) -> Finish:
+        """Record the cached blocks that the pool takes back."""
+        cached = [list(allocator.ledger.cached_blocks) for allocator in cache.cache_allocators.values()]
+        return lambda _, __: self.evicted_blocks(cached)
+
+    def evicted_blocks(self, cached: list[list[int]]) -> None:
+        """Record evictions, `cached[g]` of each group."""
+        for layout, blocks in zip(self._layouts, cached, strict=True):
+            self._slots("evict", layout, blocks, None, "cache pressure")
+
+    def on_fork(self, _cache: Any, src_state: Any, *_args: Any, **_kwargs: Any) -> Finish:
+        """Record the requests that begin as copies of another one."""
+        return lambda forked, _: self.forked(src_state, list(forked or ()))
+
+    def forked(self, parent: Any, children: list[str]) -> None:
+        """Record requests that have begun as copies of `parent`."""
+        source = self._known(parent)
+        for name in children:
+            child = self._known(parent, source, name)
+            for layout in self._layouts:
+                table = layout.allocator.block_table.get(name, [])
+                shared = set(layout.allocator.block_table.get(parent.request_id, []))
+                child.blocks[layout.index] = len(table)
+                self._slots("alloc", layout, [b for b in table if b not in shared], child, "fork")
+                lent = [b for b in table if b in shared]
+                self._slots("alloc", layout, lent, child, "shared by fork", status=ALLOC_SHARED)
+
+    def on_copy(self, _cache: Any, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> Finish:
+        """Record the blocks that are copied inside the pool."""
+        return lambda _, __: self.copied_blocks(copy_src_and_dst)
+
+    def copied_blocks(self, copies: dict[str, tuple[list[int], list[int]]]) -> None:
+        """Record copies `(source blocks, destination blocks)` of each group."""
+        for layout, (src, dst) in zip(self._layouts, copies.values(), strict=True):
+            if src:
+                starts, counts = layout.block_slots(src)
+                self.recorder.kv_copy(
+                    group=layout.index, src=starts, dst=layout.block_slots(dst)[0], count=counts, note="fork"
+                )
+
+    def on_offload(self, manager: Any, victims: list[Any], tables: dict[str, dict[str, list[int]]]) -> Finish:
+        """Record the blocks that go to the host."""
+
+        def finish(names: set[str] | None, _: BaseException | None) -> None:
+            for name in (state.request_id for state in victims):
+                if names and name in names:
+                    self.moved_blocks(name, tables[name], manager._request_id_to_cpu_blocks[name], to_host=True)
+
+        return finish
+
+    def on_restore(self, manager: Any, requests_in_batch: list[Any]) -> Finish:
+        """Record the blocks that come back from the host."""
+        allocators = manager.cache.cache_allocators
+        copies = []
+        for name in [future.state.request_id for future in requests_in_batch if future.state.is_cpu_offloaded]:
+            pool = {group: list(allocator.block_table.get(name, [])) for group, allocator in allocators.items()}
+            copies.append((name, pool, dict(manager._request_id_to_cpu_blocks.get(name, {}))))
+
+        def finish(_: Any, __: BaseException | None) -> None:
+            for name, pool, host in copies:
+                self.moved_blocks(name, pool, host, to_host=False)
+
+        return finish
+
+    def moved_blocks(
+        self, name: str, pool_blocks: dict[str, list[int]], host_blocks: dict[str, list[int]], *, to_host: bool
+    ) -> None:
+        """Record a request's blocks that were copied to the host, or back from it."""
+        request = self._requests.get(name)
+        for layout, group in zip(self._layouts, pool_blocks, strict=True):
+            count = min(len(pool_blocks[group]), len(host_blocks.get(group, [])))
+            if not count:
+                continue
+            pool, counts = layout.block_slots(pool_blocks[group][:count])
+            host, _ = layout.block_slots(host_blocks[group][:count])
+            self.recorder.kv_copy(
+                group=layout.index,
+                src=pool if to_host else host,
+                dst=host if to_host else pool,
+                count=counts,
+                src_tier=TIER_POOL if to_host else TIER_HOST,
+                dst_tier=TIER_HOST if to_host else TIER_POOL,
+                request_id=request.request_id if request is not None else -1,
+                note="offload" if to_host else "load-back",
+            )
