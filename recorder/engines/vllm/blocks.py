@@ -121,14 +121,14 @@ class BlockHistory:
 
     def _on_new(self, group: GroupLayout) -> Any:
         def on_new(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
-            return lambda blocks, _: self._record("alloc", group, _ids(blocks), request_id)
+            return lambda blocks, _: self.record("alloc", group, _ids(blocks), request_id)
 
         return on_new
 
     def _on_external(self, group: GroupLayout, manager: Any) -> Any:
         def on_external(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
             count = len(manager.req_to_blocks.get(request_id, ()))
-            return lambda _, __: self._record(
+            return lambda _, __: self.record(
                 "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())[count:]), request_id
             )
 
@@ -136,7 +136,7 @@ class BlockHistory:
 
     def _on_hit(self, group: GroupLayout, manager: Any) -> Any:
         def on_hit(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
-            return lambda _, __: self._record(
+            return lambda _, __: self.record(
                 "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())), request_id, status=ALLOC_SHARED
             )
 
@@ -206,7 +206,7 @@ class BlockHistory:
                 return
             known = self.cached.pop(block.block_id, None)
             if known is not None and not block.ref_cnt:
-                self._record("evict", self._groups[known.group], [block.block_id], "", note="cache pressure")
+                self.record("evict", self._groups[known.group], [block.block_id], "", note="cache pressure")
 
         return finish
 
@@ -218,7 +218,7 @@ class BlockHistory:
                 return
             for group in self._groups:
                 held = [block for block, known in self.cached.items() if known.group == group.index]
-                self._record("evict", group, held, "", note="reset")
+                self.record("evict", group, held, "", note="reset")
             self.cached.clear()
 
         return finish
@@ -237,14 +237,14 @@ class BlockHistory:
         for index, block in sorted(blocks & self._filling.keys()):
             by_request.setdefault((index, self._filling.pop((index, block))), []).append(block)
         for (index, name), handed in by_request.items():
-            self._record("alloc", self._groups[index], handed, name, status=ALLOC_CACHED)
+            self.record("alloc", self._groups[index], handed, name, status=ALLOC_CACHED)
 
     def _freed(self, group: GroupLayout, blocks: Sequence[Any], request_id: str) -> None:
         """Record as freed the blocks that nobody uses and the prefix cache does not hold."""
         gone = [b.block_id for b in blocks if not b.is_null and not b.ref_cnt and b.block_hash is None]
-        self._record("free", group, gone, request_id)
+        self.record("free", group, gone, request_id)
 
-    def _record(
+    def record(
         self,
         kind: str,
         group: GroupLayout,
@@ -254,6 +254,7 @@ class BlockHistory:
         status: str = ALLOC_FRESH,
         note: str = "",
     ) -> None:
+        """Record what happened to blocks of a group; `name` is the request's, empty for nobody's."""
         if not len(blocks):
             return
         known = self._requests.get(name) if name else None

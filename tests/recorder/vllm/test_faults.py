@@ -107,7 +107,7 @@ def test_a_broken_engine_is_found_out(
         (VllmRecording, "took_result", False, False),
         (VllmRecording, "sampled", False, True),
         (VllmRecording, "left", False, False),
-        (BlockHistory, "_tell", False, True),
+        (BlockHistory, "record", False, True),
         (BlockHistory, "_freed", False, False),
         (BlockHistory, "after_forward", False, False),
     ],
