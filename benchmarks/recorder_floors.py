@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from kvcanary.kernels.capture.frame_driver import CudaDriver
+from kvcanary.kernels.capture.model_forward import Launches
 from kvcanary.recorder.engines.common.hooking import harmless
 from kvcanary.recorder.engines.common.step_cost import StepCost
 
@@ -46,14 +46,11 @@ def microseconds(what: Callable[[], Any], before: Callable[[], None]) -> float:
 
 def main() -> None:
     """Measure and print."""
-    compiled = empty_kernel[(1,)](torch.zeros(1, dtype=torch.int64, device="cuda"), 5)
-    launch = CudaDriver().launch_of(compiled, 1, step="Q", fixed="i", values=(5,))
+    launch = Launches().launch(empty_kernel, 1, (torch.zeros(1, dtype=torch.int64, device="cuda"),), (5,))
     if launch is None:
-        raise SystemExit("this Triton hands over other parameters than these")
-    stream = torch.cuda.current_stream().cuda_stream
-    launch.fill(0)
+        raise SystemExit("Triton's interpreter launches nothing: unset TRITON_INTERPRET")
     hook = harmless(lambda: lambda *_: None, lambda *_: None, StepCost())
-    things = {"launch": lambda: launch.fire(stream), "hook": lambda: hook(int)}
+    things = {"launch": lambda: launch(0, 5), "hook": lambda: hook(int)}
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__}
     for name, what in things.items():
         for heat, before in (("warm", torch.cuda.synchronize), ("cold", lambda: (torch.cuda.synchronize(), touch()))):

@@ -1,4 +1,4 @@
-"""What segments cost the writer's thread: the applier beside the encoding of each event, and a keyframe.
+"""What segments cost the writer's thread: the recorded beside the encoding of each event, and a keyframe.
 
 Run from a checkout: `python benchmarks/segments.py`. Nothing here runs on an engine's thread. Decodes of 64 requests
 over a pool of K and V, 16 bytes a slot and half, as the recorder hands them over; each forward also tells one
@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 from kvcanary.kernels.constants import KvHashMode
-from kvcanary.recorder.state.apply import EventApplier
+from kvcanary.recorder.state.apply import RecordedState
 from kvcanary.recorder.state.keyframe import keyframe_events
 from kvcanary.recorder.state.keyframe_load import KeyframeLoader
 from kvcanary.recorder.state.pools import pool_bytes
@@ -73,10 +73,10 @@ def measure(slots: int, decodes: int, folder: Path) -> None:
     random = np.random.default_rng(0)
     header = header_of(slots)
     schema = header_schema(header)
-    applier = EventApplier(header)
+    recorded = RecordedState(header)
     context = (slots - 1) // BATCH - decodes - ROUND - 1
     at, events = 1, 0
-    spent: dict[str, list[float]] = {"encode": [], "applier": []}
+    spent: dict[str, list[float]] = {"encode": [], "recorded": []}
     prefix = np.zeros(BATCH, np.int64)
     made: list[TraceEvent] = []
 
@@ -87,11 +87,11 @@ def measure(slots: int, decodes: int, folder: Path) -> None:
         batch_metadata(batch, events)
         between = time.thread_time()
         for view in TraceBatch(batch, first_event=events):
-            applier.take(view)
+            recorded.take(view)
         end = time.thread_time()
         if counted:
             spent["encode"].append((between - begin) / (len(made) / 2))
-            spent["applier"].append((end - between) / (len(made) / 2))
+            spent["recorded"].append((end - between) / (len(made) / 2))
         events += len(made)
         made.clear()
 
@@ -111,33 +111,33 @@ def measure(slots: int, decodes: int, folder: Path) -> None:
     file = TraceFile(folder / f"{slots}.arrow", schema)
     first = events
     kept = []
-    for event in keyframe_events(applier, time_ns=number):
+    for event in keyframe_events(recorded, time_ns=number):
         batch = encode_events([event], events, schema)
         file.write(batch, batch_metadata(batch, events))
         events += 1
         kept.append(batch)
     file.close()
     took = time.perf_counter() - begin
-    check(applier, kept, first)
+    check(recorded, kept, first)
     per = {name: 1e6 * min(rounds) for name, rounds in spent.items()}  # of the round that was disturbed least
     print(
-        f"{slots:>9,} slots   decode of {BATCH}: encode and CRC {per['encode']:.0f} us, apply {per['applier']:.0f} us, "
-        f"{per['applier'] / per['encode']:.2f} times as much   keyframe {file.size_bytes / 1e6:.1f} MB in {took:.2f} s"
+        f"{slots:>9,} slots   decode of {BATCH}: encode and CRC {per['encode']:.0f} us, apply {per['recorded']:.0f} us, "
+        f"{per['recorded'] / per['encode']:.2f} times as much   keyframe {file.size_bytes / 1e6:.1f} MB in {took:.2f} s"
         f"   the state's memory at most {pool_bytes(header) / 1e6:.0f} MB"
     )
 
 
-def check(applier: EventApplier, kept: list, first: int) -> None:
-    """Put the keyframe back; raise `SystemExit` where it does not give the applier's state."""
-    fresh = EventApplier(applier.state.header)
+def check(recorded: RecordedState, kept: list, first: int) -> None:
+    """Put the keyframe back; raise `SystemExit` where it does not give the recorded's state."""
+    fresh = RecordedState(recorded.state.header)
     loader = KeyframeLoader(fresh.state, kv_hash_mode=KvHashMode.PARTIAL)
     for number, batch in enumerate(kept):
         for view in TraceBatch(batch, first_event=first + number):
             loader.take(view)
-    pairs = zip(applier.state.pools[0].pool.arrays(), fresh.state.pools[0].pool.arrays(), strict=True)
-    tables = zip(applier.state.tables.req_to_token, fresh.state.tables.req_to_token, strict=True)
+    pairs = zip(recorded.state.pools[0].pool.arrays(), fresh.state.pools[0].pool.arrays(), strict=True)
+    tables = zip(recorded.state.tables.req_to_token, fresh.state.tables.req_to_token, strict=True)
     if not all(np.array_equal(a, b) for a, b in [*pairs, *tables]):
-        raise SystemExit("the keyframe does not give back the applier's state: no figure is printed")
+        raise SystemExit("the keyframe does not give back the recorded's state: no figure is printed")
 
 
 def main() -> None:

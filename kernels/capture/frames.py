@@ -1,14 +1,13 @@
-"""Frames: what the recorder takes down of one forward on the device, and where each part lies.
+"""Frames: what the recorder captures of one forward on the device, and where each part lies.
 
-A frame is a stretch of 64-bit words in device memory. `take_down` fills its inputs and table changes before the
-forward, `take_back` the bytes written and the bytes changed after it; both also move the device's shadows on, which
+A frame is a stretch of 64-bit words in device memory. Before the forward `begin_kernel` fills its inputs and the changes
+of tables, after it `end_kernel` the bytes written and the bytes changed; both also update the device's shadows, which
 hold what a replay of the trace knows. In between, what attention got is compared with them. Changes are compacted:
-`counters` says how many there are of each sort. Whatever does not fit its section is counted and left out, and the
-shadow keeps its old value there.
+`counters` says how many there are of each sort. What does not fit its section is counted and left out, and the shadow
+keeps its old value there.
 
-The Triton kernels are in `gpu.frames`, their launches in `gpu.frame_launch`; `gpu.frame_inside` has those that a CUDA
-graph can hold. Their definition is what the host's recorder finds with the plain loops of `changes` and `gather`; tests
-hold the two against one another, event by event.
+The Triton kernels are in `frame_kernels`, their launches in `model_forward`. What they must find is defined by the plain
+loops of `changes` and `gather`, which the host's recorder uses; tests compare the two, event by event.
 """
 
 from collections.abc import Sequence
@@ -167,6 +166,7 @@ class FrameLayout:
         kv_at: where the changed slots begin; `kv_entry` words each, as many for every stream.
         attention_at: where the slots that attention got begin, of those that differ.
         words: of the whole frame.
+        sections: what a ticket says of them.
     """
 
     bs: int
@@ -187,6 +187,7 @@ class FrameLayout:
     kv_entry: int = field(init=False)
     attention_at: int = field(init=False)
     words: int = field(init=False)
+    sections: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Lay the sections out one after another."""
@@ -209,6 +210,10 @@ class FrameLayout:
             "kv_entry": kv_entry,
             "attention_at": attention_at,
             "words": attention_at + ATTENTION_ENTRY * self.attention_capacity,
+            "sections": (
+                *(fixed, self.table_capacity, lut_at, self.lut_capacity, kv_at, self.kv_capacity, kv_entry),
+                *(lens_at, attention_at, self.attention_capacity),
+            ),
         }
         for name, value in sections.items():
             object.__setattr__(self, name, value)

@@ -1,18 +1,104 @@
-"""One run of a model that is taken down where it begins and where it ends: what is launched around it."""
+"""What is launched around one run of a model so that it fills a frame: a ticket, then kernels before and after it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from . import frame_inside
-from .frame_inside import attention_kernel, begin_kernel, end_kernel
+from .frame_kernels import attention_kernel, begin_kernel, end_kernel, write_ticket_kernel
+from .frames import FrameLayout
+
+PROGRAMS = 1024  # of each launch: enough to fill a device
+TILE = 512
+
+
+class Launches:
+    """Launches kernels that take tensors, then numbers, then constants.
+
+    Triton looks a kernel up by all that it is given, which takes longer than the launch. Here that is done once for each
+    form of a kernel: its constants and its tensors' dtypes.
+    """
+
+    def __init__(self) -> None:
+        self._ready: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def launch(
+        self,
+        kernel: Any,
+        programs: int,
+        tensors: tuple[Any, ...],
+        numbers: tuple[int, ...],
+        constants: tuple[Any, ...] = (),
+    ) -> Callable[..., Any] | None:
+        """Launch a kernel on the current stream, and compile it if its form is new.
+
+        Returns what launches this form again, given addresses, numbers and constants; None in Triton's interpreter.
+        """
+        key = (id(kernel), programs, constants, *[tensor.dtype for tensor in tensors])
+        ready = self._ready.get(key)
+        if ready is not None:
+            ready(*[tensor.data_ptr() for tensor in tensors], *numbers, *constants)
+            return ready
+        compiled = kernel[(programs,)](*tensors, *numbers, *constants)
+        if compiled is None:
+            return None
+        return self._ready.setdefault(key, compiled[(programs, 1, 1)])
+
+
+_launches: Final[dict[int, Launches]] = {}  # by device: compiled code is loaded into one
+
+
+def launches_on(tensor: Any) -> Launches:
+    """Return what launches kernels on a tensor's device."""
+    return _launches.setdefault(tensor.get_device(), Launches())
+
+
+class TicketWriter:
+    """Writes tickets for one runner's forwards; this is what each step of an engine waits for, so it does little.
+
+    Args:
+        frames: `[any] int64`, in which all frames lie.
+        counters: `[rows, NUM_COUNTERS] int64`, zeros in the first row.
+        descriptor: the runner's, `[DESCRIPTOR_WORDS] int64`.
+    """
+
+    def __init__(self, frames: Any, counters: Any, descriptor: Any) -> None:
+        self._tensors = (frames, counters, descriptor)
+        self._addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
+        self._launches = launches_on(frames)
+        self._ready: Callable[..., Any] | None = None
+
+    def write(self, ticket: Any, address: int, numbers: tuple[int, ...], layout: FrameLayout, programs: int) -> None:
+        """Have the next run of a model that reads a ticket fill a frame.
+
+        Args:
+            ticket: `[TICKET_WORDS] int64`.
+            address: the ticket's.
+            numbers: the forward's stamp, within int32; where its frame begins; its row of `counters`; the row that is
+                zeroed for the next forward; and 1 if the prefix is compared with the shadow, else 0.
+            layout: the frame's sections.
+            programs: how many the model's kernels have together.
+        """
+        if self._ready is not None:
+            self._ready(address, *self._addresses, *numbers, *layout.sections, programs)
+            return
+        told = (*numbers, *layout.sections, programs)
+        self._ready = self._launches.launch(write_ticket_kernel, 1, (ticket, *self._tensors), told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInput:
-    """What a model is run with: the engine's own tensors, of any integer type, contiguous, as `FrameKernels` has them.
+    """What a model is run with: the engine's own tensors, of any integer type, contiguous.
 
-    `rows` `[bs]`, `prefix` `[any]`, `minus` and `extend` `[bs]` or None, `input_ids` and `positions` `[at least tokens]`,
-    `out_cache_loc` `[any]`.
+    Attributes:
+        rows: `[bs]` rows of the block table.
+        prefix: `[any]` tokens in the cache before the forward, 0 past its end.
+        minus: `[bs]` to be taken off the prefix, or None.
+        extend: `[bs]` tokens that the forward adds; None if it adds `extend_each` to all.
+        extend_each: see `extend`.
+        input_ids: `[at least tokens]`.
+        positions: `[at least tokens]`.
+        out_cache_loc: `[any]` slot of each token, -1 past its end.
+        tokens: how many there are.
     """
 
     rows: Any
@@ -42,42 +128,36 @@ class AttentionTensors:
 
 
 class ModelForward:
-    """Takes down one run of a model on the current stream, as its ticket says; in a graph, each time that is launched.
+    """One run of a model that fills a frame on the current stream, as its ticket says; in a graph, at each launch of that.
 
     Args:
-        ticket: `[TICKET_WORDS] int64`, zeros as long as nothing is to be taken down.
+        ticket: `[TICKET_WORDS] int64`, zeros as long as nothing is to be captured.
         given: what the model is run with.
-        attention: what its attention is given, None where that is not known.
+        attention: what its attention is given, None if that is not known.
         lut_int64: whether the runner's full-to-SWA tables are int64, else int32.
-        tile: as of the frames.
+
+    Attributes:
+        bs: requests, padding included.
+        tokens: tokens.
+        programs: how many programs fill the frame, of all launches together.
     """
 
     __slots__ = (
-        "_given",
-        "_launched",
-        "_lut_int64",
-        "_tile",
-        "address",
-        "attention",
-        "bs",
-        "programs",
-        "ticket",
-        "tokens",
+        *("address", "attention", "bs", "programs", "ticket", "tokens"),
+        *("_given", "_launched", "_launches", "_lut_int64", "_tile"),
     )
 
-    def __init__(
-        self, ticket: Any, given: ModelInput, attention: AttentionTensors | None, *, lut_int64: bool, tile: int
-    ) -> None:
+    def __init__(self, ticket: Any, given: ModelInput, attention: AttentionTensors | None, *, lut_int64: bool) -> None:
         self.ticket = ticket
         self.address = int(ticket.data_ptr())
+        self.attention = attention
         self.bs = int(given.rows.numel())
         self.tokens = given.tokens
-        self.attention = attention
-        self.programs = frame_inside.PROGRAMS * (2 if attention is None else 3)
-        self._launched = frame_inside.PROGRAMS
+        self.programs = PROGRAMS * (2 if attention is None else 3)
         self._given = given
+        self._launched, self._tile = PROGRAMS, TILE
+        self._launches = launches_on(ticket)
         self._lut_int64 = lut_int64
-        self._tile = tile
 
     @property
     def has_extend(self) -> bool:
@@ -87,43 +167,32 @@ class ModelForward:
     def begin(self) -> None:
         """Launch what belongs right before the model's first layer."""
         given, attention = self._given, self.attention
-        begin_kernel[(self._launched,)](
-            self.ticket,
-            given.rows,
-            given.prefix,
-            given.rows if given.minus is None else given.minus,
-            given.rows if given.extend is None else given.extend,
-            given.input_ids,
-            given.positions,
-            given.out_cache_loc,
-            given.out_cache_loc.numel(),
-            given.prefix.numel(),
-            given.extend_each,
-            self.bs,
-            self.tokens,
-            given.minus is not None,
-            given.extend is not None,
-            self._lut_int64,
-            self._tile,
+        minus, extend = given.minus, given.extend
+        lens = (given.prefix, given.rows if minus is None else minus, given.rows if extend is None else extend)
+        self._launches.launch(
+            begin_kernel,
+            self._launched,
+            (self.ticket, given.rows, *lens, given.input_ids, given.positions, given.out_cache_loc),
+            (given.out_cache_loc.numel(), given.prefix.numel(), given.extend_each, self.bs, given.tokens),
+            (minus is not None, extend is not None, self._lut_int64, self._tile),
         )
         if attention is None:
             return
         window_indptr, window_indices = attention.window_indptr, attention.window_indices
-        attention_kernel[(self._launched,)](
-            self.ticket,
-            attention.kv_indptr,
-            attention.kv_indices,
-            attention.kv_indices.numel(),
-            attention.kv_indptr if window_indptr is None else window_indptr,
-            attention.kv_indices if window_indices is None else window_indices,
-            0 if window_indices is None else window_indices.numel(),
-            attention.kv_indptr if attention.qo_indptr is None else attention.qo_indptr,
-            self.bs,
-            attention.qo_indptr is not None,
-            window_indices is not None,
-            self._tile,
+        qo_indptr = attention.qo_indptr
+        self._launches.launch(
+            attention_kernel,
+            self._launched,
+            (
+                *(self.ticket, attention.kv_indptr, attention.kv_indices),
+                attention.kv_indptr if window_indptr is None else window_indptr,
+                attention.kv_indices if window_indices is None else window_indices,
+                attention.kv_indptr if qo_indptr is None else qo_indptr,
+            ),
+            (attention.kv_indices.numel(), 0 if window_indices is None else window_indices.numel(), self.bs),
+            (qo_indptr is not None, window_indices is not None, self._tile),
         )
 
     def end(self) -> None:
         """Launch what belongs right after its last layer."""
-        end_kernel[(self._launched,)](self.ticket, self.bs, self.tokens, self._tile)
+        self._launches.launch(end_kernel, self._launched, (self.ticket,), (self.bs, self.tokens), (self._tile,))

@@ -80,7 +80,7 @@ class Recorder(CapturedRecording):
     def before_forward(self, told: ForwardInput) -> None:
         """Take down what a forward is about to read and write; `after_forward` completes it."""
         if self._pending is not None:
-            self._pending.note = "the engine told of no end of this forward"
+            self._pending.note = "the engine did not call after_forward()"
             self._finish_forward(_NOTHING, _NOTHING)
         forward = copy_forward(
             told,

@@ -1,16 +1,17 @@
-"""The applier: state tables, pools and the history of slots, and what each event of a trace does to them.
+"""What each event of a trace does to the state: the one place that knows, for keyframes and replays alike.
 
-A replay judges with the same parts while it moves them on. Here nothing is judged: this is what the recorder runs on
-its writer's thread, so that a segment of a trace can begin with all that a replay would hold at that point.
+`EventApplier` says in which order tables, pools, ledger and activity move on. It judges nothing. Whoever judges overrides
+the steps in between: a replay verifies there. The recorder keeps a `RecordedState` on its writer's thread, so that a
+segment of a trace can begin with all that a replay would hold at that point.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from ...kernels.arrays import Int64Array
+from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.constants import KvHashMode, LaunchTag
 from ...kernels.dispatch import select
 from ...kernels.ops.hash.kv_source import fold_kv, fold_source_loops
@@ -20,65 +21,241 @@ from ...kernels.ops.write.reference import write, write_loops
 from ...kernels.replay_pass import ledger
 from ...kernels.replay_pass import state as state_kernels
 from ...kernels.replay_pass.state import mark_writers, store_bytes
-from ..capture.host_arrays import runs_to_slots
 from ..trace.header import TraceHeader
 from ..trace.reader import EventView
-from ..trace.schema import PHASE_AFTER, PHASE_BEFORE, SEND, SLOTS_LISTED
-from .events import SampleEvent, read_transfer
+from ..trace.schema import ALLOC_FRESH, PHASE_AFTER, PHASE_BEFORE, SEND, SLOTS_LISTED
+from .events import CopyEvent, KnownEvent, SampleEvent, SlotEvent, TransferEvent, read_known_event, read_lost_slots
 from .forward import Forward, UnusableEventError, batch_tokens, read_forward
 from .history import SlotHistory
-from .pools import GroupPool
+from .pools import Endpoint, GroupPool
 from .replay_state import ReplayState, RunnerActivity
 from .requests import RequestTable
-from .tables import StateTables, TableUse
+from .tables import StateListener, StateTables, TableUse
 from .writes import KvChanges, own_slots, part_from_unknown, part_from_unstored, readable_prefixes
 
 
-def apply_copies(view: EventView, pools: Sequence[GroupPool]) -> None:
-    """Copy what a kv_copy event says; raise `UnusableEventError` where it contradicts itself or the pools."""
-    columns = [view.ints(f"copy_{c}") for c in ("group", "src_tier", "src", "dst_tier", "dst", "count")]
-    if len({len(column) for column in columns}) != 1:
-        raise UnusableEventError("the copy columns differ in length")
-    runs: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
-    for group, src_tier, src, dst_tier, dst, count in zip(*(c.tolist() for c in columns), strict=True):
-        if not 0 <= group < len(pools) or src_tier not in (0, 1) or dst_tier not in (0, 1):
-            raise UnusableEventError(f"a copy in group {group} from tier {src_tier} to tier {dst_tier}")
-        limit = pools[group].largest_tier
-        if not 0 <= count <= limit:
-            raise UnusableEventError(f"a copy of {count} slots, the larger tier has {limit}")
-        runs.setdefault((group, src_tier, dst_tier), []).append((src, dst, count))
-    for (group, src_tier, dst_tier), given in runs.items():
-        # Everything is read before anything is written: a run may begin where another one ends.
-        starts, targets, counts = np.array(given, dtype=np.int64).T
-        pool = pools[group]
-        if int(counts.sum()) > pool.largest_tier:
-            raise UnusableEventError(f"a copy of {int(counts.sum())} slots, the larger tier has {pool.largest_tier}")
-        if pool.copy_slots(src_tier, runs_to_slots(starts, counts), dst_tier, runs_to_slots(targets, counts)):
-            raise UnusableEventError(f"a copy of {int(counts.sum())} slots leaves its tier")
-
-
-def forget_listed(view: EventView, pools: Sequence[GroupPool]) -> None:
-    """Take the slots that a loss event lists for unknown; raise `UnusableEventError` where there are no such slots."""
-    groups, starts, counts = (view.ints(f"slot_{c}") for c in ("group", "start", "count"))
-    if not len(groups) == len(starts) == len(counts):
-        raise UnusableEventError("the slot columns differ in length")
-    for group, start, count in zip(groups.tolist(), starts.tolist(), counts.tolist(), strict=True):
-        if not 0 <= group < len(pools) or start < 0 or count < 0:
-            raise UnusableEventError(f"a run of {count} slots from {start} in group {group}")
-        pools[group].forget(slice(start, start + count))
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What a forward writes in one group: `slots` `[T] int64`, and the plan of its chains."""
+@dataclass(slots=True)
+class WriteStep:
+    """What a forward writes in one group: `slots` `[T] int64` in the pool's numbering, and the plan of its chains."""
 
     pool: GroupPool
     slots: Int64Array
-    plan: WritePlan
+    write_plan: WritePlan
 
 
-class EventApplier:
-    """Takes a trace's events in order; `state` is what a replay of them would hold, `use` how far its tables are filled.
+Step = TypeVar("Step", bound=WriteStep)
+
+
+class EventApplier(ABC, Generic[Step]):
+    """Applies a trace's events to `state`, in their order; `listener` is told what changes between forwards.
+
+    Methods that take an event raise `UnusableEventError` when it contradicts itself. The state is to be forgotten then.
+    """
+
+    def __init__(self, state: ReplayState, *, backend: str, listener: StateListener | None = None) -> None:
+        self.state = state
+        self.header = state.header
+        self.tables = state.tables
+        self.pools = state.pools
+        self._backend = backend
+        self._listener = StateListener() if listener is None else listener
+
+    def forget(self) -> None:
+        """Take all state for unknown, after a gap whose events may have changed any of it."""
+        state = self.state
+        state.tables.forget()
+        state.activity.forget()
+        if state.history is not None:
+            state.history.forget()
+        for pool in state.pools:
+            pool.forget()
+            pool.forget_host()
+        self._listener.all_changed()
+
+    # --- forwards
+
+    def apply_forward(self, forward: Forward, view: EventView) -> None:
+        """Apply a forward: the steps of the canary's section 9, and what the runner's activity is then."""
+        self.forward(forward, view)
+        if len(forward.req_pool_indices):
+            self.state.activity.forward(forward)
+
+    def forward(self, forward: Forward, view: EventView) -> None:
+        """Step a forward in the order of the canary's section 9."""
+        changes = KvChanges(view, self.header, forward.runner)
+        self.tables.apply_changes(view)
+        steps = [self._plan(pool, forward, changes) for pool in self.pools if pool.group.runner == forward.runner]
+        self._judge(forward, view, steps)
+        launched = steps if len(forward.req_pool_indices) else []
+        self._launch_heads(launched, forward)
+        changes.apply(PHASE_BEFORE, self.pools, backend=self._backend)
+        self._verify_rings(launched, forward)
+        self._store_bytes(steps, forward)
+        changes.apply(PHASE_AFTER, self.pools, backend=self._backend)
+        self._launch_tails(launched, forward)
+        for step in steps:
+            self._mark_writers(step, forward)
+            self._finish(step, forward)
+        self.tables.apply_forward(forward)
+        self._finish_forward(forward, steps)
+
+    @abstractmethod
+    def _plan(self, pool: GroupPool, forward: Forward, changes: KvChanges) -> Step:
+        """Return a group's part of a forward."""
+
+    @abstractmethod
+    def _judge(self, forward: Forward, view: EventView, steps: list[Step]) -> None:
+        """Judge a planned forward before it runs, and move the history on by it."""
+
+    def _verify(self, endpoint: Endpoint, half: str, step: Step, forward: Forward) -> None:
+        """Verify what a group's part of a forward reads."""
+
+    @abstractmethod
+    def _write(self, endpoint: Endpoint, half: str, step: Step, forward: Forward) -> None:
+        """Write a forward's records."""
+
+    def _finish(self, step: Step, forward: Forward) -> None:
+        """Take note of a group's part of a forward that has run; the tables are as it found them."""
+
+    def _finish_forward(self, forward: Forward, steps: list[Step]) -> None:
+        """Take note of a forward that has run; everything is as it leaves it."""
+
+    def _launch_heads(self, steps: list[Step], forward: Forward) -> None:
+        for step in steps:
+            for half in step.pool.group.halves:
+                self._verify("HEAD", half, step, forward)
+                self._write("HEAD", half, step, forward)
+
+    def _verify_rings(self, steps: list[Step], forward: Forward) -> None:
+        """Judge ring buffers: their prefix is read before this forward's own writes land on it."""
+        for step in steps:
+            for half in step.pool.group.halves if step.pool.group.reads_before_write else ():
+                self._verify("TAIL", half, step, forward)
+
+    def _launch_tails(self, steps: list[Step], forward: Forward) -> None:
+        for step in steps:
+            for half in step.pool.group.halves:
+                if not step.pool.group.reads_before_write:
+                    self._verify("TAIL", half, step, forward)
+                self._write("TAIL", half, step, forward)
+
+    def _store_bytes(self, steps: list[Step], forward: Forward) -> None:
+        slots = {step.pool.index: step.slots for step in steps}
+        seen = dict.fromkeys(slots, 0)
+        for (group, _), data in zip(self.header.streams(forward.runner), forward.kv_bytes, strict=True):
+            pool = self.pools[group].pool
+            store_bytes(slots=slots[group], data=data, pool=pool.kv[seen[group]], backend=self._backend)
+            seen[group] += 1
+
+    def _mark_writers(self, step: Step, forward: Forward) -> None:
+        mark_writers(
+            slots=step.slots,
+            offsets=step.write_plan.offsets[: len(forward.request_ids) + 1],
+            request_ids=forward.request_ids,
+            event=forward.event + 1,  # 0 stands for nobody, so that untouched slots stay zero pages
+            forward=forward.forward,
+            writers=step.pool.pool.writers,
+            backend=self._backend,
+        )
+        step.pool.learn(step.slots)
+
+    # --- what happens between forwards
+
+    def apply_event(self, view: EventView) -> None:
+        """Apply an event that is no forward; marks, segments and keyframes change no more than the tables."""
+        known = self._judge_event(view)
+        self.tables.apply_changes(view)  # any event may carry what it was the first to see
+        if view.kind == "request":
+            self.state.request_table.learn(view)
+        elif isinstance(known, SlotEvent):
+            if known.kind != "alloc" or known.status == ALLOC_FRESH:
+                for part in known.parts:
+                    self._listener.slots_changed(part.group, part.slots)
+        elif isinstance(known, CopyEvent):
+            self._copy(known)
+        elif isinstance(known, TransferEvent):
+            self._transfer(known, view)
+        elif view.kind == "sweep":
+            self.sweep(view)
+        elif view.kind == "loss" and view.scalar("status") == SLOTS_LISTED:
+            self._lose_slots(view)
+        elif view.kind == "loss":
+            self.forget()
+            self.tables.apply_changes(view)
+        elif view.kind == "keyframe" and not view.scalar("status"):
+            self._listener.all_changed()  # it has no parts, and the history forgets what it knew
+
+    def _judge_event(self, view: EventView) -> KnownEvent | None:
+        """Judge an event before it changes anything, and move the history on by it; return what it says of slots."""
+        history = self.state.history
+        if history is None:  # copies and transfers change what slots hold, all others who holds them
+            return read_known_event(view, self.header.groups) if view.kind in ("kv_copy", "transfer") else None
+        history.open(view)
+        if isinstance(history.known, SampleEvent):
+            history.samples.take_sample(history.known)
+        history.take_event(view)
+        return history.known
+
+    def sweep(self, view: EventView) -> None:
+        """Apply a walk of the prefix cache: what changed before it."""
+        runner = int(view.scalar("runner"))
+        if not 0 <= runner < len(self.header.runners):
+            raise UnusableEventError(f"runner {runner}, the header names {len(self.header.runners)}")
+        self._apply_kv(KvChanges(view, self.header, runner))
+        self.state.activity.sweep(runner)
+
+    def _copy(self, event: CopyEvent) -> None:
+        for part in event.parts:
+            self._listener.slots_changed(part.group, part.slots)
+        for copy in event.copies:
+            self.pools[copy.group].copy_slots(copy)
+
+    def _transfer(self, event: TransferEvent, view: EventView) -> None:
+        if event.group < 0:
+            return
+        pool = self.pools[event.group]
+        if event.direction == SEND:
+            changes = KvChanges(view, self.header, pool.group.runner)
+            self._apply_kv(changes)
+            self._sent(event, changes)
+        elif event.status == "end":
+            self._listener.slots_changed(event.group, event.slots)
+            for data, landed in zip(pool.pool.kv, event.landed, strict=True):
+                data[event.slots] = landed
+            pool.pool.writers[event.slots] = (event.event + 1, event.forward, event.request_id)
+            self._received(event)
+
+    def _sent(self, event: TransferEvent, changes: KvChanges) -> None:
+        """Take note of slots that are sent, or were, whose changed bytes are in place."""
+
+    def _received(self, event: TransferEvent) -> None:
+        """Take note of slots whose bytes have landed; what the sender wrote there is not known on this side."""
+        self.pools[event.group].forget(event.slots)
+
+    def _apply_kv(self, changes: KvChanges) -> None:
+        """Put observed changes of bytes in place, those of both phases."""
+        for pool in self.pools if changes else ():
+            self._listener.slots_changed(pool.index, changes.slots_of(pool.index))
+        for phase in (PHASE_BEFORE, PHASE_AFTER):
+            changes.apply(phase, self.pools, backend=self._backend)
+
+    def _lose_slots(self, view: EventView) -> None:
+        """Take the slots that a loss lists for unknown."""
+        runs = read_lost_slots(view, self.header.groups)
+        listed = np.zeros(len(self.pools), np.int64)
+        for group, start, end in runs:
+            self.pools[group].forget(slice(start, end))
+            # Slot 0, which nobody's write touches, may be unknown from now on; and one slot may be listed often.
+            listed[group] += end - start if start else self.pools[group].num_slots + 1
+        for group in np.flatnonzero(listed > [pool.num_slots for pool in self.pools]).tolist():
+            self._listener.group_changed(group)
+        for group, start, end in runs:
+            if listed[group] <= self.pools[group].num_slots:
+                self._listener.slots_changed(group, np.arange(start, end))
+
+
+class RecordedState(EventApplier[WriteStep]):
+    """What a replay of the events so far would hold, kept by whoever records them; `use` is how far its tables are filled.
 
     Memory is that of a replay: `pools.pool_bytes` when every page is touched. The kernels are compiled, or loaded, here.
     """
@@ -87,17 +264,16 @@ class EventApplier:
         _prepare(backend)
         pools = [GroupPool(g, index=i, kv_hash_mode=KvHashMode.PARTIAL) for i, g in enumerate(header.groups)]
         self.history = SlotHistory(header, backend=backend)
-        self.state = ReplayState(
+        self.use = TableUse(header)
+        state = ReplayState(
             header=header,
-            tables=StateTables(header, backend=backend),
+            tables=StateTables(header, backend=backend, listener=self.use),
             pools=pools,
             request_table=RequestTable(),
             activity=RunnerActivity(len(header.runners)),
             history=self.history,
         )
-        self.use = TableUse(header)
-        self._header = header
-        self._backend = backend
+        super().__init__(state, backend=backend)
         self._log = ViolationLog.allocate(0)
         self._counters = np.zeros(2, np.int64)
         self._out_of_range = np.zeros(1, np.int64)
@@ -108,175 +284,90 @@ class EventApplier:
                     tier.whole_hashes = {half: np.zeros(len(tier.writers), np.int64) for half in pool.group.halves}
 
     def take(self, view: EventView) -> None:
-        """Move on by one event; one that contradicts itself makes everything unknown, as it does in a replay."""
+        """Apply an event; one that contradicts itself makes everything unknown, as it does in a replay."""
         try:
             if view.kind == "forward":
-                self._forward(read_forward(view, self._header), view)
+                self.apply_forward(read_forward(view, self.header), view)
             else:
-                self._between_forwards(view)
+                self.apply_event(view)
         except UnusableEventError:
             self.forget()
 
     def forget(self) -> None:
         """Take all state for unknown."""
-        state = self.state
-        state.tables.forget()
+        super().forget()
         self.use.forget()
-        self.history.forget()
-        state.activity.forget()
-        for pool in state.pools:
-            pool.forget()
-            pool.forget_host()
 
-    def _between_forwards(self, view: EventView) -> None:
-        state, kind = self.state, view.kind
-        self.history.open(view)
-        if isinstance(self.history.known, SampleEvent):
-            self.history.samples.take_sample(self.history.known)
-        self.history.take_event(view)
-        self._apply_changes(view)
-        if kind == "request":
-            state.request_table.learn(view)
-        elif kind == "kv_copy":
-            apply_copies(view, state.pools)
-        elif kind == "transfer":
-            self._transfer(view)
-        elif kind == "sweep":
-            self._sweep(view)
-        elif kind == "loss" and view.scalar("status") == SLOTS_LISTED:
-            forget_listed(view, state.pools)
-        elif kind == "loss":
-            self.forget()
-            self._apply_changes(view)
-
-    def _apply_changes(self, view: EventView) -> None:
-        self.state.tables.apply_changes(view)
-        self.use.take_changes(view)
-
-    def _sweep(self, view: EventView) -> None:
-        runner = int(view.scalar("runner"))
-        if not 0 <= runner < len(self._header.runners):
-            raise UnusableEventError(f"runner {runner}, the header names {len(self._header.runners)}")
-        self._apply(KvChanges(view, self._header, runner))
-        self.state.activity.sweep(runner)
-
-    def _transfer(self, view: EventView) -> None:
-        transfer = read_transfer(view, self.state.pools)
-        if transfer is None:
-            return
-        if transfer.direction == SEND:
-            self._apply(KvChanges(view, self._header, transfer.pool.group.runner))
-        elif transfer.status == "end":  # what the sender wrote there is not known on this side
-            transfer.land()
-            transfer.pool.forget(transfer.slots)
-
-    def _apply(self, changes: KvChanges) -> None:
-        for phase in (PHASE_BEFORE, PHASE_AFTER):
-            changes.apply(phase, self.state.pools, backend=self._backend)
-
-    def _forward(self, forward: Forward, view: EventView) -> None:
-        state = self.state
-        changes = KvChanges(view, self._header, forward.runner)
-        self._apply_changes(view)
-        steps = [self._plan(pool, forward) for pool in state.pools if pool.group.runner == forward.runner]
-        bs = len(forward.request_ids)
-        tokens = batch_tokens(forward)
-        if forward.runner == 0 and bs:
-            self.history.samples.take_forward(forward, tokens)
-        if self.history.complete:
-            ledger, dropped = self.history.ledger, self.history.dropped
-            for _ in dropped.still_held(forward, ledger):
-                pass  # a replay says it; the ledger loses track of it here as there
-            for step in steps:
-                dropped.note(forward, tokens, step.pool, step.slots, state.tables, ledger)
-        self.history.take_forward(
-            forward, [(step.pool.index, step.slots, int(step.plan.offsets[bs])) for step in steps]
-        )
-        if bs:
-            for step in steps:
-                for half, records in step.pool.pool.head.items():
-                    self._write(step, forward, half, records, KvHashMode.NONE)
-        changes.apply(PHASE_BEFORE, state.pools, backend=self._backend)
-        self._store_bytes(steps, forward)
-        changes.apply(PHASE_AFTER, state.pools, backend=self._backend)
-        for step in steps:
-            tier = step.pool.pool
-            if bs:
-                for half, records in tier.tail.items():
-                    self._write(step, forward, half, records, step.pool.kv_hash_mode)
-                for half, hashes in tier.whole_hashes.items():
-                    self._hash_whole(step, half, hashes, int(step.plan.offsets[bs]))
-            mark_writers(
-                slots=step.slots,
-                offsets=step.plan.offsets[: bs + 1],
-                request_ids=forward.request_ids,
-                event=forward.event + 1,
-                forward=forward.forward,
-                writers=tier.writers,
-                backend=self._backend,
-            )
-            step.pool.learn(step.slots)
-        state.tables.apply_forward(forward)
-        self.use.take_forward(forward)
-        if bs:
-            state.activity.forward(forward)
-
-    def _plan(self, pool: GroupPool, forward: Forward) -> _Step:
-        tables, group = self.state.tables, pool.group
+    def _plan(self, pool: GroupPool, forward: Forward, changes: KvChanges) -> WriteStep:
+        del changes
+        tables, group = self.tables, pool.group
         bs = len(forward.req_pool_indices)
         if bs > len(self._plans[pool.index].seed_slots):
             self._plans[pool.index] = WritePlan.allocate(request_capacity=2 * bs)
-        step = _Step(pool, own_slots(pool, forward, tables, backend=self._backend), self._plans[pool.index])
+        slots, plan = own_slots(pool, forward, tables, backend=self._backend), self._plans[pool.index]
         plan_writes(
             req_pool_indices=forward.req_pool_indices,
             prefix_lens=readable_prefixes(pool, forward, tables)[0],
             extend_lens=forward.extend_lens,
             req_to_token=tables.req_to_token[group.table],
             full_to_swa=tables.luts[group.lut] if group.lut >= 0 else None,
-            write_plan=step.plan,
+            write_plan=plan,
             out_of_range=self._out_of_range,
             backend=self._backend,
         )
-        part_from_unknown(pool, step.plan, bs)
-        part_from_unstored(pool, step.plan, step.slots, bs)
-        return step
+        part_from_unknown(pool, plan, bs)
+        part_from_unstored(pool, plan, slots, bs)
+        return WriteStep(pool, slots, plan)
 
-    def _write(
-        self, step: _Step, forward: Forward, half: str, records: npt.NDArray[np.uint8], mode: KvHashMode
-    ) -> None:
+    def _judge(self, forward: Forward, view: EventView, steps: list[WriteStep]) -> None:
+        """Move the history on."""
+        del view
+        bs, history = len(forward.request_ids), self.history
+        tokens = batch_tokens(forward)
+        if forward.runner == 0 and bs:
+            history.samples.take_forward(forward, tokens)
+        if history.complete:
+            for _ in history.dropped.still_held(forward, history.ledger):
+                pass  # a replay reports it; the ledger loses track of it here as there
+            for step in steps:
+                history.dropped.note(forward, tokens, step.pool, step.slots, self.tables, history.ledger)
+        history.take_forward(
+            forward, [(step.pool.index, step.slots, int(step.write_plan.offsets[bs])) for step in steps]
+        )
+
+    def _write(self, endpoint: Endpoint, half: str, step: WriteStep, forward: Forward) -> None:
+        tier, head = step.pool.pool, endpoint == "HEAD"
+        records: ByteArray = (tier.head if head else tier.tail)[half]
         self._log.clear()
         write(
             canary=records,
             tag=LaunchTag.HEAD_K_FULL,  # of rows that nobody reads
-            plan=step.plan,
+            plan=step.write_plan,
             input_ids=forward.input_ids,
             positions=forward.positions,
             out_cache_loc=step.slots,
             expected_tokens=None,
             expected_positions=None,
             chain_step_assert=False,
-            sources=() if mode is KvHashMode.NONE else step.pool.sources[half],
-            kv_hash_mode=mode,
+            sources=() if head else step.pool.sources[half],
+            kv_hash_mode=KvHashMode.NONE if head else step.pool.kv_hash_mode,
             violations=self._log,
             slot_counter=self._counters[:1],
             kernel_counter=self._counters[1:],
             backend=self._backend,
         )
 
-    def _hash_whole(self, step: _Step, half: str, hashes: Int64Array, end: int) -> None:
-        slots = step.slots[:end]
-        slots = slots[(slots >= 0) & (slots < len(hashes))]
-        folded = np.empty(len(slots), np.int64)
-        fold_kv(sources=step.pool.sources[half], mode=KvHashMode.ALL, slots=slots, out=folded, backend=self._backend)
-        hashes[slots] = folded
-
-    def _store_bytes(self, steps: list[_Step], forward: Forward) -> None:
-        slots = {step.pool.index: step.slots for step in steps}
-        seen = dict.fromkeys(slots, 0)
-        for (group, _), data in zip(self._header.streams(forward.runner), forward.kv_bytes, strict=True):
-            pool = self.state.pools[group].pool
-            store_bytes(slots=slots[group], data=data, pool=pool.kv[seen[group]], backend=self._backend)
-            seen[group] += 1
+    def _finish(self, step: WriteStep, forward: Forward) -> None:
+        """Hash all captured bytes of what was written, where that is another hash than the record's."""
+        bs = len(forward.req_pool_indices)
+        for half, hashes in step.pool.pool.whole_hashes.items() if bs else ():
+            slots = step.slots[: int(step.write_plan.offsets[bs])]
+            slots = slots[(slots >= 0) & (slots < len(hashes))]
+            folded = np.empty(len(slots), np.int64)
+            fold_kv(
+                sources=step.pool.sources[half], mode=KvHashMode.ALL, slots=slots, out=folded, backend=self._backend
+            )
+            hashes[slots] = folded
 
 
 def _prepare(backend: str) -> None:

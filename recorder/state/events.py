@@ -25,13 +25,14 @@ from ..trace.schema import (
     TRANSFER_STATUSES,
 )
 from .forward import UnusableEventError
-from .pools import GroupPool
 
 SLOT_KINDS: Final = frozenset({"alloc", "free", "evict"})
 
 MAX_SLOT: Final = 1 << 62  # so that a run behind it does not wrap around
 
 _NO_SLOTS: Final = np.empty(0, np.int64)
+_RUN: Final = ("group", "start", "count")
+_COPY: Final = ("group", "src_tier", "src", "dst_tier", "dst", "count")
 
 # What adapters wrote in `note` before `status` could say that slots are somebody's already.
 SHARED_NOTES: Final = frozenset({"prefix hit", "shared by fork"})
@@ -66,18 +67,38 @@ class SlotEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlotCopy:
+    """Slots of a group that were copied between two tiers: `src[i]` to `dst[i]`, `[n] int64` each.
+
+    All of them are read before one is written: a run may begin where another one ends.
+    """
+
+    group: int
+    src_tier: int
+    src: Int64Array
+    dst_tier: int
+    dst: Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CopyEvent:
-    """Slots of the pool that were overwritten with copies."""
+    """Slots that were overwritten with copies; `parts` are those of the pool among them."""
 
     event: int
+    copies: tuple[SlotCopy, ...]
     parts: tuple[GroupSlots, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEvent:
-    """A transfer's start or end; `direction` is "send" or "receive"."""
+    """A transfer's start or end; `direction` is "send" or "receive".
+
+    `slots` `[n] int64` of pool group `group` in order of position, from `start_position` on; `group` is -1 where the
+    event names no slot. `landed` holds what a receiver saw arrive, `[n, capture_bytes] uint8` a stream.
+    """
 
     event: int
+    forward: int
     time_ns: int
     status: str
     direction: str
@@ -85,6 +106,10 @@ class TransferEvent:
     peer: str
     request_id: int
     row: int
+    start_position: int
+    group: int
+    slots: Int64Array
+    landed: tuple[ByteArray, ...]
     parts: tuple[GroupSlots, ...]
 
 
@@ -146,32 +171,48 @@ def _slot_event(view: EventView, groups: Sequence[PoolGroup]) -> SlotEvent:
         status=status,
         note=note,
         request_id=int(view.scalar("request_id")),
-        row=event_row(view),
+        row=_event_row(view),
         parts=_slots_and_beyond(view, groups),
     )
 
 
-def transfer_terms(view: EventView) -> tuple[str, str]:
-    """Return a transfer event's status and direction; raise `UnusableEventError` where there is no such thing."""
+def _transfer_event(view: EventView, groups: Sequence[PoolGroup]) -> TransferEvent:
     status, direction = str(view.scalar("status")), str(view.scalar("mode"))
     if status not in TRANSFER_STATUSES or direction not in TRANSFER_DIRECTIONS:
         raise UnusableEventError(f"a transfer of status {status!r} and direction {direction!r}")
-    return status, direction
-
-
-def _transfer_event(view: EventView, groups: Sequence[PoolGroup]) -> TransferEvent:
-    status, direction = transfer_terms(view)
+    numbers, starts, counts = _slot_runs(view, groups)
+    if len(numbers) and bool((numbers != numbers[0]).any()):
+        raise UnusableEventError("a transfer of several groups, expected an event for each")
+    group = int(numbers[0]) if len(numbers) else -1
+    slots = runs_to_slots(starts, counts)
+    lands = status == "end" and direction != SEND and group >= 0
+    first = view.ints("prefix_lens")
     return TransferEvent(
         event=view.number,
+        forward=int(view.scalar("forward")),
         time_ns=view.time_ns,
         status=status,
         direction=direction,
         room=int(view.scalar("room")),
         peer=str(view.scalar("peer")),
         request_id=int(view.scalar("request_id")),
-        row=event_row(view),
-        parts=_slot_runs(view, groups),
+        row=_event_row(view),
+        start_position=int(first[0]) if len(first) else 0,
+        group=group,
+        slots=slots,
+        landed=_landed(view, groups[group], len(slots)) if lands else (),
+        parts=_expanded(numbers, starts, counts),
     )
+
+
+def _landed(view: EventView, group: PoolGroup, count: int) -> tuple[ByteArray, ...]:
+    data = view.bytes("kv_bytes")
+    widths = [stream.capture_bytes for stream in group.streams]
+    if len(data) != count * sum(widths):
+        raise UnusableEventError(f"kv_bytes has {len(data)} bytes, expected {count * sum(widths)}")
+    ends = np.cumsum([count * width for width in widths]).tolist()
+    parts = zip([0, *ends], ends, widths, strict=False)
+    return tuple(data[begin:end].reshape(count, width) for begin, end, width in parts)
 
 
 def _status_event(view: EventView) -> StatusEvent:
@@ -183,7 +224,7 @@ def _status_event(view: EventView) -> StatusEvent:
         time_ns=view.time_ns,
         status=status,
         request_id=int(view.scalar("request_id")),
-        row=event_row(view),
+        row=_event_row(view),
     )
 
 
@@ -195,7 +236,7 @@ def _sample_event(view: EventView) -> SampleEvent:
     return SampleEvent(event=view.number, forward=int(view.scalar("forward")), lens=lens, tokens=tokens)
 
 
-def event_row(view: EventView) -> int:
+def _event_row(view: EventView) -> int:
     """Return the one row that an event names, -1 for none; raise `UnusableEventError` where it names more."""
     rows = view.ints("req_pool_indices")
     if len(rows) > 1:
@@ -203,33 +244,44 @@ def event_row(view: EventView) -> int:
     return int(rows[0]) if len(rows) else -1
 
 
-def slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return group, start and count of an event's runs of slots, `[n] int64` each.
+def _columns(view: EventView, prefix: str, names: Sequence[str]) -> list[Int64Array]:
+    columns = [view.ints(f"{prefix}_{name}") for name in names]
+    if len({len(column) for column in columns}) > 1:
+        raise UnusableEventError(f"the {prefix} columns differ in length")
+    return columns
+
+
+def _slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> list[Int64Array]:
+    """Return group, start and count of an event's runs of slots, which lie in their pools."""
+    columns = _columns(view, "slot", _RUN)
+    _require_inside(columns, [group.num_slots for group in groups])
+    return columns
+
+
+def read_lost_slots(view: EventView, groups: Sequence[PoolGroup]) -> list[tuple[int, int, int]]:
+    """Return group, start and end of the runs of slots that a loss event lists; a run may end behind its pool.
 
     Raises:
-        UnusableEventError: they do not fit one another or the pools, or name more slots than a pool has.
+        UnusableEventError: there are no such groups or slots.
     """
-    groups_, starts, counts = columns = [view.ints(f"slot_{column}") for column in ("group", "start", "count")]
-    _require_one_length("slot", columns)
-    _require_inside(columns, [group.num_slots for group in groups])
-    return groups_, starts, counts
-
-
-def _slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, ...]:
-    return _expanded(*slot_runs(view, groups))
+    found = []
+    for group, start, count in zip(*(column.tolist() for column in _columns(view, "slot", _RUN)), strict=True):
+        if not 0 <= group < len(groups) or start < 0 or count < 0:
+            raise UnusableEventError(f"a run of {count} slots from {start} in group {group}")
+        found.append((group, min(start, groups[group].num_slots), min(start + count, groups[group].num_slots)))
+    return found
 
 
 def _slots_and_beyond(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, ...]:
-    """Return what `_slot_runs` does, and of runs that end behind their pool the slots inside and those beyond."""
+    """Return an event's slots, and of runs that end behind their pool the slots inside and those beyond."""
     try:
-        return _slot_runs(view, groups)
+        return _expanded(*_slot_runs(view, groups))
     except UnusableEventError:
         return _parted(view, groups)
 
 
 def _parted(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, ...]:
-    groups_, starts, counts = columns = [view.ints(f"slot_{column}") for column in ("group", "start", "count")]
-    _require_one_length("slot", columns)
+    groups_, starts, counts = _columns(view, "slot", _RUN)
     sizes = np.array([*(group.num_slots for group in groups), 0], np.int64)
     known = (groups_ >= 0) & (groups_ < len(groups))
     limits = sizes[np.where(known, groups_, len(groups))]
@@ -251,21 +303,41 @@ def _parted(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, .
 
 
 def _copy_event(view: EventView, groups: Sequence[PoolGroup]) -> CopyEvent:
-    names = ("group", "src_tier", "src", "dst_tier", "dst", "count")
-    columns = {name: view.ints(f"copy_{name}") for name in names}
-    _require_one_length("copy", list(columns.values()))
-    for name in ("src_tier", "dst_tier"):
-        if not bool(np.isin(columns[name], (TIER_POOL, TIER_HOST)).all()):
+    group, src_tier, src, dst_tier, dst, count = _columns(view, "copy", _COPY)
+    for name, tiers in (("src_tier", src_tier), ("dst_tier", dst_tier)):
+        if not bool(np.isin(tiers, (TIER_POOL, TIER_HOST)).all()):
             raise UnusableEventError(f"copy_{name} names a tier other than {TIER_POOL} and {TIER_HOST}")
-    to_pool = columns["dst_tier"] == TIER_POOL
-    runs = [columns[name][to_pool] for name in ("group", "dst", "count")]
-    _require_inside(runs, [group.num_slots for group in groups])
-    return CopyEvent(event=view.number, parts=_expanded(*runs))
-
-
-def _require_one_length(what: str, columns: list[Int64Array]) -> None:
-    if len({len(column) for column in columns}) > 1:
-        raise UnusableEventError(f"the {what} columns differ in length")
+    to_pool = dst_tier == TIER_POOL
+    runs = [column[to_pool] for column in (group, dst, count)]
+    _require_inside(runs, [known.num_slots for known in groups])
+    if bool(((group < 0) | (group >= len(groups))).any()):
+        raise UnusableEventError(f"a copy in group {group.max()}, the header names {len(groups)}")
+    sizes = np.array([(known.num_slots, known.host_num_slots) for known in groups], np.int64).reshape(-1, 2)
+    beyond = (count < 0) | (count > sizes.max(axis=1, initial=0)[group])
+    for tiers, starts in ((src_tier, src), (dst_tier, dst)):
+        beyond |= (starts < 0) | (starts > sizes[group, tiers] - count)
+    for index in np.unique(group).tolist():
+        if bool(beyond.any()) or int(count[group == index].sum()) > int(sizes[index].max()):
+            raise UnusableEventError(
+                f"a copy in group {index} leaves its tier, or is of more slots than the larger one has"
+            )
+    copies: dict[tuple[int, int, int], list[int]] = {}
+    for run, key in enumerate(zip(group.tolist(), src_tier.tolist(), dst_tier.tolist(), strict=True)):
+        copies.setdefault(key, []).append(run)
+    return CopyEvent(
+        event=view.number,
+        copies=tuple(
+            SlotCopy(
+                group=index,
+                src_tier=source,
+                src=runs_to_slots(src[mine], count[mine]),
+                dst_tier=target,
+                dst=runs_to_slots(dst[mine], count[mine]),
+            )
+            for (index, source, target), mine in copies.items()
+        ),
+        parts=_expanded(*runs),
+    )
 
 
 def _require_inside(runs: list[Int64Array], num_slots: list[int]) -> None:
@@ -316,64 +388,3 @@ def _repeated(starts: Int64Array, counts: Int64Array, slots: Int64Array) -> Int6
         return _NO_SLOTS
     unique, times = np.unique(slots, return_counts=True)
     return unique[times > 1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """A transfer event, checked. `slots` `[n] int64` in order of position; `landed` `[n, capture_bytes]` a stream."""
-
-    event: int
-    forward: int
-    time_ns: int
-    status: str
-    direction: str
-    room: int
-    request_id: int
-    row: int
-    start_position: int
-    pool: GroupPool
-    slots: Int64Array
-    landed: list[ByteArray]
-
-    def land(self) -> None:
-        """Put a receiver's bytes into its slots, and say who brought them there; records are for others to fill."""
-        for data, landed in zip(self.pool.pool.kv, self.landed, strict=True):
-            data[self.slots] = landed
-        self.pool.pool.writers[self.slots] = (self.event + 1, self.forward, self.request_id)
-
-
-def read_transfer(view: EventView, pools: list[GroupPool]) -> Transfer | None:
-    """Return a transfer event, None where it names no slot; raise `UnusableEventError` if it contradicts itself."""
-    status, direction = transfer_terms(view)
-    groups, starts, counts = slot_runs(view, [pool.group for pool in pools])
-    if not len(groups):
-        return None
-    if bool((groups != groups[0]).any()):
-        raise UnusableEventError("a transfer of several groups, expected an event for each")
-    pool = pools[int(groups[0])]
-    slots = runs_to_slots(starts, counts)
-    first = view.ints("prefix_lens")
-    return Transfer(
-        event=int(view.scalar("event")),
-        forward=int(view.scalar("forward")),
-        time_ns=int(view.scalar("time_ns")),
-        status=status,
-        direction=direction,
-        room=int(view.scalar("room")),
-        request_id=int(view.scalar("request_id")),
-        row=event_row(view),
-        start_position=int(first[0]) if len(first) else 0,
-        pool=pool,
-        slots=slots,
-        landed=_landed(view, pool, len(slots)) if status == "end" and direction != SEND else [],
-    )
-
-
-def _landed(view: EventView, pool: GroupPool, count: int) -> list[ByteArray]:
-    data = view.bytes("kv_bytes")
-    widths = [stream.capture_bytes for stream in pool.group.streams]
-    if len(data) != count * sum(widths):
-        raise UnusableEventError(f"kv_bytes has {len(data)} bytes, expected {count * sum(widths)}")
-    ends = np.cumsum([count * width for width in widths]).tolist()
-    parts = zip([0, *ends], ends, widths, strict=False)
-    return [data[begin:end].reshape(count, width) for begin, end, width in parts]

@@ -17,11 +17,11 @@ from ...kernels.constants import RECORD_KV_HASH, KvHashMode
 from ..capture.host_arrays import runs_to_slots
 from ..trace.event import TraceEvent
 from ..trace.schema import KEYFRAME_BEGIN, KEYFRAME_END, KEYFRAME_FORWARD, KEYFRAME_PART, KEYFRAME_REQUEST
-from .apply import EventApplier
+from .apply import RecordedState
 from .history import FED_COLUMNS, FedForward
 from .pools import GroupPool, Tier
 from .replay_state import ReplayState
-from .tables import TableUse, cells
+from .tables import TableUse
 
 WORDS = 4  # of a canary record, the KV hash the last
 
@@ -43,11 +43,11 @@ def rows_in_use(state: ReplayState, use: TableUse) -> Iterator[Rows]:
     """Yield what a keyframe holds of each array, in the order in which it must be put back."""
     tables = state.tables
     for number, (table, ends) in enumerate(zip(tables.req_to_token, use.ends, strict=True)):
-        yield Rows(name=f"table.{number}", array=table.reshape(-1), **_runs(cells(ends, table.shape[1])))
+        yield Rows(name=f"table.{number}", array=table.reshape(-1), **_runs(_used(ends, table.shape[1])))
     for number, lut in enumerate(tables.luts):
         yield _nonzero(f"lut.{number}", lut)
     if tables.truth is not None:
-        runs = _runs(cells(use.truth_ends, tables.truth.shape[1]))
+        runs = _runs(_used(use.truth_ends, tables.truth.shape[1]))
         yield Rows(name="truth", array=tables.truth.reshape(-1), **runs)
     for pool in state.pools:
         for tier, name in tiers(pool):
@@ -156,6 +156,12 @@ def _chosen(name: str, array: npt.NDArray[Any], mask: npt.NDArray[np.bool_]) -> 
     return Rows(name=name, array=array, starts=edges[::2], counts=edges[1::2] - edges[::2])
 
 
+def _used(ends: Int64Array, width: int) -> tuple[Int64Array, Int64Array]:
+    """Return the filled entries as runs `(starts, counts)` of a table seen as one line, `[n] int64` each."""
+    rows = np.flatnonzero(ends)
+    return rows * width, ends[rows]
+
+
 def _runs(found: tuple[Int64Array, Int64Array]) -> dict[str, Int64Array]:
     return {"starts": found[0], "counts": found[1]}
 
@@ -165,9 +171,9 @@ PART_BYTES: Final = 4 << 20
 REQUESTS_KEPT: Final = 4096
 
 
-def keyframe_events(applier: EventApplier, *, time_ns: int) -> Iterator[TraceEvent]:
+def keyframe_events(recorded: RecordedState, *, time_ns: int) -> Iterator[TraceEvent]:
     """Yield the keyframe of the state; no event may be applied before the last event was taken."""
-    state, use = applier.state, applier.use
+    state, use = recorded.state, recorded.use
     yield _event(KEYFRAME_BEGIN, time_ns, labels=json.dumps(_scalars(state, use), separators=(",", ":")))
     for request_id, facts in state.request_table.facts.items():
         yield _event(

@@ -6,13 +6,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.constants import KvHashMode, LaunchTag
 from ...kernels.ops.hash.kv_source import KvSource
 from ..trace.header import PoolGroup, TraceHeader
 from ..trace.schema import TIER_HOST
+from .events import SlotCopy
 
-Int64Array = npt.NDArray[np.int64]
-ByteArray = npt.NDArray[np.uint8]
 Endpoint = Literal["HEAD", "TAIL", "SWEEP"]
 
 RECORD_BYTES = 32
@@ -76,11 +76,6 @@ class GroupPool:
         """Slots of the pool, slot 0 (padding) included."""
         return self.group.num_slots
 
-    @property
-    def largest_tier(self) -> int:
-        """Slots of the larger tier; no copy writes more."""
-        return max(self.group.num_slots, self.group.host_num_slots)
-
     def tier(self, number: int) -> Tier:
         """Return the pool (0) or the host tier (1)."""
         return self.host if number == TIER_HOST else self.pool
@@ -93,18 +88,11 @@ class GroupPool:
         found[~written] = -1
         return found
 
-    def copy_slots(self, src_tier: int, src: Int64Array, dst_tier: int, dst: Int64Array) -> int:
-        """Copy whole slots, records and bytes and writers, as the engine copied them.
-
-        Returns:
-            How many pairs named a slot outside its tier; they are passed over.
-        """
-        source, target = self.tier(src_tier), self.tier(dst_tier)
-        inside = (src >= 0) & (src < len(source.writers)) & (dst >= 0) & (dst < len(target.writers))
-        src, dst = src[inside], dst[inside]
+    def copy_slots(self, copy: SlotCopy) -> None:
+        """Copy whole slots, records and bytes and writers, as the engine copied them."""
+        source, target = self.tier(copy.src_tier), self.tier(copy.dst_tier)
         for have, take in zip(source.arrays(), target.arrays(), strict=True):
-            take[dst] = have[src]
-        return int(len(inside) - inside.sum())
+            take[copy.dst] = have[copy.src]
 
     def forget(self, slots: slice | Int64Array = slice(None)) -> None:
         """Mark slots as unknown, after events that may have written them were lost."""

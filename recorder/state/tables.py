@@ -4,6 +4,9 @@ The trace carries only their changes. After each forward both sides, recorder an
 slots and sampled tokens, so what is left in the trace is what the engine did behind the forward's back.
 """
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,18 +15,64 @@ from ...kernels.constants import UNKNOWN_TOKEN
 from ...kernels.replay_pass.state import apply_forward, apply_runs
 from ...kernels.sparse import sparse_zeros
 from ..trace.header import TraceHeader
-from ..trace.reader import EventView
 from .forward import Forward, UnusableEventError
+
+
+class EventColumns(Protocol):
+    """An event's integer columns, by name; those that it does not carry are empty. `EventView` is one."""
+
+    def ints(self, name: str, /) -> Int64Array:
+        """Return a column's values `[n] int64`."""
+
+
+class StateListener:
+    """Is told what is about to change in a state; each method does nothing until somebody overrides it.
+
+    Runs of a table come as the event has them: run r writes `lens[r]` of `values`, one run after another, from
+    `(rows[r], starts[r])` on. They may lie outside of the table: the event is refused then, after this call.
+    """
+
+    def table_runs(
+        self,
+        tables: "StateTables",
+        *,
+        index: int,
+        indices: Int64Array,
+        rows: Int64Array,
+        starts: Int64Array,
+        lens: Int64Array,
+        values: Int64Array,
+    ) -> None:
+        """Runs of block table `index`: those whose `indices[r]` names it."""
+
+    def truth_runs(
+        self, tables: "StateTables", *, rows: Int64Array, starts: Int64Array, lens: Int64Array, values: Int64Array
+    ) -> None:
+        """Runs of the truth tokens."""
+
+    def lut_entries(self, tables: "StateTables", *, index: int, places: Int64Array, values: Int64Array) -> None:
+        """Entries `places` `[n] int64` of full-to-SWA table `index` become `values`."""
+
+    def slots_changed(self, group: int, slots: Int64Array) -> None:
+        """Record, bytes, owner or allocation of slots `[n] int64` of a pool group change outside of a forward's writes."""
+
+    def group_changed(self, group: int) -> None:
+        """Any slot of a pool group may change."""
+
+    def all_changed(self) -> None:
+        """Everything may change: state was lost, or a keyframe's takes its place."""
 
 
 class StateTables:
     """`req_to_token` `[rows, width] int32` per table, `luts` `[full slots] int64`, `truth` `[rows, width] int32`.
 
-    Untouched rows stay unbacked by memory: `sparse_zeros` hands out zero pages, and small ones.
+    Untouched rows stay unbacked by memory: `sparse_zeros` hands out zero pages, and small ones. `listener` is told of
+    every change before it is made.
     """
 
-    def __init__(self, header: TraceHeader, *, backend: str) -> None:
+    def __init__(self, header: TraceHeader, *, backend: str, listener: StateListener | None = None) -> None:
         self._backend = backend
+        self._listener = StateListener() if listener is None else listener
         self.req_to_token = [sparse_zeros((t.rows, t.width), np.int32) for t in header.tables]
         self.luts = [np.zeros(length, dtype=np.int64) for length in header.lut_lens]
         truth = header.truth_table
@@ -31,44 +80,59 @@ class StateTables:
             None if truth is None else sparse_zeros((truth.rows, truth.width), np.int32)
         )
 
-    def apply_changes(self, view: EventView) -> None:
+    def apply_changes(self, event: EventColumns) -> None:
         """Apply the changes that an event carries; raise `UnusableEventError` when runs and values do not fit."""
-        for index, table in enumerate(self.req_to_token):
-            self._apply(view, "table", index, "table_slots", table)
+        indices, rows, starts, lens = _runs(event, "table", ("index", "row", "start", "count"))
+        if len(indices) and self.req_to_token:
+            if not 0 <= indices.min() <= indices.max() < len(self.req_to_token):
+                raise UnusableEventError("table_index names a table that the header does not have")
+            for index in range(len(self.req_to_token)):
+                self._apply_runs(index, indices, rows, starts, lens, event.ints("table_slots"))
         if self.luts:
-            self._apply_luts(view)
+            self._apply_luts(event)
         if self.truth is not None:
-            self._apply(view, "truth", 0, "truth_tokens", self.truth)
+            rows, starts, lens = _runs(event, "truth", ("row", "start", "count"))
+            if len(rows):
+                self._apply_runs(-1, np.full(len(rows), -1, np.int64), rows, starts, lens, event.ints("truth_tokens"))
 
-    def _apply(self, view: EventView, prefix: str, index: int, values: str, table: npt.NDArray[np.int32]) -> None:
-        rows, starts, counts = (view.ints(f"{prefix}_{column}") for column in ("row", "start", "count"))
-        indices = np.zeros_like(starts) if prefix == "truth" else view.ints(f"{prefix}_index")
-        if not len(indices) == len(rows) == len(starts) == len(counts):
-            raise UnusableEventError(f"the {prefix}_* columns of runs differ in length")
-        if not len(starts):
+    def _apply_runs(
+        self,
+        index: int,
+        indices: Int64Array,
+        rows: Int64Array,
+        starts: Int64Array,
+        lens: Int64Array,
+        values: Int64Array,
+    ) -> None:
+        """Apply the runs of block table `index`, or those of the truth tokens, -1."""
+        what = "table_slots" if index >= 0 else "truth_tokens"
+        table = self.req_to_token[index] if index >= 0 else self.truth
+        if table is None:
             return
-        if prefix == "table" and not 0 <= indices.min() <= indices.max() < len(self.req_to_token):
-            raise UnusableEventError("table_index names a table that the header does not have")
+        if index >= 0:
+            self._listener.table_runs(
+                self, index=index, indices=indices, rows=rows, starts=starts, lens=lens, values=values
+            )
+        else:
+            self._listener.truth_runs(self, rows=rows, starts=starts, lens=lens, values=values)
         outside = apply_runs(
             index=index,
             indices=indices,
             rows=rows,
             starts=starts,
-            counts=counts,
-            values=view.ints(values),
+            counts=lens,
+            values=values,
             table=table,
             backend=self._backend,
         )
         if outside < 0:
-            raise UnusableEventError(f"the runs in {prefix}_count do not add up to the values in {values}")
+            raise UnusableEventError(f"the runs in {what.split('_')[0]}_count do not add up to the values in {what}")
         if outside:
-            raise UnusableEventError(f"{outside} values in {values} lie outside their table, or are no 32-bit numbers")
+            raise UnusableEventError(f"{outside} values in {what} lie outside their table, or are no 32-bit numbers")
 
-    def _apply_luts(self, view: EventView) -> None:
-        indices, starts, counts = (view.ints(f"lut_{column}") for column in ("index", "start", "count"))
-        slots = view.ints("lut_slots")
-        if not len(indices) == len(starts) == len(counts):
-            raise UnusableEventError("the lut_* columns of runs differ in length")
+    def _apply_luts(self, event: EventColumns) -> None:
+        indices, starts, counts = _runs(event, "lut", ("index", "start", "count"))
+        slots = event.ints("lut_slots")
         if bool((counts < 0).any()) or bool((counts > len(slots)).any()) or int(counts.sum()) != len(slots):
             raise UnusableEventError("the runs in lut_count do not add up to the values in lut_slots")
         if not len(slots):
@@ -78,31 +142,57 @@ class StateTables:
         applied = 0
         for index, lut in enumerate(self.luts):
             chosen = (of_value == index) & (at >= 0) & (at < len(lut))
-            self._set_lut(index, at[chosen], slots[chosen])
-            applied += int(chosen.sum())
+            places, values = at[chosen], slots[chosen]
+            self._listener.lut_entries(self, index=index, places=places, values=values)
+            lut[places] = values
+            applied += len(places)
         if applied != len(slots):
             raise UnusableEventError(f"{len(slots) - applied} values in lut_slots lie outside their table")
 
-    def _set_lut(self, index: int, places: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> None:
-        self.luts[index][places] = values
-
     def apply_forward(self, forward: Forward) -> None:
         """Apply a forward's own slots and sampled tokens, as the recorder did."""
-        for slots, table in zip(forward.out_cache_loc, self.req_to_token, strict=True):
-            apply_forward(
-                rows=forward.req_pool_indices,
-                prefix_lens=forward.prefix_lens,
-                lens=forward.extend_lens,
+        self.apply_writes(
+            forward.req_pool_indices,
+            forward.prefix_lens,
+            forward.extend_lens,
+            forward.out_cache_loc,
+            forward.sampled_lens,
+            forward.sampled_tokens,
+        )
+
+    def apply_writes(
+        self,
+        rows: Int64Array,
+        prefix_lens: Int64Array,
+        extend_lens: Int64Array,
+        out_cache_loc: Sequence[Int64Array],
+        sampled_lens: Int64Array,
+        sampled_tokens: Int64Array,
+    ) -> None:
+        """Apply what a forward of `[bs]` requests wrote: `out_cache_loc` `[tokens]` a table, and what it sampled."""
+        extends = np.maximum(extend_lens, 0)
+        lens = np.where(rows == 0, 0, extends)
+        for index, (slots, table) in enumerate(zip(out_cache_loc, self.req_to_token, strict=True)):
+            self._listener.table_runs(
+                self,
+                index=index,
+                indices=np.full(len(rows), index, np.int64),
+                rows=rows,
+                starts=prefix_lens,
+                lens=lens,
                 values=slots,
-                table=table,
-                backend=self._backend,
             )
-        if self.truth is not None and len(forward.sampled_lens):
             apply_forward(
-                rows=forward.req_pool_indices,
-                prefix_lens=forward.prefix_lens + np.maximum(forward.extend_lens, 0),
-                lens=forward.sampled_lens,
-                values=forward.sampled_tokens,
+                rows=rows, prefix_lens=prefix_lens, lens=lens, values=slots, table=table, backend=self._backend
+            )
+        if self.truth is not None and len(sampled_lens):
+            starts, lens = prefix_lens + extends, np.where(rows == 0, 0, sampled_lens)
+            self._listener.truth_runs(self, rows=rows, starts=starts, lens=lens, values=sampled_tokens)
+            apply_forward(
+                rows=rows,
+                prefix_lens=starts,
+                lens=lens,
+                values=sampled_tokens,
                 table=self.truth,
                 backend=self._backend,
             )
@@ -120,10 +210,11 @@ class StateTables:
             self.truth.fill(UNKNOWN_TOKEN)
 
 
-class TableUse:
-    """`ends[t]` and `truth_ends` `[rows] int64`: the end of what was ever written of each row.
+class TableUse(StateListener):
+    """How far each row of the tables was ever filled, so that a keyframe need not look through all of them.
 
-    `truth_fill` is what the truth tokens hold behind it: 0, or -1 once everything was taken for unknown.
+    `ends[t]` and `truth_ends` `[rows] int64` are the end of what was ever written of each row; `truth_fill` is what the
+    truth tokens hold behind it: 0, or -1 once everything was taken for unknown.
     """
 
     def __init__(self, header: TraceHeader) -> None:
@@ -137,34 +228,39 @@ class TableUse:
         """Start anew, as the tables do after a gap."""
         for ends in (*self.ends, self.truth_ends):
             ends[:] = 0
-        self.truth_fill = -1
+        self.truth_fill = UNKNOWN_TOKEN
 
-    def take_changes(self, view: EventView) -> None:
-        """Note the changes that an event carries, which were applied."""
-        rows, starts, counts = (view.ints(f"table_{column}") for column in ("row", "start", "count"))
-        if len(rows):
-            index = view.ints("table_index")
-            for number, ends in enumerate(self.ends):
-                mine = index == number
-                self._reach(ends, rows[mine], (starts + counts)[mine], self._widths[number])
-        rows, starts, counts = (view.ints(f"truth_{column}") for column in ("row", "start", "count"))
-        if len(rows) and len(self.truth_ends):
-            self._reach(self.truth_ends, rows, starts + counts, self._truth_width)
+    def table_runs(
+        self,
+        tables: StateTables,
+        *,
+        index: int,
+        indices: Int64Array,
+        rows: Int64Array,
+        starts: Int64Array,
+        lens: Int64Array,
+        values: Int64Array,
+    ) -> None:
+        """Note runs of a block table."""
+        del tables, values
+        mine = indices == index
+        _reach(self.ends[index], rows[mine], (starts + lens)[mine], self._widths[index])
 
-    def take_forward(self, forward: Forward) -> None:
-        """Note what a forward wrote itself."""
-        rows, end = forward.req_pool_indices, forward.prefix_lens + np.maximum(forward.extend_lens, 0)
-        for ends, width in zip(self.ends, self._widths, strict=True):
-            self._reach(ends, rows, end, width)
-        if len(self.truth_ends) and len(forward.sampled_lens):
-            self._reach(self.truth_ends, rows, end + forward.sampled_lens, self._truth_width)
-
-    def _reach(self, ends: Int64Array, rows: Int64Array, to: Int64Array, width: int) -> None:
-        inside = (rows >= 0) & (rows < len(ends))
-        np.maximum.at(ends, rows[inside], np.minimum(to[inside], width))
+    def truth_runs(
+        self, tables: StateTables, *, rows: Int64Array, starts: Int64Array, lens: Int64Array, values: Int64Array
+    ) -> None:
+        """Note runs of the truth tokens."""
+        del tables, values
+        _reach(self.truth_ends, rows, starts + lens, self._truth_width)
 
 
-def cells(ends: Int64Array, width: int) -> tuple[Int64Array, Int64Array]:
-    """Return the used cells as runs `(starts, counts)` of a table seen as one line of cells, `[n] int64` each."""
-    rows = np.flatnonzero(ends)
-    return rows * width, ends[rows]
+def _runs(event: EventColumns, table: str, names: Sequence[str]) -> list[Int64Array]:
+    columns = [event.ints(f"{table}_{name}") for name in names]
+    if len({len(column) for column in columns}) > 1:
+        raise UnusableEventError(f"the {table}_* columns of runs differ in length")
+    return columns
+
+
+def _reach(ends: Int64Array, rows: Int64Array, to: Int64Array, width: int) -> None:
+    inside = (rows >= 0) & (rows < len(ends))
+    np.maximum.at(ends, rows[inside], np.minimum(to[inside], width))

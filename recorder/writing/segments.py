@@ -81,7 +81,7 @@ class Segments:
     def __init__(
         self, path: Path, header: TraceHeader, settings: SegmentSettings, *, compression: str, overwrite: bool
     ) -> None:
-        from ..state.apply import EventApplier
+        from ..state.apply import RecordedState
         from ..state.pools import pool_bytes
 
         self._path = path
@@ -96,13 +96,13 @@ class Segments:
         self._engine_events = 0  # of them, what the engine told
         self._last_ns = header.created_ns
         try:
-            self._applier = EventApplier(header)
+            self._recorded = RecordedState(header)
         except MemoryError:
             raise TraceError(
                 f"{path}: segments need {pool_bytes(header) / 2**30:.1f} GiB of memory for keyframes, which this machine "
                 "does not have; record one file"
             ) from None
-        self._machine_failed = False
+        self._state_failed = False
         self._delete_failed = False
         self._clear_the_way(overwrite)
         if settings.keep_folder_bytes:
@@ -228,10 +228,10 @@ class Segments:
     def _keyframe_batches(self) -> Iterator[list[TraceEvent]]:
         from ..state.keyframe import forget_old_requests, keyframe_events
 
-        forget_old_requests(self._applier.state)
+        forget_old_requests(self._recorded.state)
         small: list[TraceEvent] = []  # of which many go into one batch
         held = 0
-        for event in keyframe_events(self._applier, time_ns=self._last_ns):
+        for event in keyframe_events(self._recorded, time_ns=self._last_ns):
             small.append(event)
             held += event.nbytes
             if held >= 4 << 20:
@@ -253,21 +253,21 @@ class Segments:
         """Apply the event to the state; a fault of it costs knowledge, never events."""
         try:
             for view in batch:
-                self._applier.take(view)
+                self._recorded.take(view)
                 time.sleep(0)  # a batch takes long: the engine's threads get the interpreter in between
         except Exception as error:  # noqa: BLE001  # the engine's recording must go on
             self._forget(error)
 
     def _forget(self, error: Exception) -> None:
-        if not self._machine_failed:
+        if not self._state_failed:
             _log.error(
                 "kvcanary: %s: keyframes know nothing of what came so far (said once): %s",
                 self._path,
                 error,
                 exc_info=error,
             )
-        self._machine_failed = True
-        self._applier.forget()
+        self._state_failed = True
+        self._recorded.forget()
 
     def _drop_the_oldest(self) -> None:
         settings = self._settings

@@ -7,14 +7,13 @@ silence.
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from ...kernels.constants import KvHashMode, LaunchTag
-from ...recorder.state.apply import apply_copies, forget_listed
 from ...recorder.state.forward import UnusableEventError, read_forward
 from ...recorder.state.keyframe_load import KeyframeLoader
-from ...recorder.state.replay_state import ReplayState, RunnerActivity
 from ...recorder.state.requests import RequestTable
 from ...recorder.trace.batch import CUT, LIVE
 from ...recorder.trace.reader import EventView, TraceBatch, TraceGap
@@ -31,11 +30,8 @@ from .settings import ReplaySettings, StopReplayError
 from .sweep import read_sweep
 from .transfers import Exchange, Transfers
 
-# Events that carry history for the checks and change no state here.
-_HISTORY_KINDS = frozenset({"alloc", "free", "evict", "status", "sample"})
-
-# Events that change what slots hold, and name them.
-_MOVING_KINDS = frozenset({"kv_copy", "transfer", "loss"})
+# Events that `EventApplier` applies, and of which there is nothing to keep here.
+_APPLIED_KINDS: Final = frozenset({"alloc", "evict", "free", "kv_copy", "sample", "status", "transfer"})
 
 
 class EventReplay:
@@ -63,7 +59,7 @@ class EventReplay:
             header, settings, kv_hash_mode=kv_hash_mode, request_table=self._request_table, takings=self._takings
         )
         summary.settings["executor_ran"] = self._executor.name
-        self._transfers = Transfers(
+        self._transfers = self._executor.transfers = Transfers(
             header,
             self._executor.pools,
             trace=Path(summary.trace).name,
@@ -71,17 +67,8 @@ class EventReplay:
             exchange=exchange,
             backend=settings.backend,
         )
-        activity = RunnerActivity(len(header.runners))
-        self._health = Health(header, activity)
-        state = ReplayState(
-            header=header,
-            tables=self._executor.tables,
-            pools=self._executor.pools,
-            request_table=self._request_table,
-            activity=activity,
-            history=self._executor.history,
-        )
-        self._keyframes = KeyframeLoader(state, kv_hash_mode=kv_hash_mode)
+        self._health = Health(header, self._executor.state.activity)
+        self._keyframes = KeyframeLoader(self._executor.state, kv_hash_mode=kv_hash_mode)
         # A keyframe is taken where the state before it is not known; else the replay's own is the same.
         self._wants_keyframe = False
         self._at_first = True
@@ -91,11 +78,9 @@ class EventReplay:
         self._all_there = all_there
         self._on: dict[str, Callable[[EventView], None]] = {
             "request": self._request,
-            "kv_copy": self._kv_copy,
             "loss": self._loss,
             "mark": self._mark,
             "sweep": self._sweep,
-            "transfer": self._transfer,
             "keyframe": self._keyframe,
             "segment": self._segment,
         }
@@ -254,13 +239,12 @@ class EventReplay:
 
     def _between_forwards(self, view: EventView) -> None:
         kind = view.kind
-        self._executor.check_event(view)
-        self._executor.tables.apply_changes(view)  # any event may carry what it was the first to see
+        if kind == "sweep":
+            self._takings.begin(read_sweep(view, self._summary.header))
+        self._executor.apply_event(view)
         if kind in self._on:
             self._on[kind](view)
-            if kind in _MOVING_KINDS:
-                self._executor.moves_slots(view)
-        elif kind not in _HISTORY_KINDS:
+        elif kind not in _APPLIED_KINDS:
             self._not_judged(kind if kind in EVENT_KINDS else f"unknown kind {kind!r}")
 
     def _not_judged(self, name: str) -> None:
@@ -270,7 +254,7 @@ class EventReplay:
         summary = self._summary
         forward = read_forward(view, summary.header)
         self._takings.begin(forward)
-        self._executor.forward(forward, view)
+        self._executor.apply_forward(forward, view)
         self._takings.done()
         summary.forwards += 1
         summary.last_forward = forward.forward
@@ -285,14 +269,8 @@ class EventReplay:
         self._takings.divergence(self._executor.divergence)
 
     def _sweep(self, view: EventView) -> None:
-        sweep = read_sweep(view, self._summary.header)
-        self._takings.begin(sweep)
-        self._executor.sweep(sweep, view)
         self._takings.done()
-        self._health.sweep(sweep)
-
-    def _transfer(self, view: EventView) -> None:
-        self._takings.findings(self._transfers.event(view))
+        self._health.sweep(int(view.scalar("runner")))
 
     def _stop_if_asked(self, before: int, view: EventView) -> None:
         summary = self._summary
@@ -305,31 +283,21 @@ class EventReplay:
             raise StopReplayError(f"stopped after {summary.violations:,} violations (--max-violations)")
 
     def _request(self, view: EventView) -> None:
-        request_id = int(view.scalar("request_id"))
-        self._request_ids.add(request_id)
-        self._request_table.learn(view)
-
-    def _kv_copy(self, view: EventView) -> None:
-        apply_copies(view, self._executor.pools)
+        self._request_ids.add(int(view.scalar("request_id")))
 
     def _loss(self, view: EventView) -> None:
-        summary = self._summary
-        lost = int(view.scalar("lost_events"))
+        summary, lost = self._summary, int(view.scalar("lost_events"))
         summary.num_losses += 1
         summary.lost_events += max(lost, 0)
         self._note(summary.losses, str(view.scalar("note")) or f"{lost} events lost")
         if view.scalar("status") != SLOTS_LISTED:
-            self._forget()
+            self._keyframes.stop()
             self._wants_keyframe = True
-            self._executor.tables.apply_changes(view)
-            return
-        forget_listed(view, self._executor.pools)
 
     def _keyframe(self, view: EventView) -> None:
         status = view.scalar("status")
         if not status:
             self._not_judged("keyframe")
-            self._executor.takes_state()  # the history checks forget what they knew
             return
         if status == KEYFRAME_BEGIN and self._wants_keyframe:
             self._keyframes.untouched &= self._at_first
@@ -367,7 +335,6 @@ class EventReplay:
     def _forget(self) -> None:
         self._keyframes.stop()
         self._executor.forget()
-        self._health.forget()
 
     def _note(self, notes: list[str], text: str) -> None:
         if len(notes) < MAX_LISTED:

@@ -14,16 +14,15 @@ from ...recorder.state.pools import launch_tag
 from ...recorder.state.replay_state import DECODING, RunnerActivity
 from ...recorder.trace.header import TraceHeader
 from ..report.findings import Finding
-from .sweep import Sweep
 
 
 class Health:
     """Counts what should have been launched."""
 
-    def __init__(self, header: TraceHeader, activity: RunnerActivity | None = None) -> None:
+    def __init__(self, header: TraceHeader, activity: RunnerActivity) -> None:
         self._header = header
         self._expected = np.zeros(len(LaunchTag), np.int64)
-        self._activity = RunnerActivity(len(header.runners)) if activity is None else activity
+        self._activity = activity
         self._stalled = False
         self._last: Forward | None = None
 
@@ -38,11 +37,10 @@ class Health:
         return 0 if self._stalled else 2 * self._header.sweep_interval
 
     def forward(self, forward: Forward) -> list[Finding]:
-        """Count a forward; return a finding when the sweeps have stalled."""
+        """Count a forward that was applied; return a finding when the sweeps have stalled."""
         self._last = forward
         if not len(forward.req_pool_indices):
             return []
-        self._activity.forward(forward)
         self._expect(forward.runner, 1)
         if forward.runner != 0:
             return []
@@ -76,14 +74,13 @@ class Health:
                     self._expected[launch_tag("HEAD", half, group.kind)] += 2 * forwards
                     self._expected[launch_tag("TAIL", half, group.kind)] += 2 * forwards
 
-    def sweep(self, sweep: Sweep) -> None:
-        """Count a walk of the prefix cache."""
-        self._activity.sweep(sweep.runner)
-        if sweep.runner == 0:
+    def sweep(self, runner: int) -> None:
+        """Take note that the prefix cache was walked: a stall is over."""
+        if runner == 0:
             self._stalled = False
 
     def resume(self) -> None:
-        """Go on from a activity that was set: a stall that lasts was told before."""
+        """Go on from an activity that was set: a stall that lasts was told before."""
         limit = 2 * self._header.sweep_interval
         self._stalled = 0 < limit < self._activity.since_sweep
 
@@ -112,10 +109,6 @@ class Health:
             for tag, expected in zip(LaunchTag, self._expected.tolist(), strict=True)
             if expected and kernel_counters[tag] != expected
         ]
-
-    def forget(self) -> None:
-        """After a gap nobody knows how long ago the last walk was."""
-        self._activity.forget()
 
 
 def _finding(forward: Forward, detail: str) -> Finding:

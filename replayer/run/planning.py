@@ -1,5 +1,7 @@
 """The plans of one forward: for each pool group what it reads and writes, sized to fit, the unjudgeable left out."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +11,7 @@ from ...kernels.ops.oracle.reference import generalized_ids, oracle_tokens
 from ...kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
 from ...kernels.replay_pass.looks import ForwardLook
 from ...kernels.tokens import contradicting
+from ...recorder.state.apply import WriteStep
 from ...recorder.state.forward import Forward, batch_tokens
 from ...recorder.state.pools import GroupPool
 from ...recorder.state.requests import RequestTable
@@ -23,7 +26,8 @@ from ...recorder.state.writes import (
 from ...recorder.trace.header import TraceHeader
 
 
-class GroupStep:
+@dataclass(slots=True)
+class GroupStep(WriteStep):
     """One pool group's part of one forward: its plans and the slots it writes, `[T] int64` in the pool's numbering.
 
     `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot;
@@ -32,28 +36,12 @@ class GroupStep:
     are the slots that the forward writes, or in which it saw bytes change.
     """
 
-    __slots__ = (
-        "look",
-        "looked_beyond",
-        "pool",
-        "reads",
-        "slots",
-        "touched",
-        "unknown_entries",
-        "verify_plan",
-        "write_plan",
-    )
-
-    def __init__(self, pool: GroupPool, slots: Int64Array, verify_plan: VerifyPlan, write_plan: WritePlan) -> None:
-        self.pool = pool
-        self.slots = slots
-        self.verify_plan = verify_plan
-        self.write_plan = write_plan
-        self.looked_beyond = False
-        self.unknown_entries = 0
-        self.reads = 0
-        self.look: ForwardLook | None = None
-        self.touched = slots
+    verify_plan: VerifyPlan
+    looked_beyond: bool = False
+    unknown_entries: int = 0
+    reads: int = 0
+    look: ForwardLook | None = None
+    touched: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 class Planner:
@@ -107,7 +95,7 @@ class Planner:
         if bs > len(self._write_plans[index].seed_slots):
             self._write_plans[index] = WritePlan.allocate(request_capacity=2 * bs)
         self._out_of_range[0] = 0
-        return GroupStep(pool, slots, self._verify_plans[index], self._write_plans[index])
+        return GroupStep(pool, slots, self._write_plans[index], self._verify_plans[index])
 
 
 def leave_out_unknown(pool: GroupPool, verify_plan: VerifyPlan) -> npt.NDArray[np.bool_]:

@@ -14,13 +14,11 @@ import numpy.typing as npt
 from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.constants import KvHashMode
 from ...kernels.ops.hash.kv_source import fold_kv
-from ...recorder.state.events import Transfer, read_transfer
+from ...recorder.state.events import TransferEvent
 from ...recorder.state.pools import RECORD_BYTES, GroupPool
 from ...recorder.state.requests import RequestTable
 from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import TraceHeader
-from ...recorder.trace.reader import EventView
-from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SEND
 from ..report.findings import Finding
 
 ParcelKey = tuple[int, str, int]  # room, name of the pool group, first position
@@ -110,19 +108,9 @@ class Transfers:
         self._exchange = exchange
         self._backend = backend
 
-    def event(self, view: EventView) -> list[Finding]:
-        """Carry out a transfer event; raise `UnusableEventError` if it contradicts itself."""
-        transfer = read_transfer(view, self._pools)
-        if transfer is None:
-            return []
-        if transfer.direction == SEND:
-            return self._send(transfer, KvChanges(view, self._header, transfer.pool.group.runner))
-        return self._receive(transfer) if transfer.status == "end" else []
-
-    def _send(self, transfer: Transfer, changes: KvChanges) -> list[Finding]:
-        for phase in (PHASE_BEFORE, PHASE_AFTER):
-            changes.apply(phase, self._pools, backend=self._backend)
-        key = (transfer.room, transfer.pool.group.name, transfer.start_position)
+    def send(self, transfer: TransferEvent, changes: KvChanges) -> list[Finding]:
+        """Judge slots that are sent, or were; `changes` are their bytes that changed, in place already."""
+        key = (transfer.room, self._pools[transfer.group].group.name, transfer.start_position)
         if transfer.status == "failed":
             if self._exchange is not None:
                 self._exchange.withdraw(key)
@@ -139,20 +127,19 @@ class Transfers:
             "transfer_source_damaged", transfer, which, "no longer held the bytes written when they were sent"
         )
 
-    def _receive(self, transfer: Transfer) -> list[Finding]:
+    def receive(self, transfer: TransferEvent) -> list[Finding]:
+        """Judge slots whose bytes have landed; their records are the sender's, where its trace is replayed with this one."""
         self.received += 1
-        pool, slots = transfer.pool, transfer.slots
+        pool, slots = self._pools[transfer.group], transfer.slots
         key = (transfer.room, pool.group.name, transfer.start_position)
         parcel = self._exchange.receive(key) if self._exchange is not None and transfer.room >= 0 else None
-        tier = pool.pool
-        transfer.land()
         if parcel is None or not _fits(parcel, pool):
             self.unmatched += transfer.room >= 0  # without a room nobody has sent it
             pool.forget(slots)
             return []
         count = min(len(slots), len(parcel.slots))
         here = slots[:count]
-        for mine, theirs in ((tier.head, parcel.head), (tier.tail, parcel.tail)):
+        for mine, theirs in ((pool.pool.head, parcel.head), (pool.pool.tail, parcel.tail)):
             for half, records in mine.items():
                 records[here] = theirs[half][:count]
         pool.learn(slots)
@@ -160,7 +147,7 @@ class Transfers:
             pool.forget(here[parcel.unknown[:count]])
         return self._compare(transfer, parcel, count)
 
-    def _compare(self, transfer: Transfer, parcel: Parcel, count: int) -> list[Finding]:
+    def _compare(self, transfer: TransferEvent, parcel: Parcel, count: int) -> list[Finding]:
         """Say which side went wrong, if one did."""
         if count != len(transfer.slots) or count != len(parcel.slots):
             detail = f"received {len(transfer.slots)} slots where {parcel.trace} sent {len(parcel.slots)}"
@@ -184,9 +171,9 @@ class Transfers:
         )
         return findings + self._found("transfer_source_damaged", transfer, damaged, what)
 
-    def _kv_hash_differs(self, transfer: Transfer) -> npt.NDArray[np.bool_]:
+    def _kv_hash_differs(self, transfer: TransferEvent) -> npt.NDArray[np.bool_]:
         """Say for each slot sent, `[n] bool`, whether its bytes are not those that its TAIL record was written with."""
-        pool, slots = transfer.pool, transfer.slots
+        pool, slots = self._pools[transfer.group], transfer.slots
         differs = np.zeros(len(slots), np.bool_)
         if pool.kv_hash_mode is KvHashMode.NONE:
             return differs
@@ -197,8 +184,8 @@ class Transfers:
         written = pool.pool.writers[slots, 0] > 0
         return differs & written & ~pool.pool.unknown[slots] & (slots != 0)
 
-    def _parcel(self, transfer: Transfer, damaged: npt.NDArray[np.bool_]) -> Parcel:
-        tier, slots = transfer.pool.pool, transfer.slots
+    def _parcel(self, transfer: TransferEvent, damaged: npt.NDArray[np.bool_]) -> Parcel:
+        tier, slots = self._pools[transfer.group].pool, transfer.slots
         return Parcel(
             trace=self._trace,
             event=transfer.event,
@@ -210,19 +197,19 @@ class Transfers:
             damaged=damaged,
         )
 
-    def _found(self, kind: str, transfer: Transfer, which: npt.NDArray[np.intp], what: str) -> list[Finding]:
+    def _found(self, kind: str, transfer: TransferEvent, which: npt.NDArray[np.intp], what: str) -> list[Finding]:
         if not len(which):
             return []
         return [self._finding(kind, transfer, int(which[0]), f"{len(which)} of {len(transfer.slots)} slots {what}")]
 
-    def _finding(self, kind: str, transfer: Transfer, index: int, detail: str) -> Finding:
+    def _finding(self, kind: str, transfer: TransferEvent, index: int, detail: str) -> Finding:
         return Finding(
             kind=kind,
             event=transfer.event,
             forward=transfer.forward,
             time_ns=transfer.time_ns,
-            runner=transfer.pool.group.runner,
-            group=transfer.pool.index,
+            runner=self._pools[transfer.group].group.runner,
+            group=transfer.group,
             request_id=transfer.request_id,
             request=self._request_table.name(transfer.request_id),
             req_pool_idx=transfer.row,

@@ -12,10 +12,9 @@ import warnings
 warnings.simplefilter("ignore")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from kvcanary.kernels.gpu import frame_inside as inside, frames as kernels
+from kvcanary.kernels.capture import frame_kernels as inside
 
-ints = dict.fromkeys(kernels.TAKE_DOWN_ARGUMENTS + kernels.TAKE_BACK_ARGUMENTS, "i32")
-ints |= dict.fromkeys(inside.TICKET_ARGUMENTS + inside.BEGIN_ARGUMENTS + inside.ATTENTION_ARGUMENTS + inside.END_ARGUMENTS, "i32")
+ints = dict.fromkeys(inside.TICKET_ARGUMENTS + inside.BEGIN_ARGUMENTS + inside.ATTENTION_ARGUMENTS + inside.END_ARGUMENTS, "i32")
 longs = ("rows_in", "prefix_in", "ids_in", "positions_in", "loc_in", "frames", "counters", "descriptor", "ticket", "kv_indices", "window_indices")
 shorts = ("minus_in", "extend_in", "kv_indptr", "window_indptr", "qo_indptr")
 types = ints | dict.fromkeys(longs, "*i64") | dict.fromkeys(shorts, "*i32")
@@ -27,11 +26,9 @@ def build(kernel, **constants):
     print(len(compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]) > 0)
 
 
-build(kernels.take_down_kernel, HAS_MINUS=True, HAS_EXTEND=True, LUT_INT64=False, TILE=512)
-build(kernels.take_down_kernel, HAS_MINUS=False, HAS_EXTEND=False, LUT_INT64=True, TILE=512)
-build(kernels.take_back_kernel, TILE=512)
 build(inside.write_ticket_kernel)
-build(inside.begin_kernel, HAS_MINUS=True, HAS_EXTEND=True, LUT_INT64=True, TILE=512)
+build(inside.begin_kernel, HAS_MINUS=True, HAS_EXTEND=True, LUT_INT64=False, TILE=512)
+build(inside.begin_kernel, HAS_MINUS=False, HAS_EXTEND=False, LUT_INT64=True, TILE=512)
 build(inside.attention_kernel, HAS_QO=True, HAS_WINDOW=True, TILE=512)
 build(inside.attention_kernel, HAS_QO=False, HAS_WINDOW=False, TILE=512)
 build(inside.end_kernel, TILE=512)
@@ -42,7 +39,7 @@ def test_they_compile_for_a_gpu(tmp_path):
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["True"] * 8
+    assert done.stdout.split() == ["True"] * 6
 
 
 @pytest.mark.parametrize("bs", [0, 1, 5])

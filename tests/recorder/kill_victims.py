@@ -17,7 +17,7 @@ from pathlib import Path
 import kvcanary.recorder.state.keyframe  # noqa: F401  # loaded before the forks
 from kvcanary.recorder.capture.recorder import prepare_kernels
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.state.apply import EventApplier
+from kvcanary.recorder.state.apply import RecordedState
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 
@@ -25,7 +25,7 @@ from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 def warm_up() -> None:
     """Load the compiled kernels; no thread is started, so that a fork has what it needs and nothing else."""
     prepare_kernels()
-    EventApplier(TraceHeader(groups=(PoolGroup(name="full", num_slots=2),), tables=(StateTable(rows=2, width=2),)))
+    RecordedState(TraceHeader(groups=(PoolGroup(name="full", num_slots=2),), tables=(StateTable(rows=2, width=2),)))
 
 
 def run(path: Path, seed: int, log_path: str, options: dict[str, int]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.process.freezing import FreezeFile, FreezeSignal
 from kvcanary.recorder.state import keyframe
-from kvcanary.recorder.state.apply import EventApplier
+from kvcanary.recorder.state.apply import RecordedState
 from kvcanary.recorder.state.keyframe import keyframe_events
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.files import split_segment_name
@@ -133,8 +133,8 @@ def test_what_is_frozen_is_there_before_a_full_disk_ends_the_recording(
 
 
 def test_a_keyframe_that_cannot_be_made_ends_no_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(applier: EventApplier, *, time_ns: int) -> Iterator[TraceEvent]:
-        yield next(keyframe_events(applier, time_ns=time_ns))
+    def broken(recorded: RecordedState, *, time_ns: int) -> Iterator[TraceEvent]:
+        yield next(keyframe_events(recorded, time_ns=time_ns))
         raise MemoryError
 
     monkeypatch.setattr(keyframe, "keyframe_events", broken)

@@ -182,7 +182,7 @@ def test_a_forward_without_an_end_is_said(tmp_path: Path) -> None:
     engine.recorder.after_forward(note="the model raised")
     engine.recorder.close()
     notes = [event.scalar("note") for event in read_trace(tmp_path / "trace.arrow")]
-    assert notes == ["the engine told of no end of this forward", "the model raised"]
+    assert notes == ["the engine did not call after_forward()", "the model raised"]
 
 
 def test_times_never_run_backwards(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from kvcanary.kernels.constants import KvHashMode
 from kvcanary.kernels.replay_pass.ledger import STAMP, STAMP_REQUEST
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.state.apply import EventApplier
+from kvcanary.recorder.state.apply import RecordedState
 from kvcanary.recorder.state.keyframe import keyframe_events
 from kvcanary.recorder.state.keyframe_load import KeyframeLoader
 from kvcanary.recorder.state.replay_state import ReplayState
@@ -129,32 +129,32 @@ def test_the_machine_holds_what_a_replay_holds_and_a_keyframe_gives_it_back(conf
         header = reader.header
         half = [item for item in reader.stream() if isinstance(item, TraceBatch)]
     stop = sum(batch.num_events for batch in half) // 2
-    applier, with_loss = EventApplier(header), EventApplier(header)
+    recorded, with_loss = RecordedState(header), RecordedState(header)
     with ReplayRun(trace, settings=ReplaySettings(), report=None) as replay:
         events = replay._events
         replayed = events._keyframes._state
         for view in read_trace(trace):
             if view.number == stop:
                 break
-            applier.take(view)
+            recorded.take(view)
             with_loss.take(view)
             if view.number == stop // 2:
                 with_loss.forget()
             events._event(view)
-        _same(applier.state, replayed)
-        for of in (applier, with_loss):
+        _same(recorded.state, replayed)
+        for of in (recorded, with_loss):
             _same(of.state, _restored(of))
 
 
-def _restored(applier: EventApplier) -> ReplayState:
-    fresh = EventApplier(applier.state.header)
-    told = list(keyframe_events(applier, time_ns=1))
-    batch = encode_events(told, 0, header_schema(applier.state.header))
+def _restored(recorded: RecordedState) -> ReplayState:
+    fresh = RecordedState(recorded.state.header)
+    told = list(keyframe_events(recorded, time_ns=1))
+    batch = encode_events(told, 0, header_schema(recorded.state.header))
     loader = KeyframeLoader(fresh.state, kv_hash_mode=KvHashMode.PARTIAL)
     for view in TraceBatch(batch, first_event=0):
         loader.take(view)
     assert not loader.loading
-    for mine, theirs in zip(applier.state.pools, fresh.state.pools, strict=True):
+    for mine, theirs in zip(recorded.state.pools, fresh.state.pools, strict=True):
         for half, hashes in mine.pool.whole_hashes.items():
             assert np.array_equal(hashes, theirs.pool.whole_hashes[half])
     return fresh.state

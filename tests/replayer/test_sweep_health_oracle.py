@@ -8,6 +8,7 @@ import pytest
 from kvcanary.kernels.constants import LaunchTag
 from kvcanary.kernels.ops.oracle.reference import oracle_tokens
 from kvcanary.recorder.state.forward import read_forward
+from kvcanary.recorder.state.replay_state import RunnerActivity
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.replayer.run.health import Health
@@ -181,7 +182,7 @@ def test_a_launch_that_did_not_happen_is_a_finding_by_tag(tmp_path):
     side.forward(PROMPT, CACHED, truth=PROMPT)
     side.forward([50], [30], start=4, mode="decode", truth=[*PROMPT, 50])
     with TraceReader(side.close()) as reader:
-        health = Health(reader.header)
+        health = Health(reader.header, RunnerActivity(len(reader.header.runners)))
         forwards = [view for batch in reader.stream() for view in batch if view.kind == "forward"]
         for view in forwards:
             assert health.forward(read_forward(view, reader.header)) == []

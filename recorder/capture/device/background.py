@@ -1,4 +1,4 @@
-"""The recorder's own thread: it takes down what was told, in order, while the engine's thread waits for the device.
+"""The recorder's own thread: it records what was queued, in order, while the engine's thread waits for the device.
 
 Nobody wakes it step by step: a thread that is woken wants Python's lock, and gets it from the engine in the middle of
 a launch. It looks by itself, at about the moment when the engine has launched a forward and waits for an earlier one.
@@ -11,21 +11,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from .forward import Flight
+from .forward import FrameInFlight
 
-# When, what tells it, and what that is called with: `(int, callable, *arguments)`. One object each, since all that piles
-# up here brings the next garbage collection of the engine's process nearer.
-Told = tuple[Any, ...]
+# When, what records it, and what that is called with: `(int, callable, *arguments)`. One object each, since all that
+# piles up here brings the next garbage collection of the engine's process nearer.
+Queued = tuple[Any, ...]
 
-FLIGHTS_LEFT_WAITING: Final = 2
-BEHIND: Final = 16  # things told that have piled up: no waiting for a better moment then
+FRAMES_LEFT_WAITING: Final = 2
+BEHIND: Final = 16  # things that have piled up: no waiting for a better moment then
 AT_ONCE: Final = -1
 STILL_THERE_S: Final = 0.1
 
 AFTER_LAUNCH_NS: Final = 1_000_000  # by then the engine has launched what follows a forward
 SHORTEST_REST_NS: Final = 2_000_000
 LONGEST_REST_NS: Final = 20_000_000
-IDLE_NS: Final = 50_000_000  # nothing new for so long: what waits is taken down
+IDLE_NS: Final = 50_000_000  # nothing new for so long: what waits is recorded
 
 
 class Background:
@@ -33,12 +33,12 @@ class Background:
 
     Args:
         begin: called on the thread before anything else.
-        take: takes one thing down.
-        on_look: called on the thread each time it has looked.
-        on_death: called with what `begin` or `take` raised; nothing is taken down after it.
+        record: records one thing.
+        on_look: called on the thread each time it has looked into the queue.
+        on_death: called with what `begin` or `record` raised; nothing is recorded after it.
 
     Attributes:
-        queue: who appends to it himself wakes the thread where it is `asleep`, as `put` does.
+        queue: who appends to it wakes the thread if it is `asleep`, as `put` does.
         asleep: the thread waits for somebody to wake it.
     """
 
@@ -46,39 +46,39 @@ class Background:
         self,
         *,
         begin: Callable[[], None],
-        take: Callable[[Flight | Told], None],
+        record: Callable[[FrameInFlight | Queued], None],
         on_look: Callable[[], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
-        self._begin, self._take, self._on_look, self._on_death = begin, take, on_look, on_death
-        self.queue: deque[Flight | Told | None] = deque()
+        self._begin, self._record, self._on_look, self._on_death = begin, record, on_look, on_death
+        self.queue: deque[FrameInFlight | Queued | None] = deque()
         self.asleep = False
         self._gate = threading.Lock()  # held, but for the moment in which somebody wakes the thread
         self._gate.acquire()
         # The thread's own.
-        self._waiting: deque[Flight | Told] = deque()
-        self._flights = 0  # among those waiting
-        self._newest_ns = 0  # when the newest flight was launched
+        self._waiting: deque[FrameInFlight | Queued] = deque()
+        self._frames = 0  # among those waiting
+        self._newest_ns = 0  # when the newest frame's capture was launched
         self._step_ns = 0  # between the two newest
-        self._heard_ns = 0  # when something was last found in the queue
+        self._received_ns = 0  # when something was last found in the queue
         self._at_once = False
-        self._told_all = False
-        self._thread = threading.Thread(target=self._run, name="kvcanary-landing", daemon=True)
+        self._all_queued = False
+        self._thread = threading.Thread(target=self._run, name="kvcanary-recorder", daemon=True)
         self._thread.start()
 
-    def put(self, item: Flight | Told | None) -> None:
-        """Queue something; None ends the thread once all before it is taken down."""
+    def put(self, item: FrameInFlight | Queued | None) -> None:
+        """Queue something; None ends the thread once all before it is recorded."""
         self.queue.append(item)
         if self.asleep:
             self.wake()
 
-    def put_at_once(self, item: Told | None) -> None:
-        """Queue something and have everything up to it taken down now; a time of `AT_ONCE` says so too."""
+    def put_at_once(self, item: Queued | None) -> None:
+        """Queue something and have everything up to it recorded now; a time of `AT_ONCE` says so too."""
         self.queue.append(item)
         self.wake()
 
     def drain(self, timeout: float) -> bool:
-        """Wait until everything told so far is taken down; False where that takes longer, or the thread has ended."""
+        """Wait until everything queued so far is recorded; False if that takes longer, or the thread has ended."""
         if threading.current_thread() is self._thread:
             return False
         reached = threading.Event()
@@ -102,13 +102,13 @@ class Background:
     def _run(self) -> None:
         try:
             self._begin()
-            while not self._told_all or self._waiting:
+            while not self._all_queued or self._waiting:
                 self._receive()
-                while self._waiting and (self._flights > FLIGHTS_LEFT_WAITING or self._at_once):
-                    self._take_next()
+                while self._waiting and (self._frames > FRAMES_LEFT_WAITING or self._at_once):
+                    self._record_next()
                 self._at_once = False
                 self._on_look()
-                if not self._told_all and len(self.queue) < BEHIND:
+                if not self._all_queued and len(self.queue) < BEHIND:
                     self._rest()
         except BaseException as error:  # noqa: BLE001  # the engine must go on whatever happens here
             self._waiting.clear()
@@ -118,31 +118,31 @@ class Background:
         """Take over what is queued, and see whether the engine is idle."""
         now = time.perf_counter_ns()
         if self.queue:
-            self._heard_ns = now
-        elif now - self._heard_ns >= IDLE_NS:
+            self._received_ns = now
+        elif now - self._received_ns >= IDLE_NS:
             self._at_once = True
         while self.queue:
             item = self.queue.popleft()
             if item is None:
-                self._told_all = self._at_once = True
+                self._all_queued = self._at_once = True
                 return
             self._waiting.append(item)
-            if isinstance(item, Flight):
-                self._flights += 1
+            if isinstance(item, FrameInFlight):
+                self._frames += 1
                 self._step_ns, self._newest_ns = item.launched_ns - self._newest_ns, item.launched_ns
             elif item[0] == AT_ONCE:
                 self._at_once = True
 
-    def _take_next(self) -> None:
+    def _record_next(self) -> None:
         item = self._waiting.popleft()
-        if isinstance(item, Flight):
-            self._flights -= 1
-        self._take(item)
+        if isinstance(item, FrameInFlight):
+            self._frames -= 1
+        self._record(item)
 
     def _rest(self) -> None:
-        """Wait for a good moment; where nothing waits and nothing comes, until something is told."""
+        """Wait for a good moment; if nothing waits and nothing comes, until something is queued."""
         now = time.perf_counter_ns()
-        if not self._waiting and now - self._heard_ns >= IDLE_NS:
+        if not self._waiting and now - self._received_ns >= IDLE_NS:
             self.asleep = True
             if not self.queue:  # else it came before anybody could know that this thread has to be woken
                 self._gate.acquire()

@@ -1,4 +1,4 @@
-"""What an integrator tells of a forward whose tensors lie on the device, and what is kept of it until it has landed."""
+"""A forward whose tensors lie on the device: what an integrator says of it, and what is kept until its frame is read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class ForwardRequests(Protocol):
 
     Attributes:
         ids: `[bs]` on the host, -1 for padding, which has none at the end.
-        truth: each request's tokens, or None where the engine cannot tell; as many as requests without padding.
+        truth: each request's tokens, or None if the engine does not know them; as many as requests without padding.
         known_lens: tokens that each has beside `DeviceForward.truth_lens`: prompts, which do not grow; None for none.
     """
 
@@ -51,7 +51,7 @@ class BatchRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceForward:
-    """One forward, told before it runs; tensors are the engine's own, of any integer type, contiguous, read on its stream.
+    """One forward, before it runs; tensors are the engine's own, of any integer type, contiguous, read on its stream.
 
     Attributes:
         mode: one of `forward_input.MODES`.
@@ -59,7 +59,7 @@ class DeviceForward:
         rows: `[bs]` rows of the block table; row 0 is padding.
         prefix: `[any]` tokens in the cache before this forward; 0 past its end.
         minus: `[bs]` to be taken off `prefix`, or None.
-        extend: `[bs]` tokens that this forward adds; None where it adds `extend_each` to all.
+        extend: `[bs]` tokens that this forward adds; None if it adds `extend_each` to all.
         extend_each: see `extend`.
         input_ids: `[tokens]`.
         positions: `[tokens]`.
@@ -81,7 +81,7 @@ class DeviceForward:
     out_cache_loc: Any
     num_tokens: int
     requests: ForwardRequests
-    truth_lens: Sequence[int] = ()
+    truth_lens: Sequence[int] | bytes = ()
 
 
 class Lens(NamedTuple):
@@ -98,31 +98,27 @@ class Lens(NamedTuple):
             if lens is not None and lens.numel() < bs:
                 raise ValueError(f"{lens.numel()} lengths for {bs} requests, expected one for each")
 
-    def dtypes(self) -> tuple[Any, ...]:
-        """Return the types of its tensors."""
-        return tuple(lens if lens is None else lens.dtype for lens in self[:3])
 
-
-class Flight(NamedTuple):
-    """A forward on its way from the device: what was told of it on the host, and where its frame lies.
+class FrameInFlight(NamedTuple):
+    """A forward whose frame is being filled: what the host knows of it, and where its frame lies.
 
     Attributes:
-        launched_ns: when it was told, on the monotonic clock.
-        mode: as told, like `runner`, `requests` and `truth_lens`.
-        runner: see `mode`.
-        requests: see `mode`.
-        truth_lens: see `mode`; bytes are int64 numbers.
+        launched_ns: when its capture was launched, on the monotonic clock.
+        mode: one of `forward_input.MODES`.
+        runner: index into the header's runners.
+        requests: whose forward it is.
+        truth_lens: as `DeviceForward` has it; bytes are int64 numbers.
         number: the forward's.
         layout: its frame's sections.
-        place: of its frame, as the arena counts.
+        place: of its frame, as the buffer counts.
         at: where its frame begins.
         counters: the row of its counters.
         watched: whether its prefix's bytes are compared.
-        fresh: the shadows were reset right before it, so it tells everything anew.
-        note: how it failed.
-        bs: requests that the engine told of, where it may have run more for padding; -1 where it cannot.
-        programs: of all its launches, 0 where the frame's sections say how many.
+        fresh: the shadows were reset right before it, so its frame holds everything anew.
+        bs: requests that the engine runs, if more may have run for padding; else -1.
+        programs: how many programs fill the frame.
         attention: what was read where attention takes it, as the column `attention_watched` has it.
+        note: how the forward failed.
     """
 
     launched_ns: int
@@ -137,7 +133,7 @@ class Flight(NamedTuple):
     counters: int
     watched: bool
     fresh: bool
-    note: str
-    bs: int = -1
-    programs: int = 0
-    attention: int = 0
+    bs: int
+    programs: int
+    attention: int
+    note: str = ""

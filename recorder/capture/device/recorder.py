@@ -1,7 +1,7 @@
 """A recorder for an engine on a GPU: the engine's thread launches and queues, a thread of ours does all the rest.
 
-Everything that is told goes through one queue, so that the trace has it in the order in which it was told. A forward
-waits there until the device has come to its end; what was told after it waits behind it. Nothing on the engine's
+Everything goes through one queue, so that the trace has it in the order in which it happened. A forward waits there
+until the device has come to its end; what happened after it waits behind it. Nothing on the engine's
 thread waits for the device, the disk or this thread, but for `drain`.
 """
 
@@ -24,15 +24,15 @@ from ...writing.outbox import RecorderStats
 from ..host_arrays import Int64Array, own_int64, runs_to_slots
 from ..recorder import Recorder
 from ..recording import beginning
-from .background import AT_ONCE, Background, Told
+from .background import AT_ONCE, Background, Queued
 from .capture import DeviceCapture
-from .forward import DeviceForward, Flight, Lens
+from .forward import DeviceForward, FrameInFlight
+from .frame_decoder import FrameDecoder
 from .shadows import DeviceShadows
-from .taking_down import TakingDown
 
 logger = logging.getLogger("kvcanary")
 
-MAX_WAITING: Final = 16_384  # things told and not yet taken down; beyond it they are lost
+MAX_WAITING: Final = 16_384  # things queued; beyond it they are lost
 _in_this_process: "weakref.WeakSet[DeviceRecorder]" = weakref.WeakSet()
 
 
@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class DeviceRecorder:
-    """Records one engine whose block tables and pools are CUDA tensors; has the telling methods of `Recorder`.
+    """Records one engine whose block tables and pools are CUDA tensors; has the recording methods of `Recorder`.
 
     As there, no method raises after construction: a fault switches the recorder off, and the engine goes on.
 
@@ -56,8 +56,8 @@ class DeviceRecorder:
         tables: the engine's block table of each of the header's tables.
         luts: its full-to-SWA tables.
         kv_sources: for each `(group, stream)`, where the bytes lie.
-        kv_watch_every: forwards between two looks for bytes that nobody wrote, 0 never.
-        frame_bytes: device memory for forwards in flight; where they do not fit, forwards are lost, and said to be.
+        kv_watch_every: forwards between two searches for bytes that nobody wrote, 0 never.
+        frame_bytes: device memory for forwards in flight; those that do not fit are lost, and counted.
         writer_options: as for `Recorder`.
 
     Raises:
@@ -89,16 +89,16 @@ class DeviceRecorder:
         self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=every)
         self._capture.error_text = self.error_text
         self._capture.prepare()
-        self._taking_down = TakingDown(self._recorder, self._capture)
+        self._decoder = FrameDecoder(self._recorder, self._capture)
         self._foreign = False
         self._engine_thread_ns = 0
         self._clock_ahead_ns = self._recorder.clock() - perf_counter_ns()
         self._latest_ns = 0  # our thread's
         _in_this_process.add(self)
-        # Bound once: of what comes with every request there is as little as can be, see `Told`.
-        self._tell_request, self._tell_status = self._request_told, self._status_told
+        # Bound once: of what comes with every request there is as little as can be, see `Queued`.
+        self._on_request, self._on_status = self._record_request, self._record_status
         self._background = Background(
-            begin=self._taking_down.landing.begin, take=self._take, on_look=self._look, on_death=self._died
+            begin=self._decoder.reader.use_device, record=self._record, on_look=self._check, on_death=self._died
         )
         self._queue = self._background.queue
         self._capture.deliver = self._background.put
@@ -106,23 +106,11 @@ class DeviceRecorder:
 
     # The engine's thread.
 
-    def before_forward(self, told: DeviceForward) -> None:
-        """Take down what a forward is about to read and write; runs on the current stream, waits for nothing."""
+    def before_forward(self, forward: DeviceForward) -> None:
+        """Capture what a forward is about to read and write; runs on the current stream, waits for nothing."""
         begin = perf_counter_ns()
         try:
-            self._capture.before(
-                told.mode,
-                told.runner,
-                told.rows.numel(),
-                told.rows,
-                told.input_ids,
-                told.positions,
-                told.out_cache_loc,
-                told.num_tokens,
-                Lens(told.prefix, told.minus, told.extend, told.extend_each),
-                told.requests,
-                told.truth_lens,
-            )
+            self._capture.before(forward)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
             self.switch_off(f"before_forward: {self.error_text(error)}", error)
         self._engine_thread_ns += perf_counter_ns() - begin
@@ -138,22 +126,22 @@ class DeviceRecorder:
 
     @property
     def capture(self) -> DeviceCapture:
-        """For who catches faults and takes the time himself: its `before` and `after` do the same, and may raise."""
+        """For callers that catch faults and take the time: its `before` and `after` do the same, and may raise."""
         return self._capture
 
-    def later(self, tell: Callable[..., Any], *args: Any) -> None:
-        """Have `tell` called with `args` on the recorder's thread once everything told so far is taken down."""
+    def later(self, record: Callable[..., Any], *args: Any) -> None:
+        """Have `record` called with `args` on the recorder's thread once everything queued so far is recorded."""
         if self._capture.off:
             return
         if len(self._queue) < MAX_WAITING:
-            self._queue.append((perf_counter_ns(), tell, *args))
+            self._queue.append((perf_counter_ns(), record, *args))
             if self._background.asleep:
                 self._background.wake()
         else:
-            self._lose("more was told than could be taken down")
+            self._lose("more happened than could be recorded")
 
-    def tell_sampled(self, forward: int, sampled: Callable[..., tuple[Int64Array, Int64Array]], *args: Any) -> None:
-        """As `Recorder.sampled`, to be told `later`: `sampled(*args)` gives tokens and lens."""
+    def record_sampled(self, forward: int, sampled: Callable[..., tuple[Int64Array, Int64Array]], *args: Any) -> None:
+        """As `Recorder.sampled`, to be recorded `later`: `sampled(*args)` gives tokens and lens."""
         tokens, lens = sampled(*args)
         if tokens.size:
             self._recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
@@ -168,11 +156,11 @@ class DeviceRecorder:
         labels: Mapping[str, Any] | None = None,
     ) -> None:
         """As `Recorder.request`."""
-        self.later(self._tell_request, request_id, name, prompt_len, room, labels)
+        self.later(self._on_request, request_id, name, prompt_len, room, labels)
 
     def request_status(self, *, request_id: int, status: str, row: int = -1, note: str = "") -> None:
         """As `Recorder.request_status`."""
-        self.later(self._tell_status, request_id, status, row, note)
+        self.later(self._on_status, request_id, status, row, note)
 
     def sampled(self, **kwargs: Any) -> None:
         """As `Recorder.sampled`."""
@@ -192,7 +180,7 @@ class DeviceRecorder:
             self._lose(note)
 
     def freeze(self, note: str = "") -> None:
-        """As `Recorder.freeze`; everything told so far is in it."""
+        """As `Recorder.freeze`; everything recorded so far is in it."""
         self.later(self._recorder.freeze, note)
 
     def kv_copy(self, *, group: int, src: Any, dst: Any, count: Any, **kwargs: Any) -> None:
@@ -218,20 +206,20 @@ class DeviceRecorder:
         if self._capture.off:
             return
         try:
-            self.later(self._tell_copies, copies, kwargs)
+            self.later(self._record_copies, copies, kwargs)
             if filled is not None:
                 self._capture.shadows.forget_slots(kwargs["group"], filled)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
             self.switch_off(f"kv_copy_later: {self.error_text(error)}", error)
 
-    def _tell_copies(
+    def _record_copies(
         self, copies: Callable[[], tuple[Int64Array, Int64Array, Int64Array]], kwargs: Mapping[str, Any]
     ) -> None:
         src, dst, count = copies()
         self._recorder.kv_copy(src=src, dst=dst, count=count, **kwargs)
 
     def sweep(self, **kwargs: Any) -> None:
-        """As `Recorder.sweep`; waits until everything told so far is taken down, since it compares bytes with it."""
+        """As `Recorder.sweep`; waits until everything queued so far is recorded, since it compares bytes with it."""
         if self._caught_up():
             self._recorder.sweep(**kwargs)
 
@@ -248,22 +236,20 @@ class DeviceRecorder:
             self.switch_off(f"transfer: {self.error_text(error)}", error)
 
     def _caught_up(self) -> bool:
-        """Wait until everything told so far is taken down, and return whether the trace can go on from it.
+        """Wait until everything queued so far is recorded, and return whether the trace can continue from it.
 
-        Where it cannot, a loss after which nothing is known is due, and stands for what is not told now. Whoever
+        If it cannot, a loss after which nothing is known is due, and stands for what is not recorded now. Whoever
         waited in vain is not kept waiting again: the recorder switches itself off.
         """
         if self._capture.off:
             return False
         if not self.drain():
-            self.switch_off("what the device took down did not arrive in time")
-        return self._live() and self._taking_down.goes_on
-
-    def _live(self) -> bool:
-        return not self._capture.off
+            self.switch_off("what the device captured did not arrive in time")
+        off: bool = self._capture.off  # since the drain, another thread may have set it
+        return not off and self._decoder.continues
 
     def drain(self, timeout: float = 30.0) -> bool:
-        """Wait until everything told so far is taken down; False where that takes longer, or our thread has ended."""
+        """Wait until everything queued so far is recorded; False if that takes longer, or our thread has ended."""
         return self._background.drain(timeout)
 
     def close(self, timeout: float = 30.0) -> None:
@@ -280,8 +266,8 @@ class DeviceRecorder:
         self._background.put_at_once(None)
         end = time.monotonic() + timeout
         if not self._background.join(timeout):
-            logger.error("kvcanary: %s: what the device took down last did not arrive in time", self.path)
-            self._recorder.lost("what the device took down last did not arrive in time")
+            logger.error("kvcanary: %s: what the device captured last did not arrive in time", self.path)
+            self._recorder.lost("what the device captured last did not arrive in time")
         self._recorder.close(max(end - time.monotonic(), 1.0))
 
     def switch_off(self, reason: str, error: BaseException | None = None) -> None:
@@ -323,39 +309,39 @@ class DeviceRecorder:
     @property
     def pinned_bytes(self) -> int:
         """Pinned host memory."""
-        return self._taking_down.landing.pinned_bytes
+        return self._decoder.reader.pinned_bytes
 
     def _lose(self, note: str) -> None:
-        if len(self._background.queue) < 2 * MAX_WAITING:  # else the forward that tells everything anew says it
-            self._background.put((perf_counter_ns(), self._taking_down.say_lost, note))
-        self._capture.reset()  # after it, so that such a forward finds it said
+        if len(self._background.queue) < 2 * MAX_WAITING:  # else the forward that holds everything anew says it
+            self._background.put((perf_counter_ns(), self._decoder.record_loss, note))
+        self._capture.reset()  # after it, so that such a forward finds it recorded
 
     # Our own thread.
 
-    def _take(self, item: Flight | Told) -> None:
-        told_ns = item.launched_ns if isinstance(item, Flight) else item[0]
-        # What was told during a forward was told after its beginning, but comes before it.
-        if told_ns != AT_ONCE:
-            self._latest_ns = max(self._latest_ns, told_ns + self._clock_ahead_ns)
-        with self._recorder.as_of(self._latest_ns if told_ns != AT_ONCE else 0):
-            if isinstance(item, Flight):
-                self._taking_down.take(item, self._latest_ns)
+    def _record(self, item: FrameInFlight | Queued) -> None:
+        queued_ns = item.launched_ns if isinstance(item, FrameInFlight) else item[0]
+        # What happened during a forward was queued after its beginning, but comes before it.
+        if queued_ns != AT_ONCE:
+            self._latest_ns = max(self._latest_ns, queued_ns + self._clock_ahead_ns)
+        with self._recorder.as_of(self._latest_ns if queued_ns != AT_ONCE else 0):
+            if isinstance(item, FrameInFlight):
+                self._decoder.decode(item, self._latest_ns)
                 return
-            self._taking_down.say_what_is_due()
+            self._decoder.record_due_loss()
             item[1](*item[2:])
 
-    def _request_told(
+    def _record_request(
         self, request_id: int, name: str, prompt_len: int, room: int, labels: Mapping[str, Any] | None
     ) -> None:
         self._recorder.request(request_id=request_id, name=name, prompt_len=prompt_len, room=room, labels=labels)
 
-    def _status_told(self, request_id: int, status: str, row: int, note: str) -> None:
+    def _record_status(self, request_id: int, status: str, row: int, note: str) -> None:
         self._recorder.request_status(request_id=request_id, status=status, row=row, note=note)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._recorder.off:
             self._capture.off = True
 
     def _died(self, error: BaseException) -> None:
         self._capture.off = True
-        self._recorder.switch_off(f"what the device took down: {self.error_text(error)}", error)
+        self._recorder.switch_off(f"the recorder's own thread: {self.error_text(error)}", error)

@@ -6,13 +6,13 @@ import numpy as np
 
 from ...trace.header import TraceHeader
 from ..host_arrays import Int64Array, ordered_runs, ragged_index, wrapped
-from .landing import Landed
+from .frame_reader import Frame
 
 _NOTHING = np.empty((0, 3), np.int64)
 
 
 class TableChanges:
-    """Keeps what could not be told with its own forward, and a picture of the full-to-SWA tables.
+    """Keeps what could not be recorded with its own forward, and a copy of the full-to-SWA tables.
 
     Args:
         header: what the engine is.
@@ -26,32 +26,32 @@ class TableChanges:
         self._table_cells: list[list[Int64Array]] = [[] for _ in header.tables]
         self._lut_cells: list[Int64Array] = []
 
-    def take(self, runner: int, landed: Landed) -> dict[str, Int64Array]:
-        """Return the columns of everything that is not yet told, this forward's changes included."""
+    def columns(self, runner: int, frame: Frame) -> dict[str, Int64Array]:
+        """Return the columns of everything that is not yet recorded, this forward's changes included."""
         table, _ = self._runners[runner]
-        self._take_luts(runner, landed)
-        self._table_cells[table].append(landed.table_changes)
+        self._take_luts(runner, frame)
+        self._table_cells[table].append(frame.table_changes)
         columns = _table_columns(self._table_cells) | _lut_columns(self._lut_cells)
         for cells in self._table_cells:
             cells.clear()
         self._lut_cells.clear()
         return columns
 
-    def keep(self, runner: int, landed: Landed) -> None:
-        """Keep the changes of a forward that is not told, and what it itself put into the table."""
+    def keep(self, runner: int, frame: Frame) -> None:
+        """Keep the changes of a forward that is not recorded, and what it itself put into the table."""
         table, _ = self._runners[runner]
-        self._take_luts(runner, landed)
-        counts = np.where(landed.rows == 0, 0, np.maximum(landed.extend_lens, 0))
-        counts = np.minimum(counts, np.maximum(landed.out_cache_loc.size - (np.cumsum(counts) - counts), 0))
+        self._take_luts(runner, frame)
+        counts = np.where(frame.rows == 0, 0, np.maximum(frame.extend_lens, 0))
+        counts = np.minimum(counts, np.maximum(frame.out_cache_loc.size - (np.cumsum(counts) - counts), 0))
         written = np.empty((int(counts.sum()), 3), np.int64)
-        written[:, 0] = np.repeat(landed.rows, counts)
-        written[:, 1] = ragged_index(landed.prefix_lens, counts)
-        written[:, 2] = wrapped(landed.out_cache_loc[: len(written)])
+        written[:, 0] = np.repeat(frame.rows, counts)
+        written[:, 1] = ragged_index(frame.prefix_lens, counts)
+        written[:, 2] = wrapped(frame.out_cache_loc[: len(written)])
         shape = self._header.tables[table]
         inside = (
             (written[:, 0] > 0) & (written[:, 0] < shape.rows) & (written[:, 1] >= 0) & (written[:, 1] < shape.width)
         )
-        self._table_cells[table] += [landed.table_changes, written[inside]]
+        self._table_cells[table] += [frame.table_changes, written[inside]]
 
     def forget(self) -> None:
         """Start anew, as the device does after a reset."""
@@ -62,17 +62,17 @@ class TableChanges:
         self._lut_cells.clear()
 
     def in_group(self, group: int, slots: Int64Array) -> Int64Array:
-        """Return slots in a group's own numbering, -1 where its full-to-SWA table has no entry for one."""
+        """Return slots in a group's own numbering, -1 if its full-to-SWA table has no entry for one."""
         lut = self._header.groups[group].lut
         if lut < 0:
             return slots
         inside = (slots >= 0) & (slots < self._luts[lut].size)
         return np.where(inside, self._luts[lut][np.where(inside, slots, 0)], -1)
 
-    def _take_luts(self, runner: int, landed: Landed) -> None:
+    def _take_luts(self, runner: int, frame: Frame) -> None:
         _, luts = self._runners[runner]
         for place, number in enumerate(luts):
-            mine = landed.lut_changes[landed.lut_changes[:, 0] == place]
+            mine = frame.lut_changes[frame.lut_changes[:, 0] == place]
             self._luts[number][mine[:, 1]] = mine[:, 2]
             cells = mine.copy()
             cells[:, 0] = number

@@ -229,12 +229,7 @@ class Attachment:
             self.cost.forget()  # the hooks are called all the same, and each adds to it
             return None
         layout = self._layout
-        if runner is self._runner:
-            finish = None if layout is None else session.again(batch)  # of a runner that is not told, nothing is
-            if finish is not None:
-                self.cost.same_step()
-                return finish
-        else:
+        if runner is not self._runner:
             self._runner, layout = runner, session.layout.runners.get(id(runner))
             self._layout = layout
         if layout is None:

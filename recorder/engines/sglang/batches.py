@@ -3,13 +3,13 @@
 The engine's thread takes down objects alone; what they hold is read by the recorder's own thread, where there is one.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
 
-from ....kernels.capture.builtin_calls import lengths
 from ...capture.host_arrays import Int64Array
 from .requests import KnownRequest, RequestBook, TokenLists
 
@@ -26,7 +26,6 @@ class KnownBatch:
 
     __slots__ = (
         "_ids",
-        "_lengths",
         "_prompt_lens",
         "_prompts",
         "_requests",
@@ -48,7 +47,6 @@ class KnownBatch:
         self._requests: list[KnownRequest] = requests if known else []  # type: ignore[assignment]  # no None in it
         self._prompts = list(map(_PROMPT, self._requests))
         self.outputs: list[Any] | None = list(map(_OUTPUT, self._requests)) if known else None
-        self._lengths = lengths()
         self._ids: Int64Array | None = None if known else book.ids(self.rids, rows)
         self._truth: list[TokenLists] | None = None
         self._prompt_lens: Int64Array | None = None
@@ -63,7 +61,7 @@ class KnownBatch:
         """
         if moment != self.moment:
             self.moment = moment
-            self.lens = b"" if self.outputs is None else self._lengths(self.outputs)
+            self.lens = b"" if self.outputs is None else array("q", map(len, self.outputs)).tobytes()
         return self.lens
 
     @property

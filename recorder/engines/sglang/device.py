@@ -4,6 +4,7 @@ from typing import Any
 
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.capture import DeviceCapture
+from ...capture.device.forward import DeviceForward, Lens
 from .batches import KnownBatch
 from .forward import MODES, has_embeddings
 from .inside import lens_of
@@ -21,8 +22,8 @@ class Telling:
         self._mode = ""
         self._by_position = False
 
-    def tell(self, runner: int, batch: Any, bs: int, known: KnownBatch, truth_lens: bytes) -> int:
-        """Have a forward of `bs` requests taken down and return its number.
+    def tell(self, runner: int, batch: Any, known: KnownBatch, truth_lens: bytes) -> int:
+        """Have a forward captured and return its number.
 
         Raises:
             ValueError: a mode that the adapter does not know, or a batch on another device, whose addresses a kernel must
@@ -36,14 +37,27 @@ class Telling:
             ids, positions, loc = _present(rows, None if has_embeddings(batch) else ids, positions, loc)
         if not (rows.is_contiguous() and ids.is_contiguous() and positions.is_contiguous() and loc.is_contiguous()):
             rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
-        lens = None if self._by_position else lens_of(batch, mode)
-        for part in (rows, ids, positions, loc, *(() if lens is None else lens[:3])):
+        lens = Lens(positions, None, None, 1) if self._by_position else lens_of(batch, mode)
+        for part in (rows, ids, loc, positions, *lens[:3]):
             if part is not None and part.get_device() != self._device:
                 raise ValueError(f"a tensor of the batch is on {part.device}, the tables on {self._where}")
-        tokens = ids.numel()
-        if positions.numel() < tokens:
-            tokens = positions.numel()
-        return self._before(mode, runner, bs, rows, ids, positions, loc, tokens, lens, known, truth_lens)
+        return self._before(
+            DeviceForward(
+                mode=mode,
+                runner=runner,
+                rows=rows,
+                prefix=lens.prefix,
+                minus=lens.minus,
+                extend=lens.extend,
+                extend_each=lens.extend_each,
+                input_ids=ids,
+                positions=positions,
+                out_cache_loc=loc,
+                num_tokens=min(ids.numel(), positions.numel()),
+                requests=known,
+                truth_lens=truth_lens,
+            )
+        )
 
     def _look_up(self, mode: Any) -> None:
         known = self._modes.get(id(mode))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.capture import DeviceCapture
-from ...capture.device.forward import Flight, Lens
+from ...capture.device.forward import FrameInFlight, Lens
 from ..common.hooking import Finish
 from .batches import KnownBatch
 from .forward import MODES, has_embeddings
@@ -41,7 +41,7 @@ class Expected:
         self.known = known
         self.truth_lens = truth_lens
         self.taken = False
-        self.flights: list[Flight | None] = []  # of a graph that has been launched
+        self.flights: list[FrameInFlight | None] = []  # of a graph that has been launched
 
     def deliver(self) -> None:
         """Deliver what was taken down in a graph."""
@@ -109,7 +109,7 @@ class InsideModels:
         if not runs or runs[0][0] != expected.runner:
             return None
         expected.taken = True
-        take, told = expected.capture.inside, (expected.index, expected.bs, expected.known, expected.truth_lens)
+        take, told = expected.capture.expect, (expected.index, expected.bs, expected.known, expected.truth_lens)
         expected.flights = [take(forward, mode, *told) for _, mode, forward in runs]
         return None  # they are delivered with the forward's end: each call here has a price
 
@@ -124,7 +124,7 @@ class InsideModels:
         import torch
 
         if device not in self._tickets:
-            from ....kernels.capture.frame_inside import TICKET_WORDS
+            from ....kernels.capture.frame_kernels import TICKET_WORDS
 
             self._tickets[device] = torch.zeros((MAX_TICKETS, TICKET_WORDS), dtype=torch.int64, device=device)
             self._used[device] = 1  # the first is nobody's: what is run before a graph is captured gets it
@@ -177,7 +177,7 @@ class InsideModels:
             forward = self._made(runner, batch, given, self._tickets[device][self._own_ticket(device, runner)])
             expected.taken = True
             capture = expected.capture
-            flight = capture.inside(forward, mode, expected.index, expected.bs, expected.known, expected.truth_lens)
+            flight = capture.expect(forward, mode, expected.index, expected.bs, expected.known, expected.truth_lens)
             if flight is None:
                 return None
             capture.begin(forward, flight)
@@ -203,7 +203,6 @@ class InsideModels:
         return MAX_TICKETS - 1 - list(self._wrapped).index(id(runner))
 
     def _made(self, runner: Any, batch: Any, given: "ModelInput", ticket: Any) -> "ModelForward":
-        from ....kernels.capture import frame_launch
         from ....kernels.capture.model_forward import ModelForward
 
         lut = getattr(getattr(runner, "token_to_kv_pool", None), "full_to_swa_index_mapping", None)
@@ -212,7 +211,6 @@ class InsideModels:
             given,
             attention_tensors(runner, batch, int(given.rows.numel())),
             lut_int64=str(getattr(lut, "dtype", "")) == "torch.int64",
-            tile=frame_launch.TILE,
         )
 
 

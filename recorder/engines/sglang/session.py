@@ -21,7 +21,7 @@ from ..common.hooking import Finish
 from .attention import attention_input, not_read
 from .batches import KnownBatch, KnownBatches
 from .device import Telling
-from .forward import forward_input, has_embeddings, mode_of
+from .forward import forward_input, mode_of
 from .history import GroupHistory
 from .inside import Expected, InsideModels
 from .layers import ModelLayers
@@ -95,18 +95,14 @@ class Session:
         device = self.recorder if isinstance(self.recorder, DeviceRecorder) else None
         # Bound once: each step would make them anew otherwise, and leave them to the collector of garbage.
         self._later: Any = None if device is None else device.later
-        self._tell_sampled: Any = None if device is None else device.tell_sampled
+        self._tell_sampled: Any = None if device is None else device.record_sampled
         self._read_sampled = self._sampled
         self._capture = None if device is None else device.capture
         self._tell = None if self._capture is None else Telling(self._capture).tell
-        self._tell_again: Any = None if self._capture is None else self._capture.again
         self._ended: Finish | None = None if self._capture is None else self._capture.ended
         self._inside = inside if self._capture is not None and inside.watches(self.target) else None
         # A forward that is to be taken down inside its model: what tells it from outside, until the model is called.
         self._outside: Callable[[], Any] | None = None
-        # What a forward must have in common with the last one to be told in one go: its mode and requests.
-        self._mode: Any = None
-        self._known: KnownBatch | None = None
         self.reqs: list[Any] = []
         # Of the batch that runs, what says that its last rows are beams, and whose; and whose beam each row was last.
         self.beam_tail: Any = None
@@ -187,7 +183,6 @@ class Session:
         Raises:
             ValueError: a batch that cannot be recorded.
         """
-        self._known = None
         rids = batch.rids if not self._members else [*(batch.rids or ()), *self._members]
         known = self._batches.of(rids, bs)
         if getattr(batch, "spec_info", batch) is not None:  # a speculative worker may append what it has verified
@@ -198,7 +193,7 @@ class Session:
             if self._inside is not None:
                 number = self._expect(self._inside, layout, batch, bs, known, lens)
             else:
-                number = self._tell(layout.index, batch, bs, known, lens)
+                number = self._tell(layout.index, batch, known, lens)
         else:
             number = self.recorder.next_forward
             if self._layers.watches(layout.runner) and batch.forward_mode.name != "SPLIT_PREFILL":
@@ -208,8 +203,6 @@ class Session:
                 self._tell_on_host(batch, layout, known)
         if layout.sampled:
             self._last_target = (number, known)
-            if self._tell is not None and self._inside is None and not has_embeddings(batch):
-                self._mode, self._known = batch.forward_mode, known
 
     def _expect(
         self, inside: InsideModels, layout: RunnerLayout, batch: Any, bs: int, known: KnownBatch, lens: bytes
@@ -218,7 +211,7 @@ class Session:
         capture: Any = self._capture
         inside.expected = Expected(capture, layout.runner, layout.index, bs, known, lens)
         tell: Any = self._tell
-        self._outside = functools.partial(tell, layout.index, batch, bs, known, lens)
+        self._outside = functools.partial(tell, layout.index, batch, known, lens)
         number: int = capture.next_forward
         return number
 
@@ -249,30 +242,6 @@ class Session:
                 raise RuntimeError(f"a CUDA graph that was looked into failed: {self.recorder.error_text(error)}")
             expected.deliver()
         return expected
-
-    def again(self, batch: Any) -> Finish | None:
-        """Tell of a forward by the runner of the last one; return what completes it, None where it is not like that one.
-
-        Nothing has been told then.
-        """
-        known = self._known
-        if (
-            known is None
-            or batch.forward_mode is not self._mode
-            or batch.rids != known.rids
-            or known.version != self._requests.version
-            or getattr(batch, "spec_info", batch) is not None
-        ):
-            return None
-        moment = self._moment
-        lens = known.lens if known.moment == moment else known.output_lens(moment)
-        number = self._tell_again(
-            batch.req_pool_indices, batch.input_ids, batch.positions, batch.out_cache_loc, known, lens
-        )
-        if number < 0:
-            return None
-        self._last_target = (number, known)
-        return self._ended
 
     def _tell_on_host(self, batch: Any, layout: RunnerLayout, known: KnownBatch, forward_mode: Any = None) -> None:
         recorder: Any = self.recorder

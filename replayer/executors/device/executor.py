@@ -22,7 +22,7 @@ from ....recorder.state.forward import Forward
 from ....recorder.state.pools import Endpoint, launch_tag
 from ....recorder.state.requests import RequestTable
 from ....recorder.trace.batch import EventView, TraceBatch
-from ....recorder.trace.header import PoolGroup, TraceHeader
+from ....recorder.trace.header import TraceHeader
 from ...checks import HistoryCheck
 from ...report.findings import Finding
 from ...report.violations import LaunchViolations
@@ -270,11 +270,9 @@ class DeviceExecutor(StepwiseExecutor):
             return
         self._take_verify(self._found, endpoint, half, step, forward)
 
-    def _write(
-        self, endpoint: Endpoint, half: str, step: GroupStep, forward: Forward, expected: Int64Array | None
-    ) -> None:
+    def _write(self, endpoint: Endpoint, half: str, step: GroupStep, forward: Forward) -> None:
         if self._found is None:
-            super()._write(endpoint, half, step, forward, expected)
+            super()._write(endpoint, half, step, forward)
             return
         if self._checks and endpoint == "TAIL" and half == step.pool.group.halves[0]:
             self._keep_records(half, step, forward)
@@ -306,19 +304,16 @@ class DeviceExecutor(StepwiseExecutor):
     def _take_found(self, forward: Forward, found: Found) -> None:
         steps = []
         for number, index in enumerate(self._state.groups_of(forward.runner)):
-            step = GroupStep(self.pools[index], forward.input_ids, *self._plans)
+            step = GroupStep(self.pools[index], forward.input_ids, self._plans[1], self._plans[0])
             step.reads = int(found.reads[number])
             step.unknown_entries = int(found.stats[number, STAT_UNKNOWN])
             steps.append(step)
         self.unknown_entries += sum(step.unknown_entries for step in steps)
         self.entries_read += sum(step.reads for step in steps)
         if len(forward.req_pool_indices):
-            for step in steps:
-                for half in step.pool.group.halves:
-                    self._take_verify(found, "HEAD", half, step, forward)
-                    self._take_write(found, "HEAD", half, step, forward)
-        self._tails(steps, forward, verify=lambda group: group.reads_before_write)
-        self._tails(steps, forward, verify=_reads_after_write, write=True)
+            self._launch_heads(steps, forward)
+            self._verify_rings(steps, forward)
+            self._launch_tails(steps, forward)
         self._figures.counted = found.stats[:, [STAT_OUT_OF_WINDOW, STAT_OTHER_INDEX]]
         self.divergence.forward(forward, steps, self.tables)
         self._figures.counted = None
@@ -346,7 +341,3 @@ class DeviceExecutor(StepwiseExecutor):
             rows = write_rows(found, number, forward=forward, pool=pool, endpoint=endpoint, half=half)
             if rows is not None:
                 self._on_violations(rows)
-
-
-def _reads_after_write(group: PoolGroup) -> bool:
-    return not group.reads_before_write

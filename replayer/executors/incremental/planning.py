@@ -36,9 +36,9 @@ class IntervalPlanner(Planner):
         prefix_lens, _ = readable_prefixes(pool, forward, tables)
         if pool.any_unknown != self._any_unknown[index]:  # what was passed over may count now, or the other way round
             self._any_unknown[index] = pool.any_unknown
-            self._watch.reset_group(index)
+            self._watch.group_changed(index)
         touched = np.append(slots, changes.slots_of(index)) if changes else slots
-        self._watch.touch(index, touched)
+        self._watch.slots_changed(index, touched)
         cells = self._watch.cells[index]
         self._serial += 1
         look = watch_forward(
@@ -112,4 +112,4 @@ class IntervalPlanner(Planner):
             ledger=ledger,
             backend=self._backend,
         )
-        self._watch.touch(index, step.touched)
+        self._watch.slots_changed(index, step.touched)

@@ -5,19 +5,17 @@ import numpy.typing as npt
 
 from ....kernels.replay_pass.cells import Cells
 from ....kernels.replay_pass.touches import touch_lut, touch_slots, touch_table, touch_truth
-from ....recorder.state.forward import Forward
-from ....recorder.state.tables import StateTables
+from ....recorder.state.tables import StateListener, StateTables
 from ....recorder.trace.header import StateTable, TraceHeader
-from ....recorder.trace.reader import EventView
 
 Int64Array = npt.NDArray[np.int64]
 
 
-class Watch:
+class Watch(StateListener):
     """The cells of each pool group, `cells[group]`, and for the divergence figures those of each sliding group by full
     slot, `full_cells[group]` with their `kinds[group]` `[rows, width] uint8`.
 
-    `reset` puts new objects in their place: hold on to none of them between two events.
+    `all_changed` puts new objects in their place: hold on to none of them between two events.
     """
 
     def __init__(self, header: TraceHeader, *, backend: str) -> None:
@@ -26,20 +24,20 @@ class Watch:
         self.kinds: dict[int, npt.NDArray[np.uint8]] = {}
         self._header = header
         self._backend = backend
-        self.reset()
+        self.all_changed()
 
-    def reset(self) -> None:
+    def all_changed(self) -> None:
         """Take nothing for looked at."""
         self.cells = [self._fresh(index) for index in range(len(self._header.groups))]
         for index, group in enumerate(self._header.groups):
             if group.lut >= 0:
                 self._allocate_full(index)
 
-    def reset_group(self, index: int) -> None:
+    def group_changed(self, group: int) -> None:
         """Take nothing in a group for looked at."""
-        self.cells[index] = self._fresh(index)
+        self.cells[group] = self._fresh(group)
 
-    def touch(self, group: int, slots: Int64Array) -> None:
+    def slots_changed(self, group: int, slots: Int64Array) -> None:
         """Have what reads slots `[n] int64` of a group looked at again."""
         if len(slots):
             touch_slots(self.cells[group], slots, backend=self._backend)
@@ -91,7 +89,7 @@ class Watch:
                 backend=self._backend,
             )
 
-    def lut_changes(self, tables: StateTables, *, index: int, places: Int64Array, values: Int64Array) -> None:
+    def lut_entries(self, tables: StateTables, *, index: int, places: Int64Array, values: Int64Array) -> None:
         """Tell of full slots `places` `[n] int64` whose entry in a full-to-SWA table will be `values`."""
         before = tables.luts[index][places]
         changed = before != values
@@ -120,46 +118,3 @@ def _cells(table: StateTable, *, slots: int) -> Cells:
         return Cells.allocate(rows=table.rows, width=table.width, slots=slots)
     except MemoryError:
         return Cells.allocate(rows=0, width=0, slots=slots)
-
-
-class WatchedTables(StateTables):
-    """State tables that tell a watch what they are about to change."""
-
-    def __init__(self, header: TraceHeader, watch: Watch, *, backend: str) -> None:
-        super().__init__(header, backend=backend)
-        self._watch = watch
-
-    def apply_forward(self, forward: Forward) -> None:
-        """Apply a forward's own slots and sampled tokens, as the recorder did."""
-        rows = forward.req_pool_indices
-        lens = np.where(rows == 0, 0, np.maximum(forward.extend_lens, 0))
-        runs = np.zeros_like(rows)
-        for index, slots in enumerate(forward.out_cache_loc):
-            self._watch.table_runs(
-                self, index=index, indices=runs + index, rows=rows, starts=forward.prefix_lens, lens=lens, values=slots
-            )
-        if self.truth is not None and len(forward.sampled_lens):
-            self._watch.truth_runs(
-                self,
-                rows=rows,
-                starts=forward.prefix_lens + np.maximum(forward.extend_lens, 0),
-                lens=np.where(rows == 0, 0, forward.sampled_lens),
-                values=forward.sampled_tokens,
-            )
-        super().apply_forward(forward)
-
-    def _apply(self, view: EventView, prefix: str, index: int, values: str, table: npt.NDArray[np.int32]) -> None:
-        rows = view.ints(f"{prefix}_row")
-        if len(rows):
-            starts, lens = view.ints(f"{prefix}_start"), view.ints(f"{prefix}_count")
-            if len(rows) == len(starts) == len(lens):  # else it is refused
-                runs = {"rows": rows, "starts": starts, "lens": lens, "values": view.ints(values)}
-                if prefix == "truth":
-                    self._watch.truth_runs(self, **runs)
-                elif len(indices := view.ints("table_index")) == len(rows):
-                    self._watch.table_runs(self, index=index, indices=indices, **runs)
-        super()._apply(view, prefix, index, values, table)
-
-    def _set_lut(self, index: int, places: Int64Array, values: Int64Array) -> None:
-        self._watch.lut_changes(self, index=index, places=places, values=values)
-        super()._set_lut(index, places, values)

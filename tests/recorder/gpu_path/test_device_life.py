@@ -4,11 +4,11 @@ import threading
 
 import numpy as np
 import pytest
-from kvcanary.kernels.capture.frame_launch import FrameKernels
+from kvcanary.kernels.capture.model_forward import ModelForward, TicketWriter
 from kvcanary.recorder.capture.device import capture
 from kvcanary.recorder.capture.device.forward import BatchRequests, DeviceForward
-from kvcanary.recorder.capture.device.landing import Landing
-from kvcanary.recorder.capture.device.taking_down import LOST
+from kvcanary.recorder.capture.device.frame_decoder import LOST
+from kvcanary.recorder.capture.device.frame_reader import FrameReader
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import TIER_HOST, TIER_POOL
 
@@ -40,19 +40,18 @@ def told(engine):
     return device, list(read_trace(engine.device.path))
 
 
-def test_counters_of_a_flight_are_zero_after_forwards_that_found_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(capture, "MAX_FLIGHTS", 2)
-    launch, found = FrameKernels.take_down, []
+def test_counters_of_a_frame_are_zero_after_forwards_that_found_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(capture, "MAX_IN_FLIGHT", 2)
+    write_ticket, found = TicketWriter.write, []
 
-    def spy(self, *told):
-        if self._fixed[1] is engine.device._capture.counters:
-            found.append(int(self._fixed[1][told[-2]].sum()))  # its flight
-        launch(self, *told)
+    def spy(self, ticket, address, numbers, *more):
+        found.append(int(engine.device.capture.counters[numbers[2]].sum()))  # its row
+        write_ticket(self, ticket, address, numbers, *more)
 
     engine = Engine(tmp_path, np.random.default_rng(1))
-    monkeypatch.setattr(FrameKernels, "take_down", spy)
+    monkeypatch.setattr(TicketWriter, "write", spy)
     engine.table[1, :20] = engine.ints(range(100, 120)).int()
-    gate = engine.hold_landing()
+    gate = engine.hold_frames()
     for i in range(20, 23):  # the third finds no room; the first has table changes to count
         write(engine, i, 1)
     gate.set()
@@ -82,8 +81,8 @@ def test_a_loss_in_the_middle_of_a_forward(engine):
     assert follow(engine, [event for event in device if event["kind"] != "mark"]) == ([0, 2, 3], 1, 1)
 
 
-def test_a_landing_thread_that_dies_keeps_nobody_waiting(engine, monkeypatch):
-    monkeypatch.setattr(Landing, "land", lambda *_: (_ for _ in ()).throw(MemoryError("no pinned memory")))
+def test_a_thread_that_dies_keeps_nobody_waiting(engine, monkeypatch):
+    monkeypatch.setattr(FrameReader, "read", lambda *_: (_ for _ in ()).throw(MemoryError("no pinned memory")))
     write(engine, 0, 1)
     assert not engine.device.drain(timeout=600)
     engine.device.sweep(groups=[0], slots=[1], positions=[0], prev_slots=[-1], locked=[0])
@@ -97,10 +96,8 @@ def test_a_recording_that_a_foreign_thread_ends_during_a_forward(engine, monkeyp
     """Only the engine's thread launches; what came before the forward is told."""
     write(engine, 0, 1)
     launched = []
-    after = FrameKernels.take_back
-    monkeypatch.setattr(
-        FrameKernels, "take_back", lambda self, *told: (launched.append(threading.get_ident()), after(self, *told))
-    )
+    end = ModelForward.end
+    monkeypatch.setattr(ModelForward, "end", lambda self: (launched.append(threading.get_ident()), end(self)))
 
     def stop():
         thread = threading.Thread(target=engine.device.close)
@@ -259,3 +256,35 @@ def test_a_recorder_that_cannot_begin_leaves_no_trace_that_looks_clean(tmp_path,
     with pytest.raises(MemoryError):
         Engine(tmp_path, np.random.default_rng(1))
     assert [event.scalar("lost_events") for event in read_trace(tmp_path / "device.arrow")] == [-1]
+
+
+@pytest.mark.parametrize("when", ["begin", "end"])
+def test_a_launch_that_is_refused_switches_it_off(engine, monkeypatch, when):
+    write(engine, 0, 1)
+
+    def refused(_):
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(ModelForward, when, refused)
+    write(engine, 1, 1)
+    write(engine, 2, 1)
+    assert engine.device.capture.off
+    engine.host.close()
+    engine.device.close()
+    what = "before_forward" if when == "begin" else "after_forward"
+    assert f"{what}: RuntimeError: Triton Error [CUDA]: an illegal memory access" in engine.device.stats().off
+
+
+def test_each_forward_gets_the_next_place_row_and_stamp(tmp_path, monkeypatch):
+    engine = Engine(tmp_path, np.random.default_rng(1), watch_every=2)
+    written, frames, write_ticket = [], [], TicketWriter.write
+    monkeypatch.setattr(TicketWriter, "write", lambda self, *told: (written.append(told[2]), write_ticket(self, *told)))
+    engine.device.capture.deliver = frames.append
+    for number in range(6):
+        write(engine, number, 1)
+    assert [frame.watched for frame in frames] == [True, False] * 3
+    assert len({frame.at for frame in frames}) == 6
+    assert written == [(n + 1, frame.at, n, n + 1, frame.watched) for n, frame in enumerate(frames)]
+    engine.device.capture.off = True
+    engine.host.close()
+    engine.device.close()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kvcanary.recorder.capture.device import same_size
+from kvcanary.recorder.capture.device import frame_buffer
 
 from .test_device_recorder import random_forward
 from .two_recorders import ROWS, SLOTS, WIDTH, Engine
@@ -64,10 +64,10 @@ def test_everything_is_told(swa, tmp_path):
 
 @pytest.mark.parametrize("swa", [False, True])
 def test_changes_that_do_not_fit_are_told_later(swa, tmp_path, monkeypatch):
-    monkeypatch.setattr(same_size, "TABLE_TILES_FEW", 1)
-    monkeypatch.setattr(same_size, "TABLE_TILES", 3)
-    monkeypatch.setattr(same_size, "LUT_CHANGES", 24)
-    monkeypatch.setattr(same_size, "KV_CHANGES", 1)
+    monkeypatch.setattr(frame_buffer, "TABLE_TILES_FEW", 1)
+    monkeypatch.setattr(frame_buffer, "TABLE_TILES", 3)
+    monkeypatch.setattr(frame_buffer, "LUT_CHANGES", 24)
+    monkeypatch.setattr(frame_buffer, "KV_CHANGES", 1)
     rng = np.random.default_rng(4)
     engine = Engine(tmp_path, rng, swa=swa)
     for _ in range(14):
@@ -79,10 +79,10 @@ def test_changes_that_do_not_fit_are_told_later(swa, tmp_path, monkeypatch):
 
 
 def test_no_room_for_another_forward(tmp_path):
-    """The first frame fills the arena until it has landed; what is told after a loss is told anew."""
+    """The first frame fills the buffer until it is read; what is recorded after a loss is recorded anew."""
     rng = np.random.default_rng(5)
     engine = Engine(tmp_path, rng, frame_bytes=1 << 14)
-    gate = engine.hold_landing()
+    gate = engine.hold_frames()
     for _ in range(6):
         random_forward(engine, rng)
     gate.set()

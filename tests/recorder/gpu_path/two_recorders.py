@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import torch
-from kvcanary.kernels.capture import frame_launch
+from kvcanary.kernels.capture import model_forward
 from kvcanary.kernels.ops.hash.kv_source import KvSource
 from kvcanary.recorder.capture.device.forward import BatchRequests, DeviceForward
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
@@ -14,8 +14,8 @@ from kvcanary.recorder.trace.header import KvStream, PoolGroup, Runner, StateTab
 from kvcanary.recorder.trace.reader import TraceReader
 
 # The interpreter runs one program after another: few of them, but more than one for each request.
-frame_launch.PREFIX_PROGRAMS = 4
-frame_launch.TILE = 16
+model_forward.PROGRAMS = 6
+model_forward.TILE = 16
 
 ROWS, WIDTH, SLOTS, SWA_SLOTS, BYTES, CAPTURE = 6, 40, 160, 96, 48, 16
 
@@ -117,8 +117,8 @@ class Engine:
         self.host.after_forward()
         self.device.after_forward()
 
-    def hold_landing(self):
-        """Let nothing land until the returned event is set."""
+    def hold_frames(self):
+        """Have no frame read until the returned event is set."""
         gate = threading.Event()
         self.device.later(gate.wait)
         return gate

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.capture import frame_launch
-from kvcanary.recorder.capture.device.capture import DeviceCapture
+from kvcanary.kernels.capture import model_forward
+from kvcanary.kernels.capture.model_forward import ModelForward
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import session as sglang_session
@@ -27,8 +27,8 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sglang_attachment, name, lambda stop: None, raising=False)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
     monkeypatch.setattr(sglang_session, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(frame_launch, "PREFIX_PROGRAMS", 2)
-    monkeypatch.setattr(frame_launch, "TILE", 32)
+    monkeypatch.setattr(model_forward, "PROGRAMS", 4)
+    monkeypatch.setattr(model_forward, "TILE", 32)
 
 
 def record(monkeypatch: pytest.MonkeyPatch, folder: Any, **settings: Any) -> tuple[Any, list[list[int]]]:
@@ -55,22 +55,9 @@ def test_it_replays_clean_and_generates_the_same(tmp_path: Any, monkeypatch: pyt
     assert '"device_bytes"' in cost
 
 
-@pytest.mark.parametrize("repeats", [False, True])
-def test_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, repeats: bool) -> None:
-    repeated = []
-
-    def again(self: DeviceCapture, rows: Any, ids: Any, positions: Any, loc: Any, known: Any, lens: Any) -> int:
-        """Stand for the machine code; test_like_the_last.py runs it."""
-        if attachment._session._mode.name != "DECODE" or known.rows != rows.numel():
-            return -1
-        repeated.append(known)
-        return self.before("decode", 0, rows.numel(), rows, ids, positions, loc, ids.numel(), None, known, lens)
-
-    if repeats:
-        monkeypatch.setattr(DeviceCapture, "again", again)
+def test_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path / "device", history="off"))
     serve()
-    assert bool(repeated) == repeats
     attachment._close()
     monkeypatch.setattr(sglang_session, "on_gpu", lambda tensor: False)
     attachment, _ = record(monkeypatch, tmp_path / "host", history="off")
@@ -94,18 +81,18 @@ def test_a_fault_switches_it_off_and_the_engine_goes_on(
     expected, _ = serve()
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path, history="off"))
     calls: list[Any] = []
-    launch = frame_launch.FrameKernels.take_back
+    launch = ModelForward.end
 
-    def fails(self: Any, *told: Any) -> None:
+    def fails(self: ModelForward) -> None:
         calls.append(attachment._session)  # of which the attachment lets go when this fails
-        if len(calls) == 6:
+        if calls[-1] is not None and sum(call is not None for call in calls) == 6:
             raise RuntimeError("no more device memory")
-        launch(self, *told)
+        launch(self)
 
-    monkeypatch.setattr(frame_launch.FrameKernels, "take_back", fails)
+    monkeypatch.setattr(ModelForward, "end", fails)
     output, _ = serve()
     assert output == expected
-    assert len(calls) == 6
+    assert sum(call is not None for call in calls) == 6
     calls[-1].recorder.close()
     assert [record.message for record in caplog.records if "switched itself off" in record.message]
     (path,) = tmp_path.glob("*.arrow")
@@ -124,14 +111,14 @@ def test_no_kernel_gets_the_address_of_a_tensor_that_is_elsewhere() -> None:
         **dict.fromkeys(("req_pool_indices", "input_ids", "positions", "out_cache_loc"), here),
     )
     with pytest.raises(ValueError, match="a tensor of the batch is on cpu, the tables on cuda:0"):
-        telling.tell(0, batch, 2, KnownBatch, b"")
+        telling.tell(0, batch, KnownBatch, b"")
     assert not launched
     frames.get_device = lambda: -1
-    assert Telling(SimpleNamespace(before=telling._before, frames=frames)).tell(0, batch, 2, KnownBatch, b"") == 7
+    assert Telling(SimpleNamespace(before=telling._before, frames=frames)).tell(0, batch, KnownBatch, b"") == 7
 
 
-def test_a_landing_that_fails_leaves_the_engine_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcanary.recorder.capture.device.landing import Landing
+def test_a_frame_that_cannot_be_read_leaves_the_engine_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcanary.recorder.capture.device.frame_reader import FrameReader
 
     expected, _ = serve()
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path, history="off"))
@@ -139,7 +126,7 @@ def test_a_landing_that_fails_leaves_the_engine_alone(tmp_path: Any, monkeypatch
     def out_of_pinned_memory(*_: Any) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(Landing, "land", out_of_pinned_memory)
+    monkeypatch.setattr(FrameReader, "read", out_of_pinned_memory)
     output, _ = serve()
     assert output == expected
     attachment._close()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvcanary.kernels.capture import frame_inside, frame_launch
+from kvcanary.kernels.capture import model_forward
 from kvcanary.kernels.capture.model_forward import ModelForward
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import inside as sglang_inside
@@ -38,9 +38,8 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_session, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(sglang_inside, "gpu_of", lambda runner: torch.device("cpu"))
     monkeypatch.setattr(sglang_inside, "is_capturing", lambda device: Graphs.capturing is not None)
-    for module, name, value in ((frame_launch, "PREFIX_PROGRAMS", 1), (frame_launch, "TILE", 32)):
-        monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(frame_inside, "PROGRAMS", 3)
+    monkeypatch.setattr(model_forward, "TILE", 32)
+    monkeypatch.setattr(model_forward, "PROGRAMS", 3)
     for part in ("begin", "end"):
         monkeypatch.setattr(ModelForward, part, in_graph(getattr(ModelForward, part)))
 

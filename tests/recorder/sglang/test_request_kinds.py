@@ -119,7 +119,7 @@ def test_embeddings_have_no_tokens(attached: Any, monkeypatch: pytest.MonkeyPatc
 def test_embeddings_have_no_tokens_on_a_device() -> None:
     told: list[Any] = []
     capture: Any = SimpleNamespace(
-        before=lambda *args: told.append(args) or 0, frames=SimpleNamespace(device="cpu", get_device=lambda: -1)
+        before=lambda forward: told.append(forward) or 0, frames=SimpleNamespace(device="cpu", get_device=lambda: -1)
     )
     one = {
         "forward_mode": SimpleNamespace(name="DECODE"),
@@ -129,8 +129,8 @@ def test_embeddings_have_no_tokens_on_a_device() -> None:
     }
     for ids, embeddings in ((torch.tensor([1, 1]), torch.zeros(2, 8)), (None, torch.zeros(2, 8)), (None, None)):
         batch = SimpleNamespace(**one, input_ids=ids, input_embeds=embeddings)
-        Telling(capture).tell(0, batch, 1, None, b"")  # type: ignore[arg-type]
-        assert told[-1][4].tolist() == [-1, -1]
+        Telling(capture).tell(0, batch, None, b"")  # type: ignore[arg-type]
+        assert told[-1].input_ids.tolist() == [-1, -1]
 
 
 def test_a_beams_tokens_are_unknown_and_its_rows_are_its_leaders(attached: Any) -> None:

@@ -106,8 +106,11 @@ def test_whole_pools_and_copies_to_the_host_are_welcome(tmp_path: Path) -> None:
     assert isinstance(known, SlotEvent)
     assert known.parts[0].slots.tolist() == [5, 6, 9, 3, 4, 5]
     assert known.parts[0].repeated.tolist() == [5]
-    view = event_view(tmp_path / "c.arrow", "kv_copy", **copies(dst_tier=[1], dst=[90]))
-    assert read_known_event(view, HEADER.groups) == CopyEvent(event=0, parts=())
+    view = event_view(tmp_path / "c.arrow", "kv_copy", **copies(group=[1], dst_tier=[1], dst=[90]))
+    known = read_known_event(view, HEADER.groups)
+    assert isinstance(known, CopyEvent)
+    assert known.parts == ()
+    assert [(one.group, one.dst_tier, one.dst.tolist()) for one in known.copies] == [(1, 1, [90, 91, 92])]
     assert read_known_event(event_view(tmp_path / "d.arrow", "mark", {"note": "x"}), HEADER.groups) is None
     assert read_known_event(event_view(tmp_path / "e.arrow", "free"), HEADER.groups).parts == ()
 

@@ -1,4 +1,4 @@
-"""The background thread's part: a frame is brought to the host and read, section by section."""
+"""The background thread's part: a frame is copied to the host and read, section by section."""
 
 import time
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from ....kernels.capture.frames import (
 from ...trace.schema import ATTENTION_LENS
 from ..host_arrays import ByteArray, Int64Array
 from .capture import DeviceCapture
-from .forward import Flight
+from .forward import FrameInFlight
 
-LOOK_AGAIN_S: Final = 0.001
+ASK_AGAIN_S: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Landed:
+class Frame:
     """A frame on the host, in arrays of its own.
 
     `rows`, `prefix_lens`, `extend_lens` `[bs]`, `input_ids`, `positions`, `out_cache_loc` `[tokens]`, `written[stream]`
@@ -60,8 +60,8 @@ class Landed:
     note: str
 
 
-class Landing:
-    """Brings frames to the host by a stream of its own, into pinned memory that is used again; for one thread."""
+class FrameReader:
+    """Copies frames to the host by a stream of its own, into pinned memory that is used again; for one thread."""
 
     def __init__(self, capture: DeviceCapture) -> None:
         self._capture = capture
@@ -74,64 +74,66 @@ class Landing:
         """Pinned host memory in use."""
         return 0 if self._pinned is None else int(self._pinned.shape[0]) * 8
 
-    def begin(self) -> None:
+    def use_device(self) -> None:
         """Take the engine's device for this thread's: it would be the first one, and get a context there for nothing."""
         if self._capture.on_gpu:
             import torch
 
             torch.cuda.set_device(self._capture.frames.device)
 
-    def land(self, flight: Flight) -> Landed:
-        """Wait until the flight is complete and return what it took down."""
-        layout, programs = flight.layout, self._capture.programs(flight)
-        counters, fixed = self._fetch_fixed(flight)
+    def read(self, in_flight: FrameInFlight) -> Frame:
+        """Wait until a frame is complete and return it."""
+        layout, programs = in_flight.layout, in_flight.programs
+        counters, fixed = self._fetch_fixed(in_flight)
         while self._capture.on_gpu and int(counters[DONE]) < programs:
-            time.sleep(LOOK_AGAIN_S)
-            counters, fixed = self._fetch_fixed(flight)
+            time.sleep(ASK_AGAIN_S)
+            counters, fixed = self._fetch_fixed(in_flight)
         inputs = fixed[: layout.inputs].copy()
         bs, tokens = layout.bs, layout.tokens
         rows, prefix, extend = (inputs[i * bs : (i + 1) * bs] for i in range(3))
         ids, positions, loc = (inputs[3 * bs + i * tokens : 3 * bs + (i + 1) * tokens] for i in range(3))
         lens = fixed[layout.lens_at : layout.lens_at + 2 * bs].copy()
-        told, told_tokens = _told(flight, rows)
+        real, real_tokens = _without_padding(in_flight, rows)
         written = []
         at = layout.inputs
         for words in layout.stream_words:
-            content = fixed[at : at + told_tokens * words].copy()
-            written.append(content.view(np.uint8).reshape(told_tokens, words * 8))
+            content = fixed[at : at + real_tokens * words].copy()
+            written.append(content.view(np.uint8).reshape(real_tokens, words * 8))
             at += tokens * words
-        tables, all_tables = self._section(flight, counters, TABLE_CHANGES, layout.table_at, layout.table_entry)
-        luts, all_luts = self._section(flight, counters, LUT_CHANGES, layout.lut_at, LUT_ENTRY)
-        changed, all_changed = self._section(flight, counters, KV_CHANGES, layout.kv_at, layout.kv_entry)
-        slots, all_slots = self._section(flight, counters, ATTENTION, layout.attention_at, ATTENTION_ENTRY)
-        notes = [] if all_changed else [f"{counters[KV_CHANGES]:,} slots changed; some are told with a later forward"]
+        tables, all_tables = self._section(in_flight, counters, TABLE_CHANGES, layout.table_at, layout.table_entry)
+        luts, all_luts = self._section(in_flight, counters, LUT_CHANGES, layout.lut_at, LUT_ENTRY)
+        changed, all_changed = self._section(in_flight, counters, KV_CHANGES, layout.kv_at, layout.kv_entry)
+        slots, all_slots = self._section(in_flight, counters, ATTENTION, layout.attention_at, ATTENTION_ENTRY)
+        notes = (
+            [] if all_changed else [f"{counters[KV_CHANGES]:,} slots changed; some are recorded with a later forward"]
+        )
         if not all_slots:
-            notes.append(f"attention got {counters[ATTENTION]:,} slots other than it should; they are not told")
-        return Landed(
-            rows=rows[:told],
-            prefix_lens=prefix[:told],
-            extend_lens=extend[:told],
-            input_ids=ids[:told_tokens],
-            positions=positions[:told_tokens],
-            out_cache_loc=loc[:told_tokens],
+            notes.append(f"attention got {counters[ATTENTION]:,} slots other than it should; they are not recorded")
+        return Frame(
+            rows=rows[:real],
+            prefix_lens=prefix[:real],
+            extend_lens=extend[:real],
+            input_ids=ids[:real_tokens],
+            positions=positions[:real_tokens],
+            out_cache_loc=loc[:real_tokens],
             written=written,
             table_changes=_cells(tables),
             lut_changes=luts,
             kv_changes=changed,
-            seq_lens=lens[:told],
-            query_lens=lens[bs : bs + told],
+            seq_lens=lens[:real],
+            query_lens=lens[bs : bs + real],
             attention_slots=slots,
-            attention=flight.attention if all_slots else flight.attention & ATTENTION_LENS,
+            attention=in_flight.attention if all_slots else in_flight.attention & ATTENTION_LENS,
             complete=all_tables and all_luts,
             all_luts=all_luts,
             note="; ".join(notes),
         )
 
     def _section(
-        self, flight: Flight, counters: Int64Array, sort: int, start: int, entry: int
+        self, in_flight: FrameInFlight, counters: Int64Array, sort: int, start: int, entry: int
     ) -> tuple[Int64Array, bool]:
         """Return the entries of one sort of changes, `[n, entry]`, and whether they are all."""
-        layout = flight.layout
+        layout = in_flight.layout
         capacity = {
             TABLE_CHANGES: layout.table_capacity,
             LUT_CHANGES: layout.lut_capacity,
@@ -139,18 +141,18 @@ class Landing:
             ATTENTION: layout.attention_capacity,
         }[sort]
         kept = min(int(counters[sort]), capacity)
-        content = self._fetch(flight.at + start, kept * entry).copy() if kept else np.empty(0, np.int64)
+        content = self._fetch(in_flight.at + start, kept * entry).copy() if kept else np.empty(0, np.int64)
         return content.reshape(kept, entry), kept == int(counters[sort])
 
-    def _fetch_fixed(self, flight: Flight) -> tuple[Int64Array, Int64Array]:
+    def _fetch_fixed(self, in_flight: FrameInFlight) -> tuple[Int64Array, Int64Array]:
         """Return the counters and what every frame has, in one wait; valid until the next fetch."""
-        there = self._capture.counters[flight.counters]
+        there = self._capture.counters[in_flight.counters]
         if not self._capture.on_gpu:
-            return np.array(there.numpy()), self._fetch(flight.at, flight.layout.fixed)
-        torch = self._prepare(flight.layout.fixed)
+            return np.array(there.numpy()), self._fetch(in_flight.at, in_flight.layout.fixed)
+        torch = self._prepare(in_flight.layout.fixed)
         with torch.cuda.stream(self._stream):
             self._counters.copy_(there, non_blocking=True)
-        fixed = self._fetch(flight.at, flight.layout.fixed)
+        fixed = self._fetch(in_flight.at, in_flight.layout.fixed)
         return np.array(self._counters.numpy()), fixed
 
     def _fetch(self, at: int, words: int) -> npt.NDArray[np.int64]:
@@ -177,16 +179,16 @@ class Landing:
         return torch
 
 
-def _told(flight: Flight, rows: Int64Array) -> tuple[int, int]:
-    """Return how many requests and tokens of a flight count: those that the engine told of, and all that are no padding.
+def _without_padding(in_flight: FrameInFlight, rows: Int64Array) -> tuple[int, int]:
+    """Return how many requests and tokens of a frame count: those that the engine runs, and all that are no padding.
 
     A graph runs as many requests as it was captured with, with as many tokens each.
     """
-    bs, tokens = flight.layout.bs, flight.layout.tokens
-    if not 0 <= flight.bs < bs:
+    bs, tokens = in_flight.layout.bs, in_flight.layout.tokens
+    if not 0 <= in_flight.bs < bs:
         return bs, tokens
-    told = max(flight.bs, int(np.flatnonzero(rows).max(initial=-1)) + 1)
-    return told, tokens // bs * told
+    real = max(in_flight.bs, int(np.flatnonzero(rows).max(initial=-1)) + 1)
+    return real, tokens // bs * real
 
 
 def _cells(tiles: Int64Array) -> Int64Array:
@@ -199,11 +201,11 @@ def _cells(tiles: Int64Array) -> Int64Array:
     return found
 
 
-def split_kv_changes(landed: Landed, layout: FrameLayout) -> list[tuple[int, Int64Array, ByteArray]]:
+def split_kv_changes(frame: Frame, layout: FrameLayout) -> list[tuple[int, Int64Array, ByteArray]]:
     """Return `(stream, slots [n], bytes [n, capture_bytes])` of the changed slots, each once, ascending."""
     found = []
     for stream, words in enumerate(layout.stream_words):
-        mine = landed.kv_changes[landed.kv_changes[:, 0] == stream] if len(landed.kv_changes) else landed.kv_changes
+        mine = frame.kv_changes[frame.kv_changes[:, 0] == stream] if len(frame.kv_changes) else frame.kv_changes
         if not len(mine):
             continue
         slots, first = np.unique(mine[:, 1], return_index=True)

@@ -4,14 +4,14 @@ import gc
 import weakref
 
 import numpy as np
-from kvcanary.recorder.capture.device.truth import TruthBook
+from kvcanary.recorder.capture.device.frame_decoder import RecordedTruth
 from kvcanary.recorder.trace.header import StateTable
 
 from .two_recorders import Tokens
 
 
 def book():
-    return TruthBook(StateTable(name="truth", rows=4, width=8))
+    return RecordedTruth(StateTable(name="truth", rows=4, width=8))
 
 
 def told(found):

@@ -1,0 +1,321 @@
+"""What the programs of the frame kernels do: copy a forward's inputs, find changes of tables and bytes.
+
+Addresses come from a descriptor in device memory (`frames.RunnerOnDevice.descriptor`) and what changes from forward to
+forward from a ticket (`frame_kernels`), so that a launch passes little.
+"""
+
+import triton
+import triton.language as tl
+
+from .frames import NUM_COUNTERS, UNCHANGED
+
+# Words of a ticket. The first is the forward's stamp, 0 if nothing is to be captured.
+AT = tl.constexpr(1)
+COUNTERS_ROW = tl.constexpr(2)
+NEXT_COUNTERS_ROW = tl.constexpr(3)
+WATCH = tl.constexpr(4)
+FRAMES = tl.constexpr(5)  # addresses of frames, counters and the runner's descriptor
+TABLE_AT = tl.constexpr(8)
+TABLE_CAPACITY = tl.constexpr(9)
+LUT_AT = tl.constexpr(10)
+LUT_CAPACITY = tl.constexpr(11)
+KV_AT = tl.constexpr(12)
+KV_CAPACITY = tl.constexpr(13)
+KV_ENTRY = tl.constexpr(14)
+LENS_AT = tl.constexpr(15)
+ATTENTION_AT = tl.constexpr(16)
+ATTENTION_CAPACITY = tl.constexpr(17)
+PROGRAMS = tl.constexpr(18)  # of all launches together
+
+# Places in the descriptor, as `frames` lays it out.
+GROUPS_AT = tl.constexpr(16)
+GROUP_WORDS = tl.constexpr(8)
+_LUTS_AT = tl.constexpr(48)
+_LUT_WORDS = tl.constexpr(4)
+_STREAMS_AT = tl.constexpr(64)
+_STREAM_WORDS = tl.constexpr(8)
+_UNCHANGED = tl.constexpr(UNCHANGED)
+NUM_COUNTERS_ = tl.constexpr(NUM_COUNTERS)
+
+
+@triton.jit
+def _look_up(lut, slots, mask, length):
+    """Slots through a full-to-SWA table, -1 where it has no entry."""
+    inside = mask & (slots >= 0) & (slots < length)
+    return tl.load(lut + tl.where(inside, slots, 0), mask=inside, other=-1).to(tl.int64)
+
+
+@triton.jit
+def through_shadow(descriptor, group, slots, mask):
+    """Slots in a group's own numbering, as the replay will translate them."""
+    lut = tl.load(descriptor + GROUPS_AT + group * GROUP_WORDS + 1)
+    if lut >= 0:
+        at = descriptor + _LUTS_AT + lut * _LUT_WORDS
+        shadow = tl.load(at + 1).to(tl.pointer_type(tl.int64))
+        slots = _look_up(shadow, slots, mask, tl.load(at + 2))
+    return slots
+
+
+@triton.jit
+def pointer(ticket, word):
+    """The address in a word of a ticket."""
+    return tl.load(ticket + word).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def frame_of(ticket):
+    """The forward's frame."""
+    return pointer(ticket, FRAMES) + tl.load(ticket + AT)
+
+
+@triton.jit
+def counters_of(ticket):
+    """The forward's row of counters."""
+    return pointer(ticket, FRAMES + 1) + tl.load(ticket + COUNTERS_ROW) * NUM_COUNTERS_
+
+
+@triton.jit
+def descriptor_of(ticket):
+    """The runner's descriptor."""
+    return pointer(ticket, FRAMES + 2)
+
+
+@triton.jit
+def _lut_changes(descriptor, ticket, slots, mask, LUT_INT64: tl.constexpr):
+    """Find which entries that these slots go through differ from the shadow; put them into the frame."""
+    for number in range(tl.load(descriptor + 7)):
+        at = descriptor + _LUTS_AT + number * _LUT_WORDS
+        if LUT_INT64:
+            table = tl.load(at).to(tl.pointer_type(tl.int64))
+        else:
+            table = tl.load(at).to(tl.pointer_type(tl.int32))
+        shadow = tl.load(at + 1).to(tl.pointer_type(tl.int64))
+        length = tl.load(at + 2)
+        inside = mask & (slots >= 0) & (slots < length)
+        cell = tl.where(inside, slots, 0)
+        now = tl.load(table + cell, mask=inside, other=0).to(tl.int64)
+        changed = inside & (now != tl.load(shadow + cell, mask=inside, other=0))
+        found = tl.sum(changed.to(tl.int64))
+        if found > 0:
+            place = tl.atomic_add(counters_of(ticket) + 1, found) + tl.cumsum(changed.to(tl.int64), 0) - 1
+            fits = changed & (place < tl.load(ticket + LUT_CAPACITY))
+            out = frame_of(ticket) + tl.load(ticket + LUT_AT) + place * 3
+            tl.store(out, tl.zeros_like(cell) + number, mask=fits)
+            tl.store(out + 1, cell, mask=fits)
+            tl.store(out + 2, now, mask=fits)
+            tl.store(shadow + cell, now, mask=fits)
+
+
+@triton.jit
+def lens_of(
+    request, mask, prefix_in, minus_in, extend_in, num_prefix, extend_each, HAS_MINUS: tl.constexpr,
+    HAS_EXTEND: tl.constexpr,
+):  # fmt: skip
+    """How many tokens of requests are in the cache, and how many the forward adds; of one request or of a tile."""
+    prefix = tl.load(prefix_in + request, mask=mask & (request < num_prefix), other=0).to(tl.int64)
+    if HAS_MINUS:
+        prefix -= tl.load(minus_in + request, mask=mask, other=0).to(tl.int64)
+    extend = request * 0 + extend_each
+    if HAS_EXTEND:
+        extend = tl.load(extend_in + request, mask=mask, other=0).to(tl.int64)
+    return prefix, extend
+
+
+@triton.jit
+def copy_requests(program, rows_in, prefix, extend, ticket, bs, TILE: tl.constexpr):
+    """Copy a tile of requests into the frame."""
+    i = program * TILE + tl.arange(0, TILE).to(tl.int64)
+    is_request = i < bs
+    row = tl.load(rows_in + i, mask=is_request, other=0).to(tl.int64)
+    frame = frame_of(ticket)
+    tl.store(frame + i, row, mask=is_request)
+    tl.store(frame + bs + i, prefix, mask=is_request)
+    tl.store(frame + 2 * bs + i, extend, mask=is_request)
+
+
+@triton.jit
+def copy_tokens(
+    program, ids_in, positions_in, loc_in, num_loc, ticket, bs, num_tokens, LUT_INT64: tl.constexpr, TILE: tl.constexpr
+):
+    """Copy a tile of tokens into the frame; stamp the slots that they are written to."""
+    i = program * TILE + tl.arange(0, TILE).to(tl.int64)
+    is_token = i < num_tokens
+    tokens = frame_of(ticket) + 3 * bs
+    loc = tl.load(loc_in + i, mask=is_token & (i < num_loc), other=-1).to(tl.int64)
+    ids = tl.load(ids_in + i, mask=is_token, other=0).to(tl.int64)
+    positions = tl.load(positions_in + i, mask=is_token, other=0).to(tl.int64)
+    tl.store(tokens + i, ids, mask=is_token)
+    tl.store(tokens + num_tokens + i, positions, mask=is_token)
+    tl.store(tokens + 2 * num_tokens + i, loc, mask=is_token)
+    descriptor = descriptor_of(ticket)
+    _lut_changes(descriptor, ticket, loc, is_token, LUT_INT64)
+    for group in range(tl.load(descriptor + 6)):
+        # Through the engine's own table: another program may not have moved the shadow on yet.
+        at = descriptor + GROUPS_AT + group * GROUP_WORDS
+        lut = tl.load(at + 1)
+        slot = loc
+        if lut >= 0:
+            place = descriptor + _LUTS_AT + lut * _LUT_WORDS
+            if LUT_INT64:
+                table = tl.load(place).to(tl.pointer_type(tl.int64))
+                slot = _look_up(table, loc, is_token, tl.load(place + 2))
+            else:
+                table32 = tl.load(place).to(tl.pointer_type(tl.int32))
+                slot = _look_up(table32, loc, is_token, tl.load(place + 2))
+        inside = is_token & (slot >= 0) & (slot < tl.load(at + 2))
+        stamps = tl.load(at + 3).to(tl.pointer_type(tl.int32))
+        stamp = tl.zeros_like(slot).to(tl.int32) + tl.load(ticket).to(tl.int32)
+        tl.store(stamps + tl.where(inside, slot, 0), stamp, mask=inside)
+
+
+@triton.jit
+def compare_table(row, prefix, split, splits, ticket, LUT_INT64: tl.constexpr, TILE: tl.constexpr):
+    """Compare a share of one request's prefix with the shadow; put the cells that differ into the frame.
+
+    Row 0 is padding, and a row that the table does not have has no cells.
+    """
+    tile = tl.arange(0, TILE).to(tl.int64)
+    descriptor = descriptor_of(ticket)
+    width = tl.load(descriptor + 2)
+    if (row > 0) & (row < tl.load(descriptor + 1)):
+        table = tl.load(descriptor).to(tl.pointer_type(tl.int32)) + row * tl.load(descriptor + 3)
+        shadow = tl.load(descriptor + 4).to(tl.pointer_type(tl.int32)) + row * width
+        window = tl.load(descriptor + 5)
+        first = row * 0
+        if window > 0:
+            first = tl.maximum(prefix - window, 0)
+        end = tl.minimum(prefix, width)
+        for start in range(first + split * TILE, end, splits * TILE):
+            position = start + tile
+            mask = position < end
+            slot = tl.load(table + position, mask=mask, other=0)
+            changed = mask & (slot != tl.load(shadow + position, mask=mask, other=0))
+            if tl.sum(changed.to(tl.int64)) > 0:
+                place = tl.atomic_add(counters_of(ticket), 1)
+                if place < tl.load(ticket + TABLE_CAPACITY):
+                    out = frame_of(ticket) + tl.load(ticket + TABLE_AT) + place * (2 + TILE)
+                    tl.store(out, row)
+                    tl.store(out + 1, row * 0 + start)
+                    tl.store(out + 2 + tile, tl.where(changed, slot.to(tl.int64), _UNCHANGED))
+                    tl.store(shadow + position, slot, mask=changed)
+            _lut_changes(descriptor, ticket, slot.to(tl.int64), mask, LUT_INT64)
+
+
+@triton.jit
+def tokens_before(request, rows_in, extend_in, extend_each, HAS_EXTEND: tl.constexpr, TILE: tl.constexpr):
+    """How many tokens the requests before this one add; padding adds none."""
+    before = request * 0
+    for start in range(0, request, TILE):
+        other = start + tl.arange(0, TILE).to(tl.int64)
+        is_before = other < request
+        rows = tl.load(rows_in + other, mask=is_before, other=0)
+        lens = tl.zeros_like(other) + extend_each
+        if HAS_EXTEND:
+            lens = tl.load(extend_in + other, mask=is_before, other=0).to(tl.int64)
+        before += tl.sum(tl.where(is_before & (rows != 0), tl.maximum(lens, 0), 0))
+    return before
+
+
+@triton.jit
+def write_shadow(
+    row, prefix, extend, before, split, splits, loc_in, num_loc, num_tokens, ticket, TILE: tl.constexpr
+):  # fmt: skip
+    """Put a share of what one request writes into the shadow: the replay puts it into its table by itself."""
+    descriptor = descriptor_of(ticket)
+    width = tl.load(descriptor + 2)
+    if (row > 0) & (row < tl.load(descriptor + 1)):
+        shadow = tl.load(descriptor + 4).to(tl.pointer_type(tl.int32)) + row * width
+        for start in range(split * TILE, extend, splits * TILE):
+            i = start + tl.arange(0, TILE).to(tl.int64)
+            position = prefix + i
+            token = before + i
+            mask = (i < extend) & (token < num_tokens) & (position >= 0) & (position < width)
+            loc = tl.load(loc_in + token, mask=mask & (token < num_loc), other=-1)
+            tl.store(shadow + position, loc.to(tl.int32), mask=mask)
+
+
+@triton.jit
+def copy_written(program, ticket, bs, num_tokens, token_programs, TILE: tl.constexpr):
+    """Copy the bytes of a tile of written tokens, of one stream, into the frame and the shadow."""
+    tile = tl.arange(0, TILE).to(tl.int64)
+    frame, descriptor = frame_of(ticket), descriptor_of(ticket)
+    stream = program // token_programs
+    at = descriptor + _STREAMS_AT + stream * _STREAM_WORDS
+    i = (program % token_programs) * TILE + tile
+    is_token = i < num_tokens
+    loc = tl.load(frame + 3 * bs + 2 * num_tokens + i, mask=is_token, other=-1)
+    group = tl.load(at + 5)
+    slot = through_shadow(descriptor, group, loc, is_token)
+    words = tl.load(at + 3)
+    rows = tl.load(at).to(tl.pointer_type(tl.int64))
+    row_words = tl.load(at + 1)
+    shadow = tl.load(at + 4).to(tl.pointer_type(tl.int64))
+    inside = is_token & (slot >= 0) & (slot < tl.load(at + 2))
+    cell = tl.where(inside, slot, 0)
+    out = frame + 3 * bs + 3 * num_tokens + num_tokens * tl.load(at + 6) + i * words
+    for word in range(words):
+        content = tl.load(rows + cell * row_words + word, mask=inside, other=0)
+        tl.store(out + word, content, mask=is_token)
+        tl.store(shadow + cell * words + word, content, mask=inside)
+    known = tl.load(descriptor + GROUPS_AT + group * GROUP_WORDS + 4).to(tl.pointer_type(tl.uint8))
+    tl.store(known + cell, tl.full([TILE], 1, tl.uint8), mask=inside)
+
+
+@triton.jit
+def compare_kv(program, ticket, bs, splits, TILE: tl.constexpr):
+    """Compare the bytes of a share of one request's prefix with the shadow, of one stream."""
+    tile = tl.arange(0, TILE).to(tl.int64)
+    frame, descriptor = frame_of(ticket), descriptor_of(ticket)
+    stamp = tl.load(ticket)
+    stream = program // (bs * splits)
+    request = (program // splits) % bs
+    split = program % splits
+    at = descriptor + _STREAMS_AT + stream * _STREAM_WORDS
+    group = tl.load(at + 5)
+    of_group = descriptor + GROUPS_AT + group * GROUP_WORDS
+    row = tl.load(frame + request)
+    prefix = tl.load(frame + bs + request)
+    width = tl.load(descriptor + 2)
+    if (row > 0) & (row < tl.load(descriptor + 1)):
+        # The shadow holds what the forward read; the engine's own table may have moved on.
+        table = tl.load(descriptor + 4).to(tl.pointer_type(tl.int32)) + row * width
+        window = tl.load(of_group)
+        first = row * 0
+        if window > 0:
+            first = tl.maximum(prefix - window, 0)
+        end = tl.minimum(prefix, width)
+        rows = tl.load(at).to(tl.pointer_type(tl.int64))
+        row_words = tl.load(at + 1)
+        words = tl.load(at + 3)
+        shadow = tl.load(at + 4).to(tl.pointer_type(tl.int64))
+        num_slots = tl.minimum(tl.load(at + 2), tl.load(of_group + 2))
+        stamps = tl.load(of_group + 3).to(tl.pointer_type(tl.int32))
+        known = tl.load(of_group + 4).to(tl.pointer_type(tl.uint8))
+        for start in range(first + split * TILE, end, splits * TILE):
+            position = start + tile
+            mask = position < end
+            slot = tl.load(table + position, mask=mask, other=0).to(tl.int64)
+            slot = through_shadow(descriptor, group, slot, mask)
+            inside = mask & (slot > 0) & (slot < num_slots)
+            cell = tl.where(inside, slot, 0)
+            differs = tl.zeros_like(cell)
+            for word in range(words):
+                now = tl.load(rows + cell * row_words + word, mask=inside, other=0)
+                then = tl.load(shadow + cell * words + word, mask=inside, other=0)
+                differs = tl.where(now != then, 1, differs)
+            changed = inside & (differs != 0)
+            if tl.sum(changed.to(tl.int64)) > 0:
+                # What this forward wrote is in the frame as written; what nobody wrote yet has no bytes to compare.
+                changed = changed & (tl.load(known + cell, mask=changed, other=0) != 0)
+                changed = changed & (tl.load(stamps + cell, mask=changed, other=0) != stamp)
+                found = tl.sum(changed.to(tl.int64))
+                if found > 0:
+                    place = tl.atomic_add(counters_of(ticket) + 2, found) + tl.cumsum(changed.to(tl.int64), 0) - 1
+                    fits = changed & (place < tl.load(ticket + KV_CAPACITY))
+                    out = frame + tl.load(ticket + KV_AT) + place * tl.load(ticket + KV_ENTRY)
+                    tl.store(out, tl.zeros_like(place) + stream, mask=fits)
+                    tl.store(out + 1, slot, mask=fits)
+                    for word in range(words):
+                        now = tl.load(rows + cell * row_words + word, mask=fits, other=0)
+                        tl.store(out + 2 + word, now, mask=fits)
+                        tl.store(shadow + cell * words + word, now, mask=fits)

@@ -1,0 +1,227 @@
+"""From frames to events: which forwards the trace can hold, and what it says of the others."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ...trace.header import StateTable
+from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, PHASE_AFTER
+from ..forward_input import CopiedForward, KvChange
+from ..host_arrays import Int64Array
+from ..recorder import Recorder
+from .capture import DeviceCapture
+from .forward import FrameInFlight, TokenSource
+from .frame_reader import Frame, FrameReader, split_kv_changes
+from .table_changes import TableChanges
+
+LOST: Final = "something that happened has been lost"
+_NOTHING = np.empty(0, np.int64)
+
+
+class RecordedTruth:
+    """What of each row's tokens the trace has: their request, and how many.
+
+    A row that is another request's, or a request that has fewer tokens than before, is recorded from the beginning. No
+    request is kept alive: its tokens may be many, and its row may stay unused for long.
+    """
+
+    def __init__(self, table: StateTable | None) -> None:
+        self._table = table
+        self._recorded: dict[int, tuple[weakref.ref[TokenSource], int]] = {}
+
+    def changes(
+        self, rows: Int64Array, truth: Sequence[TokenSource] | None, lens: Sequence[int]
+    ) -> dict[str, Int64Array]:
+        """Return a forward's truth columns, its tokens as they are; nothing if the engine does not know them.
+
+        Args:
+            rows: `[bs]`; row 0 is padding.
+            truth: the requests, at most `bs`.
+            lens: how many tokens each had; one that has fewer by now is recorded with those.
+        """
+        if truth is None or self._table is None:
+            return {}
+        truth_lens = np.zeros(rows.size, np.int64)
+        truth_lens[: len(lens)] = lens
+        at, starts, counts, tokens = [], [], [], []
+        for number, (row, source, had) in enumerate(zip(rows.tolist(), truth, lens, strict=False)):
+            known, had_then = self._recorded.get(row, (None, 0))
+            start = had_then if known is not None and known() is source and had_then <= had else 0
+            stop, count = min(had, self._table.width), had
+            if 0 < row < self._table.rows and start < stop:
+                found = source.tokens(start, stop)
+                if found.size < stop - start:
+                    truth_lens[number] = count = start + found.size
+                if found.size:
+                    at.append(row)
+                    starts.append(start)
+                    counts.append(found.size)
+                    tokens.append(found)
+            self._recorded[row] = (weakref.ref(source), count)
+        return {
+            "truth_lens": truth_lens,
+            "truth_row": np.array(at, np.int64),
+            "truth_start": np.array(starts, np.int64),
+            "truth_count": np.array(counts, np.int64),
+            "truth_tokens": np.concatenate(tokens) if tokens else _NOTHING,
+        }
+
+    def forget(self) -> None:
+        """Record everything anew."""
+        self._recorded.clear()
+
+
+class FrameDecoder:
+    """Puts forwards into the trace once their frames are complete; for the recorder's own thread.
+
+    Attributes:
+        follows: a frame's changes continue what the trace has.
+        loss_recorded: they do not; the trace says that nothing before is to be relied on, and has had no forward since.
+        reader: what brings frames to the host.
+    """
+
+    def __init__(self, recorder: Recorder, capture: DeviceCapture) -> None:
+        self.follows = True
+        self.loss_recorded = False
+        self.reader = FrameReader(capture)
+        self._recorder = recorder
+        self._capture = capture
+        self._header = recorder.header
+        self._truth = RecordedTruth(self._header.truth_table)
+        runners = capture.shadows.runners
+        self._changes = TableChanges(self._header, [(runner.table, runner.luts) for runner in runners])
+        self._why = LOST
+
+    @property
+    def continues(self) -> bool:
+        """Whether what is recorded now can be compared with what the trace has."""
+        return self.follows or self.loss_recorded
+
+    def decode(self, in_flight: FrameInFlight, time_ns: int) -> None:
+        """Put a forward into the trace, once its frame is complete; or count it as lost."""
+        try:
+            frame = self.reader.read(in_flight)
+        finally:
+            self._capture.release(in_flight)
+        if in_flight.fresh:
+            if not self.loss_recorded:
+                self.record_loss(self._why)
+            self.follows = self.loss_recorded
+            if not self.follows:
+                self._capture.reset()
+        if not self.follows:
+            self._recorder.drop_captured(in_flight.number, {})
+        elif not frame.complete:
+            # What did not fit is in the next frame that has room; until then nothing can be judged by it.
+            self._changes.keep(in_flight.runner, frame)
+            self._recorder.drop_captured(in_flight.number, self._lost_slots(in_flight, frame))
+            self._capture.catch_up(still=True)
+        elif self._put(in_flight, frame, time_ns):
+            self.loss_recorded = False
+            self._capture.catch_up(still=False)
+        else:  # pass over what is in flight; the next forward of the engine holds everything anew
+            self.record_loss("the writer's queue was full")
+            self._capture.reset()
+
+    def record_due_loss(self) -> None:
+        """Before anything else is recorded: record that something is missing, if there was no room to do so."""
+        if not self.continues:
+            self.record_loss(self._why)
+
+    def record_loss(self, note: str) -> None:
+        """Record that something is missing, nobody knows what; what is in flight does not continue from there."""
+        self._truth.forget()
+        self._changes.forget()
+        self.follows = False
+        self._why = note
+        self.loss_recorded = self._recorder.start_over(note, tables=False)
+
+    def _put(self, in_flight: FrameInFlight, frame: Frame, time_ns: int) -> bool:
+        requests, runner = in_flight.requests, self._capture.shadows.runners[in_flight.runner]
+        elsewhere = np.full(frame.out_cache_loc.size, -1, np.int64)
+        tables = len(self._header.tables)
+        ids = np.full(frame.rows.size, -1, np.int64)
+        if requests is not None:
+            known = requests.ids[: frame.rows.size]
+            ids[: known.size] = known
+        forward = CopiedForward(
+            mode=in_flight.mode,
+            runner=in_flight.runner,
+            number=in_flight.number,
+            time_ns=time_ns,
+            rows=frame.rows,
+            request_ids=ids,
+            prefix_lens=frame.prefix_lens,
+            extend_lens=frame.extend_lens,
+            input_ids=frame.input_ids,
+            positions=frame.positions,
+            out_cache_loc=tuple(frame.out_cache_loc if t == runner.table else elsewhere for t in range(tables)),
+            reads=(),
+            luts=(),
+            truth=None,
+            kv_watched=in_flight.watched,
+            note="; ".join(part for part in (in_flight.note, frame.note) if part),
+        )
+        forward.attention, forward.attention_watched = _attention(runner.groups, frame), frame.attention
+        forward.changes = self._changes.columns(in_flight.runner, frame)
+        if requests is not None:
+            lens = _truth_lens(in_flight, requests.known_lens)
+            forward.changes |= self._truth.changes(frame.rows, requests.truth, lens)
+        forward.kv_changes = [
+            KvChange(stream=stream, phase=PHASE_AFTER, slots=slots, content=content)
+            for stream, slots, content in split_kv_changes(frame, in_flight.layout)
+        ]
+        written = iter(frame.written)
+        gathered = {g: [next(written) for _ in self._header.groups[g].streams] for g in runner.groups}
+        written_to = self._written(in_flight.runner, frame)
+        forward.written = tuple(written_to.get(g, _NOTHING) for g in range(len(self._header.groups)))
+        return self._recorder.put_captured(forward, gathered)
+
+    def _written(self, runner: int, frame: Frame) -> dict[int, Int64Array]:
+        """Return the slots that a forward wrote, of each of its runner's groups."""
+        groups = self._capture.shadows.runners[runner].groups
+        return {g: self._changes.in_group(g, frame.out_cache_loc) for g in groups}
+
+    def _lost_slots(self, in_flight: FrameInFlight, frame: Frame) -> dict[int, Int64Array]:
+        """Return what a forward that is not recorded changed: slots that it wrote, and those that changed by themselves."""
+        runner = self._capture.shadows.runners[in_flight.runner]
+        lost = self._written(in_flight.runner, frame)
+        for stream, slots, _ in split_kv_changes(frame, in_flight.layout):
+            group = runner.groups[runner.on_device.streams[stream].group]
+            lost[group] = np.concatenate((lost[group], slots))
+        for group in runner.groups:  # without its table, nobody knows which
+            if self._header.groups[group].lut >= 0 and not frame.all_luts:
+                lost[group] = np.arange(self._header.groups[group].num_slots)
+        return lost
+
+
+def _attention(groups: Sequence[int], frame: Frame) -> dict[str, Int64Array]:
+    """Return the columns that say what attention got; `groups` are the header's numbers of the runner's groups."""
+    columns = {}
+    if frame.attention & ATTENTION_LENS:
+        columns = {"attention_seq_lens": frame.seq_lens, "attention_query_lens": frame.query_lens}
+    found = frame.attention_slots
+    if frame.attention & ATTENTION_SLOTS and len(found):
+        found = found[np.lexsort((found[:, 2], found[:, 1], found[:, 0]))]
+        first = np.ones(len(found), np.bool_)
+        first[1:] = (np.diff(found[:, :2], axis=0) != 0).any(axis=1) | (np.diff(found[:, 2]) != 1)
+        at = np.flatnonzero(first)
+        columns |= {
+            "attention_group": np.array(groups, np.int64)[found[at, 0]],
+            "attention_request": found[at, 1],
+            "attention_start": found[at, 2],
+            "attention_count": np.diff(at, append=len(found)).astype(np.int64),
+            "attention_slots": found[:, 3].copy(),
+        }
+    return columns
+
+
+def _truth_lens(in_flight: FrameInFlight, known_lens: Int64Array | None) -> list[int]:
+    given = in_flight.truth_lens
+    lens = np.frombuffer(given, np.int64) if isinstance(given, bytes) else np.array(given, np.int64)
+    if known_lens is not None:
+        lens = known_lens + lens
+    found: list[int] = lens.tolist()
+    return found

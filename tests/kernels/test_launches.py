@@ -1,0 +1,91 @@
+"""A kernel is looked up once for each form; later launches are handed addresses in the kernel's order."""
+
+import numpy as np
+import pytest
+import torch
+from kvcanary.kernels.capture import model_forward
+from kvcanary.kernels.capture.frames import FrameLayout
+from kvcanary.kernels.capture.model_forward import Launches, ModelForward, ModelInput, TicketWriter
+
+
+class Kernel:
+    """Notes what it is launched with, by Triton's own way and by what that returned; in the interpreter returns nothing."""
+
+    def __init__(self, *, interpreted=False):
+        self.interpreted, self.compiled, self.launched = interpreted, [], []
+
+    def __getitem__(self, grid):
+        def launch(*told):
+            self.compiled.append(told)
+            return None if self.interpreted else {(*grid, 1, 1): lambda *again: self.launched.append(again)}
+
+        return launch
+
+
+def test_each_form_is_compiled_once():
+    kernel, launches = Kernel(), Launches()
+    longs, ints = torch.arange(4), torch.arange(4, dtype=torch.int32)
+    other = longs.clone()
+    for tensors, constants in (
+        ((longs,), (True,)),
+        ((other,), (True,)),
+        ((longs[1:],), (True,)),
+        ((ints,), (True,)),
+        ((longs,), (False,)),
+        ((longs,), (True,)),
+    ):
+        launches.launch(kernel, 3, tensors, (7,), constants)
+    assert [told[1:] for told in kernel.compiled] == [(7, True), (7, True), (7, False)]
+    assert [told[0].dtype for told in kernel.compiled] == [torch.int64, torch.int32, torch.int64]
+    addresses = [other.data_ptr(), longs.data_ptr() + 8, longs.data_ptr()]
+    assert kernel.launched == [(address, 7, True) for address in addresses]
+
+
+def test_the_interpreter_is_asked_each_time():
+    kernel, launches = Kernel(interpreted=True), Launches()
+    for _ in range(2):
+        assert launches.launch(kernel, 1, (torch.arange(2),), (1,)) is None
+    assert len(kernel.compiled) == 2
+
+
+def test_later_tickets_say_what_the_first_would(monkeypatch):
+    kernel = Kernel()
+    monkeypatch.setattr(model_forward, "write_ticket_kernel", kernel)
+    frames, counters, descriptor, tickets = (torch.zeros(8, dtype=torch.int64) for _ in range(4))
+    writer = TicketWriter(frames, counters, descriptor)
+    layouts = [
+        FrameLayout(bs=bs, tokens=bs, stream_words=(2,), table_capacity=3, lut_capacity=0, kv_capacity=5, tile=16)
+        for bs in (1, 2)
+    ]
+    for number, layout in enumerate(layouts):
+        ticket = tickets[number:]
+        writer.write(ticket, ticket.data_ptr(), (number + 1, 10, 11, 12, 1), layout, 2048)
+    (first,), (second,) = kernel.compiled, kernel.launched
+    assert first[4:] == (1, 10, 11, 12, 1, *layouts[0].sections, 2048)
+    addresses = [tensor.data_ptr() for tensor in (tickets[1:], frames, counters, descriptor)]
+    assert second == (*addresses, 2, 10, 11, 12, 1, *layouts[1].sections, 2048)
+
+
+@pytest.mark.parametrize("lens", ["by position", "extend", "draft extend"])
+def test_lengths_that_are_not_there_are_addresses_all_the_same(monkeypatch, lens):
+    kernel = Kernel()
+    monkeypatch.setattr(model_forward, "begin_kernel", kernel)
+    rows, prefix, extend, tokens = (torch.from_numpy(np.arange(2)) for _ in range(4))
+    given = ModelInput(
+        rows=rows,
+        prefix=prefix,
+        minus=extend if lens == "draft extend" else None,
+        extend=None if lens == "by position" else extend,
+        extend_each=1,
+        input_ids=tokens,
+        positions=tokens,
+        out_cache_loc=tokens,
+        tokens=2,
+    )
+    ticket = torch.zeros(1, dtype=torch.int64)
+    ModelForward(ticket, given, None, lut_int64=True).begin()
+    ((_, *told),) = kernel.compiled
+    minus, extended = given.minus is not None, given.extend is not None
+    expected = (rows, prefix, extend if minus else rows, extend if extended else rows, tokens, tokens, tokens)
+    assert all(one is other for one, other in zip(told, expected, strict=False))
+    assert told[7:] == [2, 2, 1, 2, 2, minus, extended, True, model_forward.TILE]
