@@ -11,7 +11,7 @@ from typing import Any, Final
 from ...recorder.errors import TraceError
 from ...recorder.trace.reader import TraceReader
 from ...recorder.trace.recordings import group_recordings
-from ...replayer.report.findings import FINDING_KINDS
+from ...replayer.checks import FINDING_KINDS
 from ...replayer.report.summary import Summary
 from ...replayer.run.replay import replay_joined
 from ...replayer.run.settings import ReplaySettings

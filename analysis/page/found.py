@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ...replayer.report.findings import FINDING_KINDS
+from ...replayer.checks import FINDING_KINDS
 from ..store.live import quoted
 from .ask import Ask, Limits, page_sql
 

@@ -1,12 +1,29 @@
-"""What a history check is: something that looks at every event, in order, and says what contradicts what came before."""
+"""What a history check is: it sees every event, in order, and reports what contradicts the events before it.
 
+One finding stands for one forward (or event), kind and request; damage that lasts is reported when it is new.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Final, NamedTuple, TypeVar
 
+import numpy as np
+
+from ...kernels.arrays import BoolArray, Int64Array
+from ...kernels.replay_pass.ledger import ALLOC, CACHED, CONTENT, LEFT, OWNER, PADDING_WRITER, STATE
+from ...recorder.state.events import SlotEvent, StatusEvent, TransferEvent
+from ...recorder.state.forward import Forward
+from ...recorder.state.ledger import TIMELESS
 from ...recorder.trace.reader import EventView
-from ..report.findings import Finding
-from .history import History
-from .view import ForwardView
+from ..report.findings import NO_CAUSE, Cause, Finding, counted, evidence
+from .history import History, Judged, Touched
+from .view import ForwardView, GroupReads
+
+MAX_REMEMBERED: Final = 4096
+MAX_PARTIES: Final = 64
+
+# A finding's words, further events that prove it, and its cause.
+Explained = tuple[str, Iterable[int], Cause]
 
 
 class Covered(IntEnum):
@@ -14,8 +31,8 @@ class Covered(IntEnum):
 
     NOTHING: by none. INCREMENTAL: it is called for every forward, but the plans may leave out prefix entries that it was
     given before, did not mark, and to which nothing has happened since; of the records only the first half's TAIL is kept,
-    without its KV hash. COMPILED: it need not be called for what the compiled pass takes, since `kernels/lane` stops in
-    front of every event in which it finds or has to remember something.
+    without its KV hash. COMPILED: it need not be called for what the compiled pass takes, since `kernels/replay_pass` stops
+    in front of every event in which it finds or has to remember something.
     """
 
     NOTHING = 0
@@ -23,18 +40,63 @@ class Covered(IntEnum):
     COMPILED = 2
 
 
-class HistoryCheck:
-    """A check that finds nothing; each check overrides what it looks at.
+class Repeats:
+    """Remembers the slots that each request's last forward was reported for, so that lasting damage is reported once."""
 
-    `judges` names the kinds of event, beside forwards, that `event` looks at. `covered` says by which faster ways of
-    replaying it finds the same; one that does not say has every forward of its replays stepped, with all that it reads.
+    def __init__(self) -> None:
+        self._reported: dict[tuple[int, int], Int64Array] = {}
+
+    def new(self, group: int, forward: Forward, flagged: dict[int, Int64Array]) -> dict[int, BoolArray]:
+        """Say which slots are new, `flagged[r]` being all that is wrong with request r (past the batch: padding)."""
+        if not flagged and not self._reported:
+            return {}
+        ids = [*forward.request_ids.tolist(), PADDING_WRITER]
+        for r, request_id in enumerate(ids):
+            if r not in flagged:
+                self._reported.pop((group, request_id), None)
+        fresh = {}
+        for r, slots in flagged.items():
+            key = (group, ids[r])
+            before = self._reported.get(key)
+            fresh[r] = np.ones(len(slots), np.bool_) if before is None else ~np.isin(slots, before)
+            self._reported[key] = slots
+        if len(self._reported) > MAX_REMEMBERED:
+            self._reported.clear()
+        return fresh
+
+    def __len__(self) -> int:
+        return len(self._reported)
+
+    @property
+    def requests(self) -> set[int]:
+        """The requests whose last forward was reported, `PADDING_WRITER` for padding."""
+        return {request for _, request in self._reported}
+
+    def forget(self) -> None:
+        """Forget what was reported."""
+        self._reported.clear()
+
+
+class HistoryCheck:
+    """A check that finds nothing; each check overrides what it looks at, and is registered with `register`.
+
+    Attributes:
+        kind: the kind of its findings, which is its name.
+        finds: what a finding says, in a sentence.
+        covered: by which faster ways of replaying it finds the same; one that does not say has every forward stepped.
+        events: the kinds of event, beside forwards, that `event` looks at.
+        needs_complete: whether it is silent unless the trace promises to report every slot.
     """
 
-    judges: ClassVar[frozenset[str]] = frozenset()
+    kind: ClassVar[str] = ""
+    finds: ClassVar[str] = ""
     covered: ClassVar[Covered] = Covered.NOTHING
+    events: ClassVar[frozenset[str]] = frozenset()
+    needs_complete: ClassVar[bool] = False
 
     def __init__(self, history: History) -> None:
-        self._history = history
+        self.history = history
+        self.repeats = Repeats()
 
     def forward(self, view: ForwardView) -> list[Finding]:
         """Judge a forward that is about to run; tables and pools are as it finds them."""
@@ -42,7 +104,7 @@ class HistoryCheck:
         return []
 
     def event(self, view: EventView) -> list[Finding]:
-        """Judge an event between two forwards.
+        """Judge an event between two forwards; `history.known` is what it says.
 
         Raises:
             UnusableEventError: its columns contradict one another; nothing has been changed.
@@ -60,3 +122,239 @@ class HistoryCheck:
 
     def forget(self) -> None:
         """Take all that was remembered for unknown, after a gap in the trace."""
+        self.repeats.forget()
+
+    def of_request(
+        self,
+        forward: Forward,
+        request: int,
+        detail: str,
+        *,
+        group: int = -1,
+        position: int = -1,
+        slot: int = -1,
+        count: int = 1,
+        events: Iterable[int] = (),
+        cause: Cause = NO_CAUSE,
+    ) -> Finding:
+        """Return a finding about request number `request` of a forward; past the batch, about its padding."""
+        padding = request >= len(forward.request_ids)
+        request_id = -1 if padding else int(forward.request_ids[request])
+        return Finding(
+            kind=self.kind,
+            event=forward.event,
+            forward=forward.forward,
+            time_ns=forward.time_ns,
+            runner=forward.runner,
+            group=group,
+            request_id=request_id,
+            request=self.history.request_table.name(request_id),
+            req_pool_idx=0 if padding else int(forward.req_pool_indices[request]),
+            position=position,
+            slot=slot,
+            detail=counted(detail, count),
+            count=count,
+            evidence=evidence(events, forward.event),
+            **cause._asdict(),
+        )
+
+    def of_entries(
+        self,
+        view: ForwardView,
+        group: GroupReads,
+        explain: Callable[[int], Explained],
+        *,
+        requests: Int64Array,
+        positions: Int64Array,
+        slots: Int64Array,
+        repeats: Repeats | None = None,
+    ) -> list[Finding]:
+        """Return a finding for each request with entries that were not reported for its last forward.
+
+        `requests`, `positions`, `slots` `[n]`: of each entry that is wrong the index into the batch (its length for padding),
+        position and slot; `explain` gets the number of the first new one of a request.
+        """
+        places = {int(r): np.flatnonzero(requests == r) for r in np.unique(requests)}
+        repeats = self.repeats if repeats is None else repeats
+        fresh = repeats.new(group.pool.index, view.forward, {r: slots[at] for r, at in places.items()})
+        findings = []
+        for r, at in places.items():
+            new = at[fresh[r]]
+            if not len(new):
+                continue
+            first = int(new[0])
+            detail, events, cause = explain(first)
+            findings.append(
+                self.of_request(
+                    view.forward,
+                    r,
+                    detail,
+                    group=group.pool.index,
+                    position=int(positions[first]),
+                    slot=int(slots[first]),
+                    count=len(new),
+                    events=events,
+                    cause=cause,
+                )
+            )
+        return findings
+
+    def of_slots(
+        self,
+        event: SlotEvent | TransferEvent | StatusEvent,
+        group: int,
+        slots: Int64Array,
+        detail: str,
+        *,
+        events: Iterable[int] = (),
+        cause: Cause = NO_CAUSE,
+    ) -> Finding:
+        """Return a finding about slots that an event between two forwards names; its forward is the one before it."""
+        history = self.history
+        return Finding(
+            kind=self.kind,
+            event=event.event,
+            forward=history.last_forward,
+            time_ns=event.time_ns,
+            runner=history.header.groups[group].runner,
+            group=group,
+            request_id=event.request_id,
+            request=history.request_table.name(event.request_id),
+            req_pool_idx=event.row,
+            position=-1,
+            slot=int(slots[0]),
+            detail=counted(detail, len(slots)),
+            count=len(slots),
+            evidence=evidence(events, event.event),
+            **cause._asdict(),
+        )
+
+    def holder(self, row: Int64Array) -> str:
+        """Return in words who holds a slot, by its ledger row."""
+        return (
+            "the prefix cache"
+            if row[STATE] == CACHED
+            else f"request {self.history.request_table.name(int(row[OWNER]))}"
+        )
+
+
+_Check = TypeVar("_Check", bound=type[HistoryCheck])
+
+CHECKS: Final[dict[str, type[HistoryCheck]]] = {}
+
+
+def register(check: _Check) -> _Check:
+    """Add a check to those that there are, under the name of its findings."""
+    CHECKS[check.kind] = check
+    return check
+
+
+class Access(NamedTuple):
+    """A read or write that the ledger speaks against: plan entry or token, the slot's ledger row, what is wrong as bits."""
+
+    group: GroupReads
+    entry: int
+    row: Int64Array
+    bits: int
+    is_write: bool
+
+
+class LedgerCheck(HistoryCheck):
+    """Reports reads and writes of a forward by the ledger: those with any of the bits `reads`, `writes`."""
+
+    reads = 0
+    writes = 0
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request whose entries have these bits, and were not reported already."""
+        findings = []
+        for judged in self.history.judge(view):
+            if self.reads:
+                findings += self.read_findings(view, judged, self.reads)
+            if self.writes:
+                findings += self.write_findings(view, judged, self.writes, self.repeats)
+        return findings
+
+    def explain(self, access: Access) -> Explained:
+        """Say what is wrong with a read or a write."""
+        raise NotImplementedError
+
+    def read_findings(self, view: ForwardView, judged: Judged, bits: int) -> list[Finding]:
+        """Return the findings among a group's reads."""
+        if not len(judged.reads) and not len(self.repeats):
+            return []
+        mine, group = (judged.read_bits & bits) != 0, judged.group
+        entries, entry_bits, slots = judged.reads[mine], judged.read_bits[mine], group.slots[judged.reads[mine]]
+
+        def explain(n: int) -> Explained:
+            return self.explain(Access(group, int(entries[n]), judged.ledger[slots[n]], int(entry_bits[n]), False))
+
+        requests, positions = group.readers(entries), group.positions[entries]
+        return self.of_entries(view, group, explain, requests=requests, positions=positions, slots=slots)
+
+    def write_findings(self, view: ForwardView, judged: Judged, bits: int, repeats: Repeats) -> list[Finding]:
+        """Return the findings among a group's writes."""
+        if not len(judged.writes) and not len(repeats):
+            return []
+        mine, group = (judged.write_bits & bits) != 0, judged.group
+        tokens, token_bits, slots = judged.writes[mine], judged.write_bits[mine], group.written[judged.writes[mine]]
+
+        def explain(n: int) -> Explained:
+            return self.explain(Access(group, int(tokens[n]), judged.ledger[slots[n]], int(token_bits[n]), True))
+
+        requests, positions = group.writers(tokens), view.forward.positions[tokens]
+        return self.of_entries(
+            view, group, explain, requests=requests, positions=positions, slots=slots, repeats=repeats
+        )
+
+
+class SlotEventCheck(HistoryCheck):
+    """Judges the slots that change hands in an event, one pool group's at a time."""
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Return what `part` finds in each group's part of an event."""
+        del view
+        event = self.history.known
+        if not isinstance(event, SlotEvent):
+            return []
+        return [finding for part in self.history.touched for finding in self.part(event, part)]
+
+    def part(self, event: SlotEvent, part: Touched) -> Iterator[Finding]:
+        """Yield what is wrong with one pool group's slots."""
+        raise NotImplementedError
+
+
+def parties(part: Touched, wrong: BoolArray, values: Int64Array) -> Iterator[tuple[int, Int64Array, Int64Array]]:
+    """Yield what is wrong, `[n] bool`, by its other party, which `values` `[n] int64` name: damage is reported by it.
+
+    Each time the party, the slots, and the first one's ledger row. Past `MAX_PARTIES` the last one stands for the rest, so
+    that every slot is counted.
+    """
+    at = np.flatnonzero(wrong)
+    if not len(at):
+        return
+    named = np.unique(values[at])
+    for number, value in enumerate(named[:MAX_PARTIES].tolist()):
+        mine = at[values[at] >= value] if number == MAX_PARTIES - 1 else at[values[at] == value]
+        yield value, part.slots[mine], part.rows[mine[0]]
+
+
+def by_request(requests: Int64Array, entries: Int64Array) -> Iterator[tuple[int, Int64Array]]:
+    """Yield each request, `requests` `[n]` being whose `entries` `[n]` are, with its entries."""
+    for request in np.unique(requests).tolist():
+        yield request, entries[requests == request]
+
+
+def held_by(row: Int64Array) -> Cause:
+    """Return as a cause who holds a slot, by its ledger row."""
+    return Cause("held_by_cache") if row[STATE] == CACHED else Cause("held_by_request", int(row[OWNER]))
+
+
+def changed_hands(row: Int64Array) -> list[int]:
+    """Return the events in which a slot was given out last, and in which it left its holder last."""
+    return [int(row[column]) - 1 for column in (ALLOC, LEFT) if row[column]]
+
+
+def happened(row: Int64Array) -> list[int]:
+    """Return the events that a ledger row remembers: given out, left its holder, written."""
+    return changed_hands(row) + ([int(row[CONTENT]) - 1] if 0 < row[CONTENT] < TIMELESS else [])

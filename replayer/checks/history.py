@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from ...kernels.arrays import record_words
+from ...kernels.arrays import Int64Array, record_words
 from ...kernels.replay_pass.ledger import judge_reads, judge_writes
 from ...recorder.state.events import SlotEvent, TransferEvent
 from ...recorder.state.forward import BatchTokens, batch_tokens
@@ -14,8 +11,6 @@ from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 from .view import ForwardView, GroupReads
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +128,8 @@ class History(SlotHistory):
 
     def take_view(self, view: ForwardView) -> None:
         """Move on by a forward that was judged."""
-        end = len(view.forward.request_ids)
         self.take_forward(
-            view.forward, [(group.pool.index, group.written, int(group.write_offsets[end])) for group in view.groups]
+            view.forward, [(group.pool.index, group.written, len(group.request_slots)) for group in view.groups]
         )
         self._drop_view()
 

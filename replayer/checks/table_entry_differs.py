@@ -1,29 +1,19 @@
-"""A forward writes a token to another slot than its row of the block table names for the position.
-
-Invariant: where the trace tells what stands in the cell of a position that a forward writes, the token goes to the slot
-that stands there. A cell is told by a run of the forward's own event, or by an earlier one: of the same request, behind
-all that it had computed then. Evidence: the event that told the cell, the forward. Legitimate exceptions: cells that
-nobody told for this request (an earlier one's, a draft's, those that forwards left) say nothing; nor do cells whose slot
-was given back since, or a token that is written nowhere (a negative slot). Judged in every trace.
-"""
+"""Tokens that are written to another slot than their row of the block table names."""
 
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...kernels.arrays import Int64Array
 from ...recorder.capture.host_arrays import ragged_index
 from ...recorder.state.events import SlotEvent
 from ...recorder.state.forward import Forward
 from ...recorder.trace.reader import EventView
 from ..report.findings import Finding
-from .check import Covered, HistoryCheck
+from .check import Covered, HistoryCheck, by_request, register
 from .history import History
-from .reporting import forward_finding
 from .view import ForwardView
-
-Int64Array = npt.NDArray[np.int64]
 
 _MOST_CELLS: Final = 1 << 18
 
@@ -36,11 +26,21 @@ class _Ahead:
     told: dict[int, tuple[int, int]]
 
 
+@register
 class TableEntryDiffers(HistoryCheck):
-    """Looks at forwards and allocations that tell cells of a block table; `_ahead` is by table and row."""
+    """A forward writes a token to another slot than its row of the block table names for the position.
 
+    Invariant: where the trace tells what stands in the cell of a position that a forward writes, the token goes to the slot
+    that stands there. A cell is told by a run of the forward's own event, or by an earlier one: of the same request, behind
+    all that it had computed then. Evidence: the event that told the cell, the forward. Legitimate exceptions: cells that
+    nobody told for this request (an earlier one's, a draft's, those that forwards left) say nothing; nor do cells whose slot
+    was given back since, or a token that is written nowhere (a negative slot). Judged in every trace.
+    """
+
+    kind = "table_entry_differs"
+    finds = "a forward writes a token to another slot than its row names for the position"
     covered = Covered.COMPILED
-    judges = frozenset({"alloc", "free", "evict", "status"})
+    events = frozenset({"alloc", "free", "evict", "status"})
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
@@ -58,13 +58,13 @@ class TableEntryDiffers(HistoryCheck):
 
     def event(self, view: EventView) -> list[Finding]:
         """Note what an allocation tells of its request's row, and forget what a free or a status makes untrue."""
-        known = self._history.known
+        known = self.history.known
         if view.kind == "status":
             request, rows = int(view.scalar("request_id")), view.ints("req_pool_indices").tolist()
             self._drop([key for key, one in self._ahead.items() if key[1] in rows or one.request_id == request])
         elif isinstance(known, SlotEvent) and known.kind == "alloc":
             if known.row > 0 and known.request_id >= 0 and len(view.ints("table_row")) and _fit(view):
-                for table in range(len(self._history.header.tables)):
+                for table in range(len(self.history.header.tables)):
                     rows, positions, slots = _cells(view, table)
                     mine = rows == known.row
                     self._note(table, known.row, known.request_id, positions[mine], slots[mine], view.number)
@@ -82,7 +82,7 @@ class TableEntryDiffers(HistoryCheck):
 
     def _judge(self, view: ForwardView, table: int) -> list[Finding]:
         forward, cells = view.forward, view.tables.req_to_token[table]
-        tokens = self._history.tokens(view)
+        tokens = self.history.tokens(view)
         rows, positions = forward.req_pool_indices[tokens.request], tokens.position
         slots = forward.out_cache_loc[table][: len(rows)]
         inside = (rows > 0) & (rows < cells.shape[0]) & (positions >= 0) & (positions < cells.shape[1])
@@ -101,25 +101,19 @@ class TableEntryDiffers(HistoryCheck):
         group = next((one.pool.index for one in view.groups if one.pool.group.table == table), -1)
         if not len(wrong) or group < 0:
             return []
-        findings = []
-        for r in np.unique(tokens.request[wrong]).tolist():
-            mine = wrong[tokens.request[wrong] == r]
-            first = int(mine[0])
-            findings.append(
-                forward_finding(
-                    "table_entry_differs",
-                    forward,
-                    self._history.request_table,
-                    request=r,
-                    group=group,
-                    position=int(positions[first]),
-                    slot=int(slots[first]),
-                    detail=f"is written to slot {slots[first]}, its row names slot {stands[first]}",
-                    count=len(mine),
-                    events=np.unique(teller[mine]).tolist(),
-                )
+        return [
+            self.of_request(
+                forward,
+                r,
+                f"is written to slot {slots[mine[0]]}, its row names slot {stands[mine[0]]}",
+                group=group,
+                position=int(positions[mine[0]]),
+                slot=int(slots[mine[0]]),
+                count=len(mine),
+                events=np.unique(teller[mine]).tolist(),
             )
-        return findings
+            for r, mine in by_request(tokens.request[wrong], wrong)
+        ]
 
     def _drop_others(self, table: int, forward: Forward) -> None:
         """Forget what was told of rows that are another request's now."""
@@ -130,7 +124,7 @@ class TableEntryDiffers(HistoryCheck):
     def _give_back(self, event: SlotEvent) -> None:
         """Forget cells that lead to slots which are given back: what stands there now nobody knows."""
         for part in event.parts:
-            table = self._history.header.groups[part.group].table
+            table = self.history.header.groups[part.group].table
             freed = set(part.slots.tolist())
             for (number, _), one in self._ahead.items():
                 if number == table:

@@ -10,12 +10,11 @@ def list_checks(context: click.Context) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..checks import CHECK_NAMES
-    from ..report.findings import FINDING_KINDS
+    from ..checks import CHECKS
 
     table = Table.grid(padding=(0, 2))
-    for name in CHECK_NAMES:
-        table.add_row(name, FINDING_KINDS[name])
+    for name, check in CHECKS.items():
+        table.add_row(name, check.finds)
     Console(width=None if sys.stdout.isatty() else 160, emoji=False, highlight=False).print(table)
     context.exit()
 

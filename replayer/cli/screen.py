@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...recorder.text import printable
-from ..report.findings import FINDING_KINDS
+from ..checks import FINDING_KINDS
 from ..report.summary import Summary
 from ..run.coverage import not_watched
 from ..run.verdict import Verdict

@@ -21,7 +21,7 @@ from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView, TraceBatch
 from ..checks import HistoryCheck
-from ..checks.panel import Panel
+from ..checks.check_set import CheckSet
 from ..checks.view import ForwardView, GroupReads
 from ..report.findings import Finding
 from ..report.violations import LaunchViolations
@@ -61,7 +61,7 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         listener: StateListener | None = None,
         divergence: SwaDivergence | None = None,
     ) -> None:
-        self.panel = next((check for check in checks if isinstance(check, Panel)), None)
+        self.panel = next((check for check in checks if isinstance(check, CheckSet)), None)
         self.history = None if self.panel is None else self.panel.history
         state = ReplayState(
             header=header,

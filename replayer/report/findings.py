@@ -31,41 +31,15 @@ FINDING_SCHEMA = pa.schema(
     ]
 )
 
-FINDING_KINDS = {
-    "slot_out_of_pool": "a forward or another event names a slot that the pool does not have",
+# Kinds that no history check finds; each check says what its own mean.
+OTHER_KINDS = {
     "swa_lut_out_of_range": "a slot has no entry in the full-to-SWA table",
     "entry_out_of_table": "a forward reads a row or position that its block table does not have",
-    "slot_double_allocated": "the allocator gave out a slot that somebody holds",
-    "free_slot_shared": "a request joined a slot that nobody holds, or handed it to the prefix cache",
-    "slot_freed_twice": "a slot that is free was given back again",
-    "foreign_slot_freed": "a request gave back a slot that it does not hold",
-    "slot_leaked": "a request is gone, or its row has moved on, and still holds a slot",
-    "read_after_free": "a forward reads a slot that is free",
-    "read_of_foreign_slot": "a forward reads a slot that is another request's, or was given out anew while it read it",
-    "write_to_foreign_slot": "a forward writes a slot that is not the writing request's",
-    "slot_written_twice": "a forward writes two tokens of a request to one slot",
-    "table_entry_differs": "a forward writes a token to another slot than its row names for the position",
-    "write_lost": "a forward wrote a token, and the slot's bytes are still those of another one",
-    "wrong_window": "a forward reads fewer or more positions of its prefix than its pool group's window has",
-    "write_damaged": "a forward left other bytes in a slot than the model handed to the cache",
-    "padded_write": "a padding token writes a slot that is in use",
-    "padding_slot_read": "a forward reads a padding slot for a position of a request",
-    "row_reassigned": "a forward reads a row for a request that the row was not given to",
-    "hit_never_written": "a forward reads a slot that nobody has written since it was given out",
-    "hit_differs": "a request starts from slots that hold other tokens or positions than its own",
-    "seq_len_backwards": "a request's length went back without its being retracted",
-    "swa_mapping_stale": "two full slots in use lead to one SWA slot, or one inside the window leads nowhere",
-    "freed_during_transfer": "slots were given back or given out while a transfer of them was under way",
-    "transfer_not_held": "a transfer reads or fills slots that its request does not hold",
     "launch_missing": "the canary did not look where it should have: a launch is missing",
     "transfer_source_damaged": "slots no longer held the bytes written when they were sent to the decode side",
     "transfer_source_changed": "slots changed while they were being sent to the decode side",
     "transfer_differs": "what the decode side received is not what the prefill side sent",
     "ranks_disagree": "a tensor-parallel rank ran another forward than the rank it is compared with",
-    "input_not_truth": "the model was fed a token that the scheduler does not have at that position",
-    "input_not_sampled": "the model was fed another token than the one sampled for that position",
-    "attention_lens": "attention reads more or less than a request has, or computes other query tokens than it adds",
-    "attention_slots": "attention got another slot than the block table holds, at a position that it reads",
 }
 
 # Codes of `Finding.cause`: what tells findings of one kind apart. A kind that can have only one cause has no code.

@@ -11,8 +11,8 @@ import numpy as np
 
 from ...kernels.constants import FailReason
 from ...recorder.trace.header import TraceHeader
-from ..checks import CHECK_NAMES
-from ..report.findings import FINDING_KINDS, Finding
+from ..checks import FINDING_KINDS
+from ..report.findings import Finding
 from ..report.violations import LaunchViolations
 
 _CHAIN: Final = FailReason.VERIFY_CHAIN_HASH
@@ -22,7 +22,7 @@ _ALWAYS: Final = frozenset({"launch_missing"})
 
 # What is found by means of columns, by the beginning of their names, and so not judged where one of them is derived. By
 # means of every other column, the rows, lengths and slots written among them, everything is found.
-_ATTENTION: Final = frozenset(name for name in CHECK_NAMES if name.startswith("attention"))
+_ATTENTION: Final = frozenset(name for name in FINDING_KINDS if name.startswith("attention"))
 _READS: Final = (
     _EVERY_REASON & ~FailReason.WRITE_TOKEN,
     _ATTENTION
@@ -94,7 +94,7 @@ class Derived:
 
 def _not_judged(columns: tuple[str, ...]) -> tuple[int, frozenset[str]]:
     """Return the reasons, or-ed, and the kinds of finding that stand on columns."""
-    everything = (_EVERY_REASON, frozenset({*CHECK_NAMES, *FINDING_KINDS}) - _ALWAYS)
+    everything = (_EVERY_REASON, frozenset(FINDING_KINDS) - _ALWAYS)
     reasons, kinds = FailReason(0), frozenset[str]()
     for column in columns:
         more, others = next((found for begin, found in _FOLLOWS.items() if column.startswith(begin)), everything)

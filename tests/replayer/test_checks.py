@@ -3,19 +3,20 @@
 Each check by itself, with its evidence and its exceptions, is in `checks/`.
 """
 
-import importlib
 import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.replayer.checks import CHECK_NAMES
-from kvcanary.replayer.report.findings import FINDING_CAUSES, FINDING_KINDS
+from kvcanary.replayer.checks import CHECK_NAMES, CHECKS, FINDING_KINDS
+from kvcanary.replayer.report.findings import FINDING_CAUSES
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .test_against_published import SHAPES, record
 from .test_losses import write
 from .toy_engine import FAULTS, ToyEngine
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "checks.md"
 
 
 def findings(trace: Path, folder: Path, **settings) -> list[dict]:
@@ -90,11 +91,18 @@ def test_a_gap_forgets_what_was_sampled(tmp_path: Path) -> None:
 
 
 def test_every_check_is_named_after_its_finding_and_says_what_it_holds() -> None:
-    for name in CHECK_NAMES:
-        module = importlib.import_module(f"kvcanary.replayer.checks.{name}")
+    for name, check in CHECKS.items():
         for word in ("Invariant:", "Evidence:", "Legitimate exceptions:"):
-            assert word in " ".join(module.__doc__.split()), (name, word)
-    assert set(CHECK_NAMES) <= set(FINDING_KINDS)
+            assert word in " ".join(check.__doc__.split()), (name, word)
+        assert check.kind == name
+        assert check.finds == FINDING_KINDS[name]
+    assert tuple(CHECKS) == CHECK_NAMES
+
+
+def test_checks_that_need_the_promise_are_silent_without_it_on_the_page() -> None:
+    rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    silent = {row[1].strip(" `") for row in rows if row[-2].strip() == "silent"}
+    assert silent == {name for name, check in CHECKS.items() if check.needs_complete}
 
 
 def test_every_cause_is_known_and_documented() -> None:
@@ -112,7 +120,7 @@ def test_every_cause_is_known_and_documented() -> None:
 
 
 def test_the_page_about_checks_has_a_row_for_each() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "checks.md").read_text()
+    page = PAGE.read_text()
     assert [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")] == list(CHECK_NAMES)
 
 

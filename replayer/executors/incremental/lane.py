@@ -49,8 +49,8 @@ from ....kernels.replay_pass.slots import KEY, VALUE
 from ....recorder.state.forward import read_forward
 from ....recorder.state.requests import RequestTable
 from ....recorder.trace.batch import TraceBatch
+from ...checks.check_set import CheckSet
 from ...checks.history import History
-from ...checks.panel import Panel
 from ...report.merged.merging import MergingSink
 from ...report.summary import Summary
 from ...run.coverage import count_forwards
@@ -84,7 +84,7 @@ class Lane:
         self,
         executor: IntervalExecutor,
         history: History,
-        panel: Panel,
+        panel: CheckSet,
         health: Health,
         summary: Summary,
         request_table: RequestTable,
@@ -169,7 +169,7 @@ class Lane:
         settings, progress = self._settings(columns, at, stop), np.zeros(NUM_PROGRESS, np.int64)
         progress[SERIAL] = history.serial
         progress[SINCE_SWEEP] = self._health.activity.since_sweep
-        told = self._panel.requests_told() | set(history.dropped.by_request)
+        told = self._panel.requests_reported() | set(history.dropped.by_request)
         if PADDING_WRITER in told:
             settings[PADDING_TOLD] = 1
         held_by = history.ledger.held_by

@@ -7,11 +7,9 @@ that the command starts read this file too, and so have the check.
 from kvcanary.recorder.trace.reader import EventView
 from kvcanary.replayer import checks
 from kvcanary.replayer.checks.check import HistoryCheck
-from kvcanary.replayer.checks.reporting import forward_finding
 from kvcanary.replayer.checks.view import ForwardView
 from kvcanary.replayer.executors import executors
 from kvcanary.replayer.executors.incremental import lane
-from kvcanary.replayer.report import findings
 from kvcanary.replayer.report.findings import Finding
 
 NAME = "fires_everywhere"
@@ -20,20 +18,19 @@ NAME = "fires_everywhere"
 class FiresEverywhere(HistoryCheck):
     """Looks at every forward, all that each of its requests reads, and every change of hands."""
 
-    judges = frozenset({"alloc", "free", "status"})
+    kind = NAME
+    finds = "something happened"
+    events = frozenset({"alloc", "free", "status"})
 
     def forward(self, view: ForwardView) -> list[Finding]:
         offsets = view.groups[0].plan.request_offsets
         return [
-            forward_finding(
-                NAME,
+            self.of_request(
                 view.forward,
-                self._history.request_table,
-                request=r,
+                r,
+                "is there",
                 group=0,
-                position=-1,
                 slot=int(view.groups[0].slots.sum()),
-                detail="is there",
                 count=int(offsets[r + 1] - offsets[r]),
             )
             for r in range(len(view.forward.request_ids))
@@ -45,7 +42,7 @@ class FiresEverywhere(HistoryCheck):
             Finding(
                 kind=NAME,
                 event=view.number,
-                forward=self._history.last_forward,
+                forward=self.history.last_forward,
                 time_ns=view.time_ns,
                 request_id=int(view.scalar("request_id")),
                 request="",
@@ -57,9 +54,9 @@ class FiresEverywhere(HistoryCheck):
 
 def register() -> None:
     """Add the check to those that there are, and have the compiled pass take small traces."""
-    checks._CHECKS[NAME] = FiresEverywhere
+    checks.CHECKS[NAME] = FiresEverywhere
     checks.CHECK_NAMES = executors.CHECK_NAMES = (*checks.CHECK_NAMES, NAME)
-    findings.FINDING_KINDS[NAME] = "something happened"
+    checks.FINDING_KINDS[NAME] = FiresEverywhere.finds
     lane.WARM_UP_EVENTS = 0
 
 

@@ -56,7 +56,7 @@ def _lane_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def added(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """The check that fires everywhere is one of the checks, whose names these are."""
     names = (*CHECK_NAMES, NAME)
-    monkeypatch.setitem(checks._CHECKS, NAME, FiresEverywhere)
+    monkeypatch.setitem(checks.CHECKS, NAME, FiresEverywhere)
     monkeypatch.setattr(executors, "CHECK_NAMES", names)
     return names
 
@@ -152,4 +152,4 @@ def test_so_do_those_that_no_fault_of_the_lab_is_for(scene: Scene, tmp_path: Pat
 
 
 def test_every_check_says_by_what_it_is_covered() -> None:
-    assert {name for name in CHECK_NAMES if "covered" not in vars(checks._CHECKS[name])} == set()
+    assert {name for name in CHECK_NAMES if "covered" not in vars(checks.CHECKS[name])} == set()

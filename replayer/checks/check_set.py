@@ -4,37 +4,31 @@ from collections.abc import Sequence
 
 from ...recorder.trace.reader import EventView
 from ..report.findings import Finding
-from .check import HistoryCheck
+from .check import HistoryCheck, Repeats
 from .history import History
-from .reporting import Repeats
 from .view import ForwardView
 
 
-class Panel(HistoryCheck):
+class CheckSet(HistoryCheck):
     """Asks each check about the forwards and the kinds of event that it judges; `history` is what they share."""
 
-    def __init__(self, history: History, checks: Sequence[HistoryCheck]) -> None:
+    def __init__(self, history: History, checks: Sequence[type[HistoryCheck]]) -> None:
         super().__init__(history)
-        self.history = history
-        self._checks = checks
-        self._of_forwards = [check for check in checks if type(check).forward is not HistoryCheck.forward]
-        kinds = {kind for check in checks for kind in check.judges}
-        self._of_events = {kind: [check for check in checks if kind in check.judges] for kind in kinds}
+        self._checks = [check(history) for check in checks if history.complete or not check.needs_complete]
+        self._of_forwards = [check for check in self._checks if type(check).forward is not HistoryCheck.forward]
+        kinds = {kind for check in self._checks for kind in check.events}
+        self._of_events = {kind: [check for check in self._checks if kind in check.events] for kind in kinds}
 
     def forward(self, view: ForwardView) -> list[Finding]:
         """Judge a forward, then move on by it."""
-        findings: list[Finding] = []
-        for check in self._of_forwards:
-            findings += check.forward(view)
+        findings = [finding for check in self._of_forwards for finding in check.forward(view)]
         self.history.take_view(view)
         return findings
 
     def event(self, view: EventView) -> list[Finding]:
         """Judge another event, then move on by it; raise `UnusableEventError` before anything has changed."""
         self.history.open(view)
-        findings: list[Finding] = []
-        for check in self._of_events.get(view.kind, ()):
-            findings += check.event(view)
+        findings = [finding for check in self._of_events.get(view.kind, ()) for finding in check.event(view)]
         self.history.take_event(view)
         return findings
 
@@ -42,15 +36,10 @@ class Panel(HistoryCheck):
         """Say whether a check remembers something that whatever comes next may contradict, and no keyframe holds."""
         return any(check.pending() for check in self._checks)
 
-    def requests_told(self) -> set[int]:
+    def requests_reported(self) -> set[int]:
         """Return the requests of which a check remembers that their last forward was reported."""
-        return {
-            request
-            for check in self._checks
-            for part in vars(check).values()
-            if isinstance(part, Repeats)
-            for request in part.requests_told
-        }
+        repeats = [part for check in self._checks for part in vars(check).values() if isinstance(part, Repeats)]
+        return set[int]().union(*(one.requests for one in repeats))
 
     def finish(self) -> list[Finding]:
         """Judge what is left at the whole end of a complete trace."""

@@ -1,0 +1,154 @@
+"""What attention reads is not what the block table and the batch have."""
+
+import numpy as np
+
+from ...kernels.arrays import Int64Array
+from ...kernels.replay_pass.ledger import CACHED, HELD, STATE
+from ...recorder.state.forward import Attention
+from ..report.findings import NO_CAUSE, Finding
+from .check import Covered, Explained, HistoryCheck, happened, held_by, register
+from .view import ForwardView, GroupReads
+
+
+@register
+class WrongWindow(HistoryCheck):
+    """A forward reads fewer or more positions of its prefix than its sliding pool group's window has.
+
+    Invariant: of a prefix, a forward reads the last `window` positions, and may name the slot of the one before, which is
+    their predecessor in the chain. Evidence: the forward; the recorder notes what was read if that is something else.
+    Legitimate exceptions: engines that show a block table, of which nobody knows how much attention reads.
+    """
+
+    kind = "wrong_window"
+    finds = "a forward reads fewer or more positions of its prefix than its pool group's window has"
+    covered = Covered.COMPILED  # which stops in front of a forward that has such a read
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request that reads other positions than its group's window."""
+        forward, findings = view.forward, []
+        for group, request, start, count in () if forward.windows is None else forward.windows.tolist():
+            window, prefix = self.history.header.groups[group].window, int(forward.prefix_lens[request])
+            detail = (
+                f"reads positions {start} to {start + count - 1} of a prefix of {prefix}, the window of {window} begins at "
+                f"{max(prefix - window, 0)}"
+            )
+            findings.append(self.of_request(forward, request, detail, group=group, position=start))
+        return findings
+
+
+@register
+class AttentionLens(HistoryCheck):
+    """Attention reads more or less than a request has, or computes other query tokens than the forward adds.
+
+    Invariant: the sequence length that attention got is the request's prefix and extend together, the query length its
+    extend. A cached prefix that is left out, a stale length and one that is one off show here. Evidence: the forward.
+    Legitimate exceptions: padding rows; lengths that the adapter did not observe (-1). What a backend means by its lengths
+    in a sliding window, a draft step or a verify forward is for the adapter to bring to whole requests before it records
+    them.
+    """
+
+    kind = "attention_lens"
+    finds = "attention reads more or less than a request has, or computes other query tokens than it adds"
+    covered = Covered.COMPILED
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request of which attention got another length."""
+        forward, got = view.forward, view.forward.attention
+        derived = self.history.header.runners[forward.runner].derived
+        if got is None or "prefix_lens" in derived or "extend_lens" in derived:
+            return []
+        extend = np.maximum(forward.extend_lens, 0)
+        end = forward.prefix_lens + extend
+        unknown = np.full(len(end), -1, np.int64)
+        seq_lens = got.seq_lens if len(got.seq_lens) else unknown
+        query_lens = got.query_lens if len(got.query_lens) else unknown
+        longer = (seq_lens >= 0) & (seq_lens != end)
+        wrong = (longer | ((query_lens >= 0) & (query_lens != extend))) & (forward.req_pool_indices != 0)
+        findings = []
+        for r in np.flatnonzero(wrong).tolist():
+            prefix, added = int(forward.prefix_lens[r]), int(extend[r])
+            did = f"computed {int(query_lens[r]):,} query tokens"
+            if longer[r]:
+                did = f"read {int(seq_lens[r]):,} tokens"
+            detail = f"attention {did}, the request has {prefix:,} cached and {added:,} new"
+            position = min(prefix + added, int(seq_lens[r])) if longer[r] else prefix
+            findings.append(self.of_request(forward, r, detail, position=position))
+        return findings
+
+
+@register
+class AttentionSlots(HistoryCheck):
+    """Attention was given another slot than the block table holds, or than the forward writes, at a position that it reads.
+
+    Invariant: the slots in the attention backend's own metadata (its copy of the block table, its page indices) are those
+    of the request's row for the prefix and `out_cache_loc` for the tokens that the forward adds, through the full-to-SWA
+    table if a group has one. A copy that is overwritten in flight shows here and nowhere else: table and records stay
+    whole. Evidence: the forward, and what happened to the slot that was read instead. Legitimate exceptions: positions that
+    the forward neither reads nor writes; positions whose slot was not recorded. If the slots that a forward writes were
+    worked out and not observed, nothing is said of them.
+    """
+
+    kind = "attention_slots"
+    finds = "attention got another slot than the block table holds, at a position that it reads"
+    covered = Covered.COMPILED
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request of which attention got other slots."""
+        got = view.forward.attention
+        if (got is None or not len(got.slots)) and not len(self.repeats):
+            return []
+        return [finding for group in view.groups for finding in self._of_group(view, group, got)]
+
+    def _of_group(self, view: ForwardView, group: GroupReads, got: Attention | None) -> list[Finding]:
+        forward, index = view.forward, group.pool.index
+        if got is None:
+            self.repeats.new(index, forward, {})
+            return []
+        mine = np.flatnonzero(got.groups == index)
+        expected = self._expected(view, group, got.requests[mine], got.positions[mine])
+        known = (expected > 0) | ((expected == 0) & (0 not in group.pool.group.padding_slots))
+        differs = known & (got.slots[mine] != expected)
+        wrong, expected = mine[differs], expected[differs]
+
+        def explain(n: int) -> Explained:
+            slot, position = int(got.slots[wrong[n]]), got.positions[wrong[n]]
+            what = (
+                "the block table has"
+                if position < forward.prefix_lens[got.requests[wrong[n]]]
+                else "this forward writes"
+            )
+            holder, events, cause = self._who_has(index, slot)
+            return f"attention got slot {slot}{holder}, {what} {int(expected[n])}", events, cause
+
+        requests, positions, slots = got.requests[wrong], got.positions[wrong], got.slots[wrong]
+        return self.of_entries(view, group, explain, requests=requests, positions=positions, slots=slots)
+
+    def _expected(
+        self, view: ForwardView, group: GroupReads, requests: Int64Array, positions: Int64Array
+    ) -> Int64Array:
+        """Return the slot that each position of a request has after the forward, -1 if it was not recorded."""
+        forward, pool = view.forward, group.pool.group
+        rows, table = forward.req_pool_indices[requests], view.tables.req_to_token[pool.table]
+        expected = np.full(len(rows), -1, np.int64)
+        first = forward.prefix_lens[requests]
+        inside = (rows > 0) & (rows < table.shape[0]) & (positions < np.minimum(first, table.shape[1]))
+        expected[inside] = table[rows[inside], positions[inside]]
+        if pool.lut >= 0:
+            lut = view.tables.luts[pool.lut]
+            known = (expected >= 0) & (expected < len(lut))
+            expected = np.where(known, lut[np.where(known, expected, 0)], -1)
+        own = positions - first
+        written = (rows > 0) & (own >= 0) & (own < np.maximum(forward.extend_lens, 0)[requests])
+        if "out_cache_loc" not in self.history.header.runners[forward.runner].derived:
+            expected[written] = group.written[group.write_offsets[requests[written]] + own[written]]
+        return expected
+
+    def _who_has(self, group: int, slot: int) -> Explained:
+        """Return who has a slot, in words, what happened to it, and the same as a cause."""
+        rows = self.history.ledger.rows[group]
+        if not 0 <= slot < len(rows):
+            return ", which the pool does not have", [], NO_CAUSE
+        row = rows[slot]
+        held = self.history.complete and row[STATE] in (HELD, CACHED)
+        holder, cause = (f" of {self.holder(row)}", held_by(row)) if held else ("", NO_CAUSE)
+        return holder, happened(row), cause

@@ -1,0 +1,130 @@
+"""Forwards that run a request on a row that is not its own, or that go back behind its last forward."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...recorder.state.history import (
+    ROW_END,
+    ROW_EVENT,
+    ROW_PREFIX,
+    ROW_SAMPLED_END,
+    ROW_VERIFY,
+    STATUS_EVENT,
+    STATUS_GIVEN,
+    STATUS_REQUEST,
+)
+from ..report.findings import Cause, Finding
+from .check import Covered, HistoryCheck, register
+from .history import History
+from .view import ForwardView
+
+
+@register
+class RowReassigned(HistoryCheck):
+    """A forward reads a row for a request that the row was not given to.
+
+    Invariant: a forward's row belongs, by the last status recorded of it, to the request that the forward runs, and no two
+    entries of a batch have one row. A row that is taken back and given to another while a launched forward still reads it
+    shows here. Evidence: the status event that gave the row away and the forward. Legitimate exceptions: overlap's one
+    extra forward of a finished request is launched, and so recorded, before the row is taken back. A row that stands twice
+    is judged in every trace, the rest only if the trace promises to report every request's status.
+    """
+
+    kind = "row_reassigned"
+    finds = "a forward reads a row for a request that the row was not given to"
+    covered = Covered.COMPILED
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        self._reported: dict[int, tuple[int, int]] = {}  # by row: the status event and the request reported last
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request whose row is not its own."""
+        return [*self._twice(view), *(self._given_away(view) if self.history.complete else ())]
+
+    def _twice(self, view: ForwardView) -> Iterator[Finding]:
+        """Yield a finding for each further entry of a batch that has a row which another has; a draft may have several."""
+        rows = view.forward.req_pool_indices.tolist()
+        if view.forward.runner or len(set(rows)) == len(rows):
+            return
+        for r, row in enumerate(rows):
+            if row > 0 and row in rows[:r]:
+                detail = f"has row {row}, which another entry of the same forward has"
+                position = int(view.forward.prefix_lens[r])
+                yield self.of_request(view.forward, r, detail, position=position, cause=Cause("same_forward"))
+
+    def _given_away(self, view: ForwardView) -> Iterator[Finding]:
+        forward, owners = view.forward, self.history.rows
+        inside = owners.inside(forward) & (forward.request_ids >= 0)
+        status = owners.status[np.where(inside, forward.req_pool_indices, 0)]
+        wrong = inside & (status[:, STATUS_EVENT] > 0)
+        wrong &= (status[:, STATUS_GIVEN] == 0) | (status[:, STATUS_REQUEST] != forward.request_ids)
+        for r in np.flatnonzero(wrong).tolist():
+            row, event, holder = (
+                int(forward.req_pool_indices[r]),
+                int(status[r, STATUS_EVENT]),
+                int(status[r, STATUS_REQUEST]),
+            )
+            key = event, int(forward.request_ids[r])
+            if self._reported.get(row) == key:
+                continue
+            self._reported[row] = key
+            verb, cause = "took back from", Cause("row_taken_back", holder)
+            if status[r, STATUS_GIVEN]:
+                verb, cause = "gave to", Cause("row_given_away", holder)
+            yield self.of_request(
+                forward,
+                r,
+                f"reads row {row}, which event {event - 1} {verb} request {self.history.request_table.name(holder)}",
+                position=int(forward.prefix_lens[r]),
+                events=[event - 1],
+                cause=cause,
+            )
+
+    def forget(self) -> None:
+        """Forget what was reported."""
+        self._reported.clear()
+
+
+@register
+class SeqLenBackwards(HistoryCheck):
+    """A request's length goes back without its having started over.
+
+    Invariant: from one forward of the target to the next, a request's prefix is as long as prefix and tokens of the one
+    before it; after a target-verify forward, at least one token longer than its prefix. Evidence: the two forwards.
+    Legitimate exceptions: a request that was retracted or is admitted anew starts over; a draft goes back to verify, and is
+    not judged; what a target-verify forward drafted and rejected was never length. If the trace does not promise to report
+    retractions, a request may start over unseen, and only two forwards that both sampled are compared: a request has all
+    its tokens when it samples.
+    """
+
+    kind = "seq_len_backwards"
+    finds = "a request's length went back without its being retracted"
+    covered = Covered.COMPILED
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request whose length is less than it was."""
+        history, forward = self.history, view.forward
+        if forward.runner != 0 or not len(forward.req_pool_indices):
+            return []
+        last, same = history.rows.same(forward)
+        same = same & (forward.request_ids >= 0)
+        end = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
+        if history.complete:
+            least = np.where(last[:, ROW_VERIFY] == 0, last[:, ROW_END], last[:, ROW_PREFIX] + 1)
+            back = same & (forward.prefix_lens < least)
+        else:
+            sampled = forward.sampled_lens > 0 if len(forward.sampled_lens) else np.zeros(len(end), np.bool_)
+            back = same & sampled & (end < last[:, ROW_SAMPLED_END]) & (last[:, ROW_VERIFY] == 0)
+        return [
+            self.of_request(
+                forward,
+                r,
+                f"goes on from a prefix of {forward.prefix_lens[r]} to {end[r]}; its forward before went from "
+                f"{last[r, ROW_PREFIX]} to {last[r, ROW_END]}",
+                position=int(forward.prefix_lens[r]),
+                events=[int(last[r, ROW_EVENT]) - 1],
+            )
+            for r in np.flatnonzero(back).tolist()
+        ]
