@@ -1,6 +1,6 @@
 """Changes: what differs between a table, or KV bytes, as an engine reads them and as a shadow remembers them.
 
-The recorder logs only these differences; `write_rows` then brings the shadow up to date.
+The recorder logs only these differences; `recorder/state/tables.py` then brings the shadow up to date.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..dispatch import In8, In8x2, In32x2, In64, InU64x2, Out8x2, Out32x2, Out64, select
+from ..dispatch import In8, In8x2, In32x2, In64, InU64x2, Out8x2, Out64, select
 from ..ops.hash.kv_source import KvSource
 
 WORD_BYTES: Final = 8
@@ -78,20 +78,6 @@ def row_changes(
     select(_row_changes_loops, backend)(
         rows, starts, counts, values, shadow, runs.rows, runs.starts, runs.counts, runs.values, sizes
     )
-
-
-def write_rows(
-    *,
-    rows: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-    values: npt.NDArray[np.int64],
-    shadow: npt.NDArray[np.int32],
-    backend: str = "cpu",
-) -> None:
-    """Put each request's values at `shadow[rows[r], starts[r] ...]`; shapes and what is passed over as `row_changes`."""
-    _require_values(counts, values)
-    select(_write_rows_loops, backend)(rows, starts, counts, values, shadow)
 
 
 def run_differences(
@@ -234,7 +220,7 @@ def cell_changes(
 
 def prepare(backend: str) -> None:
     """Compile what there is to compile now, so that no engine waits for it later."""
-    for loops in (_row_changes_loops, _write_rows_loops, _new_slots_loops, _cell_changes_loops):
+    for loops in (_row_changes_loops, _new_slots_loops, _cell_changes_loops):
         select(loops, backend)
     select(_run_differences_loops, backend)
     select(_kv_changes_loops, backend)
@@ -354,19 +340,6 @@ def _run_differences_loops(
         held_offset += held_count
     sizes[0] = num_runs
     sizes[1] = num_values
-
-
-def _write_rows_loops(rows: In64, starts: In64, counts: In64, values: In64, shadow: Out32x2) -> None:
-    offset = 0
-    for r in range(rows.shape[0]):
-        row = rows[r]
-        count = max(counts[r], 0)
-        if 0 < row < shadow.shape[0]:
-            for i in range(count):
-                position = starts[r] + i
-                if 0 <= position < shadow.shape[1]:
-                    shadow[row, position] = values[offset + i]
-        offset += count
 
 
 def _new_slots_loops(slots: In64, stamps: Out64, stamp: int, out: Out64, size: Out64) -> None:

@@ -72,7 +72,7 @@ class StateTables:
 
     def __init__(self, header: TraceHeader, *, backend: str, listener: StateListener | None = None) -> None:
         self._backend = backend
-        self._listener = StateListener() if listener is None else listener
+        self._listener = listener
         self.req_to_token = [sparse_zeros((t.rows, t.width), np.int32) for t in header.tables]
         self.luts = [np.zeros(length, dtype=np.int64) for length in header.lut_lens]
         truth = header.truth_table
@@ -109,11 +109,11 @@ class StateTables:
         table = self.req_to_token[index] if index >= 0 else self.truth
         if table is None:
             return
-        if index >= 0:
+        if self._listener is not None and index >= 0:
             self._listener.table_runs(
                 self, index=index, indices=indices, rows=rows, starts=starts, lens=lens, values=values
             )
-        else:
+        elif self._listener is not None:
             self._listener.truth_runs(self, rows=rows, starts=starts, lens=lens, values=values)
         outside = apply_runs(
             index=index,
@@ -143,7 +143,8 @@ class StateTables:
         for index, lut in enumerate(self.luts):
             chosen = (of_value == index) & (at >= 0) & (at < len(lut))
             places, values = at[chosen], slots[chosen]
-            self._listener.lut_entries(self, index=index, places=places, values=values)
+            if self._listener is not None:
+                self._listener.lut_entries(self, index=index, places=places, values=values)
             lut[places] = values
             applied += len(places)
         if applied != len(slots):
@@ -173,21 +174,23 @@ class StateTables:
         extends = np.maximum(extend_lens, 0)
         lens = np.where(rows == 0, 0, extends)
         for index, (slots, table) in enumerate(zip(out_cache_loc, self.req_to_token, strict=True)):
-            self._listener.table_runs(
-                self,
-                index=index,
-                indices=np.full(len(rows), index, np.int64),
-                rows=rows,
-                starts=prefix_lens,
-                lens=lens,
-                values=slots,
-            )
+            if self._listener is not None:
+                self._listener.table_runs(
+                    self,
+                    index=index,
+                    indices=np.full(len(rows), index, np.int64),
+                    rows=rows,
+                    starts=prefix_lens,
+                    lens=lens,
+                    values=slots,
+                )
             apply_forward(
                 rows=rows, prefix_lens=prefix_lens, lens=lens, values=slots, table=table, backend=self._backend
             )
         if self.truth is not None and len(sampled_lens):
             starts, lens = prefix_lens + extends, np.where(rows == 0, 0, sampled_lens)
-            self._listener.truth_runs(self, rows=rows, starts=starts, lens=lens, values=sampled_tokens)
+            if self._listener is not None:
+                self._listener.truth_runs(self, rows=rows, starts=starts, lens=lens, values=sampled_tokens)
             apply_forward(
                 rows=rows,
                 prefix_lens=starts,

@@ -11,9 +11,9 @@ from kvcanary.kernels.capture.changes import (
     kv_same,
     new_slots,
     row_changes,
-    write_rows,
 )
 from kvcanary.kernels.ops.hash.kv_source import KvSource
+from kvcanary.kernels.replay_pass.state import apply_runs
 
 BACKENDS = ("reference", "cpu")
 POISON = -77
@@ -81,18 +81,6 @@ def test_neighbouring_differences_are_one_run() -> None:
     assert got.counts.tolist() == [2, 1]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", range(8))
-def test_write_rows_puts_the_values_inside_and_nothing_else(backend: str, seed: int) -> None:
-    case = _case(seed, 9)
-    shadow = np.full((6, 12), POISON, np.int32)
-    expected = shadow.copy()
-    for _, row, position, value in _cells(case, shadow.shape):
-        expected[row, position] = value
-    write_rows(**case, shadow=shadow, backend=backend)
-    np.testing.assert_array_equal(shadow, expected)
-
-
 @given(st.integers(0, 10_000), st.integers(0, 12))
 def test_after_writing_the_changes_there_are_none(seed: int, bs: int) -> None:
     case = _case(seed, bs)
@@ -102,25 +90,29 @@ def test_after_writing_the_changes_there_are_none(seed: int, bs: int) -> None:
         runs, sizes = RowRuns.allocate(case["values"].size), np.zeros(2, np.int64)
         row_changes(**case, shadow=shadow, runs=runs, sizes=sizes)
         got = runs.cut(int(sizes[0]), int(sizes[1]))
-        write_rows(rows=got.rows, starts=got.starts, counts=got.counts, values=got.values, shadow=shadow)
+        outside = apply_runs(
+            index=0,
+            indices=np.zeros_like(got.rows),
+            rows=got.rows,
+            starts=got.starts,
+            counts=got.counts,
+            values=got.values,
+            table=shadow,
+        )
+        assert outside == 0
     assert sizes.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("op", ["row_changes", "write_rows"])
-def test_counts_beyond_the_values_are_refused(op: str) -> None:
+def test_counts_beyond_the_values_are_refused() -> None:
     case = {"rows": np.ones(2, np.int64), "starts": np.zeros(2, np.int64), "counts": np.array([3, 2])}
-    shadow = np.zeros((3, 8), np.int32)
     with pytest.raises(ValueError, match="counts ask for 5 values, there are 4"):
-        if op == "write_rows":
-            write_rows(**case, values=np.zeros(4, np.int64), shadow=shadow)
-        else:
-            row_changes(
-                **case,
-                values=np.zeros(4, np.int64),
-                shadow=shadow,
-                runs=RowRuns.allocate(5),
-                sizes=np.zeros(2, np.int64),
-            )
+        row_changes(
+            **case,
+            values=np.zeros(4, np.int64),
+            shadow=np.zeros((3, 8), np.int32),
+            runs=RowRuns.allocate(5),
+            sizes=np.zeros(2, np.int64),
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

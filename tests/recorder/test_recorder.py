@@ -230,8 +230,8 @@ def test_padding_rows_and_tokens_come_last_and_change_nothing(tmp_path: Path) ->
         table[1, :3] = [1, 2, 3]
     state = engine.recorder._state
     engine.recorder.close()
-    assert not state.tables[0][0].any()
-    assert not state.truth[0].any()
+    assert not state.tables.req_to_token[0][0].any()
+    assert not state.tables.truth[0].any()
     assert [event["table_row"] for event in contents(tmp_path / "trace.arrow")] == [[], []]
     summary = judged(tmp_path / "trace.arrow")
     assert (summary.violations, summary.findings, summary.verified) == (0, 0, 8)
