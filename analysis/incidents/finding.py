@@ -24,7 +24,7 @@ from .building import incident_rows
 from .facts import MAX_PLACES, Facts
 from .gathering import gather
 from .linking import NamedSlots, link, merge
-from .places import FINDING, MAX_HELD, Places, iter_rows, place_keys, read_places
+from .places import FINDING, MAX_HELD_PLACES, Places, iter_rows, place_keys, read_places
 from .ranking import make_clusters, rank
 from .schema import INCIDENT_SCHEMA, INCIDENTS_NAME, MEMBER_SCHEMA, MEMBERS_NAME, STAMP_KEY
 
@@ -41,7 +41,7 @@ class Incidents:
     of_place: Int64Array
 
 
-def find_incidents(report: Path, traces: Sequence[Path], *, max_places: int = MAX_HELD) -> Incidents:
+def find_incidents(report: Path, traces: Sequence[Path], *, max_places: int = MAX_HELD_PLACES) -> Incidents:
     """Find the incidents of a report.
 
     Args:

@@ -1,7 +1,7 @@
 """What a report holds, as places: violations and findings at one slot for one request and reason count as one.
 
 A fault that lasts is found anew in every forward, so ten million rows come from far fewer places; where the replay has
-merged such rows, each counts as often as it was found. The files are read once, in row groups; what is held is one line a place, and never more than `MAX_HELD` lines: past that, neighbouring
+merged such rows, each counts as often as it was found. The files are read once, in row groups; what is held is one line a place, and never more than `MAX_HELD_PLACES` lines: past that, neighbouring
 slots and positions count as one place, 16, 256, ... at a time.
 """
 
@@ -22,7 +22,7 @@ from ...replayer.report.violations import PARQUET_ERRORS, VIOLATION_SCHEMA
 from ..errors import AnalysisError
 
 # About 120 bytes each, and a quarter more for what was read since they were last folded; three times that while they are.
-MAX_HELD: Final = 2_000_000
+MAX_HELD_PLACES: Final = 2_000_000
 ROWS_AT_ONCE: Final = 65_536
 VIOLATION, FINDING = 0, 1
 NUMBERS: Final = {
@@ -83,7 +83,7 @@ class Places:
         return self.columns[name]
 
 
-def read_places(report: Path, *, limit: int = MAX_HELD) -> Places:
+def read_places(report: Path, *, limit: int = MAX_HELD_PLACES) -> Places:
     """Read a report's violations and findings.
 
     Args:

@@ -22,7 +22,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "limits.md").read_tex
 HOLE = (64 << 30) + 8 * 12_345
 PLACES = (
     *("recorder.trace.schema", "replayer.report.violations", "replayer.report.merged.merging"),
-    *("analysis.incidents.sites", "analysis.store.session", "analysis.store.sources"),
+    *("analysis.incidents.places", "analysis.store.session", "analysis.store.sources"),
 )
 
 
