@@ -1,0 +1,34 @@
+"""Every script in examples/ runs as it stands and says what it promises."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+# What each prints at least; the bisected engine is run by its page's test (tests/analysis/test_tutorial.py).
+EXPECTED = {
+    "analysis.py": "corrupt",
+    "record_transformers.py": "clean: ",
+    "tutorial_engine.py": None,
+}
+
+
+def test_every_example_is_known():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, shown in EXPECTED.items() if shown))
+def test_an_example_runs(name, tmp_path):
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert EXPECTED[name] in done.stdout
