@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import click
 
+from ..errors import error_text
 from ..process.endings import ENDINGS, ignore_endings
 from ..text import printable
 
@@ -126,6 +127,9 @@ def _tell(program: str, error: Exception) -> int:
         _say(f"{program}: {where}{error.strerror or error}")
         if error.errno == errno.ENOSPC:
             _say("the disk is full; make room, then run the same command again")
+        return EXIT_FAILED
+    if isinstance(error, MemoryError):
+        _say(f"{program}: there is not enough memory ({error_text(error)}); run it where more is free")
         return EXIT_FAILED
     if isinstance(error, RuntimeError) and str(error) == QUERY_INTERRUPTED:
         return _interrupted()

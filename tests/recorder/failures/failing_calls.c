@@ -2,6 +2,9 @@
  * overtaken machine makes it fail. Files elsewhere (libraries, caches) are none of its business.
  *
  * arm(folder, n, error, stay) begins the count, armed_calls() ends it and returns how many there were. With n = 0 none fails.
+ *
+ * arm_memory(bytes, n, stay) has the n-th request for so many bytes of memory or more fail instead, whoever asks for it, but
+ * not in threads that called spare(1).
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -11,6 +14,7 @@
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/uio.h>
@@ -21,6 +25,8 @@ static size_t folder_length;
 static atomic_long fails_at;
 static int fails_with, stays;
 static atomic_int armed;
+static atomic_size_t large = (size_t)-1; /* requests of at least so many bytes count */
+static __thread int spared;
 static atomic_long *count; /* shared with children, so that whoever forks sees what they counted */
 
 __attribute__((constructor)) static void begin(void) {
@@ -38,8 +44,19 @@ void arm(const char *under, long n, int error, int stay) {
     atomic_store(&armed, 1);
 }
 
+void arm_memory(size_t bytes, long n, int stay) {
+    stays = stay;
+    fails_with = ENOMEM;
+    atomic_store(&fails_at, n);
+    atomic_store(count, 0);
+    atomic_store(&large, bytes);
+}
+
+void spare(int whether) { spared = whether; }
+
 long armed_calls(void) {
     atomic_store(&armed, 0);
+    atomic_store(&large, (size_t)-1);
     return atomic_load(count);
 }
 
@@ -49,6 +66,8 @@ static int fails(void) {
     errno = fails_with;
     return 1;
 }
+
+static int no_memory(size_t bytes) { return bytes >= atomic_load(&large) && !spared && fails(); }
 
 static int is_under(const char *path) {
     return folder_length && strncmp(path, folder, folder_length) == 0;
@@ -93,5 +112,16 @@ int ftruncate(int fd, off_t size) { REAL(ftruncate); return fd_under(fd) && fail
 int ftruncate64(int fd, off64_t size) { REAL(ftruncate64); return fd_under(fd) && fails() ? -1 : real(fd, size); }
 int rename(const char *from, const char *to) { REAL(rename); return path_under(-1, to) && fails() ? -1 : real(from, to); }
 int renameat(int at, const char *from, int into, const char *to) { REAL(renameat); return path_under(into, to) && fails() ? -1 : real(at, from, into, to); }
-void *mmap(void *where, size_t size, int use, int flags, int fd, off_t at) { REAL(mmap); return fd_under(fd) && fails() ? MAP_FAILED : real(where, size, use, flags, fd, at); }
-void *mmap64(void *where, size_t size, int use, int flags, int fd, off64_t at) { REAL(mmap64); return fd_under(fd) && fails() ? MAP_FAILED : real(where, size, use, flags, fd, at); }
+
+extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t), *__libc_memalign(size_t, size_t);
+
+void *malloc(size_t size) { return no_memory(size) ? NULL : __libc_malloc(size); }
+void *calloc(size_t items, size_t size) { return no_memory(items * size) ? NULL : __libc_calloc(items, size); }
+void *realloc(void *old, size_t size) { return no_memory(size) ? NULL : __libc_realloc(old, size); }
+void *memalign(size_t to, size_t size) { return no_memory(size) ? NULL : __libc_memalign(to, size); }
+void *aligned_alloc(size_t to, size_t size) { return no_memory(size) ? NULL : __libc_memalign(to, size); }
+int posix_memalign(void **made, size_t to, size_t size) { return no_memory(size) || !(*made = __libc_memalign(to, size)) ? ENOMEM : 0; }
+
+static int refused(int fd, int flags, size_t size) { return flags & MAP_ANONYMOUS ? no_memory(size) : fd_under(fd) && fails(); }
+void *mmap(void *where, size_t size, int use, int flags, int fd, off_t at) { REAL(mmap); return refused(fd, flags, size) ? MAP_FAILED : real(where, size, use, flags, fd, at); }
+void *mmap64(void *where, size_t size, int use, int flags, int fd, off64_t at) { REAL(mmap64); return refused(fd, flags, size) ? MAP_FAILED : real(where, size, use, flags, fd, at); }

@@ -1,7 +1,8 @@
-"""Runs a scenario again and again, each time with another of its I/O calls failing; a program of its own, since the calls
-are caught by a library that must be preloaded.
+"""Runs a scenario again and again, each time with another of its I/O calls failing, or of its requests for memory; a program
+of its own, since the calls are caught by a library that must be preloaded.
 
     LD_PRELOAD=failing_calls.so python -m tests.recorder.failures.failing_calls SCENARIO FOLDER --first 1 --step 1
+    PYTHONMALLOC=malloc ARROW_DEFAULT_MEMORY_POOL=system LD_PRELOAD=... SCENARIO FOLDER --memory 16384
 
 Each run is a fork of this process, in a folder of its own. A line of JSON says how many runs there were, and what was
 wrong with which.
@@ -11,6 +12,7 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -23,13 +25,18 @@ from typing import Any, ClassVar
 import pyarrow.parquet as pq
 from kvcanary.cli import kvcanary_main, replay_main
 from kvcanary.kernels.replay_pass.state import prepare
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.engines.simulated import engine
+from kvcanary.recorder.engines.simulated.config import EngineConfig
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.errors import TraceError, UnreadableTraceError
 from kvcanary.recorder.trace.reader import TraceGap, TraceReader
-from kvcanary.replayer.run.replay import ReplaySettings, replay
+from kvcanary.replayer.run.replay import ReplaySettings, replay, replay_joined
 
 from ..documented_engine import run_requests, toy_engine
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EMFILE)
+LIBRARY = ctypes.CDLL(None)
 TRACE = Path(__file__).parents[3] / "data" / "kv_flip.arrow"
 
 
@@ -39,13 +46,34 @@ class Scenario:
     def prepare(self, folder: Path) -> None:
         """Put there what is read."""
 
-    def run(self, folder: Path) -> None:
-        """Do it; runs in a child, which ends with exit code 0 unless this ends it otherwise."""
+    def run(self, folder: Path, begin: Callable[[], None]) -> None:
+        """Do it; runs in a child, which ends with exit code 0 unless this ends it otherwise. Calls fail after `begin()`."""
         raise NotImplementedError
 
     def judge(self, folder: Path, code: int, said: str) -> str:
         """Return what is wrong, nothing where all is as it must be."""
         raise NotImplementedError
+
+
+class _NotSpared:
+    """A recorder for whose calls there may be no memory, while there is for the engine around them."""
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._recorder, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            LIBRARY.spare(0)
+            try:
+                return found(*arguments, **named)
+            finally:
+                LIBRARY.spare(1)
+
+        return call
 
 
 class Record(Scenario):
@@ -54,13 +82,14 @@ class Record(Scenario):
     options: ClassVar[dict[str, Any]] = {"flush_interval_ns": 1_000_000, "compression": "none"}
     expected: Any = None
 
-    def run(self, folder: Path) -> None:
+    def run(self, folder: Path, begin: Callable[[], None]) -> None:
+        begin()
         try:
-            engine = toy_engine(folder / "t.arrow", **self.options)
+            toy = toy_engine(folder / "t.arrow", **self.options)
         except TraceError:  # at the start whoever records is told
             os._exit(3)
-        answers = run_requests(engine)
-        engine.recorder.close()
+        answers = run_requests(toy)
+        toy.recorder.close()
         Path(os.environ["KVCANARY_ANSWERS"]).write_text(json.dumps(answers))
 
     def judge(self, folder: Path, code: int, said: str) -> str:
@@ -74,7 +103,7 @@ class Record(Scenario):
             return "the engine gave other answers"
         files = sorted(folder.glob("*.arrow"))
         try:
-            summary = replay(files if len(files) > 1 else files[0], settings=ReplaySettings(), report=None)
+            (summary,) = replay_joined([files], settings=ReplaySettings(), reports=[None])
         except UnreadableTraceError as error:
             return "" if "torn" in str(error) or "empty" in str(error) else f"unreadable: {error}"
         if summary.violations or summary.findings:
@@ -96,6 +125,23 @@ class RecordSegments(Record):
     options: ClassVar[dict[str, Any]] = {**Record.options, "segment_bytes": 4096}
 
 
+class RecordInSmallMemory(Record):
+    """A recording of a larger engine that began, in segments; what the engine itself asks for is given."""
+
+    options: ClassVar[dict[str, Any]] = {"segment_bytes": 1 << 16, "flush_bytes": 1 << 15}
+
+    def run(self, folder: Path, begin: Callable[[], None]) -> None:
+        engine.Recorder = lambda *given, **named: _NotSpared(Recorder(*given, **named))  # type: ignore[assignment, misc]
+        config = EngineConfig(page_size=16, num_pages=200, chunk_tokens=512)
+        workload = RandomWorkload(requests=24, prompt_tokens=200, output_tokens=12, max_tokens=500, arrival_rate=4000.0)
+        simulated = engine.SimulatedEngine(config, workload, folder / "t.arrow", **self.options)
+        LIBRARY.spare(1)
+        begin()
+        simulated.run()
+        simulated.close()
+        Path(os.environ["KVCANARY_ANSWERS"]).write_text(json.dumps(simulated.counters.to_json()))
+
+
 class Command(Scenario):
     """A command: as without the failure, or one clear error."""
 
@@ -106,7 +152,8 @@ class Command(Scenario):
     def prepare(self, folder: Path) -> None:
         shutil.copy(TRACE, folder / "t.arrow")
 
-    def run(self, folder: Path) -> None:
+    def run(self, folder: Path, begin: Callable[[], None]) -> None:
+        begin()
         sys.argv = ["kvcanary", *(word.format(folder) for word in self.arguments)]
         type(self).program()
 
@@ -201,6 +248,7 @@ class Store(OfReport):
 SCENARIOS: dict[str, type[Scenario]] = {
     "record": Record,
     "segments": RecordSegments,
+    "small": RecordInSmallMemory,
     "replay": Replay,
     "recover": Recover,
     "page": Page,
@@ -216,26 +264,42 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--step", type=int, default=1)
     parser.add_argument("--stay", action="store_true", help="all calls from the failing one on fail")
+    parser.add_argument(
+        "--memory", type=int, help="no I/O call, but a request for so many bytes of memory or more fails"
+    )
     options = parser.parse_args()
-    library = ctypes.CDLL(None)
     os.environ["KVCANARY_ANSWERS"] = str(options.folder / "answers.json")
     scenario = SCENARIOS[options.scenario]()
     prepare("cpu")
     wrong: list[str] = []
-    runs, calls = 0, _run(scenario, options, library, 0, 0, wrong)
+    if (
+        options.memory
+    ):  # what is imported is not what is looked at: libraries end the process where theirs has no memory
+        _run(scenario, options, 0, 0, wrong)
+        for name in json.loads((options.folder / "modules").read_text()):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    runs, calls = 0, _run(scenario, options, 0, 0, wrong)
     number = options.first
     # Threads make the count differ a little from run to run: it ends with the first run that has no n-th call.
     while len(wrong) < 20:
         error = ERRORS[number % len(ERRORS)]
         runs += 1
-        if _run(scenario, options, library, number, error, wrong) < number:
+        if _run(scenario, options, number, error, wrong) < number:
             break
         number += options.step
     print(json.dumps({"calls": calls, "runs": runs, "wrong": wrong}), flush=True)
     os._exit(0)  # the libraries' threads have nothing left to do
 
 
-def _run(scenario: Scenario, options: Any, library: Any, number: int, error: int, wrong: list[str]) -> int:
+def _arm(folder: Path, number: int, error: int, options: Any) -> None:
+    if options.memory:
+        LIBRARY.arm_memory(ctypes.c_size_t(options.memory), ctypes.c_long(number), int(options.stay))
+    else:
+        LIBRARY.arm(os.fsencode(folder), ctypes.c_long(number), error, int(options.stay))
+
+
+def _run(scenario: Scenario, options: Any, number: int, error: int, wrong: list[str]) -> int:
     """Run once in a child; return how many calls there were."""
     folder, told = options.folder / "run", options.folder / "said"
     shutil.rmtree(folder, ignore_errors=True)
@@ -248,8 +312,7 @@ def _run(scenario: Scenario, options: Any, library: Any, number: int, error: int
             output = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            library.arm(os.fsencode(folder), ctypes.c_long(number), error, int(options.stay))
-            scenario.run(folder)
+            scenario.run(folder, lambda: _arm(folder, number, error, options))
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 2
@@ -260,9 +323,11 @@ def _run(scenario: Scenario, options: Any, library: Any, number: int, error: int
             with contextlib.suppress(BaseException):
                 sys.stdout.flush()
                 sys.stderr.flush()
+            if not number:
+                (options.folder / "modules").write_text(json.dumps([n for n in sys.modules if n != "__main__"]))
             os._exit(code)
     status = os.waitpid(child, 0)[1]
-    calls = library.armed_calls()
+    calls = LIBRARY.armed_calls()
     code = os.waitstatus_to_exitcode(status)
     # What is printed on success is no message.
     said = told.read_text(errors="replace")
@@ -271,7 +336,8 @@ def _run(scenario: Scenario, options: Any, library: Any, number: int, error: int
     except Exception:  # noqa: BLE001  # what cannot be judged is wrong too
         problem = traceback.format_exc()
     if problem:
-        wrong.append(f"call {number} fails with {errno.errorcode.get(error)}: {problem[-1500:]}")
+        why = "MemoryError" if options.memory else errno.errorcode.get(error)
+        wrong.append(f"call {number} fails with {why}: {problem[-1500:]}")
     return calls
 
 
