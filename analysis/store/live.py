@@ -1,8 +1,10 @@
 """The library over traces and reports where they lie: nothing is imported, every query reads the files."""
 
-from collections.abc import Callable, Sequence
+import os
+import stat
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +29,8 @@ from ..incidents.schema import INCIDENT_SCHEMA, MEMBER_SCHEMA
 from .header_tables import HEADER_SCHEMAS, coverage_rows, header_rows, summary_rows
 from .sources import Source
 
+FileStates = dict[Path, tuple[int, ...]]
+
 # DuckDB takes a trace, whose number of rows it does not know, for a few rows, and would join as of by trying all pairs.
 NO_LOOP_JOIN = "set asof_loop_join_threshold = 0"
 
@@ -41,11 +45,13 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def make_raw_relations(connection: Any, sources: Sequence[Source], resources: ExitStack) -> list[str]:
+def make_raw_relations(
+    connection: Any, sources: Sequence[Source], resources: ExitStack
+) -> tuple[list[str], FileStates]:
     """Give a connection `raw_events`, `raw_violations`, `raw_findings` and the header's tables, of all sources.
 
     Returns:
-        The files that DuckDB itself goes on reading.
+        The files that DuckDB itself goes on reading, and the states of the traces when they were checked.
 
     Raises:
         AnalysisError: a trace or a report cannot be read.
@@ -53,12 +59,14 @@ def make_raw_relations(connection: Any, sources: Sequence[Source], resources: Ex
     plain = {s.report: plain_path(s.report, resources) for s in sources if s.report is not None}
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in HEADER_SCHEMAS}
     events: list[str] = []
+    states: FileStates = {}
     for number, source in enumerate(sources):
         if source.trace is None:
             found = summary_rows(source.name, source.summary or {})
         else:
             scan = scan_trace(source.files, resources)
             connection.register(f"raw_events_{number}", scan.events)
+            states |= scan.states
             events.append(f"select {quoted(source.name)} as trace, * from raw_events_{number}")
             found = header_rows(source.name, source.trace, scan.header, complete=scan.complete, gaps=scan.gaps)
         found["_coverage"] = coverage_rows(source.name, source.summary or {})
@@ -95,7 +103,7 @@ def make_raw_relations(connection: Any, sources: Sequence[Source], resources: Ex
         parts.append(f"select ''::varchar as trace, * from _no_{name}")
         _view(connection, f"raw_{name}", parts)
     names = (*_REPORT_FILES, *_INCIDENT_FILES)
-    return [str(folder / f"{name}.parquet") for folder in plain.values() for name in names]
+    return [str(folder / f"{name}.parquet") for folder in plain.values() for name in names], states
 
 
 def _view(connection: Any, name: str, parts: list[str]) -> None:
@@ -167,10 +175,11 @@ class Interruptible:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceScan:
-    """A trace's events for DuckDB, its header, and what is missing of it."""
+    """A trace's events for DuckDB, the files that they lie in as they were, its header, and what is missing of it."""
 
     header: TraceHeader
     events: Any
+    states: FileStates
     complete: bool
     gaps: list[dict[str, Any]] = field(default_factory=list)
 
@@ -178,13 +187,14 @@ class TraceScan:
 def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
     """Check every batch of a trace, one file or the segments of a recording in order, and return it for scanning.
 
-    A whole trace is scanned where it lies. Of a torn or damaged one the whole batches are copied to a temporary file,
-    which goes with `resources`.
+    A whole trace is scanned where it lies. Of a torn or damaged one, and of one that another user may change once it is
+    checked, the whole batches are copied to a temporary file, which goes with `resources`.
 
     Raises:
-        AnalysisError: the trace cannot be read, or no copy of it can be written.
+        AnalysisError: the trace cannot be read, changes meanwhile, or no copy of it can be written.
     """
     try:
+        states = file_states(files)
         stream = SegmentStream(files)
         schema: pa.Schema | None = None
         gaps = []
@@ -194,12 +204,40 @@ def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
             else:
                 schema = schema or item.record_batch.schema
         paths = list(files)
-        if gaps or not stream.complete:
+        if gaps or not stream.complete or any(map(_others_may_change, files)):
             folder = Path(resources.enter_context(private_folder()))
             paths = [_copy_whole_batches(files, schema or trace_schema(), folder)]
-        return TraceScan(header=stream.header, events=_dataset(paths, resources), complete=stream.complete, gaps=gaps)
+            states = file_states(paths)
+        elif file_states(files) != states:
+            raise AnalysisError(f"{files[0]}: was changed while it was checked; run it again")
+        events = _dataset(paths, resources)
+        return TraceScan(header=stream.header, events=events, states=states, complete=stream.complete, gaps=gaps)
     except TraceError as error:
         raise AnalysisError(str(error)) from None
+
+
+def file_states(paths: Iterable[Path]) -> FileStates:
+    """Return what tells each file, as it is now, from any that could take its place, and from itself once it is changed."""
+    states: FileStates = {}
+    for path in paths:
+        with suppress(OSError):
+            found = path.stat()
+            states[path] = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return states
+
+
+def _others_may_change(path: Path) -> bool:
+    """Whether another user may write to a file, or put another in its place, after it was checked."""
+    path = path.resolve()
+    for place in (path, path.parent):
+        try:
+            found = place.stat()
+        except OSError:
+            return True
+        writable = found.st_mode & (stat.S_IWOTH | (stat.S_IWGRP if found.st_gid != os.getegid() else 0))
+        if found.st_uid not in (os.geteuid(), 0) or (writable and not found.st_mode & stat.S_ISVTX):
+            return True
+    return False
 
 
 def _copy_whole_batches(files: Sequence[Path], schema: pa.Schema, folder: Path) -> Path:

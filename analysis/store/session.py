@@ -12,7 +12,16 @@ import pyarrow as pa
 
 from ..errors import AnalysisError, SqlError
 from .library import BASE, DERIVED, derived_statements, relation_statements, sql_file
-from .live import NO_LOOP_JOIN, Interruptible, make_raw_relations, plain_path, private_folder, quoted
+from .live import (
+    NO_LOOP_JOIN,
+    FileStates,
+    Interruptible,
+    file_states,
+    make_raw_relations,
+    plain_path,
+    private_folder,
+    quoted,
+)
 from .sources import Source, find_sources, read_summary
 from .store import fresh_store
 
@@ -30,13 +39,16 @@ class SqlSession:
     `sources` are the traces and reports behind it, `stored` says whether it answers from report.duckdb.
     """
 
-    def __init__(self, connection: Any, sources: Sequence[Source], resources: ExitStack, *, stored: bool) -> None:
+    def __init__(
+        self, connection: Any, sources: Sequence[Source], resources: ExitStack, *, stored: bool, states: FileStates
+    ) -> None:
         self.sources = tuple(sources)
         self.stored = stored
         self._connection = connection
         self._resources = resources
         self._interruptible = Interruptible(connection)
         self._open: pa.RecordBatchReader | None = None
+        self._states = states
 
     def sql(self, query: str) -> pa.Table:
         """Run SQL and return the last statement's rows; raise `SqlError` with DuckDB's message."""
@@ -50,6 +62,8 @@ class SqlSession:
         if self._open is not None:
             self._open.close()  # DuckDB begins nothing beside it
             self._open = None
+        if file_states(self._states) != self._states:  # what was checked is what is used
+            raise SqlError("a trace was changed since it was opened; open it again")
         try:
             self._open = self._interruptible.run(lambda: self._begin(query))
         except (duckdb.Error, pa.ArrowException) as error:
@@ -154,11 +168,12 @@ def open_sources(
     with ExitStack() as resources:
         connection = connect(":memory:", resources, memory_limit)
         stores = [fresh_store(source) for source in sources] if use_store else [None]
+        states: FileStates = {}
         try:
             if all(stores):
                 opened = _attach(connection, list(zip(sources, stores, strict=True)), resources)
             else:
-                opened = make_raw_relations(connection, sources, resources)
+                opened, states = make_raw_relations(connection, sources, resources)
                 for statement in relation_statements(stored=False):
                     connection.execute(statement)
             if not unlocked:
@@ -170,7 +185,7 @@ def open_sources(
             raise AnalysisError(
                 f"{_named(sources)}: cannot be opened: {cause}; where a report's file is damaged, replay the trace again"
             ) from None
-        return SqlSession(connection, sources, resources.pop_all(), stored=all(stores))
+        return SqlSession(connection, sources, resources.pop_all(), stored=all(stores), states=states)
 
 
 def connect(database: str, resources: ExitStack, memory_limit: str = MEMORY_LIMIT) -> Any:

@@ -18,7 +18,16 @@ from ...replayer.report.report import STORE_NAME, check_report_folder
 from ..errors import AnalysisError
 from ..incidents.schema import INCIDENTS_NAME
 from .library import BASE, comment_statements, library_hash, relation_statements
-from .live import NO_LOOP_JOIN, Interruptible, is_plain, make_raw_relations, plain_path, private_folder, quoted
+from .live import (
+    NO_LOOP_JOIN,
+    Interruptible,
+    file_states,
+    is_plain,
+    make_raw_relations,
+    plain_path,
+    private_folder,
+    quoted,
+)
 from .sources import Source
 
 # What the build may hold in memory; what does not fit goes to the temporary folder.
@@ -138,9 +147,11 @@ def _fill(path: Path, source: Source, resources: ExitStack) -> None:
         connection.execute(f"set temp_directory = {quoted(str(path.parent / 'spill'))}")
         connection.execute(f"set memory_limit = '{MEMORY_LIMIT}'")
         connection.execute(NO_LOOP_JOIN)
-        make_raw_relations(connection, [source], resources)
+        _, states = make_raw_relations(connection, [source], resources)
         for statement in relation_statements(stored=True):
             interruptible.run(partial(connection.execute, statement))
+        if file_states(states) != states:
+            raise AnalysisError(f"{source.name}: the trace was changed while its store was made; run it again")
         for statement in comment_statements():
             connection.execute(statement)
         connection.execute("create table store_info (key varchar, value varchar)")

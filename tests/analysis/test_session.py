@@ -60,3 +60,21 @@ def test_ctrl_c_while_duckdb_asks_for_a_relation_is_no_damaged_file(tmp_path, mo
     monkeypatch.setattr(session_module, "make_raw_relations", make_raw_relations)
     with pytest.raises(KeyboardInterrupt):
         open_traces(write(tmp_path / "trace.arrow"))
+
+
+def test_a_trace_that_was_changed_since_it_was_checked_is_asked_no_more(tmp_path):
+    """What DuckDB scans has no CRC: it must be what the reader checked."""
+    path = write(tmp_path / "trace.arrow")
+    with open_traces(path) as session:
+        count = session.sql("select count(*) as n from events")["n"].to_pylist()
+        data = path.read_bytes()
+        with path.open("r+b") as file:
+            file.seek(len(data) // 2)
+            file.write(b"x")
+        with pytest.raises(SqlError, match="changed since it was opened"):
+            session.sql("select count(*) as n from events")
+    path.write_bytes(data)
+    path.chmod(0o666)
+    with open_traces(path) as session:  # a copy of what another user may write to
+        path.write_bytes(bytes(len(data)))
+        assert session.sql("select count(*) as n from events")["n"].to_pylist() == count
