@@ -248,7 +248,7 @@ class Store(OfReport):
 SCENARIOS: dict[str, type[Scenario]] = {
     "record": Record,
     "segments": RecordSegments,
-    "small": RecordInSmallMemory,
+    "memory": RecordInSmallMemory,
     "replay": Replay,
     "recover": Recover,
     "page": Page,
