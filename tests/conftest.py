@@ -26,6 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # What whoever runs the tests has set for an engine of theirs is not for the engines of the tests.
+    for name in [name for name in os.environ if name.startswith("KVCANARY_") and name != "KVCANARY_CHROMIUM"]:
+        del os.environ[name]
     # Started in the background or under nohup, a process ignores these, and so would every process that a test starts.
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
