@@ -2,12 +2,13 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
-from ...recorder.capture.host_arrays import runs_to_slots
+from ...recorder.state.events import TransferEvent
+from ...recorder.state.forward import Forward
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 from .facts import Fact
@@ -20,16 +21,31 @@ NO_TWIN: Final[Twin] = ((-1, -1), -1, "")
 RECENT_EVENTS: Final = 12
 
 
+class _Written(NamedTuple):
+    """What an event wrote: pool group, bytes `[n, capture_bytes]` and slots `[n]`, a stream."""
+
+    event: int
+    kind: str
+    parts: list[tuple[int, ByteArray, Int64Array]]
+
+
 class ChangedBytes:
     """Remembers the last events that wrote bytes, forwards and transfers that landed."""
 
     def __init__(self, header: TraceHeader) -> None:
         self._header = header
-        self._recent: deque[EventView] = deque(maxlen=RECENT_EVENTS)
+        self._recent: deque[_Written] = deque(maxlen=RECENT_EVENTS)
 
-    def wrote(self, view: EventView) -> None:
-        """Remember a forward, or a transfer that landed."""
-        self._recent.append(view)
+    def wrote(self, forward: Forward) -> None:
+        """Remember a forward."""
+        streams = zip(self._header.streams(forward.runner), forward.kv_bytes, strict=True)
+        parts = [(group, data, forward.out_cache_loc[self._header.groups[group].table]) for (group, _), data in streams]
+        self._recent.append(_Written(event=forward.event, kind="forward", parts=parts))
+
+    def received(self, transfer: TransferEvent) -> None:
+        """Remember a transfer that landed."""
+        parts = [(transfer.group, data, transfer.slots) for data in transfer.landed]
+        self._recent.append(_Written(event=transfer.event, kind="transfer", parts=parts))
 
     def changes(self, view: EventView, wanted: Sequence[BoolArray]) -> Iterator[tuple[int, int, Fact]]:
         """Yield pool group, slot and fact of each wanted slot that an event saw changed, each slot once."""
@@ -51,7 +67,7 @@ class ChangedBytes:
             if (group, slot) in done or not 0 < slot < len(mask) or not mask[slot]:
                 continue
             done.add((group, slot))
-            twin, event, kind = self._twin(view, content, group, slot)
+            twin, event, kind = self._twin(content, group, slot)
             yield (
                 group,
                 slot,
@@ -65,51 +81,18 @@ class ChangedBytes:
                 ),
             )
 
-    def _twin(self, view: EventView, content: ByteArray, group: int, slot: int) -> Twin:
+    def _twin(self, content: ByteArray, group: int, slot: int) -> Twin:
         """Return the latest write of these very bytes elsewhere; one in another pool group says more than one beside."""
         beside = NO_TWIN
         if not content.any():
             return beside
-        for event in reversed([*self._recent, *([view] if view.kind == "forward" else [])]):
-            for of_group, width, data, slots in self._written(event):
-                if width != len(content) or len(data) != len(slots) * width:
+        for recent in reversed(self._recent):
+            for of_group, data, slots in recent.parts:
+                if data.shape[1] != len(content):
                     continue
-                equal = np.flatnonzero((data.reshape(len(slots), width) == content).all(axis=1))
-                for written in slots[equal].tolist():
+                for written in slots[np.flatnonzero((data == content).all(axis=1))].tolist():
                     if of_group != group:
-                        return (of_group, written), event.number, event.kind
+                        return (of_group, written), recent.event, recent.kind
                     if written != slot and beside == NO_TWIN:
-                        beside = (of_group, written), event.number, event.kind
+                        beside = (of_group, written), recent.event, recent.kind
         return beside
-
-    def _written(self, event: EventView) -> Iterator[tuple[int, int, ByteArray, Int64Array]]:
-        """Yield pool group, width, bytes and slots of each stream that an event wrote."""
-        data, at = event.bytes("kv_bytes"), 0
-        if event.kind == "transfer":
-            for group, slots in named_slots(event, self._header).items():
-                for stream in self._header.groups[group].streams:
-                    part = data[at : at + len(slots) * stream.capture_bytes]
-                    at += len(part)
-                    yield group, stream.capture_bytes, part, slots
-            return
-        tokens, out = len(event.ints("input_ids")), event.ints("out_cache_loc")
-        for group, stream in self._header.streams(int(event.scalar("runner"))):
-            part = data[at : at + tokens * stream.capture_bytes]
-            at += len(part)
-            table = self._header.groups[group].table
-            yield group, stream.capture_bytes, part, out[table * tokens : (table + 1) * tokens]
-
-
-def named_slots(view: EventView, header: TraceHeader) -> dict[int, Int64Array]:
-    """Return the slots that an event names, `{pool group: [n] int64}`, in its order; runs that leave their pool are none."""
-    found: dict[int, Int64Array] = {}
-    groups, starts, counts = (view.ints(f"slot_{name}") for name in ("group", "start", "count"))
-    for number in np.unique(groups).tolist():
-        if not 0 <= number < len(header.groups):
-            continue
-        limit = header.groups[number].num_slots
-        mine = (groups == number) & (starts >= 0) & (counts > 0) & (starts < limit)
-        mine &= counts <= limit - np.where(mine, starts, 0)
-        if mine.any() and int(counts[mine].sum()) <= limit * 2:
-            found[number] = runs_to_slots(starts[mine], counts[mine])
-    return found

@@ -7,10 +7,22 @@ from typing import Final
 import numpy as np
 
 from ...kernels.arrays import Int64Array
+from ...recorder.state.events import (
+    CopyEvent,
+    GroupSlots,
+    KnownEvent,
+    SampleEvent,
+    SlotEvent,
+    StatusEvent,
+    TransferEvent,
+    read_known_event,
+)
+from ...recorder.state.forward import Forward, UnusableEventError, batch_tokens, read_forward
+from ...recorder.state.tables import StateListener, StateTables
 from ...recorder.trace.header import TraceHeader
-from ...recorder.trace.reader import EventView, TraceBatch, TraceReader
+from ...recorder.trace.reader import TraceBatch, TraceReader
 from ...recorder.trace.schema import RECEIVE, TIER_POOL
-from .changed_bytes import ChangedBytes, named_slots
+from .changed_bytes import ChangedBytes
 from .facts import (
     MAX_PLACES,
     MAX_REWRITES,
@@ -70,8 +82,11 @@ def _wanted(places: Places, header: TraceHeader) -> Wanted:
     )
 
 
-class _Gathering:
-    """The state of the pass: tables of rows, the recent forwards, and what was found."""
+class _Gathering(StateListener):
+    """The state of the pass: the tables, whose row is whose, the recent forwards, and what was found.
+
+    It is told of each change of a table before it is made.
+    """
 
     def __init__(self, header: TraceHeader, wanted: Wanted) -> None:
         self.facts = Facts(header=header)
@@ -80,8 +95,9 @@ class _Gathering:
         rows = max((table.rows for table in header.tables), default=0)
         self._owner = np.full(rows, NOBODY, np.int64)
         self._length = np.zeros(rows, np.int64)
+        self._event = -1
         self._changed_rows: list[tuple[int, int, int, int, Int64Array]] = []
-        self._luts = [np.zeros(length, np.int64) for length in header.lut_lens]
+        self._tables = StateTables(header, backend="cpu", listener=self)
         self._bytes = ChangedBytes(header)
         self._last_slots = {
             (g, group.num_slots - 1)
@@ -92,39 +108,20 @@ class _Gathering:
     def take(self, batch: TraceBatch) -> None:
         """Take one batch of events."""
         for view in batch:
-            kind = view.kind
-            if kind == "mark":
+            if view.kind == "mark":
                 continue
+            self._event = view.number
             try:
-                if len(view.ints("table_row")):
-                    self._table_changes(view)
-                if self._luts and len(view.ints("lut_start")):
-                    self._lut_changes(view)
-                if kind == "forward":
-                    self._forward(view)
-                elif kind in ("alloc", "free", "evict"):
-                    self._slots(view, kind)
-                elif kind == "status":
-                    self._status(view)
-                elif kind == "transfer":
-                    self._transfer(view)
-                elif kind == "sample":
-                    self.facts.late_samples += 1
-                elif kind == "kv_copy":
-                    self._copy(view)
-                if kind in ("forward", "sweep", "transfer") and len(view.ints("kv_change_slot")):
+                self._tables.apply_changes(view)
+                if view.kind == "forward":
+                    self._forward(read_forward(view, self._header))
+                else:
+                    self._known(read_known_event(view, self._header.groups))
+                if view.kind in ("forward", "sweep", "transfer") and len(view.ints("kv_change_slot")):
                     for group, slot, fact in self._bytes.changes(view, self._wanted.slots):
                         self._add(group, slot, fact)
-            except (ValueError, IndexError, OverflowError):
-                continue  # an event that contradicts itself; the replay has said so
-
-    def _note(self, group: int, slots: Int64Array, event: int, what: str, request_id: int, row: int = -1) -> None:
-        if not 0 <= group < len(self._wanted.slots):
-            return
-        mask = self._wanted.slots[group]
-        inside = slots[(slots > 0) & (slots < len(mask))]
-        for slot in inside[mask[inside]].tolist():
-            self._add(group, slot, Fact(event=event, what=what, request_id=request_id, row=row))
+            except UnusableEventError:
+                continue  # the replay has said so
 
     def _add(self, group: int, slot: int, fact: Fact) -> None:
         if fact.event <= self._wanted.until[group, slot]:
@@ -133,136 +130,126 @@ class _Gathering:
                 self.facts.slots[key] = SlotFacts(self._wanted.first[key])
             self.facts.slots[key].add(fact)
 
-    def _slots(self, view: EventView, kind: str) -> None:
-        what = kind if kind != "alloc" else str(view.scalar("status")) or "alloc"
-        rows = view.ints("req_pool_indices")
-        request_id, row = int(view.scalar("request_id")), int(rows[0]) if len(rows) else -1
-        runs = named_slots(view, self._header)
-        if view.number in self._wanted.events:
-            self.facts.named[view.number] = runs
-        for group, slots in runs.items():
-            self._note(group, slots, view.number, what, request_id, row)
+    # --- tables
 
-    def _transfer(self, view: EventView) -> None:
-        status, receives = str(view.scalar("status")), str(view.scalar("mode")) == RECEIVE
-        what = "sent"
-        if receives:
-            what = {"start": "receiving", "end": "received"}.get(status, "receive_failed")
-        runs = named_slots(view, self._header)
-        if view.number in self._wanted.events:
-            self.facts.named[view.number] = runs
-        for group, slots in runs.items():
-            self._note(group, slots, view.number, what, int(view.scalar("request_id")))
-        if what == "received":
-            self._bytes.wrote(view)
+    def table_runs(
+        self,
+        tables: StateTables,
+        *,
+        index: int,
+        indices: Int64Array,
+        rows: Int64Array,
+        starts: Int64Array,
+        lens: Int64Array,
+        values: Int64Array,
+    ) -> None:
+        """Remember entries that change inside what a row's request has computed, until its next forward."""
+        del tables
+        ends = np.cumsum(lens)
+        inside = (indices == index) & (rows >= 0) & (rows < len(self._owner))
+        inside &= starts < self._length[np.where(inside, rows, 0)] if len(self._length) else False
+        for i in np.flatnonzero(inside).tolist():
+            slots = values[ends[i] - lens[i] : ends[i]]
+            self._changed_rows.append((self._event, index, int(rows[i]), int(starts[i]), slots))
 
-    def _copy(self, view: EventView) -> None:
-        columns = [view.ints(f"copy_{name}") for name in ("group", "dst_tier", "dst", "count", "src_tier")]
-        for group, tier, start, count, source in zip(*(c.tolist() for c in columns), strict=True):
-            limit = self._header.groups[group].num_slots if 0 <= group < len(self._header.groups) else 0
-            if tier == TIER_POOL and 0 <= start < limit and 0 < count <= limit - start:
-                what = "copied" if source == TIER_POOL else "loaded"
-                self._note(group, np.arange(start, start + count), view.number, what, NOBODY)
+    def lut_entries(self, tables: StateTables, *, index: int, places: Int64Array, values: Int64Array) -> None:
+        """Note which wanted sliding-window slots another full slot leads to now."""
+        old = tables.luts[index][places]
+        for i in np.flatnonzero((old > 0) & (values > 0) & (old != values)).tolist():
+            for group, known in enumerate(self._header.groups):
+                slot = int(values[i])
+                if known.lut == index and slot < known.num_slots and self._wanted.slots[group][slot]:
+                    self._add(group, slot, Fact(event=self._event, what="remapped", via=int(places[i])))
 
-    def _status(self, view: EventView) -> None:
-        rows = view.ints("req_pool_indices")
-        row, request_id, status = (
-            int(rows[0]) if len(rows) else -1,
-            int(view.scalar("request_id")),
-            view.scalar("status"),
-        )
-        if status == "admitted" and 0 <= row < len(self._length):
-            self._owner[row], self._length[row] = request_id, 0
-        told = self.facts.statuses[request_id] if request_id in self._wanted.requests else None
-        if told is not None and len(told) < MAX_STATUSES:
-            told.append(Status(event=view.number, status=str(status), row=row))
+    # --- what happens between forwards
 
-    def _table_changes(self, view: EventView) -> None:
-        index, rows, starts, counts = (view.ints(f"table_{name}") for name in ("index", "row", "start", "count"))
-        slots = view.ints("table_slots")
-        ends = np.cumsum(counts)
-        for i, (table, row, start, count) in enumerate(
-            zip(index.tolist(), rows.tolist(), starts.tolist(), counts.tolist(), strict=True)
-        ):
-            if 0 <= row < len(self._owner) and start < self._length[row]:
-                end = int(ends[i])
-                self._changed_rows.append((view.number, table, row, start, slots[end - count : end]))
+    def _known(self, event: KnownEvent | None) -> None:
+        if isinstance(event, SlotEvent):
+            what = event.kind if event.kind != "alloc" else event.status or "alloc"
+            self._note(event.parts, what, event.request_id, event.row)
+        elif isinstance(event, TransferEvent):
+            what = "sent"
+            if event.direction == RECEIVE:
+                what = {"start": "receiving", "end": "received"}.get(event.status, "receive_failed")
+            self._note(event.parts, what, event.request_id)
+            if what == "received":
+                self._bytes.received(event)
+        elif isinstance(event, CopyEvent):
+            for copy in event.copies:
+                if copy.dst_tier == TIER_POOL:
+                    what = "copied" if copy.src_tier == TIER_POOL else "loaded"
+                    self._note_slots(copy.group, copy.dst, what)
+        elif isinstance(event, SampleEvent):
+            self.facts.late_samples += 1
+        elif isinstance(event, StatusEvent):
+            if event.status == "admitted" and 0 <= event.row < len(self._length):
+                self._owner[event.row], self._length[event.row] = event.request_id, 0
+            if event.request_id in self._wanted.requests:
+                found = self.facts.statuses[event.request_id]
+                if len(found) < MAX_STATUSES:
+                    found.append(Status(event=event.event, status=event.status, row=event.row))
 
-    def _forward(self, view: EventView) -> None:
-        rows, ids, prefix = (view.ints(name) for name in ("req_pool_indices", "request_ids", "prefix_lens"))
-        extend = np.maximum(view.ints("extend_lens"), 0)
+    def _note(self, parts: Sequence[GroupSlots], what: str, request_id: int, row: int = -1) -> None:
+        if self._event in self._wanted.events:
+            self.facts.named[self._event] = {part.group: part.slots for part in parts}
+        for part in parts:
+            self._note_slots(part.group, part.slots, what, request_id, row)
+
+    def _note_slots(self, group: int, slots: Int64Array, what: str, request_id: int = NOBODY, row: int = -1) -> None:
+        for slot in slots[self._wanted.slots[group][slots]].tolist():
+            self._add(group, slot, Fact(event=self._event, what=what, request_id=request_id, row=row))
+
+    # --- forwards
+
+    def _forward(self, forward: Forward) -> None:
+        rows, ids = forward.req_pool_indices, forward.request_ids
         inside = (rows > 0) & (rows < len(self._owner))
         if self._changed_rows:
             self._judge_changed_rows(rows[inside], ids[inside])
-        runner = int(view.scalar("runner"))
-        if view.number in self._wanted.events:
-            self.facts.modes[view.number] = str(view.scalar("mode"))
-        if runner == 0:
+        asked = forward.event in self._wanted.events
+        if asked:
+            self.facts.modes[forward.event] = forward.mode
+        if forward.runner == 0:
             self._owner[rows[inside]] = ids[inside]
-            self._length[rows[inside]] = (prefix + extend)[inside]
+            self._length[rows[inside]] = (forward.prefix_lens + np.maximum(forward.extend_lens, 0))[inside]
         for i in np.flatnonzero(inside).tolist():
-            request_id = int(ids[i])
+            request_id, prefix = int(ids[i]), int(forward.prefix_lens[i])
             if request_id not in self._wanted.requests:
                 continue
-            if view.number in self._wanted.events:
-                self.facts.prefixes[view.number, request_id] = int(prefix[i])
+            if asked:
+                self.facts.prefixes[forward.event, request_id] = prefix
             if request_id not in self.facts.begins:
                 self.facts.begins[request_id] = Begin(
-                    event=view.number,
-                    forward=int(view.scalar("forward")),
-                    mode=str(view.scalar("mode")),
-                    prefix_len=int(prefix[i]),
-                    row=int(rows[i]),
+                    event=forward.event, forward=forward.forward, mode=forward.mode, prefix_len=prefix, row=int(rows[i])
                 )
-        extend = np.where(rows == 0, 0, extend)
-        self._writes(view, np.repeat(ids, extend), np.repeat(prefix - np.cumsum(extend) + extend, extend), runner)
-        self._bytes.wrote(view)
+        self._writes(forward)
+        self._bytes.wrote(forward)
 
-    def _writes(self, view: EventView, owners: Int64Array, bases: Int64Array, runner: int) -> None:
+    def _writes(self, forward: Forward) -> None:
         """Note which of the wanted slots a forward writes, in every group of its runner, and where its padding goes."""
-        tokens, real = len(view.ints("input_ids")), len(owners)
-        if real > tokens:
-            return
-        out = view.ints("out_cache_loc")
+        tokens = batch_tokens(forward)
+        real = len(tokens.request)
         for number, group in enumerate(self._header.groups):
-            if group.runner != runner:
+            if group.runner != forward.runner:
                 continue
-            full = out[group.table * tokens : (group.table + 1) * tokens]
-            slots = self._behind_lut(group.lut, full) if group.lut >= 0 else full
+            slots = full = forward.out_cache_loc[group.table]
+            if group.lut >= 0:
+                lut = self._tables.luts[group.lut]
+                inside = (full >= 0) & (full < len(lut))
+                slots = np.where(inside, lut[np.where(inside, full, 0)], 0)
             mask = self._wanted.slots[number]
             found = np.flatnonzero((slots > 0) & (slots < len(mask)))
             for i in found[mask[slots[found]]].tolist():
                 fact = Fact(
-                    event=view.number,
+                    event=forward.event,
                     what="written" if i < real else "padded",
-                    request_id=int(owners[i]) if i < real else NOBODY,
+                    request_id=int(forward.request_ids[tokens.request[i]]) if i < real else NOBODY,
                     via=int(full[i]) if group.lut >= 0 else -1,
-                    position=int(bases[i]) + i if i < real else -1,
+                    position=int(tokens.position[i]) if i < real else -1,
                 )
                 self._add(number, int(slots[i]), fact)
             if (number, group.num_slots - 1) in self._last_slots and bool((slots[real:] < 0).any()):
-                self.facts.padding_nowhere.append(view.number)
-
-    def _behind_lut(self, number: int, full: Int64Array) -> Int64Array:
-        lut = self._luts[number]
-        inside = (full >= 0) & (full < len(lut))
-        return np.where(inside, lut[np.where(inside, full, 0)], 0)
-
-    def _lut_changes(self, view: EventView) -> None:
-        index, starts, counts = (view.ints(f"lut_{name}") for name in ("index", "start", "count"))
-        ends = np.cumsum(counts)
-        slots = view.ints("lut_slots")
-        for number, start, count, end in zip(*(c.tolist() for c in (index, starts, counts, ends)), strict=True):
-            lut = self._luts[number]
-            if not (start >= 0 and 0 < count <= len(lut) - start):
-                continue
-            new, old = slots[end - count : end], lut[start : start + count]
-            moved = np.flatnonzero((old > 0) & (new > 0) & (old != new))
-            for i in moved.tolist():
-                for group, known in enumerate(self._header.groups):
-                    if known.lut == number and new[i] < known.num_slots and self._wanted.slots[group][new[i]]:
-                        self._add(group, int(new[i]), Fact(event=view.number, what="remapped", via=start + i))
-            lut[start : start + count] = new
+                self.facts.padding_nowhere.append(forward.event)
 
     def _judge_changed_rows(self, rows: Int64Array, ids: Int64Array) -> None:
         """Table entries that changed inside what a request had computed: its, if it goes on with its next forward."""
