@@ -291,7 +291,7 @@ def test_no_error_of_the_engines_or_of_ours_is_quoted_beside_hashes(tmp_path: Pa
         path = tmp_path / "trace.arrow"
         engine = toy_engine(path, overwrite=True, privacy=privacy)
         recorder = engine.recorder
-        recorder.lost(f"a hook is no longer told: {recorder.error_text(KeyError('31337 is a token'))}")
+        recorder.lost(f"a hook is no longer recorded: {recorder.error_text(KeyError('31337 is a token'))}")
         recorder.request(request_id="the secret name")  # type: ignore[arg-type]
         recorder.close()
         notes = [event["note"] for event in contents(path)]

@@ -1,4 +1,4 @@
-"""What the hooks around SGLang's functions do: collect its parts, start the recording, and speak to the session."""
+"""The hooks around SGLang's functions: they collect its parts, start the recording, and pass on what happens."""
 
 import logging
 from typing import Any
@@ -7,97 +7,86 @@ from ...capture.recording import beginning
 from ...errors import error_text
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
-from ..common.hooking import Finish, Hook, wrap_method
+from ..common.attachment import EngineAttachment
+from ..common.hooking import Finish, Hook, then, while_true, wrap_method
 from ..common.step_cost import StepCost
-from ..common.stopping import serve_stop, stop_on_sigterm, stop_tree
-from .drafts import DraftGraph, check_chain
-from .history import ALLOCS, FREES, GroupHistory
+from ..common.stopping import stop_tree
+from .forward import DraftGraph, check_chain
+from .history import ALLOCS, FREES, GroupHistory, knows_allocator, on_host
 from .hooks import not_applied, register_drafts
-from .host_cache import HostCache, controller_of
+from .host_cache import HostCache
 from .inside import InsideModels
 from .layers import ModelLayers
-from .layout import RunnerLayout
+from .layout import RunnerLayout, controller_of
+from .recording import SglangRecording
 from .requests import row_of
-from .session import Session, knows_allocator, on_host
-from .stages import StageResults, follow_stages
 from .transfers import to_nobody
 
 logger = logging.getLogger("kvcanary")
 
 EVICTIONS = ("evict", "evict_for_alloc")
 LOADS = ("init_load_back", "load_back")
-# Without these nothing can be recorded; without those the model is looked at from outside, if they fail in time.
-ENDING_HOOKS = (
-    "on_model",
-    "on_layers",
-    "on_scheduler",
-    "on_draft_graph",
-    "on_draft_extend_graph",
-    "on_replay",
-    "on_inside",
-)
+# If these fail in time, the model is looked at from outside.
 INSIDE_HOOKS = ("on_load", "on_capture", "on_inside")
 
 
-class Attachment:
-    """The recording of one process; `on_*` are hooks, called with the arguments of the function that they are around.
+class SglangAttachment(EngineAttachment):
+    """The recording of one process."""
 
-    A hook that fails is logged once and what it feeds is switched off: the forwards' failure ends the recording,
-    another's leaves a loss in the trace and the rest goes on.
-    """
+    engine = "SGLang"
+    ending = frozenset(
+        ("on_model", "on_layers", "on_scheduler", "on_draft_graph", "on_draft_extend_graph", "on_replay", "on_inside")
+    )
 
     def __init__(self, settings: RecordingSettings) -> None:
+        super().__init__()
         self.notes: list[str] = []
         self.not_watched: list[NotWatched] = []  # what could not be hooked
+        self.recording: SglangRecording | None = None
         self._settings = settings
         self._runners: list[Any] = []
-        self._session: Session | None = None
         # The runner that ran last, and what is known of it.
         self._runner: Any = None
         self._layout: RunnerLayout | None = None
         self._inside = InsideModels(self.fault)
         self.on_capture, self.on_replay = self._inside.on_capture, self._inside.on_replay
-        self._off: set[str] = set()
         self.cost = StepCost(("on_model", "on_run", "on_result"))
         self._layers = ModelLayers(self.fault, self.cost)
 
-    def fault(self, hook: str, error: Exception) -> None:
-        """Take note of a hook that failed."""
-        if hook in self._off:
-            return
-        self._off.add(hook)
-        session = self._session
-        if session is None and hook in INSIDE_HOOKS:
-            self._inside.off = True
-            where = "forwards are taken down before and after the model"
-            self.not_watched.append(
-                NotWatched(what="other", name=f"inside the model: {hook}", reason=f"{where}: {error_text(error)}")
-            )
-            logger.warning("kvcanary: %s: %s: %s", where, hook, error_text(error), exc_info=error)
-        elif session is None:
-            logger.error("kvcanary: not recording: %s: %s", hook, error_text(error), exc_info=error)
-        elif hook in ENDING_HOOKS:
-            session.recorder.switch_off(f"SGLang adapter, {hook}: {session.recorder.error_text(error)}", error)
-            self._session = None
-        else:
-            logger.error("kvcanary: %s is no longer told: %s", hook, error_text(error), exc_info=error)
-            session.recorder.lost(f"SGLang adapter, {hook} is no longer told: {session.recorder.error_text(error)}")
+    def recorders(self) -> list[Any]:
+        """Return the recorder, once there is one."""
+        return [] if self.recording is None else [self.recording.recorder]
 
-    def _close(self) -> None:
+    def fault(self, hook: str, error: Exception) -> None:
+        """Switch off a hook that failed; without those inside the model, forwards are recorded from outside."""
+        if self.recording is None and hook in INSIDE_HOOKS and hook not in self.off:
+            self.off.add(hook)
+            self._inside.off = True
+            where, said = "forwards are recorded before and after the model", error_text(error)
+            self.not_watched.append(
+                NotWatched(what="other", name=f"inside the model: {hook}", reason=f"{where}: {said}")
+            )
+            logger.warning("kvcanary: %s: %s: %s", where, hook, said, exc_info=error)
+            return
+        super().fault(hook, error)
+        if hook in self.ending:
+            self.recording = None
+
+    def close(self) -> None:
         """End the trace, with what the recording cost in it."""
-        session = self._session
-        if session is None:
+        recording = self.recording
+        if recording is None:
             return
         try:
-            session.recorder.mark("cost", {**self.cost.summary(), **session.cost()})
+            recording.recorder.mark("cost", {**self.cost.summary(), **recording.cost()})
         except Exception:
-            logger.exception("kvcanary: what the recording cost is not told")
-        session.recorder.close()
+            logger.exception("kvcanary: what the recording cost is not recorded")
+        super().close()
 
-    def _live(self, hook: str) -> Session | None:
-        return None if hook in self._off else self._session
+    def _live(self, hook: str) -> SglangRecording | None:
+        return None if hook in self.off else self.recording
 
-    # Hooks, by the names of sglang_hooks.TARGETS.
+    # Hooks, by the names of hooks.TARGETS.
 
     def on_runner(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Remember every model runner of the process: target and drafts."""
@@ -119,12 +108,7 @@ class Attachment:
 
     def on_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Start the recording when the scheduler stands; what ran before it was warm-up."""
-
-        def finish(_: Any, error: BaseException | None) -> None:
-            if error is None and self._session is None:
-                self._start(scheduler)
-
-        return finish
+        return then(lambda _: None if self.recording is not None else self._start(scheduler))
 
     def _start(self, scheduler: Any) -> None:
         runners = [runner for runner in self._runners if getattr(runner, "token_to_kv_pool", None) is not None]
@@ -134,41 +118,43 @@ class Attachment:
         history = knows_allocator(allocator) and (wanted == "on" or (wanted == "auto" and on_host(allocator)))
         if not history:
             kind = "" if knows_allocator(allocator) else f", {type(allocator).__name__} is not known"
-            self.notes.append(f"allocations and frees of slots are not told{kind}")
+            self.notes.append(f"allocations and frees of slots are not recorded{kind}")
         if any(runner.is_draft_worker for runner in runners):
             self.not_watched += register_drafts(self)
         settings, missing = self._settings, (*self.not_watched, *not_applied())
-        session = Session(scheduler, runners, settings, tuple(self.notes), missing, self._inside, self._layers)
-        with beginning(session.recorder):
-            self._follow(scheduler, session, allocator if history else None)
-        self._session = session
-        serve_stop(self._close)
-        stop_on_sigterm(self._close)
+        recording = SglangRecording(
+            scheduler, runners, settings, tuple(self.notes), missing, self._inside, self._layers
+        )
+        with beginning(recording.recorder):
+            self._follow(scheduler, recording, allocator if history else None)
+        self.recording = recording
+        self.end_with_process()
 
-    def _follow(self, scheduler: Any, session: Session, allocator: Any) -> None:
+    def _follow(self, scheduler: Any, recording: SglangRecording, allocator: Any) -> None:
         """Hook what the scheduler's parts do; with an allocator, which slots it gives out."""
-        if session.sweep.walks:
-            self._wrap(session.target, "forward", self.on_forward)
-        self._wrap(session.target.req_to_token_pool, "alloc", self.on_rows)
-        self._wrap(session.target.req_to_token_pool, "free", self.on_row_free)
+        if recording.sweep.walks:
+            self._wrap(recording.target, "forward", self.on_forward)
+        self._wrap(recording.target.req_to_token_pool, "alloc", self.on_rows)
+        self._wrap(recording.target.req_to_token_pool, "free", self.on_row_free)
         if allocator is not None:
-            session.keep_history(allocator)
-            for one in session.histories:
+            recording.keep_history(allocator)
+            for one in recording.histories:
                 self._wrap_allocator(one)
             for name in EVICTIONS:
                 if hasattr(scheduler.tree_cache, name):
                     self._wrap(scheduler.tree_cache, name, self.on_evict)
-        self._follow_host_cache(scheduler, session)
-        self._follow_transfers(scheduler, session)
-        if session.recorder.header.ranks.pp_size > 1:
-            follow_stages(scheduler, StageResults(session), self._wrap)
+        self._follow_host_cache(scheduler, recording)
+        self._follow_transfers(scheduler, recording)
+        if recording.recorder.header.ranks.pp_size > 1:
+            self._wrap(scheduler, "_pp_launch_batch", recording.results.on_launch)
+            self._wrap(scheduler, "_pp_process_batch_result", recording.results.on_process)
 
-    def _follow_host_cache(self, scheduler: Any, session: Session) -> None:
-        """Hook what goes to a host's pool and comes back, each copy or, where they cannot be told, each load-back."""
+    def _follow_host_cache(self, scheduler: Any, recording: SglangRecording) -> None:
+        """Hook what goes to a host's pool and comes back, each copy or, if they cannot be recorded, each load-back."""
         if not getattr(scheduler, "enable_hierarchical_cache", False):
             return
-        if any(group.host_num_slots for group in session.recorder.header.groups):
-            cache = HostCache(controller_of(scheduler), session.recorder, session.histories)
+        if any(group.host_num_slots for group in recording.recorder.header.groups):
+            cache = HostCache(controller_of(scheduler), recording.recorder, recording.histories)
             hooks = (("write", cache.on_write, None), ("load", cache.on_load, self.on_load_back))
             if all(wrap_method(cache.controller, name, self._copies(*both), self.fault) for name, *both in hooks):
                 return
@@ -176,7 +162,7 @@ class Attachment:
             wrap_method(scheduler.tree_cache, name, self.on_load_back, self.fault)
 
     def _copies(self, hook: Hook, otherwise: Hook | None) -> Hook:
-        """Return a hook around copies; once one could not be told, `otherwise` stands in its place."""
+        """Return a hook around copies; once one could not be recorded, `otherwise` stands in its place."""
 
         def on_host_cache(*args: Any, **kwargs: Any) -> Finish | None:
             chosen = hook if self._live("on_host_cache") else otherwise
@@ -184,21 +170,23 @@ class Attachment:
 
         return on_host_cache
 
-    def _follow_transfers(self, scheduler: Any, session: Session) -> None:
+    def _follow_transfers(self, scheduler: Any, recording: SglangRecording) -> None:
         """Hook what a prefill engine sends and a decode engine receives."""
-        session.transfers.on_fault = self.fault
-        role = session.recorder.header.role
+        recording.transfers.on_fault = self.fault
+        role = recording.recorder.header.role
         if role == "prefill":
             self._wrap(scheduler, "send_kv_chunk", self.on_send)
         queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
         if role == "decode" and not wrap_method(queue, "_commit_transfer_to_req", self.on_receive, self.fault):
-            raise ValueError("this SGLang does not say what a decode engine receives, so nothing can be judged")
+            raise ValueError(
+                "this SGLang has no _commit_transfer_to_req: what a decode engine receives cannot be recorded"
+            )
         if role == "decode":  # not counted as cost: it is called in every round of an idle engine, too
             wrap_method(queue, "extend", self.on_expect, self.fault)
 
     def _wrap(self, owner: Any, name: str, hook: Hook) -> None:
         if not wrap_method(owner, name, hook, self.fault, self.cost):
-            logger.warning("kvcanary: %s has no %s: not told", type(owner).__name__, name)
+            logger.warning("kvcanary: %s has no %s: not recorded", type(owner).__name__, name)
 
     def _wrap_allocator(self, history: GroupHistory) -> None:
         hooks = dict.fromkeys(ALLOCS, history.on_alloc) | dict.fromkeys(FREES, history.on_free)
@@ -209,176 +197,168 @@ class Attachment:
         }
         for name, hook in hooks.items():
             if hasattr(history.allocator, name):
-                wrap_method(history.allocator, name, self._while_on(hook), self._history_fault, self.cost)
-
-    def _while_on(self, hook: Hook) -> Hook:
-        def guarded(*args: Any, **kwargs: Any) -> Finish | None:
-            return hook(*args, **kwargs) if self._live("history") else None
-
-        return guarded
+                wrap_method(
+                    history.allocator,
+                    name,
+                    while_true(lambda: self._live("history"), hook),
+                    self._history_fault,
+                    self.cost,
+                )
 
     def _history_fault(self, _: str, error: Exception) -> None:
-        if self._session is not None:
-            self._session.histories.clear()
+        if self.recording is not None:
+            self.recording.histories.clear()
         self.fault("history", error)
 
     def on_model(self, runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Record a forward: what goes in before it, what it wrote after it."""
-        session = self._session  # None once this hook has failed
-        if session is None:
+        recording = self.recording  # None once this hook has failed
+        if recording is None:
             self.cost.forget()  # the hooks are called all the same, and each adds to it
             return None
         layout = self._layout
         if runner is not self._runner:
-            self._runner, layout = runner, session.layout.runners.get(id(runner))
+            self._runner, layout = runner, recording.layout.runners.get(id(runner))
             self._layout = layout
         if layout is None:
             return None
         bs = batch.req_pool_indices.numel()
         if layout.sampled:
             self.cost.next_step(batch.forward_mode, bs)
-        session.before_model(layout, batch, bs)
-        return session.after_model
+        recording.before_model(layout, batch, bs)
+        return recording.after_model
 
     def on_draft_extend_graph(self, graph_runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Record a draft's extend that runs as a CUDA graph, past the draft runner's own forward."""
         return self.on_model(graph_runner.model_runner, batch)
 
     def on_draft_graph(self, graph_runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Record a draft's steps that run as one CUDA graph, each as it is taken down in the graph, else after it."""
-        session = self._live("on_draft_graph")
-        layout = None if session is None else session.layout.runners.get(id(graph_runner.model_runner))
-        if session is None or layout is None:
+        """Record a draft's steps that run as one CUDA graph, each as it is captured in the graph, else after it."""
+        recording = self._live("on_draft_graph")
+        layout = None if recording is None else recording.layout.runners.get(id(graph_runner.model_runner))
+        if recording is None or layout is None:
             return None
-        if session.looks_into(graph_runner):
+        if recording.records_inside(graph_runner):
             check_chain(graph_runner)
-            session.before_model(layout, batch, batch.req_pool_indices.numel())
-            return session.after_draft_graph
-        graph = DraftGraph(graph_runner, batch, own=session.own)
+            recording.before_model(layout, batch, batch.req_pool_indices.numel())
+            return recording.after_draft_graph
+        graph = DraftGraph(graph_runner, batch, own=recording.own)
 
-        def finish(result: Any, error: BaseException | None) -> None:
-            for step in [] if error else graph.steps(result):
-                session.before_model(layout, step, step.req_pool_indices.numel())
-                session.after_model(None, None)
+        def record(result: Any) -> None:
+            for step in graph.steps(result):
+                recording.before_model(layout, step, step.req_pool_indices.numel())
+                recording.after_model(None, None)
 
-        return finish
+        return then(record)
 
     def on_forward(self, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Walk the prefix cache at the end of a target's forward, where SGLang's canary sweeps."""
-        session = self._live("on_forward")
-        if session is None:
+        recording = self._live("on_forward")
+        if recording is None:
             return None
-        return lambda _, error: None if error else session.sweep.after_forward()
+        return then(lambda _: recording.sweep.after_forward())
 
     def on_run(self, _scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Get to know the requests of a batch that is about to run, and which forward its result belongs to."""
-        session = self._session
-        if session is None or "on_run" in self._off:
+        recording = self.recording
+        if recording is None or "on_run" in self.off:
             return None
-        if batch.reqs != session.reqs:
-            session.runs(batch.reqs or [])
-        if getattr(batch, "beam_tail", None) is not session.beam_tail:
-            session.runs_beams(batch)
-        return session.ran
+        if batch.reqs != recording.reqs:
+            recording.runs(batch.reqs or [])
+        if getattr(batch, "beam_tail", None) is not recording.beam_tail:
+            recording.runs_beams(batch)
+        return recording.results.ran
 
     def on_result(self, _scheduler: Any, _batch: Any, result: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Tell what the scheduler took over from a result."""
-        session = self._session
-        if session is None or "on_result" in self._off:
+        """Record what the scheduler took over from a result."""
+        recording = self.recording
+        if recording is None or "on_result" in self.off:
             return None
-        return session.took_result if session.takes_result(result) else None
+        return recording.results.took if recording.results.takes(result) else None
 
     def on_retract(self, *_args: Any, offload_kv: bool = True, **_kwargs: Any) -> Finish | None:
         """Call a row that is given back meanwhile a retracted request's."""
-        session = self._live("on_retract")
-        if session is None:
+        recording = self._live("on_retract")
+        if recording is None:
             return None
-        session.retracting, session.restores = True, offload_kv
+        recording.retracting, recording.restores = True, offload_kv
 
         def finish(_: Any, __: BaseException | None) -> None:
-            session.retracting = False
+            recording.retracting = False
 
         return finish
 
     def on_rows(self, reqs: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Tell of requests that are given rows."""
-        session = self._live("on_rows")
-        if session is None:
+        """Record the requests that are given rows."""
+        recording = self._live("on_rows")
+        if recording is None:
             return None
         new = [req for req in reqs if row_of(req) < 0]
 
         def finish(_: Any, __: BaseException | None) -> None:
             for req in new:
                 if row_of(req) >= 0:
-                    session.got_row(req)
+                    recording.got_row(req)
 
         return finish
 
     def on_row_free(self, req: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Tell of a request that gives its row back."""
-        session = self._live("on_row_free")
-        if session is None or not hasattr(req, "rid"):
+        """Record a request that gives its row back."""
+        recording = self._live("on_row_free")
+        if recording is None or not hasattr(req, "rid"):
             return None
         row = row_of(req)
-        return lambda _, error: None if error else session.gave_row_back(req, row)
+        return then(lambda _: recording.gave_row_back(req, row))
 
     def on_send(self, req: Any, *args: Any, **kwargs: Any) -> Finish | None:
-        """Tell of a prompt whose last chunk is sent to a decode engine, and of the transfer's end."""
-        session = self._live("on_send")
-        if session is None or to_nobody(req.disagg_kv_sender):
+        """Record a prompt whose last chunk is sent to a decode engine, and the transfer's end."""
+        recording = self._live("on_send")
+        if recording is None or to_nobody(req.disagg_kv_sender):
             return None
-        session.transfers.sending(req)
+        recording.transfers.sending(req)
         last = bool(args[0]) if args else bool(kwargs.get("last_chunk", False))
 
-        def finish(_: Any, error: BaseException | None) -> None:
-            if error is None and last:
-                session.transfers.sent_last(req, session.see(req))
-
-        return finish
+        return then(lambda _: recording.transfers.sent_last(req, recording.see(req))) if last else None
 
     def on_expect(self, decode_reqs: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Tell of prompts whose senders know where to write them."""
-        session = self._live("on_expect") if decode_reqs else None
-        if session is None:
+        """Record prompts whose senders know where to write them."""
+        recording = self._live("on_expect") if decode_reqs else None
+        if recording is None:
             return None
         for decode_req in decode_reqs:
             if row_of(decode_req.req) >= 0:
-                session.transfers.expected(decode_req.req, session.see(decode_req.req), decode_req.kv_receiver)
+                recording.transfers.expected(decode_req.req, recording.see(decode_req.req), decode_req.kv_receiver)
         return None
 
     def on_receive(self, decode_req: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Tell of a prompt that has landed."""
-        session = self._live("on_receive")
-        if session is None:
+        """Record a prompt that has landed."""
+        recording = self._live("on_receive")
+        if recording is None:
             return None
         req, receiver = decode_req.req, decode_req.kv_receiver
         if getattr(decode_req, "host_staged", False):
-            session.recorder.lost("a prompt was received in the host's memory, which is not told")
+            recording.recorder.lost("a prompt was received in the host's memory, which is not recorded")
             return None
 
-        def finish(_: Any, error: BaseException | None) -> None:
-            if error is None:
-                session.transfers.received(req, session.see(req), receiver)
-
-        return finish
+        return then(lambda _: recording.transfers.received(req, recording.see(req), receiver))
 
     def on_load_back(self, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Say that slots may have got content from a host cache, which ones is not told."""
-        session = self._live("on_load_back")
-        if session is not None:
-            session.recorder.lost("KV was loaded back from the host cache, which is not told")
+        """Record that slots may have got content from a host cache; which ones is unknown."""
+        recording = self._live("on_load_back")
+        if recording is not None:
+            recording.recorder.lost("KV was loaded back from the host cache, which is not recorded")
         return None
 
     def on_evict(self, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Call slots that are given back meanwhile evicted."""
-        session = self._live("history")
-        if session is None:
+        recording = self._live("history")
+        if recording is None:
             return None
-        self._evicting(session, True)
-        return lambda _, __: self._evicting(session, False)
+        self._evicting(recording, True)
+        return lambda _, __: self._evicting(recording, False)
 
-    def _evicting(self, session: Session, evicting: bool) -> None:
-        for history in session.histories:
+    def _evicting(self, recording: SglangRecording, evicting: bool) -> None:
+        for history in recording.histories:
             history.evicting = evicting
 
     def on_stop(self, *args: Any, **kwargs: Any) -> Finish | None:

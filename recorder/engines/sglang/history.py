@@ -1,8 +1,8 @@
-"""Which slots SGLang's allocators give out and take back, in the trace's words.
+"""Which slots SGLang's allocators give out and take back, in the trace's words; and what the prefix cache holds of them.
 
 An allocator does not know for whom it allocates, and the versions differ in who asks it. So a slot that was given out
-is told when a forward first writes it, for the request that writes it, with the rest of its page; a free is told
-when it is asked for, even where the engine puts it off to the end of its step.
+is recorded when a forward first writes it, for the request that writes it, with the rest of its page; a free is recorded
+when it is asked for, even if the engine puts it off to the end of its step.
 """
 
 from typing import Any, Final
@@ -10,13 +10,26 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
-from ...capture.host_arrays import Int64Array, own_int64
+from ...capture.forward_input import translate
+from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
 from ..common.hooking import Finish
+from .layout import Layout, RunnerLayout, online_sweep_interval
 
 ALLOCS: Final = ("alloc", "alloc_extend", "alloc_decode")
 FREES: Final = ("free", "free_segment", "free_page_ids")
+
+# Of those, what is given out and taken back is known. What is derived from them may number something else.
+ALLOCATORS: Final = frozenset(
+    {
+        "TokenToKVPoolAllocator",
+        "PagedTokenToKVPoolAllocator",
+        "SWATokenToKVPoolAllocator",
+        "PureSWATokenToKVPoolAllocator",
+    }
+)
 
 
 class GroupHistory:
@@ -38,23 +51,23 @@ class GroupHistory:
         return self._outermost(self._gave_out)
 
     def on_free(self, free_index: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Tell what is given back."""
+        """Record what is given back."""
         if not self._depth:
-            self.told_free(own_int64(free_index))
+            self.freed(own_int64(free_index))
         return self._outermost(lambda _: None)
 
     def on_free_page_ids(self, page_ids: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Tell what pages are given back."""
+        """Record what pages are given back."""
         if not self._depth:
-            self.told_free(own_int64(page_ids) * self.page_size)
+            self.freed(own_int64(page_ids) * self.page_size)
         return self._outermost(lambda _: None)
 
     def on_group_end(self, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Pass over the frees that the engine had put off: they were told when they were asked for."""
+        """Pass over the frees that the engine had put off: they were recorded when they were asked for."""
         return self._outermost(lambda _: None)
 
     def on_clear(self, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Tell of everything that is not free: the engine flushes its cache."""
+        """Record as evicted everything that is not free: the engine flushes its cache."""
         if not self._depth:
             held = np.ones(self._pending.size, np.bool_)
             held[0] = False
@@ -63,7 +76,7 @@ class GroupHistory:
                 slots = self._whole_pages(own_int64([] if pages is None else pages) * self.page_size)
                 held[slots[slots < held.size]] = False
             slots = np.flatnonzero(held & self._known())
-            self.told_free(slots, kind="evict", note="flush")
+            self.freed(slots, kind="evict", note="flush")
         return self._outermost(lambda _: None)
 
     def _known(self) -> npt.NDArray[np.bool_]:
@@ -97,8 +110,8 @@ class GroupHistory:
         pages = np.unique(slots // self.page_size)
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
-    def told_free(self, slots: Int64Array, *, kind: str = "free", note: str = "") -> None:
-        """Tell that slots go back to the pool."""
+    def freed(self, slots: Int64Array, *, kind: str = "free", note: str = "") -> None:
+        """Record that slots go back to the pool."""
         slots = self._whole_pages(slots)
         slots = slots[(slots > 0) & (slots < self._pending.size)]
         if not slots.size:
@@ -106,11 +119,11 @@ class GroupHistory:
         unwritten = slots[self._pending[slots]]
         if unwritten.size:
             self._pending[unwritten] = False
-            self._tell("alloc", unwritten, -1, -1, "never written")
-        self._tell("evict" if self.evicting else kind, slots, -1, -1, note)
+            self._record("alloc", unwritten, -1, -1, "never written")
+        self._record("evict" if self.evicting else kind, slots, -1, -1, note)
 
     def written(self, slots: Int64Array, rows: Int64Array, request_ids: Int64Array, extend: Int64Array) -> None:
-        """Tell of the slots among those that a forward writes that were given out since they were last told of.
+        """Record the slots among those that a forward writes that were given out and not recorded yet.
 
         Args:
             slots: `[T]` in this allocator's numbering; what lies outside is passed over.
@@ -128,21 +141,106 @@ class GroupHistory:
             fresh = fresh[self._pending[fresh]]
             if fresh.size:
                 self._pending[fresh] = False
-                # The history checks take a negative id for nobody's; such a slot is said to be several requests'.
+                # The history checks take a negative id for nobody's; such a slot is recorded as several requests'.
                 status = "" if request_ids[r] >= 0 else "shared"
-                self._tell("alloc", fresh, int(request_ids[r]), int(rows[r]), "", status)
+                self._record("alloc", fresh, int(request_ids[r]), int(rows[r]), "", status)
 
     def filled(self, slots: Int64Array) -> None:
-        """Tell of slots that got their content otherwise than by a forward; the cache holds them, no request."""
+        """Record slots that got their content otherwise than by a forward; the cache holds them, no request."""
         slots = self._whole_pages(slots)
         slots = slots[(slots > 0) & (slots < self._pending.size)]
         fresh = slots[self._pending[slots]]
         if fresh.size:
             self._pending[fresh] = False
-            self._tell("alloc", fresh, -1, -1, "load-back")
+            self._record("alloc", fresh, -1, -1, "load-back")
 
-    def _tell(self, kind: str, slots: Int64Array, request_id: int, row: int, note: str, status: str = "") -> None:
+    def _record(self, kind: str, slots: Int64Array, request_id: int, row: int, note: str, status: str = "") -> None:
         for group in self.groups:
             self._recorder.slots(
                 kind, group=group, slots=slots, request_id=request_id, row=row, status=status, note=note
             )
+
+
+def allocators_of(allocator: Any) -> list[tuple[str, Any]]:
+    """Return `(kind, allocator)` of each pool behind an allocator."""
+    swa = getattr(allocator, "swa_attn_allocator", None)
+    if swa is None:
+        return [("full", allocator)]
+    full = allocator.full_attn_allocator
+    return [("swa", swa)] if full is swa else [("full", full), ("swa", swa)]
+
+
+def knows_allocator(allocator: Any) -> bool:
+    """Say whether what an allocator, and those that it is made of, give out are slots of tokens: by their very classes."""
+    return {type(part).__name__ for part in (allocator, *(part for _, part in allocators_of(allocator)))} <= ALLOCATORS
+
+
+def on_host(allocator: Any) -> bool:
+    """Say whether an allocator's tensors lie in the host's memory."""
+    pages = getattr(allocators_of(allocator)[0][1], "free_pages", None)
+    return pages is not None and getattr(getattr(pages, "device", None), "type", "") == "cpu"
+
+
+class RadixCacheWalk:
+    """Walks the prefix cache every so many target forwards; where the engine's own canary sweeps, right after it."""
+
+    def __init__(
+        self, target: Any, tree_cache: Any, layout: Layout, every: int, recorder: Recorder | DeviceRecorder
+    ) -> None:
+        self._target = target
+        self._tree_cache = tree_cache
+        self._layout = layout
+        self._runner: RunnerLayout = layout.runners[id(target)]
+        self._recorder = recorder
+        self._online = online_sweep_interval(target) > 0
+        self._every = every
+        self._forwards = 0
+        self._passes = self._online_passes()
+        self._walk: Any = self._walker() if self._online or every else None
+
+    @property
+    def walks(self) -> bool:
+        """Whether the prefix cache is walked at all."""
+        return self._walk is not None
+
+    def _walker(self) -> Any:
+        from sglang.srt.kv_canary.radix_cache_walker import walk_radix_cache_for_canary
+
+        return walk_radix_cache_for_canary
+
+    def _online_passes(self) -> int:
+        sweeps = getattr(getattr(self._target, "canary_manager", None), "_sweep_orchestrator", None)
+        return int(getattr(sweeps, "sweep_passes", 0))
+
+    def after_forward(self) -> None:
+        """Walk if it is time; called after each forward of the target, at its very end.
+
+        Raises:
+            NotImplementedError: this SGLang's walker does not know the prefix cache's type.
+        """
+        if self._walk is None:
+            return
+        if self._online:
+            passes = self._online_passes()
+            due, self._passes = passes != self._passes, passes
+        else:
+            due = self._forwards % self._every == 0
+        self._forwards += 1
+        if due:
+            self._record(self._walk(radix_cache=self._tree_cache, unlocked_only=False))
+
+    def _record(self, found: Any) -> None:
+        slots = own_int64(found.slot_indices)
+        positions, prev = own_int64(found.positions), own_int64(found.prev_slot_indices)
+        unlocked = self._walk(radix_cache=self._tree_cache, unlocked_only=True)
+        locked = (~np.isin(slots, own_int64(unlocked.slot_indices))).astype(np.int64)
+        parts = []
+        for number in self._runner.groups.values():
+            lut = self._layout.groups[number].lut
+            table = self._layout.luts[lut] if lut >= 0 else None
+            own = np.full(slots.size, number, np.int64), translate(table, slots), positions
+            parts.append((*own, np.where(prev < 0, prev, translate(table, prev)), locked))
+        groups, own_slots, at, before, held = (np.concatenate(column) for column in zip(*parts, strict=True))
+        self._recorder.sweep(
+            groups=groups, slots=own_slots, positions=at, prev_slots=before, locked=held, runner=self._runner.index
+        )

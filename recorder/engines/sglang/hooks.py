@@ -6,14 +6,12 @@ trace's header.
 """
 
 import logging
-import pkgutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import error_text
-from ..common.hooking import harmless
+from ..common.hooking import Target, harmless
 from ..common.import_hook import when_imported
 from ..common.stopping import stop_tree
 
@@ -27,113 +25,63 @@ SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
 UTILS_MODULE: Final = "sglang.srt.utils"
 
 # What holds whole forwards as CUDA graphs; older versions have it otherwise.
-FULL_GRAPHS: Final = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
+FULL_GRAPHS: Final = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend:FullCudaGraphBackend"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A function of SGLang's: where it was in the versions known, newest first, and what is missing without it.
-
-    An `essential` one must be there; one for `drafts` is looked for and missed only where there is a draft model.
-    """
-
-    name: str
-    paths: tuple[str, ...]
-    without: str
-    essential: bool = False
-    drafts: bool = False
-
+_NOTHING: Final = "nothing can be recorded"
+_OUTSIDE: Final = "forwards in CUDA graphs are recorded before and after the graph"
+_SCHEDULER: Final = f"{SCHEDULER_MODULE}:Scheduler"
+_RUNNER: Final = "sglang.srt.model_executor.model_runner:ModelRunner"
+_BATCHES: Final = "sglang.srt.managers.schedule_batch"
+_SPECULATIVE: Final = "sglang.srt.speculative"
+_DRAFT_GRAPH: Final = f"{_SPECULATIVE}.eagle_draft_cuda_graph_runner:EAGLEDraftCudaGraphRunner"
+_DRAFT_EXTEND_GRAPH: Final = f"{_SPECULATIVE}.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner"
 
 # Seen in 0.5.13, 0.5.16 and 0.5.23.
 TARGETS: Final = (
+    Target("scheduler", _NOTHING, (f"{_SCHEDULER}.__init__",), essential=True),
+    Target("runner", _NOTHING, (f"{_RUNNER}.__init__",), essential=True),
+    Target("model", _NOTHING, (f"{_RUNNER}._forward_raw",), essential=True),
     Target(
-        name="scheduler",
-        paths=("sglang.srt.managers.scheduler.Scheduler.__init__",),
-        without="nothing can be recorded",
-        essential=True,
+        "load",
+        "forwards are recorded before and after the model, not inside its CUDA graphs",
+        (f"{_RUNNER}.load_model",),
     ),
+    Target("capture", _OUTSIDE, (f"{FULL_GRAPHS}.capture_one",)),
+    Target("replay", _OUTSIDE, (f"{FULL_GRAPHS}.replay",)),
     Target(
-        name="runner",
-        paths=("sglang.srt.model_executor.model_runner.ModelRunner.__init__",),
-        without="nothing can be recorded",
-        essential=True,
+        "run",
+        "requests have no names and no truth tokens, sampled tokens are not recorded",
+        (f"{_SCHEDULER}.run_batch",),
     ),
+    Target("result", "sampled tokens are not recorded", (f"{_SCHEDULER}.process_batch_result",)),
     Target(
-        name="model",
-        paths=("sglang.srt.model_executor.model_runner.ModelRunner._forward_raw",),
-        without="nothing can be recorded",
-        essential=True,
-    ),
-    Target(
-        name="load",
-        paths=("sglang.srt.model_executor.model_runner.ModelRunner.load_model",),
-        without="forwards are taken down before and after the model, not inside its CUDA graphs",
-    ),
-    Target(
-        name="capture",
-        paths=(f"{FULL_GRAPHS}.capture_one",),
-        without="forwards in CUDA graphs are taken down before and after the graph",
-    ),
-    Target(
-        name="replay",
-        paths=(f"{FULL_GRAPHS}.replay",),
-        without="forwards in CUDA graphs are taken down before and after the graph",
-    ),
-    Target(
-        name="run",
-        paths=("sglang.srt.managers.scheduler.Scheduler.run_batch",),
-        without="requests have no names and no truth tokens, sampled tokens are not told",
-    ),
-    Target(
-        name="result",
-        paths=("sglang.srt.managers.scheduler.Scheduler.process_batch_result",),
-        without="sampled tokens are not told",
-    ),
-    Target(
-        name="retract",
-        paths=(
-            "sglang.srt.managers.schedule_batch.release_req",
-            "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
-            "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
+        "retract",
+        "a retracted request looks like an aborted one",
+        (
+            f"{_BATCHES}:release_req",
+            f"{_BATCHES}:ScheduleBatch.release_req",
+            f"{_BATCHES}:ScheduleBatch.retract_decode",
         ),
-        without="a retracted request looks like an aborted one",
     ),
     Target(
-        name="draft_graph",
-        paths=(
-            "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner.execute",
-            "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner.replay",
-        ),
-        without="draft steps inside a CUDA graph are not recorded",
+        "draft_graph",
+        "draft steps inside a CUDA graph are not recorded",
+        (f"{_DRAFT_GRAPH}.execute", f"{_DRAFT_GRAPH}.replay"),
         drafts=True,
     ),
     Target(
-        name="draft_extend_graph",
-        paths=(
-            "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute",
-            "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.replay",
-        ),
-        without="draft extends inside a CUDA graph are not recorded",
+        "draft_extend_graph",
+        "draft extends inside a CUDA graph are not recorded",
+        (f"{_DRAFT_EXTEND_GRAPH}.execute", f"{_DRAFT_EXTEND_GRAPH}.replay"),
         drafts=True,
     ),
     Target(
-        name="stop",
-        paths=("sglang.srt.utils.common.kill_process_tree", "sglang.srt.utils.kill_process_tree"),
-        without="traces are torn at the engine's exit (recover them with kvcanary recover)",
+        "stop",
+        "traces are torn at the engine's exit (recover them with kvcanary recover)",
+        (f"{UTILS_MODULE}.common:kill_process_tree", f"{UTILS_MODULE}:kill_process_tree"),
     ),
 )
-
-
-def find(target: Target) -> str | None:
-    """Return the path under which this SGLang has the target, None where it has not."""
-    for path in target.paths:
-        owner, _, attribute = path.rpartition(".")
-        try:
-            if callable(getattr(pkgutil.resolve_name(owner), attribute)):
-                return path
-        except (ImportError, AttributeError, ValueError):
-            continue
-    return None
 
 
 class Stops:
@@ -165,9 +113,9 @@ def install() -> None:
         later = UTILS_MODULE not in sys.modules  # than SGLang's registry, which sets what is there by itself
         when_imported({UTILS_MODULE: lambda _: _hook_stops(apply=later)})
         return
-    from .attachment import Attachment
+    from .attachment import SglangAttachment
 
-    attachment = Attachment(settings)
+    attachment = SglangAttachment(settings)
     for entry in register([target for target in TARGETS if not target.drafts], attachment):
         logger.warning("kvcanary: %s: %s", entry.name, entry.reason)
         attachment.not_watched.append(entry)
@@ -176,7 +124,7 @@ def install() -> None:
 def _hook_stops(*, apply: bool) -> None:
     """Hook what kills other processes; never raises."""
     try:
-        for note in register([target for target in TARGETS if target.name == "stop"], Stops()):
+        for note in register([target for target in TARGETS if target.hook == "stop"], Stops()):
             logger.warning("kvcanary: %s", note)
         if apply:
             from sglang.srt.plugins.hook_registry import HookRegistry
@@ -194,21 +142,25 @@ def register(targets: Sequence[Target], attachment: Any) -> "list[NotWatched]":
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    found = {target: find(target) for target in targets}
-    lacking = [target.paths[0] for target, path in found.items() if path is None and target.essential]
+    found = {target: target.find() for target in targets}
+    lacking = [_dotted(target.paths[0]) for target, path in found.items() if path is None and target.essential]
     if lacking:
         raise ValueError(f"this SGLang has no {', '.join(lacking)}; the adapter knows versions 0.5.13 to 0.5.23")
     for target, path in found.items():
         if path is not None:
-            hook = getattr(attachment, f"on_{target.name}")
-            HookRegistry.register(path, harmless(hook, attachment.fault, attachment.cost), HookType.AROUND)
-    return [_not_hooked(target.paths[0], target.without) for target, path in found.items() if path is None]
+            hook = harmless(getattr(attachment, f"on_{target.hook}"), attachment.fault, attachment.cost)
+            HookRegistry.register(_dotted(path), hook, HookType.AROUND)
+    return [_not_hooked(target) for target, path in found.items() if path is None]
 
 
-def _not_hooked(path: str, without: str) -> "NotWatched":
+def _dotted(path: str) -> str:
+    return path.replace(":", ".")
+
+
+def _not_hooked(target: Target, path: str = "") -> "NotWatched":
     from ...trace.header import NotWatched  # which a process without a scheduler need not load
 
-    return NotWatched(what="other", name=f"not hooked: {path}", reason=without)
+    return NotWatched(what="other", name=f"not hooked: {path}" if path else target.missed, reason=target.without)
 
 
 def register_drafts(attachment: Any) -> "list[NotWatched]":
@@ -224,7 +176,7 @@ def not_applied() -> "list[NotWatched]":
     """Return what was found but not hooked by SGLang's registry, which logs why."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    known = {path: target.without for target in TARGETS for path in target.paths}
+    known = {_dotted(path): target for target in TARGETS for path in target.paths}
     applied = getattr(HookRegistry, "_patched", known)
     hooked = getattr(HookRegistry, "_hooks", ())
-    return [_not_hooked(path, known[path]) for path in hooked if path in known and path not in applied]
+    return [_not_hooked(known[path], path) for path in hooked if path in known and path not in applied]

@@ -1,8 +1,8 @@
-"""SGLang's models, taken down where their first layer begins and their last one ends, as its own canary does.
+"""SGLang's models, captured where their first layer begins and their last one ends, as its own canary does.
 
 What a model is run with is read from its arguments, and what its attention gets from the attention backend's own
-metadata. Inside a CUDA graph the same launches are captured with the model's; they do nothing until a forward has been
-told, right before the graph is launched. A draft's steps in one graph are so many runs of its model.
+metadata. Inside a CUDA graph the same launches are captured with the model's; they do nothing until a forward is
+expected, right before the graph is launched. A draft's steps in one graph are so many runs of its model.
 """
 
 import functools
@@ -13,23 +13,24 @@ from typing import TYPE_CHECKING, Any, Final
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.capture import DeviceCapture
 from ...capture.device.forward import FrameInFlight, Lens
-from ..common.hooking import Finish
-from .batches import KnownBatch
-from .forward import MODES, has_embeddings
+from ..common.hooking import Finish, OnFault, then
+from .forward import MODES, has_embeddings, lens_of
+from .layers import backend_around
+from .requests import KnownBatch
 
 if TYPE_CHECKING:
     from ....kernels.capture.model_forward import AttentionTensors, ModelForward, ModelInput
 
 logger = logging.getLogger("kvcanary")
 
-MAX_TICKETS: Final = 4096  # of runs of models in graphs; beyond it a graph is not looked into
+MAX_TICKETS: Final = 4096  # of runs of models in graphs; beyond it a graph's forwards are captured outside
 KNOWN_ATTENTION: Final = ("TritonAttnBackend",)  # whose metadata are read
 
 
 class Expected:
-    """A forward that has been told and has not begun yet: whose it is, and what takes it down."""
+    """A forward that has not begun yet: its runner and requests, and what captures it."""
 
-    __slots__ = ("bs", "capture", "flights", "index", "known", "runner", "taken", "truth_lens")
+    __slots__ = ("bs", "capture", "captured", "in_flight", "index", "known", "runner", "truth_lens")
 
     def __init__(
         self, capture: DeviceCapture, runner: int, index: int, bs: int, known: KnownBatch, truth_lens: bytes
@@ -40,14 +41,14 @@ class Expected:
         self.bs = bs
         self.known = known
         self.truth_lens = truth_lens
-        self.taken = False
-        self.flights: list[FrameInFlight | None] = []  # of a graph that has been launched
+        self.captured = False
+        self.in_flight: list[FrameInFlight | None] = []  # of a graph that has been launched
 
     def deliver(self) -> None:
-        """Deliver what was taken down in a graph."""
+        """Deliver what was captured in a graph."""
         capture = self.capture
         if not capture.off:
-            for flight in self.flights:
+            for flight in self.in_flight:
                 if flight is not None:
                     capture.deliver(flight)
 
@@ -56,10 +57,10 @@ class InsideModels:
     """What stands around the forward of each of a process's models, and around its graphs.
 
     Args:
-        on_fault: is told which part failed, and how. It is switched off then, and forwards are taken down outside.
+        on_fault: called with the part that failed, and how. It is switched off then, and forwards are captured outside.
     """
 
-    def __init__(self, on_fault: Callable[[str, Exception], None]) -> None:
+    def __init__(self, on_fault: OnFault) -> None:
         self._on_fault = on_fault
         self.off = False
         self._wrapped: dict[int, Any] = {}  # model runners by their ids
@@ -71,15 +72,15 @@ class InsideModels:
         self.expected: Expected | None = None
 
     def watches(self, runner: Any) -> bool:
-        """Say whether a model runner's forwards are taken down here."""
+        """Say whether a model runner's forwards are captured here."""
         return not self.off and id(runner) in self._wrapped
 
     def in_graphs(self, backend: Any) -> bool:
-        """Say whether the graphs of one of SGLang's graph backends hold the launches that take their forwards down."""
+        """Say whether the graphs of one of SGLang's graph backends hold the launches that capture their forwards."""
         return any(mine is backend and runs for mine, runs in self._graphs.values())
 
     def drafts_in_graphs(self, runner: Any) -> bool:
-        """Say whether the launches that take a runner's decode steps down are in a graph."""
+        """Say whether the launches that capture a runner's decode steps are in a graph."""
         runs = [run for _, mine in self._graphs.values() for run in mine]
         return any(owner == id(runner) and mode == "decode" for owner, mode, _ in runs)
 
@@ -87,7 +88,7 @@ class InsideModels:
 
     def on_load(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Stand around a model's forward as soon as there is a model; graphs are captured later."""
-        return lambda _, error: None if error else self._wrap(runner)
+        return then(lambda _: self._wrap(runner))
 
     def on_capture(self, backend: Any, shape_key: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Take note of the runs of models that a graph holds."""
@@ -101,16 +102,16 @@ class InsideModels:
         return finish
 
     def on_replay(self, backend: Any, shape_key: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Have the forwards in a graph taken down that is launched for a forward that has been told."""
+        """Have the forwards in a graph captured that is launched for a forward that is expected."""
         expected = self.expected
-        if expected is None or expected.taken:
+        if expected is None or expected.captured:
             return None
         _, runs = self._graphs.get((id(backend), shape_key), (None, ()))
         if not runs or runs[0][0] != expected.runner:
             return None
-        expected.taken = True
-        take, told = expected.capture.expect, (expected.index, expected.bs, expected.known, expected.truth_lens)
-        expected.flights = [take(forward, mode, *told) for _, mode, forward in runs]
+        expected.captured = True
+        expect, of = expected.capture.expect, (expected.index, expected.bs, expected.known, expected.truth_lens)
+        expected.in_flight = [expect(forward, mode, *of) for _, mode, forward in runs]
         return None  # they are delivered with the forward's end: each call here has a price
 
     # The model.
@@ -163,7 +164,7 @@ class InsideModels:
     ) -> Callable[[], None] | None:
         """Launch what belongs before a model's first layer, and return what launches the rest; None for nothing."""
         expected, runs = self.expected, self._capturing
-        if runs is None and (expected is None or expected.taken or expected.runner != id(runner)):
+        if runs is None and (expected is None or expected.captured or expected.runner != id(runner)):
             return None
         batch = next((one for one in (*args, *kwargs.values()) if hasattr(one, "forward_mode")), None)
         mode = None if batch is None else MODES.get(batch.forward_mode.name)
@@ -175,7 +176,7 @@ class InsideModels:
         if runs is None:
             assert expected is not None  # for the type checker: see above
             forward = self._made(runner, batch, given, self._tickets[device][self._own_ticket(device, runner)])
-            expected.taken = True
+            expected.captured = True
             capture = expected.capture
             flight = capture.expect(forward, mode, expected.index, expected.bs, expected.known, expected.truth_lens)
             if flight is None:
@@ -184,7 +185,7 @@ class InsideModels:
             return functools.partial(capture.after, "")
         captured = is_capturing(device)
         number = self._used[device] if captured else 0
-        # Padding can be told from requests only where each has as many tokens.
+        # Padding can be distinguished from requests only if each has as many tokens.
         if (
             number >= MAX_TICKETS - len(self._wrapped)
             or mode in ("extend", "mixed")
@@ -267,37 +268,27 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: s
     return found if getattr(found, "ndim", 0) == 1 else None
 
 
-def lens_of(batch: Any, mode: str) -> Lens:
-    """Return how much of each request is in the cache and how much is added, of a mode that goes by lengths."""
-    if mode == "target_verify":
-        return Lens(batch.seq_lens.contiguous(), None, None, int(batch.spec_info.draft_token_num))
-    extend = batch.extend_seq_lens.contiguous()
-    if mode == "draft_extend":
-        return Lens(batch.seq_lens.contiguous(), extend, extend, 1)
-    return Lens(batch.extend_prefix_lens.contiguous(), None, extend, 1)
-
-
 def attention_tensors(runner: Any, batch: Any, bs: int) -> "AttentionTensors | None":
     """Return what the attention kernels of a forward are about to be given, None of a backend that is not known."""
     from ....kernels.capture.model_forward import AttentionTensors
 
-    backend = _attention_backend(runner, batch)
-    told = getattr(backend, "forward_metadata", None)
+    backend = backend_around(runner, batch)
+    metadata = getattr(backend, "forward_metadata", None)
     # Other backends give other tensors other meanings; parts of a context on several devices, or a pool that slots are
     # translated for, have slots of their own.
     if (
-        told is None
+        metadata is None
         or type(backend).__name__ not in KNOWN_ATTENTION
         or getattr(backend, "dcp_size", 1) != 1
         or getattr(backend, "_translate_kv_loc", None) is not None
     ):
         return None
-    indptr, indices = told.kv_indptr, told.kv_indices
+    indptr, indices = metadata.kv_indptr, metadata.kv_indices
     if not (_fits(indptr, bs + 1) and _fits(indices, 0)):
         return None
-    window_indptr, window_indices = told.window_kv_indptr, told.window_kv_indices
+    window_indptr, window_indices = metadata.window_kv_indptr, metadata.window_kv_indices
     windowed = _fits(window_indptr, bs + 1) and _fits(window_indices, 0)
-    qo_indptr = told.qo_indptr
+    qo_indptr = metadata.qo_indptr
     if qo_indptr is not None and not _fits(qo_indptr, bs + 1):
         return None
     return AttentionTensors(
@@ -307,15 +298,6 @@ def attention_tensors(runner: Any, batch: Any, bs: int) -> "AttentionTensors | N
         window_indices=window_indices if windowed else None,
         qo_indptr=qo_indptr,
     )
-
-
-def _attention_backend(runner: Any, batch: Any) -> Any:
-    try:
-        from sglang.srt.model_executor.forward_context import get_attn_backend
-
-        return get_attn_backend()
-    except Exception:  # noqa: BLE001  # another version has it elsewhere, and raises outside of a forward
-        return getattr(batch, "attn_backend", None) or getattr(runner, "attn_backend", None)
 
 
 def _fits(tensor: Any, least: int) -> bool:

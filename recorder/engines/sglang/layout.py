@@ -25,9 +25,9 @@ from ...trace.header import (
     StateTable,
     TraceHeader,
 )
-from .host_cache import host_slots
 
 ALIGN_BYTES: Final = 16
+HOST_CACHE: Final = "HiCacheController"
 
 # What is recorded of a pool, by its very class: where each half's layers are. A class derived from one of these may lay
 # out its memory otherwise, and is not recorded.
@@ -218,6 +218,24 @@ def describe_engine(
         not_watched=tuple(layout.not_watched),
         notes=(*notes, *_online_canary(target)),
     )
+
+
+def host_slots(scheduler: Any, groups: list[PoolGroup]) -> int:
+    """Return how many slots the host's pool has, 0 if there is none or its copies cannot be recorded slot by slot."""
+    controller = controller_of(scheduler)
+    if type(controller).__name__ != HOST_CACHE or len(groups) != 1 or groups[0].kind != "full":
+        return 0
+    if getattr(controller, "enable_storage", False):
+        return 0
+    pool = getattr(controller, "mem_pool_host", None)
+    return int(getattr(pool, "size", 0) or 0)
+
+
+def controller_of(scheduler: Any) -> Any:
+    """Return what moves a scheduler's KV between device and host; None without HiCache."""
+    if not getattr(scheduler, "enable_hierarchical_cache", False):
+        return None
+    return getattr(getattr(scheduler, "tree_cache", None), "cache_controller", None)
 
 
 def online_sweep_interval(target: Any) -> int:

@@ -1,26 +1,19 @@
-"""What the adapter knows of SGLang's requests: ids, rows, and the tokens that the scheduler believes them to have."""
+"""SGLang's requests: ids, rows, the tokens that the scheduler believes them to have, and which requests a batch has.
 
-import hashlib
-from collections.abc import Sequence
+The engine's thread keeps references alone; what they hold is read by the recorder's own thread, if there is one.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
 
+from ....kernels.arrays import Int64Array
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.forward_input import TruthTokens
-from ...capture.host_arrays import Int64Array
-
-
-def request_id_of(rid: str, *, exact: bool) -> int:
-    """Return the 64-bit id of a request, the same in every rank and on both sides of a prefill and decode pair.
-
-    With `exact`, SGLang's own (blake2b of the name, signed), which its token oracle samples by; else without the sign,
-    because a negative id is nobody's to the history checks.
-    """
-    number = int.from_bytes(
-        hashlib.blake2b(str(rid).encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little", signed=True
-    )
-    return number if exact else number & ((1 << 63) - 1)
+from ..common.requests import TokenList, request_id_of, truth_tokens
 
 
 def kv_field(req: Any, name: str) -> Any:
@@ -66,38 +59,24 @@ class TokenLists:
         return np.concatenate((prompt, output)) if prompt.size else output
 
 
-class KnownRequest:
-    """One request and its tokens so far; only what is new since the last look is converted."""
+class SglangRequest:
+    """One request of the engine's, and its tokens so far."""
 
-    __slots__ = ("_count", "_lists", "_prompt", "_tokens", "placeholders", "req", "request_id")
+    __slots__ = ("_lists", "_tokens", "placeholders", "req", "request_id")
 
     def __init__(self, req: Any, request_id: int) -> None:
         self.req = req
         self.request_id = request_id
         self.placeholders = has_placeholders(req)
-        self._prompt: Any = None
-        self._tokens = np.empty(0, np.int64)
-        self._count = 0
+        self._tokens = TokenList()
         self._lists: TokenLists | None = None
 
     def truth(self) -> Int64Array:
         """Return prompt and output so far, as the scheduler holds them now, `[n] int64`; valid until the next call."""
         prompt, output = self.req.origin_input_ids, self.req.output_ids
-        total = len(prompt) + len(output)
         if True in self.placeholders:
-            return self.lists(prompt, output).tokens(0, total)
-        if self._prompt is not prompt or total < self._count:
-            self._prompt = prompt
-            self._tokens = np.array(prompt, np.int64)
-            self._count = len(prompt)
-        if total > self._tokens.size:
-            longer = np.empty(max(total, 2 * self._tokens.size), np.int64)
-            longer[: self._count] = self._tokens[: self._count]
-            self._tokens = longer
-        if total > self._count:
-            self._tokens[self._count : total] = output[self._count - len(prompt) :]
-            self._count = total
-        return self._tokens[:total]
+            return self.lists(prompt, output).tokens(0, len(prompt) + len(output))
+        return self._tokens.follow(prompt, output)
 
     def lists(self, prompt: Any, output: Any) -> TokenLists:
         """Return the lists that the scheduler keeps its tokens in; another object once it has put another in a place."""
@@ -110,22 +89,22 @@ class KnownRequest:
 MAX_KNOWN: Final = 8192  # requests, more than an engine runs at once
 
 
-class RequestBook:
+class SglangRequests:
     """The engine's requests by name; `version` grows with each one that comes or goes.
 
-    Of a request that is aborted while it waits for another row nobody hears: where those without a row have become
-    many, they are forgotten. One that does get a row is told of once more.
+    Nothing is called for a request that is aborted while it waits for another row: if those without a row have become
+    many, they are forgotten. One that does get a row is recorded once more.
     """
 
     __slots__ = ("_by_rid", "_exact", "_most", "version")
 
     def __init__(self, *, exact_ids: bool) -> None:
-        self._by_rid: dict[str, KnownRequest] = {}
+        self._by_rid: dict[str, SglangRequest] = {}
         self._exact = exact_ids
         self._most = MAX_KNOWN
         self.version = 0
 
-    def see(self, req: Any) -> tuple[KnownRequest, bool]:
+    def see(self, req: Any) -> tuple[SglangRequest, bool]:
         """Return a request of the engine's and whether it is new."""
         known = self._by_rid.get(req.rid)
         if known is not None and known.req is req:
@@ -133,18 +112,18 @@ class RequestBook:
         if len(self._by_rid) >= self._most:
             self._by_rid = {rid: known for rid, known in self._by_rid.items() if row_of(known.req) >= 0}
             self._most = max(MAX_KNOWN, 2 * len(self._by_rid))
-        known = KnownRequest(req, request_id_of(req.rid, exact=self._exact))
+        known = SglangRequest(req, request_id_of(req.rid, signed=self._exact))
         self._by_rid[req.rid] = known
         self.version += 1
         return known, True
 
-    def get(self, rid: str) -> KnownRequest | None:
+    def get(self, rid: str) -> SglangRequest | None:
         """Return a known request."""
         return self._by_rid.get(rid)
 
     def id_of(self, req: Any) -> int:
         """Return the id of a request, also of one whose name another has by now."""
-        return request_id_of(req.rid, exact=self._exact)
+        return request_id_of(req.rid, signed=self._exact)
 
     def drop(self, req: Any) -> None:
         """Forget a request that is over."""
@@ -158,7 +137,7 @@ class RequestBook:
         ids = np.full(rows, -1, np.int64)
         for r, rid in enumerate(rids[:rows]):
             known = self._by_rid.get(rid)
-            ids[r] = known.request_id if known is not None else request_id_of(rid, exact=self._exact)
+            ids[r] = known.request_id if known is not None else request_id_of(rid, signed=self._exact)
         return ids
 
     def truth(self, rids: Sequence[str], rows: int) -> TruthTokens | None:
@@ -167,6 +146,120 @@ class RequestBook:
         parts = [request.truth() for request in known if request is not None]
         if len(parts) != len(known):
             return None
-        lens = np.zeros(rows, np.int64)
-        lens[: len(parts)] = [part.size for part in parts]
-        return TruthTokens(flat=np.concatenate(parts) if parts else np.empty(0, np.int64), lens=lens)
+        return truth_tokens(parts, rows)
+
+
+_PROMPT: Final = attrgetter("req.origin_input_ids")
+_OUTPUT: Final = attrgetter("req.output_ids")
+
+
+class KnownBatch:
+    """The requests of a batch of `rows` rows, padding included; a `ForwardRequests`.
+
+    `outputs` are the lists to which the scheduler appends what it samples, None where a request is not known; `lens` is
+    how many tokens each of them had at `moment`.
+    """
+
+    __slots__ = (
+        "_ids",
+        "_prompt_lens",
+        "_prompts",
+        "_requests",
+        "_truth",
+        "lens",
+        "moment",
+        "outputs",
+        "rids",
+        "rows",
+        "version",
+    )
+
+    def __init__(self, rids: Sequence[str], rows: int, requests: SglangRequests) -> None:
+        self.rids = list(rids)
+        self.rows = rows
+        self.version = requests.version
+        found = list(map(requests.get, self.rids[:rows]))
+        known = None not in found
+        self._requests: list[SglangRequest] = found if known else []  # type: ignore[assignment]  # no None in it
+        self._prompts = list(map(_PROMPT, self._requests))
+        self.outputs: list[Any] | None = list(map(_OUTPUT, self._requests)) if known else None
+        self._ids: Int64Array | None = None if known else requests.ids(self.rids, rows)
+        self._truth: list[TokenLists] | None = None
+        self._prompt_lens: Int64Array | None = None
+        self.moment = -1
+        self.lens = b""
+
+    def output_lens(self, moment: int) -> bytes:
+        """Return how many tokens each request has sampled by a moment, in which none is added, as int64.
+
+        It is asked for thrice in a step, of which two are one moment. No loop of Python's own: this is the engine's
+        thread.
+        """
+        if moment != self.moment:
+            self.moment = moment
+            self.lens = b"" if self.outputs is None else array("q", map(len, self.outputs)).tobytes()
+        return self.lens
+
+    @property
+    def ids(self) -> Int64Array:
+        """`[rows]`, -1 for padding."""
+        if self._ids is None:
+            self._ids = np.full(self.rows, -1, np.int64)
+            self._ids[: len(self._requests)] = [request.request_id for request in self._requests]
+        return self._ids
+
+    @property
+    def truth(self) -> list[TokenLists] | None:
+        """The requests' tokens, in the lists that the scheduler had when the batch was looked up; None for unknown."""
+        if self._truth is None and self.outputs is not None:
+            self._truth = [request.lists(prompt, output) for request, prompt, output in self._parts()]
+        return self._truth
+
+    def _parts(self) -> Iterable[tuple[SglangRequest, Any, Any]]:
+        return zip(self._requests, self._prompts, self.outputs or (), strict=True)
+
+    @property
+    def known_lens(self) -> Int64Array:
+        """`[n]` tokens of each prompt."""
+        if self._prompt_lens is None:
+            self._prompt_lens = np.array(list(map(len, self._prompts)), np.int64)
+        return self._prompt_lens
+
+    def stale(self) -> bool:
+        """Say whether the scheduler keeps tokens in other lists than it did."""
+        if self.outputs is None:
+            return False
+        prompts, outputs = map(_PROMPT, self._requests), map(_OUTPUT, self._requests)
+        kept = zip(prompts, self._prompts, outputs, self.outputs, strict=True)
+        return any(prompt is not had or output is not grew for prompt, had, output, grew in kept)
+
+    def sampled(self, before: bytes, after: bytes) -> tuple[Int64Array, Int64Array]:
+        """Return what each request has got from length `before` to `after`, one after another, and how many each."""
+        spans = [np.frombuffer(lens, np.int64).tolist() for lens in (before, after)]
+        sources = [request.lists(prompt, output) for request, prompt, output in self._parts()]
+        prompts = map(len, self._prompts)
+        parts = zip(sources, prompts, *spans, strict=True)
+        tokens = [source.tokens(prompt + first, prompt + last) for source, prompt, first, last in parts]
+        lens = np.array(list(map(len, tokens)), np.int64)
+        return np.concatenate((np.empty(0, np.int64), *tokens)), lens
+
+
+class BatchLookup:
+    """Looks a batch's requests up if they are others than the last time."""
+
+    def __init__(self, requests: SglangRequests) -> None:
+        self._known_requests = requests
+        self.last = KnownBatch((), 0, requests)
+
+    def of(self, rids: Sequence[str] | None, rows: int) -> KnownBatch:
+        """Return the requests of a batch of `rows` rows, padding included."""
+        last = self.last
+        if last.rids == rids and last.rows == rows and last.version == self._known_requests.version:
+            return last
+        found = self.last = KnownBatch(rids or (), rows, self._known_requests)
+        return found
+
+    def refresh(self) -> None:
+        """Look again where the scheduler keeps tokens in other lists than before; any thread may ask."""
+        if self.last.stale():
+            self._known_requests.version += 1

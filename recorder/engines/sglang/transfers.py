@@ -1,30 +1,28 @@
-"""KV that goes from a prefill engine to a decode engine: told on both sides under the request's bootstrap room.
+"""KV that goes from a prefill engine to a decode engine: recorded on both sides under the request's bootstrap room.
 
-SGLang sends a prompt in chunks while it is computed. It is told as one transfer, which begins when the last chunk goes
-out and ends when the sender says so. On the other side it begins when the sender has been told where to write, and ends
+SGLang sends a prompt in chunks while it is computed. It is recorded as one transfer, which begins when the last chunk goes
+out and ends when the sender says so. On the other side it begins when the sender knows where to write, and ends
 when the scheduler takes the request over. Of a sliding-window pool only the window's end is sent.
 
 A health check's or warm-up's prompt is sent to nobody, and the decode engine takes over what its slots held before: that
 is a receive without a room, which leaves the slots unjudged.
 """
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
+from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import translate
-from ...capture.host_arrays import Int64Array, read_runs
+from ...capture.host_arrays import read_runs
 from ...capture.recorder import Recorder
 from ...trace.event import INT64_MAX
 from ...trace.schema import RECEIVE, SEND
-from ..common.hooking import Finish, Hook, wrap_method
+from ..common.hooking import Finish, Hook, OnFault, then, wrap_method
 from .history import GroupHistory
 from .layout import Layout
-from .requests import KnownRequest, kv_field, row_of
-
-Fault = Callable[[str, Exception], None]
+from .requests import SglangRequest, kv_field, row_of
 
 # SGLang's KVPoll
 FAILED: Final = 0
@@ -32,13 +30,13 @@ SUCCESS: Final = 4
 
 
 class Transfers:
-    """Tells the transfers of one scheduler; both sides name a pool group alike, so they find one another.
+    """Records the transfers of one scheduler; both sides name a pool group alike, so they find one another.
 
-    `histories` are those of the slots, empty where it is not told. `on_fault` hears of a hook that failed.
+    `histories` are those of the slots, empty if there is none. `on_fault` is called when a hook failed.
     """
 
     def __init__(self, layout: Layout, recorder: Recorder | DeviceRecorder, histories: list[GroupHistory]) -> None:
-        self.on_fault: Fault = _nobody
+        self.on_fault: OnFault = _nobody
         self._layout = layout
         self._recorder = recorder
         self._histories = histories
@@ -49,29 +47,29 @@ class Transfers:
         """Note where the first chunk of a request begins; called before each chunk is sent."""
         self._under_way.setdefault(req.rid, (room_of(req), int(getattr(req, "start_send_idx", 0) or 0)))
 
-    def sent_last(self, req: Any, known: KnownRequest) -> None:
-        """Tell that all chunks of a request are on their way, and when that is over."""
+    def sent_last(self, req: Any, known: SglangRequest) -> None:
+        """Record that all chunks of a request are on their way, and when that is over."""
         self.sending(req)
-        self._tell("start", SEND, req, known, self._under_way[req.rid])
+        self._record("start", SEND, req, known, self._under_way[req.rid])
         # Not counted as cost: an idle engine asks in every round.
         wrap_method(req.disagg_kv_sender, "poll", self._on_poll(req, known), self.on_fault)
         self._watch_failure(req.disagg_kv_sender, SEND, req, known)
 
-    def _on_poll(self, req: Any, known: KnownRequest) -> Hook:
+    def _on_poll(self, req: Any, known: SglangRequest) -> Hook:
         def hook(*_args: Any, **_kwargs: Any) -> Finish | None:
             if req.rid not in self._under_way:
                 return None
 
-            def finish(state: Any, error: BaseException | None) -> None:
-                if error is None and state in (FAILED, SUCCESS):
+            def record(state: Any) -> None:
+                if state in (FAILED, SUCCESS):
                     status, note = ("end", "") if state == SUCCESS else ("failed", "the sender says so")
                     self._over(status, SEND, req, known, note)
 
-            return finish
+            return then(record)
 
         return hook
 
-    def _watch_failure(self, side: Any, direction: str, req: Any, known: KnownRequest) -> None:
+    def _watch_failure(self, side: Any, direction: str, req: Any, known: SglangRequest) -> None:
         """Hook what the scheduler asks a side that has failed, itself or on another rank, before it frees the slots."""
 
         def hook(*_args: Any, **_kwargs: Any) -> None:
@@ -79,15 +77,15 @@ class Transfers:
 
         wrap_method(side, "failure_exception", hook, self.on_fault)
 
-    def expected(self, req: Any, known: KnownRequest, receiver: Any) -> None:
-        """Tell that a request's prompt may land in its slots from now on, and when that fails."""
+    def expected(self, req: Any, known: SglangRequest, receiver: Any) -> None:
+        """Record that a request's prompt may land in its slots from now on, and when that fails."""
         room = -1 if to_nobody(receiver) else room_of(req)
         under_way = self._under_way[req.rid] = (room, int(kv_field(req, "cache_protected_len") or 0))
-        self._tell("start", RECEIVE, req, known, under_way)
+        self._record("start", RECEIVE, req, known, under_way)
         self._watch_failure(receiver, RECEIVE, req, known)
 
-    def received(self, req: Any, known: KnownRequest, receiver: Any) -> None:
-        """Tell that a request's prompt has landed."""
+    def received(self, req: Any, known: SglangRequest, receiver: Any) -> None:
+        """Record that a request's prompt has landed."""
         if req.rid not in self._under_way:
             self.expected(req, known, receiver)
         self._over("end", RECEIVE, req, known)
@@ -96,18 +94,18 @@ class Transfers:
         """Forget a request whose row is free: it sends and receives nothing any more."""
         self._under_way.pop(req.rid, None)
 
-    def _over(self, status: str, direction: str, req: Any, known: KnownRequest, note: str = "") -> None:
-        """Tell of a transfer's end, unless it has been told."""
+    def _over(self, status: str, direction: str, req: Any, known: SglangRequest, note: str = "") -> None:
+        """Record a transfer's end, unless it has been recorded."""
         under_way = self._under_way.pop(req.rid, None)
         if under_way is not None:
-            self._tell(status, direction, req, known, under_way, note)
+            self._record(status, direction, req, known, under_way, note)
 
-    def _tell(
+    def _record(
         self,
         status: str,
         direction: str,
         req: Any,
-        known: KnownRequest,
+        known: SglangRequest,
         under_way: tuple[int, int],
         note: str = "",
     ) -> None:
@@ -122,12 +120,12 @@ class Transfers:
                 if group.window:
                     start = max(first, (end - group.window) // group.page_size * group.page_size)
                 slots = self._slots(runner.table, number, row, start, end - start)
-                telling = [(room, start, slots)]
+                parts = [(room, start, slots)]
                 if direction == RECEIVE and start > first:
                     # What comes right before a window may have a slot, but is not sent; the chain begins at it.
                     before = self._slots(runner.table, number, row, start - 1, 1)
-                    telling.append((-1, start - 1, before[before > 0]))
-                for in_room, position, which in telling:
+                    parts.append((-1, start - 1, before[before > 0]))
+                for in_room, position, which in parts:
                     if which.size and direction == RECEIVE and status == "start":
                         self._given_out(number, which, row, known)
                     if which.size or in_room == room:
@@ -149,8 +147,8 @@ class Transfers:
         lut = self._layout.groups[number].lut
         return translate(self._layout.luts[lut] if lut >= 0 else None, read_runs(self._layout.tables[table], *where))
 
-    def _given_out(self, number: int, slots: Int64Array, row: int, known: KnownRequest) -> None:
-        """Tell whose slots these are: no forward writes them, so nobody has told it yet."""
+    def _given_out(self, number: int, slots: Int64Array, row: int, known: SglangRequest) -> None:
+        """Record whose slots these are: no forward writes them, so nothing has recorded it yet."""
         for history in self._histories:
             if number in history.groups:
                 history.written(slots, np.array([row]), np.array([known.request_id]), np.array([slots.size]))

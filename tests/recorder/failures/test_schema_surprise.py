@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
-from kvcanary.recorder.engines.sglang.session import Session
+from kvcanary.recorder.engines.sglang.recording import SglangRecording
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
@@ -19,8 +19,7 @@ Rename = Callable[[pytest.MonkeyPatch], None]
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
-    monkeypatch.setattr(sglang_attachment, "stop_on_sigterm", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
 
 
@@ -101,7 +100,7 @@ def expected() -> list[list[int]]:
 
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rename: Rename
-) -> tuple[list[list[int]], sglang_attachment.Attachment]:
+) -> tuple[list[list[int]], sglang_attachment.SglangAttachment]:
     if rename is NOT_AT_ALL["token_to_kv_pool"]:  # which the model itself uses
         monkeypatch.setattr(ModelRunner, "_forward_raw", forward_with_new_pool)
     rename(monkeypatch)
@@ -124,7 +123,7 @@ def test_what_is_needed_at_the_start(
 ) -> None:
     output, attachment = run(tmp_path, monkeypatch, NOT_AT_ALL[name])
     assert output == expected
-    assert attachment._session is None
+    assert attachment.recording is None
     (line,) = logged(caplog)
     assert line.startswith("kvcanary: not recording")
     assert list(tmp_path.glob("*.arrow")) == []
@@ -142,8 +141,8 @@ def test_what_is_needed_on_the_way(
     assert output == expected
     messages = logged(caplog)
     assert 0 < len(messages) == len(set(messages))
-    if attachment._session is not None:
-        attachment._session.recorder.close()
+    if attachment.recording is not None:
+        attachment.recording.recorder.close()
     (path,) = tmp_path.glob("*.arrow")
     summary = replay(path, settings=ReplaySettings(), report=None)
     assert summary.verdict.value == "inconclusive"
@@ -161,10 +160,10 @@ def test_a_method_that_is_gone_is_named_and_the_rest_is_recorded(
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
     output, _ = serve()
     assert output == expected
-    assert attachment._session is not None
-    attachment._session.recorder.close()
+    assert attachment.recording is not None
+    attachment.recording.recorder.close()
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
-        "kvcanary: RowPool has no free: not told"
+        "kvcanary: RowPool has no free: not recorded"
     ]
     (path,) = tmp_path.glob("*.arrow")
     assert replay(path, settings=ReplaySettings(), report=None).forwards == 12
@@ -178,11 +177,11 @@ def test_an_allocator_without_what_history_needs(
     def fail(*_: Any) -> None:
         raise AttributeError("no attribute 'page_size'")
 
-    monkeypatch.setattr(Session, "keep_history", fail)
+    monkeypatch.setattr(SglangRecording, "keep_history", fail)
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
     output, _ = serve()
     assert output == expected
-    assert attachment._session is None
+    assert attachment.recording is None
     (line,) = logged(caplog)
     assert line.startswith("kvcanary: not recording: on_scheduler")
     (path,) = tmp_path.glob("*.arrow")

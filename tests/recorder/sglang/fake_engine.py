@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from kvcanary.recorder.engines.common.hooking import harmless
-from kvcanary.recorder.engines.sglang.attachment import Attachment
+from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.engines.sglang.hooks import TARGETS
 from kvcanary.recorder.process.settings import RecordingSettings
 
@@ -207,10 +207,10 @@ OWNERS = {
 }
 
 
-def hooked(monkeypatch: Any, settings: RecordingSettings) -> Attachment:
+def hooked(monkeypatch: Any, settings: RecordingSettings) -> SglangAttachment:
     """Put an attachment's hooks around the fake engine, as SGLang's registry does around the real one."""
-    attachment = Attachment(settings)
-    assert set(OWNERS) <= {target.name for target in TARGETS}
+    attachment = SglangAttachment(settings)
+    assert set(OWNERS) <= {target.hook for target in TARGETS}
     for name, (owner, attribute) in OWNERS.items():
         raw = owner.__dict__[attribute]
         original = raw.__func__ if isinstance(raw, classmethod) else raw

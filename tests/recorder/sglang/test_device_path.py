@@ -10,9 +10,9 @@ from kvcanary.kernels.capture import model_forward
 from kvcanary.kernels.capture.model_forward import ModelForward
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
-from kvcanary.recorder.engines.sglang import session as sglang_session
-from kvcanary.recorder.engines.sglang.batches import KnownBatch
-from kvcanary.recorder.engines.sglang.device import Telling
+from kvcanary.recorder.engines.sglang import recording as sglang_recording
+from kvcanary.recorder.engines.sglang.forward import DeviceForwards
+from kvcanary.recorder.engines.sglang.requests import KnownBatch
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay
@@ -23,10 +23,9 @@ from .fake_engine import ModelRunner, hooked, serve
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("serve_stop", "stop_on_sigterm"):
-        monkeypatch.setattr(sglang_attachment, name, lambda stop: None, raising=False)
+    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
-    monkeypatch.setattr(sglang_session, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(sglang_recording, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(model_forward, "PROGRAMS", 4)
     monkeypatch.setattr(model_forward, "TILE", 32)
 
@@ -41,9 +40,9 @@ def test_it_replays_clean_and_generates_the_same(tmp_path: Any, monkeypatch: pyt
     expected, _ = serve()
     attachment, output = record(monkeypatch, tmp_path, history="off")
     assert output == expected
-    session = attachment._session
+    session = attachment.recording
     assert isinstance(session.recorder, DeviceRecorder)
-    attachment._close()
+    attachment.close()
     (path,) = tmp_path.glob("*.arrow")
     summary = replay(path, settings=ReplaySettings(), report=None)
     assert (summary.verdict.value, summary.forwards, summary.tokens) == ("clean", 12, 4 * 4 + 2 + 4 + 6 + 8)
@@ -58,10 +57,10 @@ def test_it_replays_clean_and_generates_the_same(tmp_path: Any, monkeypatch: pyt
 def test_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path / "device", history="off"))
     serve()
-    attachment._close()
-    monkeypatch.setattr(sglang_session, "on_gpu", lambda tensor: False)
+    attachment.close()
+    monkeypatch.setattr(sglang_recording, "on_gpu", lambda tensor: False)
     attachment, _ = record(monkeypatch, tmp_path / "host", history="off")
-    attachment._close()
+    attachment.close()
     device, host = (list(read_trace(next((tmp_path / side).glob("*.arrow")))) for side in ("device", "host"))
     assert [event.kind for event in device] == [event.kind for event in host]
     for found, told in zip(device, host, strict=True):
@@ -84,7 +83,7 @@ def test_a_fault_switches_it_off_and_the_engine_goes_on(
     launch = ModelForward.end
 
     def fails(self: ModelForward) -> None:
-        calls.append(attachment._session)  # of which the attachment lets go when this fails
+        calls.append(attachment.recording)  # of which the attachment lets go when this fails
         if calls[-1] is not None and sum(call is not None for call in calls) == 6:
             raise RuntimeError("no more device memory")
         launch(self)
@@ -104,17 +103,19 @@ def test_a_fault_switches_it_off_and_the_engine_goes_on(
 def test_no_kernel_gets_the_address_of_a_tensor_that_is_elsewhere() -> None:
     launched: list[Any] = []
     frames = SimpleNamespace(get_device=lambda: 0, device="cuda:0")
-    telling = Telling(SimpleNamespace(before=lambda *told: launched.append(told) or 7, frames=frames))
+    forwards = DeviceForwards(SimpleNamespace(before=lambda *told: launched.append(told) or 7, frames=frames))
     here = torch.zeros(2, dtype=torch.int64)
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(name="DECODE"),
         **dict.fromkeys(("req_pool_indices", "input_ids", "positions", "out_cache_loc"), here),
     )
     with pytest.raises(ValueError, match="a tensor of the batch is on cpu, the tables on cuda:0"):
-        telling.tell(0, batch, KnownBatch, b"")
+        forwards.record(0, batch, KnownBatch, b"")
     assert not launched
     frames.get_device = lambda: -1
-    assert Telling(SimpleNamespace(before=telling._before, frames=frames)).tell(0, batch, KnownBatch, b"") == 7
+    assert (
+        DeviceForwards(SimpleNamespace(before=forwards._before, frames=frames)).record(0, batch, KnownBatch, b"") == 7
+    )
 
 
 def test_a_frame_that_cannot_be_read_leaves_the_engine_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,16 +130,16 @@ def test_a_frame_that_cannot_be_read_leaves_the_engine_alone(tmp_path: Any, monk
     monkeypatch.setattr(FrameReader, "read", out_of_pinned_memory)
     output, _ = serve()
     assert output == expected
-    attachment._close()
+    attachment.close()
     (path,) = tmp_path.glob("*.arrow")
     assert replay(path, settings=ReplaySettings(), report=None).verdict.value == "inconclusive"
 
 
 def test_a_list_that_the_scheduler_replaces_is_looked_up_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     attachment, _ = record(monkeypatch, tmp_path, history="off")
-    batches = attachment._session._batches
+    batches = attachment.recording._batches
     req = batches.last._requests[0].req
-    attachment._session.see(req)  # it was over
+    attachment.recording.see(req)  # it was over
     args = ([req.rid], 1)
     last = batches.of(*args)
     batches.refresh()
@@ -153,6 +154,6 @@ def test_a_list_that_the_scheduler_replaces_is_looked_up_again(tmp_path: Any, mo
         assert again is not known
         assert again.tokens(2, 7).tolist() == known.tokens(2, 7).tolist() == [*known.prompt, *known.output][2:7]
         known, last = again, found
-    attachment._close()
+    attachment.close()
     assert np.array_equal(last.known_lens, [4] * last.rows)
     assert ModelRunner.is_draft_worker is False

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import host_cache as sglang_host_cache
+from kvcanary.recorder.engines.sglang import layout as sglang_layout
 from kvcanary.recorder.engines.sglang.host_cache import copy_runs
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
@@ -54,8 +55,7 @@ class HiCacheController:
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
-    monkeypatch.setattr(sglang_attachment, "stop_on_sigterm", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
 
 
@@ -94,9 +94,9 @@ def served(
     scheduler.rows.req_to_token[again.req_pool_idx, : len(PROMPT)] = loaded.int()
     while not again.finished():
         scheduler.step([again])
-    assert attachment._session is not None
-    attachment._session.recorder.close()
-    return attachment._session.recorder.path
+    assert attachment.recording is not None
+    attachment.recording.recorder.close()
+    return attachment.recording.recorder.path
 
 
 def slots_on_host(trace: Path) -> int:
@@ -145,7 +145,7 @@ def test_a_storage_behind_the_host_makes_a_load_back_unknown(tmp_path: Path, mon
 
 
 def test_another_controller_makes_every_load_back_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_host_cache, "CONTROLLER", "AnotherCacheController")
+    monkeypatch.setattr(sglang_layout, "HOST_CACHE", "AnotherCacheController")
     trace = served(monkeypatch, tmp_path)
     assert slots_on_host(trace) == 0
     kinds = [e.kind for e in read_trace(trace)]
@@ -162,8 +162,8 @@ def test_copies_that_cannot_be_told_make_every_load_back_unknown(
     monkeypatch.setattr(sglang_host_cache, "copy_runs", fails)
     trace = served(monkeypatch, tmp_path)
     notes = [e.scalar("note") for e in read_trace(trace) if e.kind == "loss"]
-    assert notes[0].startswith("SGLang adapter, on_host_cache is no longer told: RuntimeError")
-    assert notes[-1] == "KV was loaded back from the host cache, which is not told"
+    assert notes[0].startswith("SGLang adapter, on_host_cache is no longer recorded: RuntimeError")
+    assert notes[-1] == "KV was loaded back from the host cache, which is not recorded"
     assert judged(trace).verdict.value == "inconclusive"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
-from kvcanary.recorder.engines.sglang import session as sglang_session
+from kvcanary.recorder.engines.sglang import recording as sglang_recording
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay
@@ -17,8 +17,7 @@ from .fake_engine import SLOTS, ModelRunner, Request, Scheduler, TokenToKVPoolAl
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
-    monkeypatch.setattr(sglang_attachment, "stop_on_sigterm", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
 
 
@@ -47,8 +46,8 @@ def test_any_name_and_any_room_are_recorded(
     expected = served(rid, room)
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
     assert served(rid, room) == expected
-    assert attachment._session is not None
-    attachment._session.recorder.close()
+    assert attachment.recording is not None
+    attachment.recording.recorder.close()
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
     (path,) = tmp_path.glob("*.arrow")
     names = [event.scalar("name") for event in read_trace(path) if event.kind == "request"]
@@ -76,13 +75,14 @@ def test_an_error_that_cannot_be_told_does_not_reach_the_engine(
     def fail(*_: Any) -> None:
         raise SilentError
 
-    fails = {"on_model": "before_model", "on_run": "runs", "on_result": "takes_result", "on_rows": "got_row"}[name]
-    monkeypatch.setattr(sglang_session.Session, fails, fail)
+    fails = {"on_model": "before_model", "on_run": "runs", "on_result": "takes", "on_rows": "got_row"}[name]
+    owner = sglang_recording.StepResults if fails == "takes" else sglang_recording.SglangRecording
+    monkeypatch.setattr(owner, fails, fail)
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
     output, _ = serve()
     assert output == expected
-    if attachment._session is not None:
-        attachment._session.recorder.close()
+    if attachment.recording is not None:
+        attachment.recording.recorder.close()
     for thread in threading.enumerate():  # one that was switched off ends its file by itself
         if thread.name == "kvcanary-writer":
             thread.join(30)
@@ -95,13 +95,13 @@ def test_an_error_that_cannot_be_told_does_not_reach_the_engine(
 
 
 def test_two_processes_may_have_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_session, "trace_name", lambda header: "sglang-20261122T020000-dp0-pp0-tp0-7.arrow")
+    monkeypatch.setattr(sglang_recording, "trace_name", lambda *_: "sglang-20261122T020000-dp0-pp0-tp0-7.arrow")
     for options in ({}, {}, {"segment_ns": 10**12}, {"segment_ns": 10**12}):
         with monkeypatch.context() as patch:
             attachment = hooked(patch, RecordingSettings(folder=tmp_path, **options))
             serve()
-            assert attachment._session is not None
-            attachment._session.recorder.close()
+            assert attachment.recording is not None
+            attachment.recording.recorder.close()
     name = "sglang-20261122T020000-dp0-pp0-tp0-7"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"{name}-1.000000.arrow",

@@ -9,7 +9,7 @@ from kvcanary.kernels.capture import model_forward
 from kvcanary.kernels.capture.model_forward import ModelForward
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import inside as sglang_inside
-from kvcanary.recorder.engines.sglang import session as sglang_session
+from kvcanary.recorder.engines.sglang import recording as sglang_recording
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
@@ -31,11 +31,10 @@ from .fake_engine import (
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("serve_stop", "stop_on_sigterm"):
-        monkeypatch.setattr(sglang_attachment, name, lambda stop: None, raising=False)
+    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
     monkeypatch.setattr(sglang_attachment, "register_drafts", lambda attachment: [])
-    monkeypatch.setattr(sglang_session, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(sglang_recording, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(sglang_inside, "gpu_of", lambda runner: torch.device("cpu"))
     monkeypatch.setattr(sglang_inside, "is_capturing", lambda device: Graphs.capturing is not None)
     monkeypatch.setattr(model_forward, "TILE", 32)
@@ -196,14 +195,14 @@ def serve(
     monkeypatch_raw(monkeypatch, attachment)
     runner = Runner(attachment, width=width)
     scheduler = Scheduler(runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
-    assert attachment._session is not None
+    assert attachment.recording is not None
     change(runner)
     requests = [Request(f"r{i}", [i + 3, i + 5, 40, 41 + i], new_tokens=3 + 2 * i) for i in range(3)]
     for request in requests:
         scheduler.step([request])
     while running := [request for request in requests if not request.finished()]:
         scheduler.step(running)
-    attachment._close()
+    attachment.close()
     (path,) = folder.glob("*.arrow")
     return path, [event for event in read_trace(path) if event.kind == "forward"]
 
@@ -326,7 +325,7 @@ def test_the_steps_of_a_draft_graph_are_told_as_the_model_got_them(
     for runner in (target, draft):
         attachment.on_runner(runner)
     Scheduler(target, TokenToKVPoolAllocator(SLOTS - 1, 1))
-    session: Any = attachment._session
+    session: Any = attachment.recording
     assert read_header_of(session).runners[1].derived == ()
     for number, step in enumerate(steps):  # an engine whose positions are one off
         step.req_pool_indices[:] = torch.tensor([1, 2])
@@ -350,7 +349,7 @@ def test_the_steps_of_a_draft_graph_are_told_as_the_model_got_them(
     finish: Any = attachment.on_draft_graph(draft.graphs, batch)
     Runner.hook(attachment, "replay", backend.replay)(backend, 2, batch)
     finish(None, None)
-    attachment._close()
+    attachment.close()
     (path,) = tmp_path.glob("*.arrow")
     told = [event for event in read_trace(path) if event.kind == "forward"]
     assert [(event.scalar("runner"), event.scalar("mode")) for event in told] == [(1, "decode")] * 2
@@ -371,12 +370,12 @@ def test_draft_steps_in_graphs_that_are_not_looked_into_are_marked(
     for runner in (target, draft):
         attachment.on_runner(runner)
     Scheduler(target, TokenToKVPoolAllocator(SLOTS - 1, 1))
-    header = read_header_of(attachment._session)
+    header = read_header_of(attachment.recording)
     assert header.runners[1].derived == ("prefix_lens", "input_ids", "positions", "out_cache_loc")
     assert [(part.what, part.name) for part in header.not_watched if part.what != "submitted"] == [
         ("graph", "draft: steps in a CUDA graph")
     ]
-    attachment._close()
+    attachment.close()
 
 
 def read_header_of(session: Any) -> Any:

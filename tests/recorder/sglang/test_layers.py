@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
-from kvcanary.recorder.engines.sglang.attention import ROW_READERS, backend_of
+from kvcanary.recorder.engines.sglang.layers import ROW_READERS, backend_of
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
@@ -59,15 +59,14 @@ class Layers:
     def serve(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
         self.attachment = hooked(monkeypatch, RecordingSettings(folder=folder))
         serve()
-        self.attachment._close()
+        self.attachment.close()
         (trace,) = folder.glob("*.arrow")
         return trace
 
 
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch) -> Layers:
-    monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
-    monkeypatch.setattr(sglang_attachment, "stop_on_sigterm", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
     return Layers(monkeypatch)
 
@@ -189,7 +188,7 @@ def test_a_model_that_raises_ends_its_forward(layers: Layers, monkeypatch: pytes
     layers.inside = fail
     with pytest.raises(RuntimeError, match="the model failed"):
         layers.serve(monkeypatch, tmp_path)
-    layers.attachment._close()
+    layers.attachment.close()
     (trace,) = tmp_path.glob("*.arrow")
     notes = [event.scalar("note") for event in read_trace(trace) if event.kind == "forward"]
     assert len(notes) == 8

@@ -9,7 +9,7 @@ import torch
 from kvcanary.kernels.capture import model_forward
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
-from kvcanary.recorder.engines.sglang import session as sglang_session
+from kvcanary.recorder.engines.sglang import recording as sglang_recording
 from kvcanary.recorder.process.environment import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
@@ -21,10 +21,9 @@ ADDRESSED = ("req_pool_indices", "input_ids", "positions", "out_cache_loc")
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("serve_stop", "stop_on_sigterm"):
-        monkeypatch.setattr(sglang_attachment, name, lambda stop: None, raising=False)
+    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
-    monkeypatch.setattr(sglang_session, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(sglang_recording, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(model_forward, "PROGRAMS", 3)
     monkeypatch.setattr(model_forward, "TILE", 64)
 
@@ -46,7 +45,7 @@ class Engine:
         self.runner = ModelRunner()
         self.draft: Any = Draft(self.runner.req_to_token_pool) if draft else None
         self.scheduler = Scheduler(self.runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
-        self.session: Any = self.attachment._session
+        self.session: Any = self.attachment.recording
         self.capture: Any = self.session.recorder.capture
         assert isinstance(self.session.recorder, DeviceRecorder)
 
@@ -56,7 +55,7 @@ class Engine:
 
     def close(self) -> list[dict[str, Any]]:
         """End the trace and return all that it holds, but for times."""
-        self.attachment._close()
+        self.attachment.close()
         (path,) = self.folder.glob("*.arrow")
         return [
             {name: event.scalar(name) for name in SCALARS if name not in ("time_ns", "labels")}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
-from kvcanary.recorder.engines.sglang.attachment import Attachment
-from kvcanary.recorder.engines.sglang.requests import KnownRequest
+from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
+from kvcanary.recorder.engines.sglang.requests import SglangRequest
 from kvcanary.recorder.engines.sglang.transfers import Transfers
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
@@ -24,8 +24,7 @@ Told = tuple[str, str, int]
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
-    monkeypatch.setattr(sglang_attachment, "stop_on_sigterm", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
 
 
@@ -47,12 +46,12 @@ class Side:
     """One side, started and hooked."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, role: str) -> None:
-        self.attachment: Attachment = hooked(patch, RecordingSettings(folder=folder / role))
+        self.attachment: SglangAttachment = hooked(patch, RecordingSettings(folder=folder / role))
         runner = ModelRunner()
         runner.server_args.disaggregation_mode = role
         self.scheduler = Scheduler(runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
-        assert self.attachment._session is not None
-        self.recorder = self.attachment._session.recorder
+        assert self.attachment.recording is not None
+        self.recorder = self.attachment.recording.recorder
 
     def request(self, room: int, connection: Any, new_tokens: int = 6) -> Request:
         req = Request("r", list(PROMPT), new_tokens)
@@ -174,7 +173,7 @@ def test_what_lands_in_the_hosts_memory_is_said_to_be_lost(sides: Callable[[str]
     decode.scheduler.disagg_decode_transfer_queue._commit_transfer_to_req(waiting)
     path = decode.end()
     assert [event.scalar("note") for event in read_trace(path) if event.kind == "loss"] == [
-        "a prompt was received in the host's memory, which is not told"
+        "a prompt was received in the host's memory, which is not recorded"
     ]
 
 
@@ -214,7 +213,7 @@ def test_what_lies_before_a_window_is_received_from_nobody() -> None:
     req.req_pool_idx, req.bootstrap_room = 1, 42
     recorder: Any = SimpleNamespace(transfer=transfer)
     transfers = Transfers(layout, recorder, [])
-    known = KnownRequest(req, 7)
+    known = SglangRequest(req, 7)
     transfers.expected(req, known, None)
     transfers.received(req, known, None)
     once = [(42, 0, [11, 12, 13, 14, 15]), (42, 3, [4, 5]), (-1, 2, [3])]

@@ -9,19 +9,17 @@ import pytest
 import torch
 from kvcanary.recorder.capture.host_arrays import own_int64
 from kvcanary.recorder.engines.common import hooking, step_cost
-from kvcanary.recorder.engines.common.hooking import harmless, wrap_method
+from kvcanary.recorder.engines.common.hooking import Target, harmless, wrap_method
+from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.common.step_cost import PLACES, StepCost
 from kvcanary.recorder.engines.sglang import hooks as sglang_hooks
 from kvcanary.recorder.engines.sglang import requests as sglang_requests
-from kvcanary.recorder.engines.sglang.attachment import Attachment
-from kvcanary.recorder.engines.sglang.batches import KnownBatches
-from kvcanary.recorder.engines.sglang.drafts import DraftGraph
-from kvcanary.recorder.engines.sglang.forward import MODES, forward_input, prefix_and_extend
-from kvcanary.recorder.engines.sglang.history import GroupHistory
-from kvcanary.recorder.engines.sglang.hooks import TARGETS, Target, find
+from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
+from kvcanary.recorder.engines.sglang.forward import MODES, DraftGraph, forward_input, prefix_and_extend
+from kvcanary.recorder.engines.sglang.history import GroupHistory, RadixCacheWalk
+from kvcanary.recorder.engines.sglang.hooks import TARGETS
 from kvcanary.recorder.engines.sglang.layout import Layout, ranks_of
-from kvcanary.recorder.engines.sglang.requests import KnownRequest, RequestBook, request_id_of, row_of
-from kvcanary.recorder.engines.sglang.sweep import PrefixCacheWalk
+from kvcanary.recorder.engines.sglang.requests import BatchLookup, SglangRequest, SglangRequests, row_of
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.header import NotWatched
 
@@ -120,7 +118,7 @@ def test_what_steps_cost_by_their_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hooks_that_are_called_without_a_recording_keep_nothing() -> None:
-    attachment = Attachment(settings())
+    attachment = SglangAttachment(settings())
     model = harmless(attachment.on_model, attachment.fault, attachment.cost)
     other = harmless(lambda: None, attachment.fault, attachment.cost)
     for _ in range(100):
@@ -156,9 +154,9 @@ def test_wrap_method_says_whether_there_is_one() -> None:
 
 
 def test_find_takes_the_first_path_that_this_version_has() -> None:
-    paths = ("no.such.module.thing", "json.encoder.NoSuchClass.method", "json.encoder.JSONEncoder.encode")
-    assert find(Target(name="x", paths=paths, without="")) == paths[2]
-    assert find(Target(name="x", paths=paths[:2], without="")) is None
+    paths = ("no.such.module:thing", "json.encoder:NoSuchClass.method", "json.encoder:JSONEncoder.encode")
+    assert Target("x", "", paths).find() == paths[2]
+    assert Target("x", "", paths[:2]).find() is None
 
 
 def test_what_cannot_be_hooked_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,20 +165,20 @@ def test_what_cannot_be_hooked_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     module = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AROUND="around"))
     monkeypatch.setitem(__import__("sys").modules, "sglang.srt.plugins.hook_registry", module)
     attachment = SimpleNamespace(on_a=None, on_b=None, fault=None, cost=None)
-    a = Target(name="a", paths=("json.dumps",), without="x")
-    b = Target(name="b", paths=("json.no_such", "json.neither"), without="sampled tokens are not told")
+    a = Target("a", "x", ("json:dumps",))
+    b = Target("b", "sampled tokens are not recorded", ("json:no_such", "json:neither"))
     assert sglang_hooks.register([a, b], attachment) == [
-        NotWatched(what="other", name="not hooked: json.no_such", reason="sampled tokens are not told")
+        NotWatched(what="other", name="not hooked: json.no_such", reason="sampled tokens are not recorded")
     ]
     assert registered == ["json.dumps"]
-    essential = Target(name="b", paths=b.paths, without="", essential=True)
+    essential = Target("b", "", b.paths, essential=True)
     with pytest.raises(ValueError, match=r"this SGLang has no json\.no_such; the adapter knows versions"):
         sglang_hooks.register([a, essential], attachment)
     assert registered == ["json.dumps"], "nothing is hooked by half"
 
 
 def test_target_names_are_distinct() -> None:
-    names = [target.name for target in TARGETS]
+    names = [target.hook for target in TARGETS]
     assert len(names) == len(set(names))
 
 
@@ -189,9 +187,9 @@ def test_target_names_are_distinct() -> None:
 
 def test_ids_are_sglangs_own() -> None:
     # blake2b with a digest of 8 bytes, little-endian and signed, as its token oracle has it
-    assert request_id_of("a", exact=True) == request_id_of("a", exact=False) == 3405396810240292928
-    assert request_id_of("f", exact=True) == -2626098076463622610
-    assert request_id_of("f", exact=False) == -2626098076463622610 + 2**63
+    assert request_id_of("a", signed=True) == request_id_of("a", signed=False) == 3405396810240292928
+    assert request_id_of("f", signed=True) == -2626098076463622610
+    assert request_id_of("f", signed=False) == -2626098076463622610 + 2**63
 
 
 def test_rows_of_all_versions() -> None:
@@ -205,7 +203,7 @@ def test_rows_of_all_versions() -> None:
 
 def test_truth_follows_the_output_and_a_new_prompt() -> None:
     req = SimpleNamespace(rid="r", origin_input_ids=[5, 6, 7], output_ids=[])
-    known = KnownRequest(req, 1)
+    known = SglangRequest(req, 1)
     assert known.truth().tolist() == [5, 6, 7]
     for token in range(20):
         req.output_ids.append(token)
@@ -217,7 +215,7 @@ def test_truth_follows_the_output_and_a_new_prompt() -> None:
 
 
 def test_a_book_knows_a_name_that_is_used_again_as_another_request() -> None:
-    book = RequestBook(exact_ids=False)
+    book = SglangRequests(exact_ids=False)
     first, second = (SimpleNamespace(rid="r", origin_input_ids=[i], output_ids=[]) for i in (1, 2))
     assert book.see(first)[1]
     assert not book.see(first)[1]
@@ -226,16 +224,16 @@ def test_a_book_knows_a_name_that_is_used_again_as_another_request() -> None:
     truth = book.truth(["r"], 2)
     assert truth is not None
     assert (truth.flat.tolist(), truth.lens.tolist()) == ([2], [1, 0])
-    assert book.ids(["r"], 2).tolist() == [request_id_of("r", exact=False), -1]
+    assert book.ids(["r"], 2).tolist() == [request_id_of("r", signed=False), -1]
     assert book.truth(["r", "stranger"], 2) is None
 
 
 def test_lengths_are_looked_up_once_a_moment() -> None:
-    book = RequestBook(exact_ids=False)
+    book = SglangRequests(exact_ids=False)
     reqs = [SimpleNamespace(rid=f"r{i}", origin_input_ids=[i] * 3, output_ids=[]) for i in range(2)]
     for req in reqs:
         book.see(req)
-    batches = KnownBatches(book)
+    batches = BatchLookup(book)
     known = batches.of(["r0", "r1"], 3)
     assert batches.of(["r0", "r1"], 3) is known
     before = known.output_lens(1)
@@ -245,7 +243,7 @@ def test_lengths_are_looked_up_once_a_moment() -> None:
     assert [np.frombuffer(lens, np.int64).tolist() for lens in (before, after)] == [[0, 0], [0, 2]]
     tokens, lens = known.sampled(before, after)
     assert (tokens.tolist(), lens.tolist()) == ([7, 8], [0, 2])
-    assert known.ids.tolist() == [request_id_of(r, exact=False) for r in ("r0", "r1")] + [-1]
+    assert known.ids.tolist() == [request_id_of(r, signed=False) for r in ("r0", "r1")] + [-1]
     stranger = batches.of(["r0", "r9"], 2)
     assert (stranger.outputs, stranger.truth, stranger.output_lens(3)) == (None, None, b"")
     assert batches.of(None, 2).ids.tolist() == [-1, -1]
@@ -476,7 +474,7 @@ def test_a_request_with_a_negative_id_holds_slots_as_one_of_several() -> None:
 # The prefix cache
 
 
-def walk(told: Told, monkeypatch: pytest.MonkeyPatch, *, every: int, online: int = 0) -> tuple[Any, PrefixCacheWalk]:
+def walk(told: Told, monkeypatch: pytest.MonkeyPatch, *, every: int, online: int = 0) -> tuple[Any, RadixCacheWalk]:
     lut = torch.arange(100) // 2
     groups = [SimpleNamespace(lut=-1), SimpleNamespace(lut=0)]
     target = SimpleNamespace(canary_manager=None)
@@ -492,8 +490,8 @@ def walk(told: Told, monkeypatch: pytest.MonkeyPatch, *, every: int, online: int
         slots = [21] if unlocked_only else [20, 21]
         return SimpleNamespace(slot_indices=slots, positions=[0, 1], prev_slot_indices=[-1, 20])
 
-    monkeypatch.setattr(PrefixCacheWalk, "_walker", lambda self: found)
-    return target, PrefixCacheWalk(target, "tree", layout, every, told)  # type: ignore[arg-type]
+    monkeypatch.setattr(RadixCacheWalk, "_walker", lambda self: found)
+    return target, RadixCacheWalk(target, "tree", layout, every, told)  # type: ignore[arg-type]
 
 
 def test_a_walk_tells_each_group_in_its_own_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,7 +578,7 @@ def test_requests_that_wait_without_a_row_and_never_end_are_forgotten_in_the_end
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sglang_requests, "MAX_KNOWN", 10)
-    book = RequestBook(exact_ids=False)
+    book = SglangRequests(exact_ids=False)
 
     def request(name: str, row: int | None) -> Any:
         return SimpleNamespace(rid=name, req_pool_idx=row, origin_input_ids=[1], output_ids=[])

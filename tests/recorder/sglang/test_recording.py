@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
-from kvcanary.recorder.engines.sglang import session as sglang_session
-from kvcanary.recorder.engines.sglang.attachment import Attachment
-from kvcanary.recorder.engines.sglang.requests import request_id_of
-from kvcanary.recorder.engines.sglang.session import Session
+from kvcanary.recorder.engines.sglang import recording as sglang_recording
+from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
+from kvcanary.recorder.engines.sglang.recording import SglangRecording
+from kvcanary.recorder.engines.sglang.results import StepResults
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
@@ -21,18 +22,17 @@ from .fake_engine import ModelRunner, Request, Result, Scheduler, hooked, serve
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
-    monkeypatch.setattr(sglang_attachment, "stop_on_sigterm", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
 
 
 def record(
     monkeypatch: pytest.MonkeyPatch, folder: Path, *, close: bool = True, **settings: Any
-) -> tuple[Attachment, list[list[int]]]:
+) -> tuple[SglangAttachment, list[list[int]]]:
     attachment = hooked(monkeypatch, RecordingSettings(folder=folder, **settings))
     output, _ = serve()
-    if close and attachment._session is not None:
-        attachment._session.recorder.close()
+    if close and attachment.recording is not None:
+        attachment.recording.recorder.close()
     return attachment, output
 
 
@@ -62,7 +62,7 @@ def test_what_the_trace_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     kinds = [event.kind for event in told]
     assert kinds.count("request") == 4
     names = {event.scalar("name"): event.scalar("request_id") for event in told if event.kind == "request"}
-    assert names == {f"r{i}": request_id_of(f"r{i}", exact=False) for i in range(4)}
+    assert names == {f"r{i}": request_id_of(f"r{i}", signed=False) for i in range(4)}
     statuses = [event.scalar("status") for event in told if event.kind == "status"]
     assert statuses.count("admitted") == statuses.count("finished") == 4
     allocated = sum(int(event.ints("slot_count").sum()) for event in told if event.kind == "alloc")
@@ -79,7 +79,7 @@ def test_no_history_where_it_is_not_wanted(tmp_path: Path, monkeypatch: pytest.M
     record(monkeypatch, tmp_path, history="off")
     header, told = events(tmp_path)
     assert not {"alloc", "free"} & {event.kind for event in told}
-    assert "allocations and frees of slots are not told" in header.notes
+    assert "allocations and frees of slots are not recorded" in header.notes
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ def test_no_history_where_it_is_not_wanted(tmp_path: Path, monkeypatch: pytest.M
         "after_model",
         "see",
         "ran",
-        "takes_result",
-        "took_result",
+        "takes",
+        "took",
         "got_row",
         "gave_row_back",
-        "_tell_written",
+        "record_written",
     ],
 )
 def test_a_fault_in_a_hook_leaves_the_engine_alone(
@@ -105,7 +105,8 @@ def test_a_fault_in_a_hook_leaves_the_engine_alone(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(Session, name, fail)
+    owner = StepResults if name in ("ran", "takes", "took") else SglangRecording
+    monkeypatch.setattr(owner, name, fail)
     caplog.set_level(logging.ERROR, "kvcanary")
     _, output = record(monkeypatch, tmp_path)
     assert output == expected
@@ -119,7 +120,7 @@ def test_a_fault_in_a_hook_leaves_the_engine_alone(
     (path,) = tmp_path.glob("*.arrow")
     summary = replay(path, settings=ReplaySettings(), report=None)
     assert summary.complete
-    ends_it = name in ("before_model", "after_model", "_tell_written")
+    ends_it = name in ("before_model", "after_model", "record_written")
     assert (summary.forwards < 12) == ends_it, "what a hook does not feed is recorded all the same"
     assert summary.verdict.value == "inconclusive", "what is missing is never called clean"
 
@@ -133,7 +134,7 @@ def test_an_engine_that_cannot_be_described_is_not_recorded(
     caplog.set_level(logging.ERROR, "kvcanary")
     attachment, output = record(monkeypatch, blocked)
     assert output == expected
-    assert attachment._session is None
+    assert attachment.recording is None
     assert "not recording" in caplog.text
 
 
@@ -149,8 +150,8 @@ def test_what_the_model_raises_is_told_and_raised(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ModelRunner, "__init__", failing)
     with pytest.raises(RuntimeError, match="the model failed"):
         serve()
-    assert attachment._session is not None
-    attachment._session.recorder.close()
+    assert attachment.recording is not None
+    attachment.recording.recorder.close()
     _, told = events(tmp_path)
     notes = [event.scalar("note") for event in told if event.kind == "forward"]
     assert notes == [""] * 5 + ["the model raised RuntimeError: the model failed"]
@@ -169,8 +170,8 @@ def test_what_a_host_cache_loads_back_is_unknown(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Scheduler, "__init__", hierarchical)
     attachment, _ = record(monkeypatch, tmp_path, close=False)
     assert schedulers[0].tree_cache.load_back(3) == 3
-    assert attachment._session is not None
-    attachment._session.recorder.close()
+    assert attachment.recording is not None
+    attachment.recording.recorder.close()
     _, told = events(tmp_path)
     assert "loaded back from the host cache" in told[-1].scalar("note")
     assert told[-1].kind == "loss"
@@ -184,17 +185,17 @@ def test_a_recording_that_cannot_begin_leaves_no_trace_that_looks_clean(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = serve()
-    monkeypatch.setattr(sglang_session, "PrefixCacheWalk", _fails)
+    monkeypatch.setattr(sglang_recording, "RadixCacheWalk", _fails)
     attachment, output = record(monkeypatch, tmp_path)
     assert output == expected
-    assert attachment._session is None
+    assert attachment.recording is None
     assert [event.scalar("note") for event in events(tmp_path)[1]] == ["the recording could not begin"]
 
 
 def test_a_trace_is_ended_though_its_cost_cannot_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attachment, _ = record(monkeypatch, tmp_path, close=False)
-    monkeypatch.setattr(Session, "cost", _fails)
-    attachment._close()
+    monkeypatch.setattr(SglangRecording, "cost", _fails)
+    attachment.close()
     (path,) = tmp_path.glob("*.arrow")
     assert replay(path, settings=ReplaySettings(), report=None).verdict.value == "clean"
 
@@ -202,21 +203,22 @@ def test_a_trace_is_ended_though_its_cost_cannot_be_told(tmp_path: Path, monkeyp
 def test_a_result_of_another_stage_tells_no_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline stage takes over results that it did not compute; one may lie where one of its own lay."""
     attachment, _ = record(monkeypatch, tmp_path, close=False)
-    session = attachment._session
+    session = attachment.recording
     own, other, req = Result(None), Result(None), Request("r9", [1, 2], 3)
     session.see(req)
-    target = session._last_target = (11, session._batches.of(["r9"], 1))
-    session.ran(own, None)
-    session._results[id(other)] = session._results.pop(id(own))  # the address is used again
-    assert not session.takes_result(other)
-    session.took_result(other, None)
-    session.ran(own, None)  # no forward since
-    assert not session.takes_result(own)
-    session._last_target = target
-    session.ran(own, None)
-    assert session.takes_result(own)
+    target = session.results.last_target = (11, session._batches.of(["r9"], 1))
+    session.results.ran(own, None)
+    results = session.results._results
+    results[id(other)] = results.pop(id(own))  # the address is used again
+    assert not session.results.takes(other)
+    session.results.took(other, None)
+    session.results.ran(own, None)  # no forward since
+    assert not session.results.takes(own)
+    session.results.last_target = target
+    session.results.ran(own, None)
+    assert session.results.takes(own)
     req.output_ids.append(5)
-    session.took_result(own, None)
+    session.results.took(own, None)
     session.recorder.close()
     _, told = events(tmp_path)
     assert [event.ints("sampled_tokens").tolist() for event in told if event.kind == "sample"][12:] == [[5]]

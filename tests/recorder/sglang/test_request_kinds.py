@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
-from kvcanary.recorder.engines.sglang.batches import KnownBatches
-from kvcanary.recorder.engines.sglang.device import Telling
-from kvcanary.recorder.engines.sglang.requests import RequestBook, request_id_of
+from kvcanary.recorder.engines.sglang.forward import DeviceForwards
+from kvcanary.recorder.engines.sglang.requests import BatchLookup, SglangRequests
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay
@@ -32,15 +32,14 @@ ROW = 4  # of a beam
 
 @pytest.fixture
 def attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("serve_stop", "stop_on_sigterm"):
-        monkeypatch.setattr(sglang_attachment, name, lambda stop: None)
+    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
     return hooked(monkeypatch, RecordingSettings(folder=tmp_path))
 
 
 def judged(attached: Any) -> tuple[Any, list[Any]]:
     """End the recording; return what its replay says, and its events."""
-    recorder = attached._session.recorder
+    recorder = attached.recording.recorder
     recorder.close()
     return replay(recorder.path, settings=ReplaySettings(), report=None), list(read_trace(recorder.path))
 
@@ -68,7 +67,7 @@ def test_who_gives_a_row_back_does_not_take_the_place_of_who_has_its_name(attach
     scheduler = engine()
     old, new = Request("r", [5, 6], new_tokens=1), Request("r", [7, 8], new_tokens=1)
     answer(scheduler, old)
-    session = attached._session
+    session = attached.recording
     session.got_row(new)
     session.gave_row_back(old, 1)
     assert session._requests.get("r").req is new
@@ -129,7 +128,7 @@ def test_embeddings_have_no_tokens_on_a_device() -> None:
     }
     for ids, embeddings in ((torch.tensor([1, 1]), torch.zeros(2, 8)), (None, torch.zeros(2, 8)), (None, None)):
         batch = SimpleNamespace(**one, input_ids=ids, input_embeds=embeddings)
-        Telling(capture).tell(0, batch, None, b"")  # type: ignore[arg-type]
+        DeviceForwards(capture).record(0, batch, None, b"")  # type: ignore[arg-type]
         assert told[-1].input_ids.tolist() == [-1, -1]
 
 
@@ -139,7 +138,7 @@ def test_a_beams_tokens_are_unknown_and_its_rows_are_its_leaders(attached: Any) 
     leader.beam_group = group = SimpleNamespace(member_rows_cpu=torch.tensor([ROW]))  # type: ignore[attr-defined]
     scheduler.step([leader])
     scheduler.step([other])
-    session = attached._session
+    session = attached.recording
     tail = SimpleNamespace(entries=[SimpleNamespace(group=group, leader_idx=0)])
     batch = SimpleNamespace(reqs=[leader, other], beam_tail=tail)
     before = session._batches.of(["wide", "other"], 2).output_lens(7)
@@ -147,7 +146,7 @@ def test_a_beams_tokens_are_unknown_and_its_rows_are_its_leaders(attached: Any) 
         attached.on_run(scheduler, batch)
     rids = ["wide", "other", *session._members]
     known = session._batches.of(rids, 3)
-    ids = [request_id_of(name, exact=False) for name in ("wide", "other", "wide")]
+    ids = [request_id_of(name, signed=False) for name in ("wide", "other", "wide")]
     assert known.ids.tolist() == ids
     assert [source.tokens(0, 4).tolist() for source in known.truth or ()] == [
         [5, 6, 7, -1],
@@ -165,7 +164,7 @@ def test_a_beams_tokens_are_unknown_and_its_rows_are_its_leaders(attached: Any) 
 
 
 def test_placeholders_are_unknown_to_the_truth() -> None:
-    book = RequestBook(exact_ids=False)
+    book = SglangRequests(exact_ids=False)
     made = {"origin_input_ids": [1, 1], "output_ids": [6]}
     for rid, more, truth in (
         ("embedded", {"input_embeds": [[0.0]] * 2}, [-1, -1, 6]),
@@ -176,7 +175,7 @@ def test_placeholders_are_unknown_to_the_truth() -> None:
         found = book.truth([rid], 1)
         assert found is not None
         assert found.flat.tolist() == truth
-        (source,) = KnownBatches(book).of([rid], 1).truth or ()
+        (source,) = BatchLookup(book).of([rid], 1).truth or ()
         assert source.tokens(1, 3).tolist() == truth[1:]
 
 

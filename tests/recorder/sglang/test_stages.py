@@ -16,8 +16,7 @@ from .fake_engine import SLOTS, Batch, ModelRunner, Request, Result, Scheduler, 
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
-    monkeypatch.setattr(sglang_attachment, "stop_on_sigterm", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
 
 
@@ -60,8 +59,8 @@ def stage(patch: pytest.MonkeyPatch, folder: Path, kind: type[Stage] = Stage) ->
     runner = ModelRunner()
     runner.server_args.pp_size = 2
     scheduler = kind(runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
-    assert attachment._session is not None
-    return attachment._session.recorder, scheduler
+    assert attachment.recording is not None
+    return attachment.recording.recorder, scheduler
 
 
 def samples(path: Path) -> list[tuple[int, list[int]]]:

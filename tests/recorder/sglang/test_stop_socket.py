@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from kvcanary.recorder.engines.common.stopping import serve_stop, stop_processes
-from kvcanary.recorder.engines.sglang.attachment import Attachment
+from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader
 
@@ -110,7 +110,7 @@ def test_who_is_not_killed_goes_on_recording(tmp_path: Path, how: dict[str, bool
         for child in children:
             assert child.stdout is not None
             assert child.stdout.readline() == "recording\n"
-        attachment = Attachment(RecordingSettings(folder=tmp_path))
+        attachment = SglangAttachment(RecordingSettings(folder=tmp_path))
         first = children[0].pid
         attachment.on_stop(first, *([True, first] if "skip" in how else []), **({} if "skip" in how else how))
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
-from kvcanary.recorder.engines.sglang.attachment import Attachment
+from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay_joined
@@ -21,8 +21,7 @@ PROMPT = [5, 6, 7, 8, 9]
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment, "serve_stop", lambda stop: None)
-    monkeypatch.setattr(sglang_attachment, "stop_on_sigterm", lambda stop: None)
+    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
     monkeypatch.setattr(sglang_attachment, "not_applied", list)
 
 
@@ -32,17 +31,17 @@ def request(new_tokens: int) -> Request:
     return req
 
 
-def start(patch: pytest.MonkeyPatch, folder: Path, role: str) -> tuple[Attachment, Scheduler]:
+def start(patch: pytest.MonkeyPatch, folder: Path, role: str) -> tuple[SglangAttachment, Scheduler]:
     attachment = hooked(patch, RecordingSettings(folder=folder / role))
     runner = ModelRunner()
     runner.server_args.disaggregation_mode = role
     return attachment, Scheduler(runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
 
 
-def end(attachment: Attachment) -> Path:
-    assert attachment._session is not None
-    attachment._session.recorder.close()
-    return attachment._session.recorder.path
+def end(attachment: SglangAttachment) -> Path:
+    assert attachment.recording is not None
+    attachment.recording.recorder.close()
+    return attachment.recording.recorder.path
 
 
 def prefill(patch: pytest.MonkeyPatch, folder: Path, *, state: int = 4) -> tuple[Path, dict[str, torch.Tensor], int]:
@@ -129,5 +128,5 @@ def test_a_decode_engine_whose_transfers_cannot_be_seen_is_not_recorded(
     monkeypatch.setattr(Scheduler, "__init__", without_queue)
     caplog.set_level(logging.ERROR, "kvcanary")
     attachment, _ = start(monkeypatch, tmp_path, "decode")
-    assert attachment._session is None
-    assert "does not say what a decode engine receives" in caplog.text
+    assert attachment.recording is None
+    assert "what a decode engine receives cannot be recorded" in caplog.text

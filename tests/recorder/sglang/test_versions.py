@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.engines.sglang.hooks import TARGETS, Target
+from kvcanary.recorder.engines.common.hooking import Target
+from kvcanary.recorder.engines.sglang.hooks import TARGETS
 
 # another version's source, unpacked: SGLANG_SOURCE=/somewhere/sglang pytest tests/recorder/sglang/test_versions.py
 SOURCE = os.environ.get("SGLANG_SOURCE", "")
@@ -23,7 +24,7 @@ def source() -> Path:
 
 def stands_in(root: Path, path: str) -> bool:
     """Say whether a dotted path names a function, or a class's method, that is defined there."""
-    parts = path.split(".")[1:]
+    parts = path.replace(":", ".").split(".")[1:]
     for split in range(len(parts) - 1, 0, -1):
         file = root.joinpath(*parts[:split]).with_suffix(".py")
         if file.exists():
@@ -37,7 +38,7 @@ def stands_in(root: Path, path: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.hook)
 def test_a_target_stands_in_the_source(target: Target) -> None:
     assert [path for path in target.paths if stands_in(source(), path)]
 

@@ -3,56 +3,35 @@
 import dataclasses
 import functools
 import logging
-import os
-import time
 from collections.abc import Callable
 from typing import Any, Final
-from weakref import ref
 
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import translate
-from ...capture.host_arrays import Int64Array, own_int64
+from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
 from ...capture.recording import beginning
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched, TraceHeader
 from ...writing.trace_file import begin_new
+from ..common.attachment import trace_name
 from ..common.hooking import Finish
-from .attention import attention_input, not_read
-from .batches import KnownBatch, KnownBatches
-from .device import Telling
-from .forward import forward_input, mode_of
-from .history import GroupHistory
+from .forward import DeviceForwards, forward_input, mode_of
+from .history import GroupHistory, RadixCacheWalk, allocators_of
 from .inside import Expected, InsideModels
-from .layers import ModelLayers
+from .layers import ModelLayers, attention_input, not_read
 from .layout import Layout, RunnerLayout, describe_engine
-from .requests import KnownRequest, RequestBook, row_of
-from .sweep import PrefixCacheWalk
+from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, row_of
+from .results import StepResults
 from .transfers import Transfers, room_of
 
 logger = logging.getLogger("kvcanary")
 
-# Forwards whose samples may still be outstanding: overlap scheduling is one behind, pipelines a few.
-MAX_OUTSTANDING: Final = 64
-
-# Of those, what is given out and taken back is known. What is derived from them may number something else.
-ALLOCATORS: Final = frozenset(
-    {
-        "TokenToKVPoolAllocator",
-        "PagedTokenToKVPoolAllocator",
-        "SWATokenToKVPoolAllocator",
-        "PureSWATokenToKVPoolAllocator",
-    }
-)
 # What DraftGraph works out.
 DERIVED_OF_DRAFTS: Final = ("prefix_lens", "input_ids", "positions", "out_cache_loc")
 
-# A step's result, by weak reference, and its forward's number and requests. The reference tells a result from a later
-# one at the same address, and keeps no tensor alive.
-Ran = tuple[ref[Any], tuple[int, KnownBatch]]
 
-
-class Session:
+class SglangRecording:
     """Records one `Scheduler` and its model runners into one trace.
 
     Methods may raise: the hooks that call them catch it.
@@ -75,44 +54,37 @@ class Session:
         header = describe_engine(scheduler, self.layout, self.target, settings, notes)
         header = dataclasses.replace(header, not_watched=(*header.not_watched, *not_watched, *submitted_is_not(header)))
         self._layers = layers
-        self._told_inside = False
+        self._begun_inside = False
         if not on_gpu(self.layout.tables[0]):
             unread = not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
             header = dataclasses.replace(header, not_watched=(*header.not_watched, *unread))
-        self._requests = RequestBook(exact_ids=header.oracle is not None)
+        self._requests = SglangRequests(exact_ids=header.oracle is not None)
         tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
         settings.folder.mkdir(parents=True, exist_ok=True)
         self.recorder = begin_new(
-            settings.folder / trace_name(header), lambda path: self._open(path, header, settings, model_runners, inside)
+            settings.folder / trace_name("sglang", header),
+            lambda path: self._open(path, header, settings, model_runners, inside),
         )
         with beginning(self.recorder):
-            self.sweep = PrefixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
+            self.sweep = RadixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
         self.histories: list[GroupHistory] = []
         self.transfers = Transfers(self.layout, self.recorder, self.histories)
         self.retracting = False
         self.restores = True  # whether what is retracted meanwhile gets its KV back
-        self._batches = KnownBatches(self._requests)
-        device = self.recorder if isinstance(self.recorder, DeviceRecorder) else None
-        # Bound once: each step would make them anew otherwise, and leave them to the collector of garbage.
-        self._later: Any = None if device is None else device.later
-        self._tell_sampled: Any = None if device is None else device.record_sampled
-        self._read_sampled = self._sampled
-        self._capture = None if device is None else device.capture
-        self._tell = None if self._capture is None else Telling(self._capture).tell
+        self._batches = BatchLookup(self._requests)
+        self.results = StepResults(self.recorder, self._batches)
+        self._capture = self.recorder.capture if isinstance(self.recorder, DeviceRecorder) else None
+        # Bound once: each step would make it anew otherwise, and leave it to the collector of garbage.
+        self._on_device = None if self._capture is None else DeviceForwards(self._capture).record
         self._ended: Finish | None = None if self._capture is None else self._capture.ended
         self._inside = inside if self._capture is not None and inside.watches(self.target) else None
-        # A forward that is to be taken down inside its model: what tells it from outside, until the model is called.
+        # Of a forward that is to be recorded inside its model: what records it from outside, until the model is called.
         self._outside: Callable[[], Any] | None = None
         self.reqs: list[Any] = []
         # Of the batch that runs, what says that its last rows are beams, and whose; and whose beam each row was last.
         self.beam_tail: Any = None
         self._members: list[str] = []
-        self._beams: dict[int, KnownRequest] = {}
-        self._last_target: tuple[int, KnownBatch] | None = None
-        # The result that is being taken over: its forward's number and requests, and how many tokens each had.
-        self._taken: tuple[int, KnownBatch, bytes] | None = None
-        self._results: dict[int, Ran] = {}  # by id, oldest first
-        self._moment = 0  # between two, the scheduler appends no token to any request's
+        self._beams: dict[int, SglangRequest] = {}
         logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
 
     def _open(
@@ -123,9 +95,9 @@ class Session:
         model_runners: list[Any],
         inside: InsideModels,
     ) -> Recorder | DeviceRecorder:
-        """Return a recorder that never waits for the device, where there is one and it can be."""
+        """Return a recorder that never waits for the device, if there is one and it can be."""
         sources, every = self.layout.sources, settings.kv_watch_every
-        # Slots that an allocator on the device gives out can only be told by waiting for it, and so in its order.
+        # Slots that an allocator on the device gives out can only be recorded by waiting for it, and so in its order.
         if on_gpu(self.layout.tables[0]) and settings.history != "on":
             try:
                 return DeviceRecorder(
@@ -158,27 +130,23 @@ class Session:
         return values.clone() if isinstance(self.recorder, DeviceRecorder) else own_int64(values)
 
     def keep_history(self, allocator: Any) -> None:
-        """Find the allocators behind the groups; slots that they give out are told from now on."""
-        for kind, part in _allocators(allocator):
+        """Find the allocators behind the groups; slots that they give out are recorded from now on."""
+        for kind, part in allocators_of(allocator):
             groups = tuple(runner.groups[kind] for runner in self.layout.runners.values() if kind in runner.groups)
             if groups:
                 num_slots = max(self.layout.groups[group].num_slots for group in groups)
                 self.histories.append(GroupHistory(part, groups, num_slots, self.recorder))
 
-    def see(self, req: Any) -> KnownRequest:
-        """Return a request of the engine's; a new one is told of."""
+    def see(self, req: Any) -> SglangRequest:
+        """Return a request of the engine's; a new one is recorded."""
         known, new = self._requests.see(req)
         if new:
-            self.recorder.request(
-                request_id=known.request_id,
-                name=req.rid,
-                prompt_len=len(req.origin_input_ids),
-                room=room_of(req),
-            )
+            prompt_len, room = len(req.origin_input_ids), room_of(req)
+            self.recorder.request(request_id=known.request_id, name=req.rid, prompt_len=prompt_len, room=room)
         return known
 
     def before_model(self, layout: RunnerLayout, batch: Any, bs: int) -> None:
-        """Tell of the forward of `bs` requests that a model runner is about to run.
+        """Record the forward of `bs` requests that a model runner is about to run.
 
         Raises:
             ValueError: a batch that cannot be recorded.
@@ -186,49 +154,49 @@ class Session:
         rids = batch.rids if not self._members else [*(batch.rids or ()), *self._members]
         known = self._batches.of(rids, bs)
         if getattr(batch, "spec_info", batch) is not None:  # a speculative worker may append what it has verified
-            self._moment += 1
-        if self._tell is not None:
-            moment = self._moment
+            self.results.moment += 1
+        if self._on_device is not None:
+            moment = self.results.moment
             lens = known.lens if known.moment == moment else known.output_lens(moment)
             if self._inside is not None:
                 number = self._expect(self._inside, layout, batch, bs, known, lens)
             else:
-                number = self._tell(layout.index, batch, known, lens)
+                number = self._on_device(layout.index, batch, known, lens)
         else:
             number = self.recorder.next_forward
             if self._layers.watches(layout.runner) and batch.forward_mode.name != "SPLIT_PREFILL":
                 self._layers.expect(layout.runner, functools.partial(self._begin, layout, batch, batch.forward_mode))
-                self._outside = functools.partial(self._tell_on_host, batch, layout, known)
+                self._outside = functools.partial(self._on_host, batch, layout, known)
             else:
-                self._tell_on_host(batch, layout, known)
+                self._on_host(batch, layout, known)
         if layout.sampled:
-            self._last_target = (number, known)
+            self.results.last_target = (number, known)
 
     def _expect(
         self, inside: InsideModels, layout: RunnerLayout, batch: Any, bs: int, known: KnownBatch, lens: bytes
     ) -> int:
-        """Have a forward taken down inside its model, and return its number; `after_model` sees whether it was."""
+        """Have a forward recorded inside its model, and return its number; `after_model` sees whether it was."""
         capture: Any = self._capture
         inside.expected = Expected(capture, layout.runner, layout.index, bs, known, lens)
-        tell: Any = self._tell
-        self._outside = functools.partial(tell, layout.index, batch, known, lens)
+        on_device: Any = self._on_device
+        self._outside = functools.partial(on_device, layout.index, batch, known, lens)
         number: int = capture.next_forward
         return number
 
-    def looks_into(self, graph_runner: Any) -> bool:
-        """Say whether the forwards in a graph runner's graphs are taken down there."""
+    def records_inside(self, graph_runner: Any) -> bool:
+        """Say whether the forwards in a graph runner's graphs are recorded there."""
         return self._inside is not None and self._inside.in_graphs(getattr(graph_runner, "backend", None))
 
     def after_draft_graph(self, _: Any, error: BaseException | None) -> None:
-        """Complete the steps of a draft that ran as one graph, which were taken down in it."""
-        taken = self._was_taken(error)
-        if taken is not None and not taken.taken and error is None:
-            self.recorder.lost("a draft's steps ran in a CUDA graph that is not looked into")
+        """Complete the steps of a draft that ran as one graph, which were recorded in it."""
+        expected = self._end_expected(error)
+        if expected is not None and not expected.captured and error is None:
+            self.recorder.lost("a draft's steps ran in a CUDA graph without the recorder's launches")
 
-    def _was_taken(self, error: BaseException | None) -> Expected | None:
+    def _end_expected(self, error: BaseException | None) -> Expected | None:
         """Return the forward that was expected inside its model, None for none; nothing is expected any more.
 
-        What a graph took down of it is delivered.
+        What a graph captured of it is delivered.
 
         Raises:
             RuntimeError: the graph failed.
@@ -237,15 +205,17 @@ class Session:
         if self._inside is None:
             return None
         expected, self._inside.expected = self._inside.expected, None
-        if expected is not None and expected.flights:
+        if expected is not None and expected.in_flight:
             if error is not None:  # nobody knows whether its launches ever run
-                raise RuntimeError(f"a CUDA graph that was looked into failed: {self.recorder.error_text(error)}")
+                raise RuntimeError(
+                    f"a CUDA graph with the recorder's launches failed: {self.recorder.error_text(error)}"
+                )
             expected.deliver()
         return expected
 
-    def _tell_on_host(self, batch: Any, layout: RunnerLayout, known: KnownBatch, forward_mode: Any = None) -> None:
+    def _on_host(self, batch: Any, layout: RunnerLayout, known: KnownBatch, forward_mode: Any = None) -> None:
         recorder: Any = self.recorder
-        told = forward_input(
+        given = forward_input(
             batch,
             runner=layout,
             layout=self.layout,
@@ -254,14 +224,14 @@ class Session:
             forward_mode=forward_mode,
         )
         for history in self.histories:
-            self._tell_written(history, layout, told)
-        recorder.before_forward(told)
+            self.record_written(history, layout, given)
+        recorder.before_forward(given)
 
     def _begin(self, layout: RunnerLayout, outer: Any, forward_mode: Any, model_runner: Any, batch: Any) -> Finish:
-        """Tell of a forward whose model has been called with `batch`; return what completes it after the last layer."""
+        """Record a forward whose model has been called with `batch`; return what completes it after the last layer."""
         recorder: Any = self.recorder
-        self._outside, self._told_inside = None, True
-        self._tell_on_host(batch, layout, self._batches.of(outer.rids, batch.req_pool_indices.numel()), forward_mode)
+        self._outside, self._begun_inside = None, True
+        self._on_host(batch, layout, self._batches.of(outer.rids, batch.req_pool_indices.numel()), forward_mode)
         mode = mode_of(forward_mode)
 
         def look() -> None:
@@ -281,25 +251,26 @@ class Session:
         note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
         self.recorder.after_forward(note=note)
 
-    def _tell_written(self, history: GroupHistory, layout: RunnerLayout, told: Any) -> None:
+    def record_written(self, history: GroupHistory, layout: RunnerLayout, given: Any) -> None:
+        """Record whose the slots are that a forward writes, of those that an allocator has given out."""
         for number in layout.groups.values():
             if number in history.groups:
                 lut = self.layout.groups[number].lut
-                slots = translate(told.luts[lut] if lut >= 0 else None, told.out_cache_loc[layout.table])
-                history.written(slots, told.req_pool_indices, told.request_ids, told.extend_lens)
+                slots = translate(given.luts[lut] if lut >= 0 else None, given.out_cache_loc[layout.table])
+                history.written(slots, given.req_pool_indices, given.request_ids, given.extend_lens)
 
     def after_model(self, _: Any, error: BaseException | None) -> None:
         """Complete the forward; its tokens are sampled later."""
         if self._ended is not None:
             outside = self._outside
-            expected = self._was_taken(error)
-            if expected is not None and not expected.taken and outside is not None:
-                outside()  # no model of ours was run, or in a graph that is not looked into
+            expected = self._end_expected(error)
+            if expected is not None and not expected.captured and outside is not None:
+                outside()  # no model of ours was run, or in a graph without our launches
             self._ended(None, error)
             return
         if self._layers.still_expected() and self._outside is not None:
             self._outside()  # the model was never called
-        inside, self._told_inside, self._outside = self._told_inside, False, None
+        inside, self._begun_inside, self._outside = self._begun_inside, False, None
         if not inside:
             self._complete(error)
 
@@ -322,67 +293,12 @@ class Session:
                     self._beams[row] = leader
                     self.recorder.request_status(request_id=leader.request_id, status="admitted", row=row, note="beam")
 
-    def ran(self, result: Any, _: BaseException | None) -> None:
-        """Note which forward a scheduler step's result belongs to."""
-        last = self._last_target
-        if last is None:
-            return
-        self._last_target = None
-        if result is None:
-            return
-        results = self._results
-        results[id(result)] = (ref(result), last)
-        if len(results) > MAX_OUTSTANDING:
-            del results[next(iter(results))]
-
-    def takes_result(self, result: Any) -> bool:
-        """Note how many tokens each request has before the scheduler takes over a result; return whether it is known.
-
-        Nothing is known of a result that no forward of this process's is known to have.
-        """
-        ran = self._results.pop(id(result), None)
-        moment = self._moment
-        self._moment = moment + 1
-        if ran is None or ran[0]() is not result:
-            self._taken = None
-            return False
-        forward, known = ran[1]
-        self._taken = (forward, known, known.lens if known.moment == moment else known.output_lens(moment))
-        return True
-
-    def take_ran(self, result: Any) -> Any:
-        """Return which forward a result belongs to, None for none, and no longer know it."""
-        ran = self._results.pop(id(result), None)
-        return None if ran is None or ran[0]() is not result else ran[1]
-
-    def put_ran(self, result: Any, ran: Any) -> None:
-        """Know from now on that a result belongs to what `take_ran` returned for another."""
-        self._results[id(result)] = (ref(result), ran)
-
-    def took_result(self, _: Any, error: BaseException | None) -> None:
-        """Tell which tokens the scheduler took over from a result."""
-        if self._taken is None or error is not None:
-            return
-        forward, known, before = self._taken
-        after = known.output_lens(self._moment)
-        if after == before:
-            return
-        if self._later is not None:
-            self._later(self._tell_sampled, forward, self._read_sampled, known, before, after)
-            return
-        tokens, lens = self._sampled(known, before, after)
-        self.recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
-
-    def _sampled(self, known: KnownBatch, before: bytes, after: bytes) -> tuple[Int64Array, Int64Array]:
-        self._batches.refresh()
-        return known.sampled(before, after)
-
     def got_row(self, req: Any) -> None:
-        """Tell that a request was given a row."""
+        """Record that a request was given a row."""
         self.recorder.request_status(request_id=self.see(req).request_id, status="admitted", row=row_of(req))
 
     def gave_row_back(self, req: Any, row: int) -> None:
-        """Tell what became of a request whose row is free again."""
+        """Record what became of a request whose row is free again."""
         self.transfers.forget(req)
         finished, ends = req.finished(), getattr(req, "to_finish", None)
         if finished or ends is not None:
@@ -393,7 +309,7 @@ class Session:
             status, reason = ("retracted", "") if self.retracting else ("aborted", "row freed before the end")
         self.recorder.request_status(request_id=self._requests.id_of(req), status=status, row=row, note=reason)
         if status == "retracted" and self.restores and self.recorder.header.role == "decode":
-            self.recorder.lost("a decode engine restores a retracted request's KV from the host, which is not told")
+            self.recorder.lost("a decode engine restores a retracted request's KV from the host, which is not recorded")
 
 
 def submitted_is_not(header: TraceHeader) -> tuple[NotWatched, ...]:
@@ -406,7 +322,7 @@ def submitted_is_not(header: TraceHeader) -> tuple[NotWatched, ...]:
 def what_is_derived(header: TraceHeader, model_runners: list[Any], inside: InsideModels | None) -> TraceHeader:
     """Return a header that says which columns of draft steps in CUDA graphs are worked out instead of observed.
 
-    `inside` is None where nothing is taken down inside a model.
+    `inside` is None if nothing is captured inside a model.
     """
     runners, not_watched = list(header.runners), list(header.not_watched)
     for index, model_runner in enumerate(model_runners):
@@ -426,34 +342,6 @@ def what_is_derived(header: TraceHeader, model_runners: list[Any], inside: Insid
     return dataclasses.replace(header, runners=tuple(runners), not_watched=tuple(not_watched))
 
 
-def trace_name(header: Any) -> str:
-    """Return the name of a process's trace: when, role, ranks and process."""
-    ranks = header.ranks
-    when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    role = f"-{header.role}" if header.role else ""
-    return f"sglang-{when}{role}-dp{ranks.dp_rank}-pp{ranks.pp_rank}-tp{ranks.tp_rank}-{os.getpid()}.arrow"
-
-
-def _allocators(allocator: Any) -> list[tuple[str, Any]]:
-    """Return `(kind, allocator)` of the pools behind an allocator."""
-    swa = getattr(allocator, "swa_attn_allocator", None)
-    if swa is None:
-        return [("full", allocator)]
-    full = allocator.full_attn_allocator
-    return [("swa", swa)] if full is swa else [("full", full), ("swa", swa)]
-
-
-def knows_allocator(allocator: Any) -> bool:
-    """Say whether what an allocator, and those that it is made of, give out are slots of tokens: by their very classes."""
-    return {type(part).__name__ for part in (allocator, *(part for _, part in _allocators(allocator)))} <= ALLOCATORS
-
-
 def on_gpu(tensor: Any) -> bool:
     """Say whether a tensor lies on a GPU."""
     return getattr(getattr(tensor, "device", None), "type", "") == "cuda"
-
-
-def on_host(allocator: Any) -> bool:
-    """Say whether an allocator's tensors lie in the host's memory."""
-    pages = getattr(_allocators(allocator)[0][1], "free_pages", None)
-    return pages is not None and getattr(getattr(pages, "device", None), "type", "") == "cpu"
