@@ -116,7 +116,7 @@ class _Gathering(StateListener):
                 if view.kind == "forward":
                     self._forward(read_forward(view, self._header))
                 else:
-                    self._known(read_known_event(view, self._header.groups))
+                    self._known(read_known_event(view, self._header.groups), str(view.scalar("status")))
                 if view.kind in ("forward", "sweep", "transfer") and len(view.ints("kv_change_slot")):
                     for group, slot, fact in self._bytes.changes(view, self._wanted.slots):
                         self._add(group, slot, fact)
@@ -163,9 +163,10 @@ class _Gathering(StateListener):
 
     # --- what happens between forwards
 
-    def _known(self, event: KnownEvent | None) -> None:
+    def _known(self, event: KnownEvent | None, status: str) -> None:
         if isinstance(event, SlotEvent):
-            what = event.kind if event.kind != "alloc" else event.status or "alloc"
+            # The recorded status: an old trace's note says that slots were shared which were given out anew.
+            what = event.kind if event.kind != "alloc" else status or "alloc"
             self._note(event.parts, what, event.request_id, event.row)
         elif isinstance(event, TransferEvent):
             what = "sent"
