@@ -37,21 +37,22 @@ def show_incident(console: Console, row: Row, first_time_ns: int) -> None:
     """Print one incident: its number and kind, what happened, and where it was seen."""
     head = Text.assemble(
         (f"#{row['incident']}  ", "bold"),
-        (_capital(row["title"]), _STYLES.get(row["confidence"], "bold")),
+        (row["title"][:1].upper() + row["title"][1:], _STYLES.get(row["confidence"], "bold")),
         (f"   {row['kind']}, confidence {row['confidence']} ({row['score']:.2f})", "dim"),
     )
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for title, value in _lines(row, first_time_ns):
-        if value:
-            grid.add_row(Text(title), Text(printable(value)))
     console.print(head, soft_wrap=True)
-    console.print(Padding(grid, (0, 0, 0, 4), expand=False))
+    console.print(Padding(grid(_lines(row, first_time_ns)), (0, 0, 0, 4), expand=False))
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+def grid(rows: Sequence[tuple[str, str]]) -> Table:
+    """Return titles with their values, without those that have none."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for title, value in rows:
+        if value:  # names come from the trace: no markup, no control characters
+            table.add_row(Text(title), Text(printable(value)))
+    return table
 
 
 def _lines(row: Row, first_time_ns: int) -> list[tuple[str, str]]:
@@ -63,9 +64,9 @@ def _lines(row: Row, first_time_ns: int) -> list[tuple[str, str]]:
         shown += f" and {row['num_requests'] - _MOST_NAMES:,} more"
     first, last = row["first_forward"], row["last_forward"]
     forwards = f"forward {first:,}" if first == last else f"forwards {first:,}-{last:,}"
-    spread = [f"{_count(row['num_requests'], 'request')}{': ' + shown if shown else ''}", forwards]
-    spread.append(f"{_count(row['num_slots'], 'slot')}{_runs(row['slots'])}")
-    seen = f"{_count(row['violations'], 'violation')}, {_count(row['findings'], 'finding')}: {', '.join(row['seen_by'][:4])}"
+    spread = [f"{count_of(row['num_requests'], 'request')}{': ' + shown if shown else ''}", forwards]
+    spread.append(f"{count_of(row['num_slots'], 'slot')}{_runs(row['slots'])}")
+    seen = f"{count_of(row['violations'], 'violation')}, {count_of(row['findings'], 'finding')}: {', '.join(row['seen_by'][:4])}"
     others = [
         f"{kind} ({score:.2f})"
         for kind, score in zip(row["alternatives"], row["alternative_scores"], strict=False)
@@ -73,7 +74,7 @@ def _lines(row: Row, first_time_ns: int) -> list[tuple[str, str]]:
     ]
     return [
         ("what", row["sentence"]),
-        ("first seen", f"forward {first:,} (+{_duration(since)}{mode})   {row['first_request']}".rstrip()),
+        ("first seen", f"forward {first:,} (+{duration(since)}{mode})   {row['first_request']}".rstrip()),
         ("in slot", row["in_slot"]),
         ("expected", row["expected"]),
         ("spread", "   ".join(spread)),
@@ -91,11 +92,13 @@ def _runs(runs: Sequence[Mapping[str, int]]) -> str:
     return f": {', '.join(words)}{', ...' if len(runs) > len(words) else ''}"
 
 
-def _count(count: int, noun: str) -> str:
+def count_of(count: int, noun: str) -> str:
+    """Return `1 slot`, `2 slots`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return seconds as people read them: `4.2 s`, `7:41`, `1:02:03`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     whole = int(seconds)

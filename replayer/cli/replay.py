@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from ...recorder.cli.program import GivenPath
-from .check_names import check_names, list_checks
+from .options import check_names, device_name, device_names, executor_for, list_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -120,7 +120,7 @@ def make_replay_command(
     default="cpu",
     show_default=True,
     metavar="cpu|cuda[:N]",
-    callback=lambda _context, _parameter, value: _device_name(value),
+    callback=lambda _context, _parameter, value: device_name(value),
     help="Where the pools are rebuilt and stepped: the CPU, or a GPU, which needs PyTorch with CUDA and steps forwards "
     "(--executor stepwise).",
 )
@@ -202,19 +202,19 @@ def _replay(  # one parameter an option
     from ..workers.group_replay import GroupTask
     from ..workers.jobs import Job, plan_jobs
     from ..workers.server import start_server
-    from .outcome import Outcome
+    from .printer import ResultPrinter
     from .report_places import report_folders, reports_held
 
     if report and no_report:
         raise click.UsageError("--report and --no-report exclude one another")
-    places = _device_names(devices)
+    places = device_names(devices)
     if places and device != "cpu":
         raise click.UsageError("--device and --devices exclude one another")
     settings = ReplaySettings(
         kv_hash=kv_hash,
         checks=check_names(checks),
         backend=backend,
-        executor=_executor_for(next((name for name in places if name != "cpu"), device), executor),
+        executor=executor_for(next((name for name in places if name != "cpu"), device), executor),
         device=device,
         max_violations=max_violations,
         all_rows=all_rows,
@@ -228,14 +228,14 @@ def _replay(  # one parameter an option
     folders = any(trace.is_dir() for trace in traces)
     wanted = not (quiet or as_json) if page is None else page
     shown = partial(add_page, wanted=wanted) if add_page is not None else None
-    outcome = Outcome(out, err, as_json=as_json, quiet=quiet, folders=folders, shown=shown)
+    printer = ResultPrinter(out, err, as_json=as_json, quiet=quiet, folders=folders, shown=shown)
 
     paths, unread = _expand(traces)
     for name, message in unread:
-        outcome.fail(name, message, (name,))
+        printer.fail(name, message, (name,))
     recordings, notes = group_recordings(paths)
     for note in notes:
-        outcome.say(note, "dim")
+        printer.say(note, "dim")
     reports = report_folders(recordings, report, no_report)
     plan = plan_jobs([Job(recording=r, report=target) for r, target in zip(recordings, reports, strict=True)])
     task = GroupTask(settings=settings, explicit=report is not None, all_there=folders, finish=finish)
@@ -244,12 +244,12 @@ def _replay(  # one parameter an option
     interrupted = False
     with reports_held([job for group in plan.groups for job in group], settings, explicit=report is not None):
         for group, result in _results(plan, task, jobs, places, err, quiet=as_json or quiet):
-            outcome.take(group, result)
+            printer.take(group, result)
             left -= len(group)
             interrupted |= result.interrupted
     if interrupted and left:
-        outcome.say(f"interrupted: {left} more not replayed")
-    sys.exit(outcome.end(plan, several=len(traces) > 1))
+        printer.say(f"interrupted: {left} more not replayed")
+    sys.exit(printer.end(plan, several=len(traces) > 1))
 
 
 replay_command = make_replay_command()
@@ -265,7 +265,7 @@ def _results(
     from ..workers.joining import joined_results
     from ..workers.pool import replay_in_workers
     from ..workers.sharing import shared_out
-    from .notices import notices_shown
+    from .progress import notices_shown
 
     plan, workers = shared_out(plan, task.settings, jobs=jobs or len(devices) or None)
     shown = err.is_terminal and not quiet
@@ -287,7 +287,7 @@ def _results_shown(
 ) -> Iterator[tuple[list[Job], GroupResult]]:
     from ..workers.joining import joined_results
     from ..workers.pool import replay_in_workers
-    from .progress_bar import ProgressBar
+    from .progress import ProgressBar
 
     found = replay_in_workers(plan, task, lambda progress: bar.update(progress), jobs=workers, devices=devices)
     results = joined_results(found, task)
@@ -310,7 +310,7 @@ def _results_here(plan: Plan, task: GroupTask, err: Console, *, shown: bool) -> 
         if number:
             gc.collect()  # the last one's pools hang in a circle, and two do not fit everywhere
         if shown:
-            from .progress_bar import ProgressBar
+            from .progress import ProgressBar
 
             with ProgressBar(err, "replay") as bar:
                 result = replay_group(group, task, bar.update)
@@ -319,36 +319,6 @@ def _results_here(plan: Plan, task: GroupTask, err: Console, *, shown: bool) -> 
         yield group, result
         if result.interrupted:
             return
-
-
-def _device_name(name: str) -> str:
-    from ..executors.device.cuda import is_device_name
-
-    if not is_device_name(name):
-        raise click.BadParameter(f"{name!r} is no device; expected cpu, cuda or cuda:N")
-    return name
-
-
-def _executor_for(device: str, executor: str) -> str:
-    """Return the executor that runs on a device; a GPU steps."""
-    source = click.get_current_context().get_parameter_source("executor")
-    if device == "cpu" or executor == "stepwise":
-        return executor
-    if source is not click.core.ParameterSource.DEFAULT:
-        raise click.UsageError(f"--executor {executor} runs on the CPU; leave it out, or replay with --device cpu")
-    return "stepwise"
-
-
-def _device_names(devices: str | None) -> tuple[str, ...]:
-    if devices is None:
-        return ()
-    from ..executors.device.cuda import is_device_name
-
-    names = tuple(name.strip() for name in devices.split(","))
-    for name in names:
-        if not is_device_name(name):
-            raise click.UsageError(f"--devices: {name!r} is no device; expected cpu, cuda or cuda:N, joined by commas")
-    return names
 
 
 def _expand(traces: tuple[Path, ...]) -> tuple[list[Path], list[tuple[str, str]]]:

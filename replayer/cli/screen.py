@@ -13,9 +13,9 @@ from rich.text import Text
 from ...recorder.text import printable
 from ..checks import FINDING_KINDS
 from ..report.summary import Summary
-from ..run.coverage import not_watched
+from ..run.coverage import not_watched, number_runs
 from ..run.verdict import Verdict
-from .incident_blocks import show_incidents
+from .incident_blocks import count_of, duration, grid, show_incidents
 
 VERDICT_STYLES = {Verdict.CLEAN: "bold green", Verdict.CORRUPT: "bold red", Verdict.INCONCLUSIVE: "bold yellow"}
 
@@ -63,8 +63,9 @@ def show(console: Console, summary: Summary) -> None:
 
 def show_next(console: Console, summary: Summary) -> None:
     """Print where the report is and what to do next, once all of it is written."""
-    console.print()
-    console.print(_next(summary), soft_wrap=True)
+    if text := _next(summary):
+        console.print()
+        console.print(text, soft_wrap=True)
 
 
 def one_line(summary: Summary) -> str:
@@ -72,9 +73,9 @@ def one_line(summary: Summary) -> str:
     line = f"{summary.verdict.value.upper():12s} {summary.trace}   {summary.forwards:,} forwards"
     first, finding = summary.first_violation, summary.first_finding
     if first:
-        whose = f"request {first['request']}, " if first["request"] else ""
+        owner = f"request {first['request']}, " if first["request"] else ""
         line += (
-            f"   {summary.violations:,} violations, first in forward {first['forward']:,}: {whose}slot "
+            f"   {summary.violations:,} violations, first in forward {first['forward']:,}: {owner}slot "
             f"{first['slot']:,}, {'+'.join(first['reasons'])}"
         )
     if finding:
@@ -102,7 +103,7 @@ def _headline(summary: Summary) -> Text:
         f"{summary.forwards:,} forwards",
         f"{summary.requests:,} requests",
         f"{summary.tokens:,} tokens",
-        _duration(span),
+        duration(span),
     ]
     return Text.assemble((printable(summary.trace), "bold"), "   ", printable("   ".join(parts)))
 
@@ -122,10 +123,10 @@ def _more_checks(summary: Summary) -> list[str]:
     lines = []
     swept = sum(count for tag, count in summary.slot_counters.items() if tag.startswith("SWEEP"))
     if summary.events.get("sweep"):
-        lines.append(f"swept     {_count(summary.events['sweep'], 'time')}   {swept:,} slots of the prefix cache")
+        lines.append(f"swept     {count_of(summary.events['sweep'], 'time')}   {swept:,} slots of the prefix cache")
     if summary.transfers_sent or summary.transfers_received:
         lines.append(
-            f"moved     {_count(summary.transfers_sent, 'transfer')} sent, {summary.transfers_received:,} received, "
+            f"moved     {count_of(summary.transfers_sent, 'transfer')} sent, {summary.transfers_received:,} received, "
             f"{summary.transfers_unmatched:,} of them from a trace that was not given"
         )
     for name, figures in (summary.swa_divergence or {"groups": {}})["groups"].items():
@@ -146,15 +147,17 @@ def _verdict(summary: Summary) -> Text:
         )
     text = Text(verdict.name, style=VERDICT_STYLES[verdict])
     if verdict is Verdict.CORRUPT:
-        found = [_count(summary.num_incidents, "incident")] if summary.num_incidents is not None else []
+        found = [count_of(summary.num_incidents, "incident")] if summary.num_incidents is not None else []
         if summary.violations:
-            found.append(_count(summary.violations, "violation"))
+            found.append(count_of(summary.violations, "violation"))
         if summary.findings:
-            found.append(_count(summary.findings, "finding"))
-        hit = f"{len(summary.requests_hit):,} of {_count(summary.requests, 'request')} hit"
+            found.append(count_of(summary.findings, "finding"))
+        hit = f"{len(summary.requests_hit):,} of {count_of(summary.requests, 'request')} hit"
         text.append("   " + ", ".join([*found, hit]), style="default not bold")
     if verdict is Verdict.CLEAN:
-        text.append(f" in what was watched   no violation in {_count(summary.forwards, 'forward')}", "default not bold")
+        text.append(
+            f" in what was watched   no violation in {count_of(summary.forwards, 'forward')}", "default not bold"
+        )
     elif summary.doubts:
         joint = "   but not the whole story: " if verdict is Verdict.CORRUPT else "   "
         text.append(joint + "; ".join(summary.doubts), style="default not bold")
@@ -168,17 +171,7 @@ def up_to(summary: Summary) -> str:
 
 
 def _not_watched(summary: Summary) -> Table:
-    return _grid([("not watched", "; ".join(not_watched(summary.coverage)) or "nothing that this recording tells of")])
-
-
-def _grid(rows: list[tuple[str, str]]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for title, value in rows:
-        # Names come from the trace: no markup, no control characters.
-        grid.add_row(Text(title), Text(printable(value)))
-    return grid
+    return grid([("not watched", "; ".join(not_watched(summary.coverage)) or "nothing that this recording tells of")])
 
 
 def _violation(summary: Summary, row: dict[str, Any]) -> Table:
@@ -186,9 +179,9 @@ def _violation(summary: Summary, row: dict[str, Any]) -> Table:
     group = summary.header.groups[row["group"]]
     reasons = "; ".join(_REASONS[reason] for reason in row["reasons"])
     rows = [
-        ("first seen", f"forward {row['forward']:,} (+{_duration(since)}, {row['mode']})   {row['launch']}"),
+        ("first seen", f"forward {row['forward']:,} (+{duration(since)}, {row['mode']})   {row['launch']}"),
         ("what", f"{reasons}   [{' + '.join(row['reasons'])}]"),
-        ("request", f"{_whose(row)}, position {row['expected_position']:,}"),
+        ("request", f"{_owner(row)}, position {row['expected_position']:,}"),
         ("in slot", f"{row['slot']:,} of pool {group.name}, half {row['half']}"),
     ]
     if row["endpoint"] == "HEAD" and row["writer_event"] == row["event"]:
@@ -208,12 +201,12 @@ def _violation(summary: Summary, row: dict[str, Any]) -> Table:
     shown = ", ".join(requests[:6]) + (f" and {len(requests) - 6:,} more" if len(requests) > 6 else "")
     first, last = summary.first_violation_forward, summary.last_violation_forward
     span = f"forward {first:,}" if first == last else f"{summary.forwards_hit:,} forwards in {first:,}-{last:,}"
-    spread = f"{span}   {_count(summary.slots_hit, 'slot')}   {_count(len(requests), 'request')}"
+    spread = f"{span}   {count_of(summary.slots_hit, 'slot')}   {count_of(len(requests), 'request')}"
     spread += f": {shown}" if shown else ""
-    return _grid([*rows, ("spread", spread)])
+    return grid([*rows, ("spread", spread)])
 
 
-def _whose(row: dict[str, Any]) -> str:
+def _owner(row: dict[str, Any]) -> str:
     if row["mode"] == "sweep":
         return "none: the prefix cache holds it"
     return f"{row['request']}   row {row['req_pool_idx']:,}"
@@ -227,7 +220,7 @@ def _writer(row: dict[str, Any]) -> str:
 
 def _counts(summary: Summary) -> Table:
     by = {"by reason": summary.violations_by_reason, "by launch": summary.violations_by_launch}
-    return _grid(
+    return grid(
         [(title, "   ".join(f"{name} {count:,}" for name, count in counts.items())) for title, counts in by.items()]
     )
 
@@ -238,7 +231,7 @@ def _finding(summary: Summary, finding: dict[str, Any]) -> Table:
     where += [f"request {finding['request']}"] if finding["request"] else []
     where += [f"{name} {finding[key]:,}" for name, key in _PLACES if finding[key] >= 0]
     first = f"{', '.join(where)}: {finding['detail']}"
-    return _grid([*kinds, ("the first", first)])
+    return grid([*kinds, ("the first", first)])
 
 
 def _mark(mark: dict[str, Any]) -> str:
@@ -259,6 +252,8 @@ def _list(console: Console, title: str, lines: list[str], total: int) -> None:
 
 def _next(summary: Summary) -> Text:
     if summary.report is None:
+        if summary.verdict is not Verdict.CORRUPT:
+            return Text()
         return Text("next   run again with --report DIR to keep every violation and name what went wrong", style="dim")
     text = Text("report ", style="dim")
     text.append(summary.report, style="default")
@@ -278,24 +273,6 @@ def _next(summary: Summary) -> Text:
     return text
 
 
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def segment_names(numbers: Sequence[int]) -> str:
     """Return `0-3, 5` for segments 0 to 3 and 5, nothing for a trace of one file."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = int(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+    return number_runs(numbers, most=len(numbers))

@@ -144,7 +144,9 @@ def coverage(
     for index, (runner, counted) in enumerate(zip(header.runners, figures.tolist(), strict=True)):
         name = runner.name
         if not counted[_FORWARDS] and judged:
-            rows.append(Watched(what="runner", name=name, watched=0, total=0, words=f"{name}: it ran no forward"))
+            rows.append(
+                Watched(what="runner", name=name, watched=0, total=0, words=f"{name}: it ran no forward with a request")
+            )
         if header.streams(index) and settings["kv_hash"] != "none":
             rows.append(_of_forwards("bytes_watched", name, counted, _BYTES, "KV bytes of prefixes", _every(header)))
             reason = _reason(header, "submitted", name) or "what the model handed to the cache was not given"
@@ -208,27 +210,29 @@ def _layers(group: PoolGroup, header: TraceHeader) -> Watched:
     watched = sorted({stream.layer for stream in group.streams})
     total, reason, words = group.num_layers or None, _reason(header, "layers", group.name), ""
     if total is None:
-        words = f"every layer but {_numbers(watched)}" if watched else "every layer"
+        words = f"every layer but {number_runs(watched)}" if watched else "every layer"
         reason = reason or f"how many there are is {NOT_SAID}"
     elif not watched:
         words = f"all {total:,} layers"
     elif len(watched) < total:
         rest = sorted(set(range(max(total, watched[-1] + 1))) - set(watched))
         # A group's layers may be any of the model's, so that numbers past its own count say nothing of the rest.
-        words = f"layers {_numbers(rest)}" if watched[-1] < total else f"{total - len(watched):,} of {total:,} layers"
+        words = (
+            f"layers {number_runs(rest)}" if watched[-1] < total else f"{total - len(watched):,} of {total:,} layers"
+        )
     return Watched(what="layers", name=group.name, watched=len(watched), total=total, reason=reason, words=words)
 
 
-def _numbers(numbers: Sequence[int]) -> str:
-    """Return `0-3, 5`."""
+def number_runs(numbers: Sequence[int], *, most: int = _MOST_NAMED) -> str:
+    """Return `0-3, 5`, the first `most` runs."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    named = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:_MOST_NAMED])
-    return f"{named} ..." if len(runs) > _MOST_NAMED else named
+    named = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:most])
+    return f"{named} ..." if len(runs) > most else named
 
 
 def _bytes(group: PoolGroup, header: TraceHeader, kv_hash: str) -> Watched:

@@ -1,4 +1,4 @@
-"""What a person, or a script, is told of each recording that was replayed, and of all together."""
+"""What is printed of each recording that was replayed, and of all together: for a person, or for a script."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from ..workers.jobs import Job, Plan
 
 
-class Outcome:
-    """Takes results as they come and tells them: on screens, in a line each, or as JSON at the end.
+class ResultPrinter:
+    """Prints results as they come: on screens, in a line each, or as JSON at the end.
 
     Args:
         out, err: where results and messages go.
-        as_json, quiet: how results are told.
+        as_json, quiet: how results are printed.
         folders: whether a folder was named, so that a table of all ends the output.
         shown: called with each summary once its verdict is on the screen; returns what to say to the user.
     """
@@ -88,7 +88,7 @@ class Outcome:
                 show_next(self._out, summary)
 
     def end(self, plan: Plan, *, several: bool) -> int:
-        """Tell what there is to tell of all, and return the exit code."""
+        """Print what there is to say of all, and return the exit code."""
         if self._as_json:
             found: object = self._summaries if several else self._summaries[0] if self._summaries else {}
             if self._folders:

@@ -1,11 +1,17 @@
-"""How far a replay has come, on a terminal."""
+"""What a terminal shows while a replay works: how far it has come, and above that what the library notes."""
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Self
 
 import rich.progress
 from rich.console import Console
+from rich.markup import escape
 
 from ..run.settings import Progress
+
+_log = logging.getLogger("kvcanary")
 
 
 class ProgressBar:
@@ -44,3 +50,25 @@ class ProgressBar:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+
+class _Shown(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(f"[dim]{escape(record.getMessage())}[/dim]")
+
+
+@contextlib.contextmanager
+def notices_shown(console: Console) -> Iterator[None]:
+    """Print what is noted inside on `console`."""
+    handler, before = _Shown(console), _log.level
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _log.setLevel(before)
+        _log.removeHandler(handler)

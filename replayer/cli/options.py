@@ -1,0 +1,72 @@
+"""What the options of the replay command take: names of history checks and of devices."""
+
+import sys
+
+import click
+
+
+def list_checks(context: click.Context) -> None:
+    """Print every check with what it finds, and end the command."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..checks import CHECKS
+
+    table = Table.grid(padding=(0, 2))
+    for name, check in CHECKS.items():
+        table.add_row(name, check.finds)
+    Console(width=None if sys.stdout.isatty() else 160, emoji=False, highlight=False).print(table)
+    context.exit()
+
+
+def check_names(text: str) -> tuple[str, ...]:
+    """Return the checks that `text` asks for: all, none, or names joined by commas, of which -name leaves one out.
+
+    Raises:
+        click.UsageError: there is no such check.
+    """
+    from ..checks import CHECK_NAMES
+
+    if text in ("all", "none"):
+        return CHECK_NAMES if text == "all" else ()
+    asked = [name.strip() for name in text.split(",")]
+    unknown = [name for name in asked if name.removeprefix("-") not in CHECK_NAMES]
+    if unknown:
+        raise click.UsageError(
+            f"--checks: no check {unknown[0].removeprefix('-')!r}; there are {', '.join(CHECK_NAMES)}, all, none"
+        )
+    left_out = {name[1:] for name in asked if name.startswith("-")}
+    chosen = {name for name in asked if not name.startswith("-")} or set(CHECK_NAMES)
+    return tuple(name for name in CHECK_NAMES if name in chosen - left_out)
+
+
+def device_name(name: str) -> str:
+    """Return the name of a device; raise `click.BadParameter` if it is none."""
+    from ..executors.device.cuda import is_device_name
+
+    if not is_device_name(name):
+        raise click.BadParameter(f"{name!r} is no device; expected cpu, cuda or cuda:N")
+    return name
+
+
+def executor_for(device: str, executor: str) -> str:
+    """Return the executor that runs on a device; a GPU steps."""
+    source = click.get_current_context().get_parameter_source("executor")
+    if device == "cpu" or executor == "stepwise":
+        return executor
+    if source is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError(f"--executor {executor} runs on the CPU; leave it out, or replay with --device cpu")
+    return "stepwise"
+
+
+def device_names(devices: str | None) -> tuple[str, ...]:
+    """Return the devices that `devices` names, joined by commas; raise `click.UsageError` if one of them is none."""
+    if devices is None:
+        return ()
+    from ..executors.device.cuda import is_device_name
+
+    names = tuple(name.strip() for name in devices.split(","))
+    for name in names:
+        if not is_device_name(name):
+            raise click.UsageError(f"--devices: {name!r} is no device; expected cpu, cuda or cuda:N, joined by commas")
+    return names
