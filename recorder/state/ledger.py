@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from ...kernels.arrays import Int64Array, record_words
+from ...kernels.arrays import BoolArray, Int64Array, record_words
 from ...kernels.constants import RECORD_POSITION
 from ...kernels.replay_pass.ledger import (
     ALLOC,
@@ -60,10 +59,10 @@ class SlotLedger:
         self.transfers = [np.zeros(len(started), np.int64) for started in self.transfers]
         self.held_by.clear()
 
-    def free(self, rows: Int64Array) -> npt.NDArray[np.bool_]:
-        """Say which of some slots' ledger rows `[n, 8]` are known to be free, `[n] bool`."""
-        free: npt.NDArray[np.bool_] = rows[:, STATE] == FREE
-        return free if self.from_start else free & (rows[:, LEFT] > 0)
+    def free(self, rows: Int64Array, slots: Int64Array) -> BoolArray:
+        """Say which of some slots, `[n] bool`, are known to be free; `rows` is their group's ledger."""
+        free: BoolArray = rows[slots, STATE] == FREE
+        return free if self.from_start else free & (rows[slots, LEFT] > 0)
 
     def apply_slots(self, event: SlotEvent) -> None:
         """Move on by an alloc, a free or an eviction."""
@@ -136,7 +135,7 @@ class SlotLedger:
         rows[joined, STATE] = SHARED
 
     def _hand_over(self, rows: Int64Array, slots: Int64Array, number: int) -> None:
-        handed = slots[~self.free(rows[slots])]
+        handed = slots[~self.free(rows, slots)]
         self._leave(rows, handed)
         rows[handed, STATE] = CACHED
         rows[handed, OWNER] = NOBODY

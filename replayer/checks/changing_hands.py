@@ -8,7 +8,7 @@ from ...recorder.trace.reader import EventView
 from ...recorder.trace.schema import ALLOC_CACHED, ALLOC_SHARED
 from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck, SlotEventCheck, changed_hands, held_by, parties, register
-from .history import Touched
+from .history import NamedSlots
 
 _CHANGES = {"alloc": "is given out", "free": "is given back", "evict": "is evicted"}
 _JOINS = {ALLOC_SHARED: "is joined", ALLOC_CACHED: "is handed to the prefix cache"}
@@ -62,11 +62,11 @@ class SlotDoubleAllocated(SlotEventCheck):
     events = frozenset({"alloc"})
     needs_complete = True
 
-    def part(self, event: SlotEvent, part: Touched) -> Iterator[Finding]:
+    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         """Yield a finding for each holder whose slots an allocation gives out again."""
         if event.status:
             return
-        for _, slots, row in parties(part, part.rows[:, STATE] >= HELD, part.rows[:, OWNER]):
+        for _, slots, row in parties(part, part.column(STATE) >= HELD, part.column(OWNER)):
             detail = f"is given out while {self.holder(row)} holds it"
             yield self.of_slots(event, part.group, slots, detail, events=changed_hands(row), cause=held_by(row))
         if len(part.repeated):
@@ -91,7 +91,7 @@ class FreeSlotShared(SlotEventCheck):
     events = frozenset({"alloc"})
     needs_complete = True
 
-    def part(self, event: SlotEvent, part: Touched) -> Iterator[Finding]:
+    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         """Yield a finding for each earlier event that freed what this one joins."""
         if event.status in _JOINS:
             yield from _of_free(self, event, part, f"{_JOINS[event.status]} though it is free")
@@ -113,7 +113,7 @@ class SlotFreedTwice(SlotEventCheck):
     events = frozenset({"free", "evict"})
     needs_complete = True
 
-    def part(self, event: SlotEvent, part: Touched) -> Iterator[Finding]:
+    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         """Yield a finding for each earlier event that freed what this one frees."""
         yield from _of_free(self, event, part, f"is given back ({event.note or event.kind}) though it is free")
         if len(part.repeated):
@@ -138,9 +138,9 @@ class ForeignSlotFreed(SlotEventCheck):
     events = frozenset({"free", "evict"})
     needs_complete = True
 
-    def part(self, event: SlotEvent, part: Touched) -> Iterator[Finding]:
+    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         """Yield a finding for each holder whose slots somebody else gives back."""
-        state, owner = part.rows[:, STATE], part.rows[:, OWNER]
+        state, owner = part.column(STATE), part.column(OWNER)
         foreign, verb = state == HELD, "is evicted"
         if event.kind == "free":
             foreign = (event.request_id >= 0) & ((state == CACHED) | (foreign & (owner != event.request_id)))
@@ -150,9 +150,9 @@ class ForeignSlotFreed(SlotEventCheck):
             yield self.of_slots(event, part.group, slots, detail, events=changed_hands(row), cause=held_by(row))
 
 
-def _of_free(check: HistoryCheck, event: SlotEvent, part: Touched, detail: str) -> Iterator[Finding]:
+def _of_free(check: HistoryCheck, event: SlotEvent, part: NamedSlots, detail: str) -> Iterator[Finding]:
     """Yield a finding for each event that freed slots which this one names."""
-    for left, slots, row in parties(part, check.history.ledger.free(part.rows), part.rows[:, LEFT]):
+    for left, slots, row in parties(part, check.history.ledger.free(part.ledger, part.slots), part.column(LEFT)):
         since = f"since event {left - 1}" if left else "and was never given out"
         events, cause = [int(row[ALLOC]) - 1, left - 1], Cause("free" if left else "never_given_out")
         yield check.of_slots(event, part.group, slots, f"{detail} {since}", events=events, cause=cause)

@@ -16,7 +16,7 @@ from ...recorder.state.forward import Forward
 from ...recorder.state.ledger import TIMELESS
 from ...recorder.trace.reader import EventView
 from ..report.findings import NO_CAUSE, Cause, Finding, counted, evidence
-from .history import History, Judged, Touched
+from .history import History, Judged, NamedSlots
 from .view import ForwardView, GroupReads
 
 MAX_REMEMBERED: Final = 4096
@@ -317,14 +317,14 @@ class SlotEventCheck(HistoryCheck):
         event = self.history.known
         if not isinstance(event, SlotEvent):
             return []
-        return [finding for part in self.history.touched for finding in self.part(event, part)]
+        return [finding for part in self.history.named for finding in self.part(event, part)]
 
-    def part(self, event: SlotEvent, part: Touched) -> Iterator[Finding]:
+    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         """Yield what is wrong with one pool group's slots."""
         raise NotImplementedError
 
 
-def parties(part: Touched, wrong: BoolArray, values: Int64Array) -> Iterator[tuple[int, Int64Array, Int64Array]]:
+def parties(part: NamedSlots, wrong: BoolArray, values: Int64Array) -> Iterator[tuple[int, Int64Array, Int64Array]]:
     """Yield what is wrong, `[n] bool`, by its other party, which `values` `[n] int64` name: damage is reported by it.
 
     Each time the party, the slots, and the first one's ledger row. Past `MAX_PARTIES` the last one stands for the rest, so
@@ -336,7 +336,7 @@ def parties(part: Touched, wrong: BoolArray, values: Int64Array) -> Iterator[tup
     named = np.unique(values[at])
     for number, value in enumerate(named[:MAX_PARTIES].tolist()):
         mine = at[values[at] >= value] if number == MAX_PARTIES - 1 else at[values[at] == value]
-        yield value, part.slots[mine], part.rows[mine[0]]
+        yield value, part.slots[mine], part.row(int(mine[0]))
 
 
 def by_request(requests: Int64Array, entries: Int64Array) -> Iterator[tuple[int, Int64Array]]:

@@ -30,23 +30,39 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Touched:
-    """Slots that the event being judged names, with their ledger rows `[n, 8] int64` as before it.
+class NamedSlots:
+    """Slots of one group that the event being judged names; ledger and transfers are as before it.
 
-    `transfer` `[n] int64` is the event + 1 of the start of the transfer that each is under, 0 for none.
+    `ledger` `[num_slots, 8]` and `transfers` `[num_slots]` are the whole group's and are read a column at a time: an event
+    may name every slot, and a copy of its rows would take as much memory as the ledger.
     """
 
     group: int
     slots: Int64Array
     repeated: Int64Array
-    rows: Int64Array
-    transfer: Int64Array
+    ledger: Int64Array
+    transfers: Int64Array
+
+    def column(self, column: int) -> Int64Array:
+        """Return a column of each slot's ledger row, `[n] int64`."""
+        values: Int64Array = self.ledger[self.slots, column]
+        return values
+
+    def row(self, index: int) -> Int64Array:
+        """Return the ledger row of slot `index` among these, `[8] int64`."""
+        return self.ledger[int(self.slots[index])].copy()
+
+    @property
+    def transfer(self) -> Int64Array:
+        """The event + 1 of the start of the transfer that each slot is under, `[n] int64`, 0 for none."""
+        values: Int64Array = self.transfers[self.slots]
+        return values
 
 
 class History(SlotHistory):
     """Everything that was told so far, as the checks need it.
 
-    `touched` holds the slots that the event being judged names, where the trace is complete or has transfers; `serial` is
+    `named` holds the slots that the event being judged names, where the trace is complete or has transfers; `serial` is
     the last number that slots of the ledger were stamped with.
     """
 
@@ -54,7 +70,7 @@ class History(SlotHistory):
         super().__init__(header, backend=backend)
         self.header = header
         self.request_table = request_table
-        self.touched: list[Touched] = []
+        self.named: list[NamedSlots] = []
         self.serial = 0
         self._transfers = False
         self._view: ForwardView | None = None
@@ -64,16 +80,16 @@ class History(SlotHistory):
     def open(self, view: EventView) -> None:
         """Read an event; raise `UnusableEventError` where it contradicts itself or the pools."""
         super().open(view)
-        self.touched = []
+        self.named = []
         self._transfers = self._transfers or isinstance(self.known, TransferEvent)
         if (self.complete or self._transfers) and isinstance(self.known, SlotEvent | TransferEvent):
-            self.touched = [
-                Touched(
+            self.named = [
+                NamedSlots(
                     group=p.group,
                     slots=p.slots,
                     repeated=p.repeated,
-                    rows=self.ledger.rows[p.group][p.slots],
-                    transfer=self.ledger.transfers[p.group][p.slots],
+                    ledger=self.ledger.rows[p.group],
+                    transfers=self.ledger.transfers[p.group],
                 )
                 for p in self.known.parts
             ]
@@ -136,7 +152,7 @@ class History(SlotHistory):
     def forget(self) -> None:
         """Take everything for unknown."""
         super().forget()
-        self.touched = []
+        self.named = []
         self._drop_view()
 
     def _drop_view(self) -> None:

@@ -8,7 +8,7 @@ from ...recorder.trace.reader import EventView
 from ...recorder.trace.schema import SEND
 from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck, SlotEventCheck, changed_hands, held_by, parties, register
-from .history import Touched
+from .history import NamedSlots
 
 _CHANGES = {"alloc": "is given out", "free": "is given back", "evict": "is evicted"}
 
@@ -29,7 +29,7 @@ class FreedDuringTransfer(SlotEventCheck):
     covered = Covered.COMPILED
     events = frozenset(_CHANGES)
 
-    def part(self, event: SlotEvent, part: Touched) -> Iterator[Finding]:
+    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         """Yield a finding for each transfer whose slots this event gives away."""
         if event.kind == "alloc" and (event.status or not self.history.complete):
             return
@@ -63,9 +63,9 @@ class TransferNotHeld(HistoryCheck):
         if event.status == "end" and event.direction == SEND:
             return []
         verb = "sends" if event.direction == SEND else "lands in" if event.status == "end" else "will land in"
-        for part in history.touched:
-            state, owner = part.rows[:, STATE], part.rows[:, OWNER]
-            wrong = history.ledger.free(part.rows)
+        for part in history.named:
+            state, owner = part.column(STATE), part.column(OWNER)
+            wrong = history.ledger.free(part.ledger, part.slots)
             if event.request_id >= 0:
                 wrong |= (state == HELD) & (owner != event.request_id)
             for held, slots, row in parties(part, wrong, state):

@@ -1,6 +1,7 @@
 """Events that contradict themselves change nothing, allocate nothing, and are said to be left out."""
 
 import dataclasses
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,9 @@ HEADER = TraceHeader(
 )
 
 
-def event_view(path: Path, kind: str, scalars: dict | None = None, **ints):
+def event_view(path: Path, kind: str, scalars: dict | None = None, *, header: TraceHeader = HEADER, **ints):
     columns = {name: np.array(values, np.int64) for name, values in ints.items()}
-    with TraceWriter(path, HEADER) as writer:
+    with TraceWriter(path, header) as writer:
         assert writer.append(TraceEvent(kind=kind, scalars=scalars or {}, ints=columns))
     with TraceReader(path) as reader:
         (batch,) = reader.stream()
@@ -124,3 +125,21 @@ def test_a_million_requests_that_come_and_go_leave_nothing_behind(tmp_path: Path
             history.open(view)
             history.take_event(view)
     assert history.ledger.held_by == {}
+
+
+@pytest.mark.parametrize("kind", ["alloc", "free"])
+def test_an_event_that_names_every_slot_takes_less_than_a_copy_of_the_ledger(kind: str, tmp_path: Path) -> None:
+    slots = 1 << 18
+    header = dataclasses.replace(HEADER, groups=(PoolGroup(name="full", num_slots=slots),))
+    (checks,) = make_checks(CHECK_NAMES, header=header, request_table=RequestTable())
+    names_all = runs([0], [1], [slots - 1])
+    assert checks.event(event_view(tmp_path / "a.arrow", "alloc", {"request_id": 1}, header=header, **names_all)) == []
+    view = event_view(tmp_path / "b.arrow", kind, {"request_id": 2}, header=header, **names_all)
+    tracemalloc.start()
+    try:
+        (finding,) = checks.event(view)  # every slot is another's
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert finding.count == slots - 1
+    assert peak < checks.history.ledger.rows[0].nbytes
