@@ -55,9 +55,17 @@ class BufferPointers:
 
         A buffer is looked at once: it cannot be changed.
         """
-        one = [_known.get(buffer) or _look_at(buffer) for buffer in buffers]
-        if len(one) == 1:
-            return one[0]
+        first = buffers[0]
+        if len(buffers) == 1:
+            return _known.get(first) or _look_at(first)
+        rest, joined = _joined.get(first, ((), None))
+        if joined is None or len(rest) != len(buffers) or any(a() is not b for a, b in zip(rest, buffers, strict=True)):
+            joined = cls._join([_known.get(buffer) or _look_at(buffer) for buffer in buffers])
+            _joined[first] = tuple(map(weakref.ref, buffers)), joined
+        return joined
+
+    @classmethod
+    def _join(cls, one: "list[BufferPointers]") -> "BufferPointers":
         kv = sum((pointers.kv for pointers in one if pointers.sources), ())
         ends = [0]
         for pointers in one:
@@ -71,6 +79,8 @@ class BufferPointers:
 
 
 _known: weakref.WeakKeyDictionary[CanaryBuffer, BufferPointers] = weakref.WeakKeyDictionary()
+# What several buffers come to, by the first of them: the same ones are launched on again and again.
+_joined: weakref.WeakKeyDictionary[CanaryBuffer, tuple[tuple[Any, ...], BufferPointers]] = weakref.WeakKeyDictionary()
 
 
 def _look_at(buffer: CanaryBuffer) -> BufferPointers:

@@ -14,17 +14,23 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def _gather(values: Any, words: list[Any]) -> int:
-    """Append what a compiled kernel takes, pointers as numbers; return 0 where all are as the kept form has them."""
+def _gather(values: Any, words: list[Any], shapes: list[int], *, inner: bool = False) -> int:
+    """Append what a compiled kernel takes, pointers as numbers; return 0 if all are as kept forms have them.
+
+    `shapes` gets what forms differ in: Triton makes a constant of a 1 in a tuple, whatever `do_not_specialize` says, and
+    takes note of multiples of 16.
+    """
     odd = 0
     for value in values:
         if type(value) is int:
             odd |= value >> 31
             words.append(value)
+            if inner:
+                shapes.append((value == 1) * 2 + (value % 16 == 0))
         elif type(value) is tuple:
-            inner: list[Any] = []
-            odd |= _gather(value, inner)
-            words.append(tuple(inner))
+            of_tuple: list[Any] = []
+            odd |= _gather(value, of_tuple, shapes, inner=True)
+            words.append(tuple(of_tuple))
         else:
             address = value.data_ptr()
             odd |= address & 15
@@ -45,10 +51,11 @@ def launch(
         kernel[(programs,)](*arguments, **constants, num_warps=num_warps, **options)
         return
     words: list[Any] = []
-    if _gather(arguments, words):
+    shapes: list[int] = []
+    if _gather(arguments, words, shapes):
         kernel[(programs,)](*arguments, **constants, num_warps=num_warps, **options)
         return
-    key = (kernel.fn, num_warps, torch.cuda.current_device(), *constants.values())
+    key = (kernel.fn, num_warps, torch.cuda.current_device(), *shapes, *constants.values())
     found = _compiled.get(key)
     if found is None:
         form = kernel[(programs,)](*arguments, **constants, num_warps=num_warps, **options)

@@ -1,7 +1,6 @@
 """Which executor steps a replay, and which lane takes what is ordinary past it."""
 
 import logging
-from typing import TYPE_CHECKING
 
 from ...kernels.constants import KvHashMode
 from ...recorder.state.requests import RequestTable
@@ -15,9 +14,6 @@ from ..run.settings import ReplaySettings
 from .incremental.executor import IntervalExecutor
 from .incremental.lane import Lane, open_lane
 from .stepwise import StepwiseExecutor
-
-if TYPE_CHECKING:
-    from .device.quiet import QuietLane
 
 _log = logging.getLogger("kvcanary")
 
@@ -53,6 +49,7 @@ def make_executor(
             on_findings=takings.findings,
             checks=checks,
             device=settings.device,
+            at_once=settings.merges_rows or settings.fail_fast or settings.max_violations is not None,
         )
     kind = IntervalExecutor if settings.executor == "interval" and not uncovered else StepwiseExecutor
     return kind(
@@ -76,13 +73,8 @@ def make_lane(
     request_ids: set[int],
     sinks: ReportSinks,
     compared: bool,
-) -> "Lane | QuietLane | None":
+) -> Lane | None:
     """Return the lane of an executor, None where it has none; `compared`: whether every forward is another rank's, too."""
-    if settings.device != "cpu":
-        from .device.quiet import open_quiet_lane
-
-        alone = not settings.checks and not compared and sinks.merging is None
-        return open_quiet_lane(executor, health, summary, request_ids, alone=alone)
     return open_lane(
         executor,
         health,

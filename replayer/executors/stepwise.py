@@ -19,7 +19,7 @@ from ...recorder.state.requests import RequestTable
 from ...recorder.state.tables import StateListener, StateTables
 from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import TraceHeader
-from ...recorder.trace.reader import EventView, TraceBatch
+from ...recorder.trace.reader import EventView
 from ..checks import HistoryCheck
 from ..checks.check_set import CheckSet
 from ..checks.view import ForwardView, GroupReads
@@ -212,8 +212,8 @@ class StepwiseExecutor(EventApplier[GroupStep]):
 
     # --- what an executor of another kind does besides
 
-    def foresee(self, batch: TraceBatch | None) -> None:
-        """Tell of the batch of events behind the one that comes next, None where that is not known."""
+    def collect(self) -> None:
+        """Report what launches found that nobody has waited for."""
 
     def begin(self, view: EventView) -> None:
         """Take note that an event comes next, before anything is done with it."""

@@ -19,7 +19,6 @@ from ...recorder.trace.batch import CUT, LIVE
 from ...recorder.trace.reader import EventView, TraceBatch, TraceGap
 from ...recorder.trace.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_GOES_ON, SLOTS_LISTED
 from ..executors.executors import make_executor, make_lane
-from ..executors.incremental.lane import Lane
 from ..report.report import ReportSinks
 from ..report.summary import MAX_LISTED, Summary
 from ..report.takings import Takings
@@ -98,13 +97,9 @@ class EventReplay:
             self._wants_keyframe = True
             summary.unknown_before = True  # until its keyframe says otherwise
 
-    def foresee(self, item: TraceBatch | TraceGap | None) -> None:
-        """Tell what `take` is given behind the next item; an executor that runs ahead makes use of it."""
-        self._executor.foresee(item if isinstance(item, TraceBatch) else None)
-
     def prepare(self, batch: TraceBatch) -> None:
         """Work out what `take` needs of a batch alone; for the thread that reads ahead of it."""
-        if isinstance(self._lane, Lane):
+        if self._lane is not None:
             self._lane.prepare(batch)
 
     def take(self, item: TraceBatch | TraceGap) -> None:
@@ -167,6 +162,7 @@ class EventReplay:
     def finish(self) -> None:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""
         summary, executor = self._summary, self._executor
+        executor.collect()
         summary.goes_on = self._goes_on
         summary.whole_before_end = self._trailing == summary.num_gaps + summary.num_losses
         if self._goes_on and self._all_there and not self._frozen:

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import Int64Array, record_words
-from ...kernels.constants import PADDING_SLOT, RECORD_TOKEN, UNKNOWN_TOKEN
+from ...kernels.constants import PADDING_SLOT, UNKNOWN_TOKEN
 from ...kernels.ops.oracle.reference import generalized_ids, oracle_tokens
 from ...kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
 from ...kernels.replay_pass.looks import ForwardLook
-from ...kernels.tokens import contradicting
+from ...kernels.tokens import expect_stored
 from ...recorder.state.apply import WriteStep
 from ...recorder.state.forward import Forward, batch_tokens
 from ...recorder.state.pools import GroupPool
@@ -109,16 +109,8 @@ def leave_out_unknown(pool: GroupPool, verify_plan: VerifyPlan) -> npt.NDArray[n
 
 
 def expect_stored_tokens(pool: GroupPool, verify_plan: VerifyPlan) -> None:
-    """Expect of plan entries the very token that their slot holds, where that does not contradict the truth token.
-
-    A truth table has 32 bits of a token, a slot's record has 64, and an unknown one contradicts nothing.
-    """
-    count = int(verify_plan.num_valid[0])
-    slots, expected = verify_plan.slots[:count], verify_plan.expected_tokens[:count]
-    asked = np.flatnonzero((expected != UNKNOWN_TOKEN) & (slots > 0) & (slots < pool.num_slots))
-    stored = record_words(pool.pool.tail[pool.group.halves[0]], written=False)[slots[asked], RECORD_TOKEN]
-    agree = ~contradicting(expected[asked], stored)
-    expected[asked[agree]] = stored[agree]
+    """Expect of plan entries the very token that their slot holds, where that does not contradict the truth token."""
+    expect_stored(verify_plan, record_words(pool.pool.tail[pool.group.halves[0]], written=False))
 
 
 def expected_tokens(

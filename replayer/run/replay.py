@@ -90,8 +90,6 @@ class ReplayRun:
             self._early = settings.fail_fast or settings.max_violations is not None
             self._stream = self._opened()
             stack.callback(lambda: self._stream.close())
-            self._foresees = settings.device != "cpu" and len(paths) == 1 and not self._early
-            self._ahead: list[TraceBatch | TraceGap | None] = []
             self._resources = stack.pop_all()
 
     def _opened(self) -> Generator[TraceBatch | TraceGap, None, None] | ReadAhead[TraceBatch | TraceGap]:
@@ -115,11 +113,8 @@ class ReplayRun:
             return False
         self._busy = True
         try:
-            item = self._ahead.pop() if self._ahead else next(self._stream, None)
+            item = next(self._stream, None)
             if item is not None:
-                if self._foresees:
-                    self._ahead.append(next(self._stream, None))
-                    self._events.foresee(self._ahead[0])
                 self._events.take(item)
                 return True
             self.summary.complete = self._reader.complete
@@ -137,7 +132,6 @@ class ReplayRun:
         self._stream.close()
         self._reader.extend(paths)
         self._stream = self._opened()
-        self._foresees = False
         self.ended = False
 
     @property

@@ -207,6 +207,7 @@ def check_plan_verify(seed: int, device: str, *, scale: int, kinds: tuple[str, .
             truth_lens=side.given(truth_lens),
             token_offset=offset,
             check_tokens=bool(checked),
+            low_bits=seed % 3 == 1,
             buffers=make(side),
             out_of_range=side.counter(9),
             backend=side.backend,

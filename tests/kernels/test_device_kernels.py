@@ -176,7 +176,8 @@ import warnings
 warnings.simplefilter("ignore")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from kvcanary.kernels.gpu import fused, write_many
+from kvcanary.kernels.ops.plan_verify import triton as fused
+from kvcanary.kernels.ops.write import triton_many as write_many
 
 SMALL = {"num_valid_reqs", "counts", "table", "truth", "taken"}
 TUPLES = {"canaries", "kv", "verify_failed", "write_indexes", "slot_counters"}
@@ -206,7 +207,8 @@ def build(kernel, warps, **constants):
 
 
 sources = {"SOURCES": ((1, 128, 128, 128),), "ENDS": (0, 1), "BUFFERS": 1}
-build(fused._count_kernel, 1, HAS_LUT=True, HAS_TRUTH=True, CHECK_TOKENS=True, STRIDES=(4,), **sources, T=32)
+build(fused._count_kernel, 1, HAS_LUT=True, HAS_TRUTH=True, CHECK_TOKENS=True, STRIDES=(4,), **sources, T=32,
+      LOW_BITS=True)
 build(write_many._chain_kernel, 1, **sources, STRIDES=(4,), ASSERT_INPUTS=True, ASSERT_STEPS=True, T=32)
 """
 

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...arrays import record_words
 from ...constants import KvHashMode
 from ...dispatch import device_form
+from ...tokens import expect_stored
 from ..hash.kv_source import KvSource
 from ..plan.reference import VerifyPlan, WritePlan, plan, plan_capacity
 from ..verify.reference import verify
@@ -53,6 +55,7 @@ def plan_verify(
     check_tokens: bool,
     buffers: Sequence[CanaryBuffer],
     out_of_range: Any,
+    low_bits: bool = False,
     backend: str = "cpu",
 ) -> None:
     """Plan one forward of one pool group and verify its buffers, as `plan` and then `verify` for each would.
@@ -61,6 +64,7 @@ def plan_verify(
     caller promises that token, position and prev_hash of all their records are equal, as they are for the HEAD and
     TAIL buffers of both halves of a group between two forwards; KV hashes are each buffer's own. `violations.entries`
     holds the number that an entry would have in the plan; a log that must lose no row has room for every entry.
+    `low_bits` says that the truth tokens are the low 32 bits of tokens, of which a stored -1 contradicts none.
     Raises `ValueError` for no buffer, more than 4, and buffers of different sizes.
     """
     _require_buffers(buffers)
@@ -75,6 +79,7 @@ def plan_verify(
             truth_lens=truth_lens,
             token_offset=token_offset,
             check_tokens=check_tokens,
+            low_bits=low_bits,
             buffers=buffers,
             out_of_range=out_of_range,
         )
@@ -96,6 +101,8 @@ def plan_verify(
         out_of_range=out_of_range,
         backend=backend,
     )
+    if low_bits:
+        expect_stored(verify_plan, record_words(buffers[0].canary, written=False))
     for buffer in buffers:
         verify(
             canary=buffer.canary,

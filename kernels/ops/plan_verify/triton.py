@@ -51,14 +51,14 @@ def _count_kernel(
     truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits, plan_failed, verify_failed,
     slot_counters, write_indexes, counts, starts,
     HAS_LUT: tl.constexpr, HAS_TRUTH: tl.constexpr, CHECK_TOKENS: tl.constexpr, STRIDES: tl.constexpr,
-    SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr, BUFFERS: tl.constexpr,
+    SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr, BUFFERS: tl.constexpr, LOW_BITS: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(0)
     found = check_unit(
         unit, rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows, table_width,
         table_stride, truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits, plan_failed,
         verify_failed, slot_counters, None, None, None, None, None, None, HAS_LUT, HAS_TRUTH, CHECK_TOKENS, STRIDES, SOURCES, ENDS, T,
-        BUFFERS, False,
+        BUFFERS, LOW_BITS, False,
     )  # fmt: skip
     lane = tl.arange(0, 4)
     tl.store(counts + lane * tl.num_programs(0) + unit, found, mask=lane < BUFFERS)
@@ -106,7 +106,7 @@ def _emit_kernel(
     truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits, write_indexes, counts, starts, logs,
     log_entries, capacities, tags, kernel_counters, units,
     HAS_LUT: tl.constexpr, HAS_TRUTH: tl.constexpr, CHECK_TOKENS: tl.constexpr, STRIDES: tl.constexpr,
-    SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr, BUFFERS: tl.constexpr,
+    SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr, BUFFERS: tl.constexpr, LOW_BITS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     first = program * _SHARE
@@ -132,7 +132,7 @@ def _emit_kernel(
                     table_width, table_stride, truth_rows, truth_width, truth_stride, lut_len, num_slots, window,
                     token_offset, splits, None, None, None, logs, log_entries, capacities, tags,
                     _entries_before(rows_in, prefix_lens, window, unit // splits), places, HAS_LUT, HAS_TRUTH,
-                    CHECK_TOKENS, STRIDES, SOURCES, ENDS, T, BUFFERS, True,
+                    CHECK_TOKENS, STRIDES, SOURCES, ENDS, T, BUFFERS, LOW_BITS, True,
                 )  # fmt: skip
                 places += here
 
@@ -148,6 +148,7 @@ def plan_verify(
     truth_lens: Any | None,
     token_offset: int,
     check_tokens: bool,
+    low_bits: bool,
     buffers: Sequence[CanaryBuffer],
     out_of_range: Any,
 ) -> None:
@@ -186,6 +187,7 @@ def plan_verify(
         "ENDS": many.source_ends,
         "T": tile,
         "BUFFERS": len(buffers),
+        "LOW_BITS": low_bits,
     }
     read = (*inputs[:6], many.canaries, many.kv, many.kv_slots, *inputs[6:13], many.num_slots, *inputs[13:], splits)
     launch(

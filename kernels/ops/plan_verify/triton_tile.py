@@ -6,7 +6,7 @@ What an entry's successor must carry is hashed once and handed on to the next la
 import triton
 import triton.language as tl
 
-from ...constants import PADDING_ROW, SLOT_OUT_OF_RANGE
+from ...constants import PADDING_ROW, SLOT_OUT_OF_RANGE, UNKNOWN_TOKEN
 from ..hash.triton import CHAIN_SEED, hash_chain, load_pair, signed, unsigned
 from ..hash.triton_kv import fold_slots
 from ..plan.reference import MAX_LEN
@@ -15,6 +15,7 @@ from ..triton_violations import add_where_any, store_rows
 _MAX_LEN = tl.constexpr(MAX_LEN)
 _OUT_OF_RANGE = tl.constexpr(SLOT_OUT_OF_RANGE)
 _PADDING_ROW = tl.constexpr(PADDING_ROW)
+_UNKNOWN_TOKEN = tl.constexpr(UNKNOWN_TOKEN)
 
 
 @triton.jit
@@ -71,7 +72,8 @@ def check_unit(
     table_stride, truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits,
     plan_failed, verify_failed, slot_counters, logs, log_entries, capacities, tags, first_entry, places,
     HAS_LUT: tl.constexpr, HAS_TRUTH: tl.constexpr, CHECK_TOKENS: tl.constexpr, STRIDES: tl.constexpr,
-    SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr, BUFFERS: tl.constexpr, EMIT: tl.constexpr,
+    SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr, BUFFERS: tl.constexpr, LOW_BITS: tl.constexpr,
+    EMIT: tl.constexpr,
 ):  # fmt: skip
     """Check one unit; returns the rows of each buffer, [4] int32. With EMIT it puts them down, else it counts failures."""
     request = unit // splits
@@ -147,6 +149,9 @@ def check_unit(
                 handed_on = tl.gather(successor, left, 0)
                 want_hash = tl.where((prev_slot != 0) & (prev_slot < num_slots), handed_on, prev_hash)
                 token, position = signed(token), signed(position)
+                if LOW_BITS:
+                    agree = (token == _UNKNOWN_TOKEN) | (token.to(tl.int32).to(tl.int64) == want)
+                    want = tl.where((want != -1) & agree, token, want)
                 reason = tl.where(prev_hash != want_hash, 1, 0)
                 reason |= tl.where((want != -1) & (token != want), 32, 0)
                 reason |= tl.where(position != start + i, 2, 0)

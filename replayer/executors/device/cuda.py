@@ -1,6 +1,5 @@
 """Which device a replay runs on; every way in which there is none ends in one clear error."""
 
-import gc
 import importlib.util
 import os
 import re
@@ -57,19 +56,6 @@ def find_device(name: str) -> Any:
         there = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
         raise TraceError(f"--device {name}: there is no such GPU, this machine has {there}")
     return torch.device("cuda", index)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep the garbage collector away: a graph of an earlier replay that it frees breaks the capture of this one's."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -1,51 +1,60 @@
-"""The stepwise executor on a device: pieces of the trace run ahead of the host, which takes what they found in order.
+"""The stepwise executor with its pools and tables on a device, stepped there by the Triton ops.
 
-The host goes through the events one by one as it does on the CPU, and gets the same violations and figures at the same
-places; only that they were found before. Whatever the kernels do not step (copies, transfers, keyframes, losses, sweeps,
-events that contradict themselves, forwards that ask for what there is not) is done by the CPU's own code, on the slots and
-rows concerned, which come to the host and go back.
+Each forward is launched as it comes, and nothing waits for it: the host plans what is written, keeps the tables and sends
+along what changed in them. What launches found is read, and reported in order, when something needs it: a log that may
+become full, an event that the host carries out, the end. Until then a forward's writers are not marked either, so that
+its rows find them as they were.
+
+With history checks, and whenever something may have to be explained from the state as it is in that very forward (a slot or
+table entry that there is not, unknown slots), each forward is read at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ....kernels.arrays import Int64Array
 from ....kernels.constants import KvHashMode
-from ....kernels.gpu.step import STAT_OTHER_INDEX, STAT_OUT_OF_WINDOW, STAT_UNKNOWN
-from ....kernels.ops.plan.reference import VerifyPlan, WritePlan
+from ....kernels.ops.plan.reference import VerifyPlan, WritePlan, plan_writes
 from ....kernels.ops.violation_log import ViolationLog
 from ....kernels.ops.write.reference import write
+from ....recorder.capture.host_arrays import ragged_index
 from ....recorder.state.forward import Forward
-from ....recorder.state.pools import Endpoint, launch_tag
+from ....recorder.state.pools import Endpoint, GroupPool, launch_tag
 from ....recorder.state.requests import RequestTable
-from ....recorder.trace.batch import EventView, TraceBatch
+from ....recorder.state.writes import KvChanges, own_slots, part_from_unstored, readable_prefixes
+from ....recorder.trace.batch import EventView
 from ....recorder.trace.header import TraceHeader
 from ...checks import HistoryCheck
 from ...report.findings import Finding
 from ...report.violations import LaunchViolations
+from ...run.launch import verify_violations, write_violations
+from ...run.out_of_range import beyond_table
 from ...run.planning import GroupStep
-from ..stepwise import StepwiseExecutor
+from ..stepwise import ENDPOINTS, StepwiseExecutor
 from .cuda import find_device, reported
-from .figures import DeviceDivergence
-from .found import Found, verify_rows, write_rows
-from .pieces import Piece
-from .run_ahead import RunAhead
-from .state import DeviceState, UnlikeRecordsError, why_not
-from .whose import rows_of, slots_of_event, slots_of_forward
+from .event_slots import slots_of_event
+from .launches import ForwardLaunches
+from .logs import FoundRows
+from .mirror import TableNotes
 
-Int64Array = npt.NDArray[np.int64]
+_HOST_KINDS: Final = frozenset({"kv_copy", "loss", "sweep", "transfer"})  # they change or read what slots hold
+_NO_VERIFY_PLAN: Final = VerifyPlan.allocate(capacity=0, request_capacity=0)
 
-_ENDPOINTS: Final[tuple[Endpoint, ...]] = ("HEAD", "TAIL")
 
-# So many forwards may be the host's, and a tenth of all, before the device is no help any more.
-_FEW: Final = 32
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A forward under way."""
+
+    forward: Forward
+    steps: list[GroupStep]
 
 
 class DeviceExecutor(StepwiseExecutor):
-    """Steps forwards on `device`; `num_on_host` counts those that the host had to step.
+    """Steps forwards on `device`; `at_once` asks that each forward's rows are reported before the next event.
 
     Raises:
         TraceError: there is no such device, or it has too little memory.
@@ -63,9 +72,10 @@ class DeviceExecutor(StepwiseExecutor):
         on_violations: Callable[[LaunchViolations], None],
         on_findings: Callable[[list[Finding]], None],
         device: str,
+        at_once: bool,
         checks: Sequence[HistoryCheck] = (),
     ) -> None:
-        divergence = DeviceDivergence(header, backend=backend)
+        self._notes = TableNotes(header)
         super().__init__(
             header,
             kv_hash_mode=kv_hash_mode,
@@ -74,213 +84,143 @@ class DeviceExecutor(StepwiseExecutor):
             on_violations=on_violations,
             on_findings=on_findings,
             checks=checks,
-            divergence=divergence,
+            listener=self._notes,
         )
         self.num_on_host = 0
-        self._on_device = 0
-        self._figures = divergence
-        self._found: Found | None = None
-        self._replaced = False
-        self._log = ViolationLog.allocate(0)
-        self._unused = np.zeros(2, np.int64)
-        self._plans = (VerifyPlan.allocate(capacity=0, request_capacity=0), WritePlan.allocate(request_capacity=0))
-        self._ahead: RunAhead | None = None
-        where = find_device(device)
-        if why_not(header):
-            return  # the host's own code does it all
-        with reported(device, header):
-            self._state = DeviceState(header, self.pools, where)
-            self._ahead = RunAhead(
-                header,
-                self._state,
-                request_table=request_table,
-                backend=backend,
-                checks=bool(checks),
-                unknown=lambda: [pool.any_unknown for pool in self.pools],
-            )
         self._device = device
+        self._at_once = at_once or bool(checks)
+        self._launched_forwards: list[_Launched] = []
+        self._loading = False
+        self._beyond = np.zeros(1, np.int64)
+        self._host_log = ViolationLog.allocate(0)
+        where = find_device(device)
+        with reported(device, header):
+            self._launches = ForwardLaunches(header, self.pools, self._notes, where, backend=backend)
+        self._mirror = self._launches.mirror
 
-    def foresee(self, batch: TraceBatch | None) -> None:
-        """Tell of the batch behind the one that is given next, None where that is not known."""
-        if self._ahead is not None:
-            self._ahead.foresee(batch)
+    def forward(self, forward: Forward, view: EventView) -> None:
+        """Step one forward."""
+        changes = KvChanges(view, self.header, forward.runner)
+        self.tables.apply_changes(view)
+        steps = [self._plan(pool, forward, changes) for pool in self.pools if pool.group.runner == forward.runner]
+        self._judge(forward, view, steps)
+        self._at_once |= self._notes.odd or self._looks_beyond(forward, steps)
+        with reported(self._device, self.header):
+            if not self._launches.has_room(forward, steps):
+                self._collect()
+                self._launches.make_room(forward, steps)
+            self._launches.launch(
+                forward,
+                changes,
+                steps,
+                self._expected,
+                self.tables,
+                on_stored=lambda: self._keep_on_host(forward, steps),
+            )
+            self._launched_forwards.append(_Launched(forward, steps))
+            if self._at_once or any(step.pool.any_unknown for step in steps):
+                self._collect()
+        self.tables.apply_forward(forward)
+        self._finish_forward(forward, steps)
+
+    def collect(self) -> None:
+        """Wait for the launches under way and report what they found."""
+        with reported(self._device, self.header):
+            self._collect()
 
     def begin(self, view: EventView) -> None:
-        """Take note that an event comes next; whatever may run on the device meanwhile is sent there."""
-        if self._ahead is None:
-            return
-        with reported(self._device, self.header):
-            if self._replaced and view.kind != "keyframe":
-                self._replaced = False
+        """Take note that an event comes next, before anything is done with it."""
+        if self._loading and view.kind != "keyframe":
+            self._loading = False
+            with reported(self._device, self.header):
                 self._push_all()
-            if self._ahead is not None:
-                self._ahead.begin(view)
 
     @contextmanager
     def on_host(self, view: EventView) -> Iterator[None]:
         """Have the slots that an event names on the host while it is carried out there."""
-        if self._ahead is None or self._replaced or not self._ahead.is_hosts(view):
-            yield  # while a keyframe is loaded the host's state is the newer one
-            return
-        slots = slots_of_event(view, self.pools, self.header)
-        with reported(self._device, self.header):
-            self._ahead.settle()
-            for pool, some in zip(self.pools, slots, strict=True):
-                self._state.pull_slots(pool, some)
-            rows = rows_of(view, self.tables)
-            self._state.pull_rows(self.tables, rows)
+        slots = None
+        if view.kind in _HOST_KINDS or len(view.ints("kv_change_slot")):
+            slots = slots_of_event(view, self.pools, self.header)
+            with reported(self._device, self.header):
+                self._collect()
+                for pool, some in zip(self.pools, slots, strict=True):
+                    self._mirror.pull_slots(pool, some)
         yield
-        if self._is_ahead() and not self._replaced:
-            self._push(slots, rows)
-
-    def forward(self, forward: Forward, view: EventView) -> None:
-        """Step one forward; raise `UnusableEventError` when its recorded changes contradict themselves."""
-        if self._ahead is None:
-            super().forward(forward, view)
-            return
-        with reported(self._device, self.header):
-            found = self._ahead.found(view)
-        if found is None:
-            self._forward_on_host(forward, view)
-            return
-        self._on_device += 1
-        self._found = found
-        try:
-            if self._checks:
-                super().forward(forward, view)
-            else:
-                self._take_found(forward, found)
-        finally:
-            self._found = None
-
-    def piece_at(self, batch: TraceBatch, at: int) -> Piece | None:
-        """Return the piece, drained, that an event of a batch was stepped in, None where the event is for the host."""
-        if self._ahead is None or self._replaced:
-            return None
-        with reported(self._device, self.header):
-            view = batch.event(at)
-            self._ahead.begin(view)
-            return self._ahead.drained(view)
-
-    def passed(self, batch: TraceBatch, at: int) -> None:
-        """Take note that the host has gone through a batch up to an event, that one included."""
-        if self._ahead is not None:
-            self._ahead.begin(batch.event(at))
-
-    def take_quiet(self, piece: Piece, runner: int, steps: Int64Array) -> None:
-        """Count what the launches of a runner's steps looked at, in which nothing was found."""
-        self._on_device += len(steps)
-        for number, index in enumerate(self._state.groups_of(runner)):
-            group = self.header.groups[index]
-            reads, written = int(piece.reads[steps, number].sum()), int(piece.written[steps].sum())
-            unknown = int(piece.stats[steps, number, STAT_UNKNOWN].sum())
-            self.unknown_entries += unknown
-            self.entries_read += reads
-            for half in group.halves:
-                for endpoint in _ENDPOINTS:
-                    tag = launch_tag(endpoint, half, group.kind)
-                    self.launcher.slot_counters[tag] += reads + written
-                    self.launcher.kernel_counters[tag] += 2 * len(steps)
-                    self.verified += reads - unknown
-                    self.written += written
-
-    def take_divergence(self, piece: Piece, events: Int64Array) -> None:
-        """Add the figures of forwards with requests, by their places in the batch, in which nothing was found."""
-        columns = [piece.batch.scalar_ints(name)[events].tolist() for name in ("event", "forward", "runner")]
-        for step, event, forward, runner in zip(piece.steps[events - piece.first].tolist(), *columns, strict=True):
-            groups = self._state.groups_of(runner)
-            reads = dict(zip(groups, piece.reads[step].tolist(), strict=False))
-            counts = {
-                index: (int(stats[STAT_OUT_OF_WINDOW]), int(stats[STAT_OTHER_INDEX]))
-                for index, stats in zip(groups, piece.stats[step], strict=False)
-                if self.header.groups[index].lut >= 0
-            }
-            self.divergence.add(event, forward, runner, reads, counts)
+        if slots is not None:
+            with reported(self._device, self.header):
+                for pool, some in zip(self.pools, slots, strict=True):
+                    self._mirror.push_slots(pool, some)
 
     def loads_state(self) -> None:
-        """Take note that the state on the host is another one now."""
-        self._replaced = self._ahead is not None
+        """Take note that a part of a keyframe has replaced what `tables` and `pools` held."""
+        self.collect()
+        self._loading = True
 
     def forget(self) -> None:
         """Take all state for unknown, after a gap whose events may have changed any of it."""
+        self.collect()
         super().forget()
-        if self._ahead is not None:
-            with reported(self._device, self.header):
-                self._ahead.settle()
-                self._state.forget()
-                self._ahead.settle()
-
-    def _forward_on_host(self, forward: Forward, view: EventView) -> None:
-        self.num_on_host = (self.num_on_host or 0) + 1
         with reported(self._device, self.header):
-            self._ahead_or_fail().settle()
-            rows = rows_of(view, self.tables)
-            self._state.pull_rows(self.tables, rows)
-            slots = slots_of_forward(forward, view, self.pools, self.tables, self.header)
-            for pool, some in zip(self.pools, slots, strict=True):
-                # This forward's bytes may have landed on the device; history checks look at those before, and have them.
-                self._state.pull_slots(pool, some, with_bytes=not self._checks)
-        super().forward(forward, view)
-        self._push(slots, rows)
-        if self.num_on_host > _FEW + self._on_device // 10:
-            self._give_up()
-
-    def _push(self, slots: list[Int64Array], rows: Int64Array) -> None:
-        try:
-            with reported(self._device, self.header):
-                self._state.push_rows(self.tables, rows)
-                for pool, some in zip(self.pools, slots, strict=True):
-                    self._state.push_slots(pool, some)
-                self._ahead_or_fail().settle()
-        except UnlikeRecordsError:
-            self._give_up(but=slots)
+            self._mirror.push_tables(self.tables)
 
     def _push_all(self) -> None:
-        self._ahead_or_fail().settle()
-        self._push([np.arange(pool.num_slots) for pool in self.pools], self._state.every_row())
+        self._mirror.push_tables(self.tables)
+        for pool in self.pools:
+            self._mirror.push_slots(pool, np.arange(pool.num_slots))
 
-    def _give_up(self, but: list[Int64Array] | None = None) -> None:
-        """Bring everything to the host, all but slots that it has already, and leave the rest of the trace to it."""
-        with reported(self._device, self.header):
-            self._ahead_or_fail().settle()
-            self._state.pull_rows(self.tables, self._state.every_row())
-            for index, pool in enumerate(self.pools):
-                wanted = np.ones(pool.num_slots, np.bool_)
-                if but is not None:
-                    wanted[but[index]] = False
-                self._state.pull_slots(pool, np.flatnonzero(wanted))
-        self._ahead = None
-        del self._state
-        self._figures.counted = None
+    def _plan(self, pool: GroupPool, forward: Forward, changes: KvChanges) -> GroupStep:
+        """Plan what a group writes; what it reads only where the host needs it, the device plans that itself."""
+        if self._checks or pool.any_unknown:
+            return super()._plan(pool, forward, changes)
+        prefix_lens, _ = readable_prefixes(pool, forward, self.tables)
+        bs = len(prefix_lens)
+        step = GroupStep(
+            pool,
+            own_slots(pool, forward, self.tables, backend=self._backend),
+            WritePlan.allocate(request_capacity=bs),  # kept until what the launches found is reported
+            _NO_VERIFY_PLAN,
+        )
+        self._beyond[0] = 0
+        plan_writes(
+            req_pool_indices=forward.req_pool_indices,
+            prefix_lens=prefix_lens,
+            extend_lens=forward.extend_lens,
+            req_to_token=self.tables.req_to_token[pool.group.table],
+            full_to_swa=self.tables.luts[pool.group.lut] if pool.group.lut >= 0 else None,
+            write_plan=step.write_plan,
+            out_of_range=self._beyond,
+            backend=self._backend,
+        )
+        step.looked_beyond = bool(self._beyond[0])
+        step.reads = int(_reads(pool, forward, prefix_lens).sum())
+        part_from_unstored(pool, step.write_plan, step.slots, bs)
+        return step
 
-    def _is_ahead(self) -> bool:
-        return self._ahead is not None
+    def _looks_beyond(self, forward: Forward, steps: list[GroupStep]) -> bool:
+        """Whether a forward may ask for a slot or a table entry that there is not, or leave such a slot in a table."""
+        for step in steps:
+            slots = step.slots
+            if step.looked_beyond or (len(slots) and (slots.min() < 0 or slots.max() >= step.pool.num_slots)):
+                return True
+        shapes = [table.shape for table in self.tables.req_to_token]
+        if self.tables.truth is not None and forward.truth_lens is not None and len(forward.truth_lens):
+            if forward.truth_lens.max() > self.tables.truth.shape[1]:
+                return True
+            shapes.append((self.tables.truth.shape[0], 1 << 62))
+        shape = tuple(min(lens) for lens in zip(*shapes, strict=True))
+        return bool(shape) and bool(beyond_table(forward, shape).any())
 
-    def _ahead_or_fail(self) -> RunAhead:
-        if self._ahead is None:
-            raise RuntimeError("nothing is on the device any more")
-        return self._ahead
-
-    # With the history checks the host plans each forward for them and keeps what they look at: tokens, positions, bytes
-    # and writers. The launches are the device's.
-
-    def _verify(self, endpoint: Endpoint, half: str, step: GroupStep, forward: Forward) -> None:
-        if self._found is None:
-            super()._verify(endpoint, half, step, forward)
+    def _keep_on_host(self, forward: Forward, steps: list[GroupStep]) -> None:
+        """Keep what history checks read on the host, too: a forward's bytes, and of records tokens and positions."""
+        if not self._checks:
             return
-        self._take_verify(self._found, endpoint, half, step, forward)
+        self._store_bytes(steps, forward)
+        for step in steps if len(forward.req_pool_indices) else ():
+            self._keep_records(step, forward)
 
-    def _write(self, endpoint: Endpoint, half: str, step: GroupStep, forward: Forward) -> None:
-        if self._found is None:
-            super()._write(endpoint, half, step, forward)
-            return
-        if self._checks and endpoint == "TAIL" and half == step.pool.group.halves[0]:
-            self._keep_records(half, step, forward)
-        self._take_write(self._found, endpoint, half, step, forward)
-
-    def _keep_records(self, half: str, step: GroupStep, forward: Forward) -> None:
-        """Write the records that history checks read; they look at tokens and positions."""
-        self._log.clear()
+    def _keep_records(self, step: GroupStep, forward: Forward) -> None:
+        half = step.pool.group.halves[0]
+        self._host_log.clear()
         write(
             canary=step.pool.pool.tail[half],
             tag=launch_tag("TAIL", half, step.pool.group.kind),
@@ -293,51 +233,89 @@ class DeviceExecutor(StepwiseExecutor):
             chain_step_assert=False,
             sources=(),
             kv_hash_mode=KvHashMode.NONE,
-            violations=self._log,
-            slot_counter=self._unused[:1],
-            kernel_counter=self._unused[1:],
+            violations=self._host_log,
+            slot_counter=np.zeros(1, np.int64),
+            kernel_counter=np.zeros(1, np.int64),
             backend=self._backend,
         )
 
-    # Without them the host only hands on what was found.
+    # What they found.
 
-    def _take_found(self, forward: Forward, found: Found) -> None:
-        steps = []
-        for number, index in enumerate(self._state.groups_of(forward.runner)):
-            step = GroupStep(self.pools[index], forward.input_ids, self._plans[1], self._plans[0])
-            step.reads = int(found.reads[number])
-            step.unknown_entries = int(found.stats[number, STAT_UNKNOWN])
-            steps.append(step)
-        self.unknown_entries += sum(step.unknown_entries for step in steps)
-        self.entries_read += sum(step.reads for step in steps)
+    def _collect(self) -> None:
+        if not self._launched_forwards:
+            return
+        launched, self._launched_forwards = self._launched_forwards, []
+        found = self._launches.logs.read()
+        self._launches.clear()
+        for number, one in enumerate(launched):
+            self._report(one, None if found is None or not found.any_of(number) else found, number)
+
+    def _report(self, launched: _Launched, found: FoundRows | None, number: int) -> None:
+        """Report a forward's rows in the order of its launches, and mark what it wrote."""
+        forward, steps = launched.forward, launched.steps
+        for step in steps if self._at_once or found is not None else ():
+            step.looked_beyond |= found is not None and found.looked_beyond(number, step.pool.index)
+            if not (self._checks or step.pool.any_unknown):
+                step.verify_plan = self._verify_plan(step, forward)
         if len(forward.req_pool_indices):
-            self._launch_heads(steps, forward)
-            self._verify_rings(steps, forward)
-            self._launch_tails(steps, forward)
-        self._figures.counted = found.stats[:, [STAT_OUT_OF_WINDOW, STAT_OTHER_INDEX]]
-        self.divergence.forward(forward, steps, self.tables)
-        self._figures.counted = None
+            for step in steps:
+                self._count(step, forward)
+            if found is not None:
+                self._report_rows(forward, steps, found, number)
+        for step in steps:
+            self._mark_writers(step, forward)
+            self._finish(step, forward)
 
-    def _take_verify(self, found: Found, endpoint: Endpoint, half: str, step: GroupStep, forward: Forward) -> None:
-        pool = step.pool
-        tag = launch_tag(endpoint, half, pool.group.kind)
-        self.launcher.slot_counters[tag] += step.reads
-        self.launcher.kernel_counters[tag] += 1
-        self.verified += step.reads - step.unknown_entries
-        if len(found.verify):
-            number = self._state.groups_of(forward.runner).index(pool.index)
-            rows = verify_rows(found, number, forward=forward, pool=pool, endpoint=endpoint, half=half)
-            if rows is not None:
-                self._on_violations(rows)
+    def _count(self, step: GroupStep, forward: Forward) -> None:
+        slots = step.slots[: int(step.write_plan.offsets[len(forward.req_pool_indices)])]
+        written = int(((slots >= 0) & (slots < step.pool.num_slots)).sum())
+        for endpoint in ENDPOINTS:
+            for half in step.pool.group.halves:
+                tag = launch_tag(endpoint, half, step.pool.group.kind)
+                self.launcher.slot_counters[tag] += step.reads + written
+                self.launcher.kernel_counters[tag] += 2
+                self.verified += step.reads - step.unknown_entries
+                self.written += written
 
-    def _take_write(self, found: Found, endpoint: Endpoint, half: str, step: GroupStep, forward: Forward) -> None:
-        pool = step.pool
-        tag = launch_tag(endpoint, half, pool.group.kind)
-        self.launcher.slot_counters[tag] += found.written
-        self.launcher.kernel_counters[tag] += 1
-        self.written += found.written
-        if len(found.write):
-            number = self._state.groups_of(forward.runner).index(pool.index)
-            rows = write_rows(found, number, forward=forward, pool=pool, endpoint=endpoint, half=half)
-            if rows is not None:
-                self._on_violations(rows)
+    def _report_rows(self, forward: Forward, steps: list[GroupStep], found: FoundRows, number: int) -> None:
+        def report(step: GroupStep, endpoint: Endpoint, half: str, *, verify: bool, write: bool) -> None:
+            pool = step.pool
+            log = found.log(number, pool.index, endpoint, half, "verify") if verify else None
+            if log is not None:
+                plan = step.verify_plan
+                self._on_violations(
+                    verify_violations(log, plan=plan, forward=forward, pool=pool, endpoint=endpoint, half=half)
+                )
+            log = found.log(number, pool.index, endpoint, half, "write") if write else None
+            if log is not None:
+                written = step.write_plan
+                self._on_violations(
+                    write_violations(log, plan=written, forward=forward, pool=pool, endpoint=endpoint, half=half)
+                )
+
+        halves = [(step, half, step.pool.group.reads_before_write) for step in steps for half in step.pool.group.halves]
+        for step, half, _ in halves:
+            report(step, "HEAD", half, verify=True, write=True)
+        for step, half, is_ring in halves:
+            report(step, "TAIL", half, verify=is_ring, write=False)
+        for step, half, is_ring in halves:
+            report(step, "TAIL", half, verify=not is_ring, write=True)
+
+    def _verify_plan(self, step: GroupStep, forward: Forward) -> VerifyPlan:
+        """Return where each of a forward's entries stands; the whole plan where one has to be explained."""
+        if step.looked_beyond or beyond_table(forward, self.tables.req_to_token[step.pool.group.table].shape).any():
+            return self._planner.plan(step.pool, forward).verify_plan
+        prefix_lens, _ = readable_prefixes(step.pool, forward, self.tables)
+        reads = _reads(step.pool, forward, prefix_lens)
+        plan = VerifyPlan.allocate(capacity=int(reads.sum()), request_capacity=len(reads))
+        plan.request_offsets[1:] = np.cumsum(reads)
+        plan.expected_positions[:] = ragged_index(prefix_lens - reads, reads)
+        return plan
+
+
+def _reads(pool: GroupPool, forward: Forward, prefix_lens: Int64Array) -> Int64Array:
+    """Return how many prefix entries each request reads, `[bs] int64`."""
+    lens = np.maximum(prefix_lens, 0)
+    if pool.group.window:
+        lens = np.minimum(lens, pool.group.window)
+    return np.where(forward.req_pool_indices != 0, lens, 0)

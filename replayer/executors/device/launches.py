@@ -1,116 +1,284 @@
-"""The launches of a step, one after another or as captured graphs, which step any forward."""
+"""One forward on the device: what its launches take is sent there in one copy, then they are launched, one after another.
 
+Nothing here waits for the device, but for forwards in which bytes changed without a write.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
+import numpy as np
+
+from ....kernels.arrays import Int64Array
+from ....kernels.constants import UNKNOWN_TOKEN
+from ....kernels.ops.plan.reference import VerifyPlan, WritePlan
+from ....kernels.ops.plan_verify.reference import CanaryBuffer, plan_verify, write_shared
+from ....kernels.ops.verify.reference import verify
+from ....recorder.state.forward import Forward
+from ....recorder.state.pools import GroupPool
+from ....recorder.state.tables import StateTables
+from ....recorder.state.writes import KvChanges, readable_prefixes
 from ....recorder.trace.header import TraceHeader
-from .cuda import uncollected
-
-STEPS_OF_A_GRAPH: Final = 16
+from ....recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE
+from ...run.planning import GroupStep
+from .arena import Arena
+from .logs import Logs
+from .mirror import Mirror, TableNotes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Programs:
-    """How many programs each launch has, how many prefix positions (`tile`) or tokens one of them takes at once, and whether
-    chains read their tokens `ahead`.
-    """
+class _SentStep:
+    """A group's part of a forward on the device; `longest` is the longest prefix."""
 
-    change: int
-    store: int
-    chain: int
-    verify: int
-    commit: int
-    tile: int
-    token_tile: int
-    ahead: bool
+    step: GroupStep
+    prefix_lens: Any
+    longest: int
+    slots: Any
+    plan: WritePlan
 
 
-ON_GPU: Final = Programs(change=64, store=128, chain=256, verify=1056, commit=128, tile=512, token_tile=128, ahead=True)
-INTERPRETED: Final = Programs(change=1, store=1, chain=1, verify=2, commit=1, tile=64, token_tile=64, ahead=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SentForward:
+    """A forward's arrays on the device, None where it has none; `stores` has words, slots and their bytes of each stream."""
+
+    rows: Any
+    input_ids: Any
+    positions: Any
+    truth_lens: Any | None
+    expected: Any | None
+    token_offset: int
+    steps: list[_SentStep]
+    stores: list[tuple[Any, Any, Any]]
 
 
-class Launches:
-    """Launches the kernels of steps; on a GPU sixteen steps are one graph launch.
+class ForwardLaunches:
+    """Launches forwards on the state's copy on a device; `logs` holds what they find.
 
     Args:
-        header: says which kernels the trace needs at all.
-        root: `[2] int64` on the device.
-        programs: the size of each launch.
+        header, pools: the trace's; `pools` have on the host only what was brought there.
+        notes: what changes in the host's tables.
+        device: a torch device.
+        backend: of the loops that the host runs.
     """
 
-    def __init__(self, header: TraceHeader, root: Any, programs: Programs) -> None:
-        from ....kernels.gpu import step_commit, step_judge, step_prepare
+    def __init__(
+        self, header: TraceHeader, pools: list[GroupPool], notes: TableNotes, device: Any, *, backend: str
+    ) -> None:
+        self._header = header
+        self._pools = pools
+        self._backend = backend
+        self.mirror = Mirror(header, pools, notes, device)
+        self._notes = notes
+        self.logs = Logs(pools, self.mirror.pools, device)
+        self._arena = Arena(device)
+        self._last_places = [np.zeros(pool.num_slots, np.int64) for pool in pools]
 
-        self._root = root
-        self._programs = programs
-        self._first, self._judge, self._last = step_prepare, step_judge, step_commit
-        self._lut = any(group.lut >= 0 for group in header.groups)
-        self._ring = any(group.reads_before_write for group in header.groups)
-        self._graphs: dict[int, Any] = {}
+    def clear(self) -> None:
+        """Forget what was sent: all launches are over."""
+        self._arena.clear()
 
-    def run(self, steps: int, special: list[int]) -> None:
-        """Take the steps of the piece that `root` names, those in `special` with the bytes that changed."""
-        if not self._root.is_cuda:
-            for number in range(steps):
-                self._one(0, special=number in special)
-                self._move_on(1)
+    def has_room(self, forward: Forward, steps: list[GroupStep]) -> bool:
+        """Whether a forward and all that it may find have room beside those under way."""
+        tokens = forward.num_tokens
+        return self._arena.has_room(self._words(forward, steps)) and all(
+            self.logs.has_room(step.pool.index, entries=step.reads, tokens=tokens) for step in steps
+        )
+
+    def make_room(self, forward: Forward, steps: list[GroupStep]) -> None:
+        """Make room for a forward, none being under way."""
+        self._arena.clear(self._words(forward, steps))
+        self.logs.make_room(entries=max((step.reads for step in steps), default=0), tokens=forward.num_tokens)
+
+    def _words(self, forward: Forward, steps: list[GroupStep]) -> int:
+        """Return more words than a forward takes of the arena."""
+        bs, tokens, groups = len(forward.req_pool_indices), forward.num_tokens, len(steps)
+        words = 256 + (bs + 8) * (3 + 4 * groups) + (tokens + 2) * (4 + 3 * groups) + 2 * self._notes.num_cells
+        return words + sum(data.size // 4 + 4 for data in forward.kv_bytes)
+
+    def launch(
+        self,
+        forward: Forward,
+        changes: KvChanges,
+        steps: list[GroupStep],
+        expected: Int64Array | None,
+        tables: StateTables,
+        *,
+        on_stored: Callable[[], None],
+    ) -> None:
+        """Send a forward and launch it.
+
+        Args:
+            forward, changes, steps: what it is, which bytes changed in it, what it writes and how much it reads.
+            expected: `[T] int64`, what its inputs must be, None where nobody knows.
+            tables: the host's, as the forward finds them.
+            on_stored: called where the forward's bytes land in the pools.
+        """
+        arena, mirror = self._arena, self.mirror
+        cells = mirror.send_noted(tables, arena, backend=self._backend)
+        sent = self._send(forward, steps, expected, tables)
+        arena.send()
+        mirror.put_cells(cells)
+        steps_sent = sent.steps if len(forward.req_pool_indices) else []
+        self._change_bytes(changes, PHASE_BEFORE)
+        # A ring buffer's prefix is read before this forward's own writes land on it, so that is when it is judged.
+        for one in steps_sent:
+            if one.step.pool.group.reads_before_write:
+                self._verify(one, sent)
+        for words, slots, data in sent.stores:
+            words.index_copy_(0, slots, data)
+        on_stored()
+        self._change_bytes(changes, PHASE_AFTER)
+        for one in steps_sent:
+            if not one.step.pool.group.reads_before_write:
+                self._verify(one, sent)
+        for one in steps_sent:
+            self._write(one, sent)
+            self.logs.count(one.step.pool.index, entries=one.step.reads, tokens=forward.num_tokens)
+        self.logs.mark()
+
+    def _send(
+        self, forward: Forward, steps: list[GroupStep], expected: Int64Array | None, tables: StateTables
+    ) -> _SentForward:
+        put = self._arena.put
+        steps_sent = [self._send_step(step, forward, tables) for step in steps]
+        return _SentForward(
+            rows=put(forward.req_pool_indices),
+            input_ids=put(forward.input_ids),
+            positions=put(forward.positions),
+            truth_lens=None if forward.truth_lens is None else put(forward.truth_lens),
+            expected=None if expected is None else put(expected),
+            token_offset=self._header.runners[forward.runner].token_offset,
+            steps=steps_sent,
+            stores=self._send_bytes(forward, steps_sent),
+        )
+
+    def _send_step(self, step: GroupStep, forward: Forward, tables: StateTables) -> _SentStep:
+        import torch
+
+        bs, plan, put = len(forward.req_pool_indices), step.write_plan, self._arena.put
+        prefix_lens, _ = readable_prefixes(step.pool, forward, tables)
+        count, there = self._arena.take(1)
+        count[0] = bs
+        return _SentStep(
+            step=step,
+            prefix_lens=put(prefix_lens),
+            longest=int(prefix_lens.max(initial=1)),
+            slots=put(step.slots),
+            plan=WritePlan(
+                offsets=put(plan.offsets[: bs + 1]),
+                seed_slots=put(plan.seed_slots[:bs]),
+                num_valid_reqs=there.view(torch.int32)[:1],
+            ),
+        )
+
+    def _send_bytes(self, forward: Forward, steps: list[_SentStep]) -> list[tuple[Any, Any, Any]]:
+        kept: dict[int, tuple[Any, Any]] = {}
+        for one in steps:
+            mine, index = one.step.slots, one.step.pool.index
+            places, numbers = self._last_places[index], np.arange(len(mine))
+            inside = (mine >= 0) & (mine < len(places))
+            if inside.all():
+                places[mine] = numbers  # of a slot that comes twice the last one stays
+                keep = places[mine] == numbers
+            else:
+                places[mine[inside]] = numbers[inside]
+                keep = inside & (places[np.where(inside, mine, 0)] == numbers)
+            kept[index] = (None, one.slots) if keep.all() else (keep, self._arena.put(mine[keep]))
+        found = []
+        seen = dict.fromkeys(kept, 0)
+        for (group, _), data in zip(self._header.streams(forward.runner), forward.kv_bytes, strict=True):
+            keep, where = kept[group]
+            words = self.mirror.pools[group].kv[seen[group]]
+            seen[group] += 1
+            if len(where):
+                found.append((words, where, self._arena.put_bytes(data if keep is None else data[keep])))
+        return found
+
+    def _change_bytes(self, changes: KvChanges, phase: int) -> None:
+        """Put bytes that were seen to change into the pools; the host does it, with those slots alone."""
+        if not changes:
             return
-        at = 0
-        for number in [*special, steps]:
-            while at < number:
-                count = STEPS_OF_A_GRAPH if number - at >= STEPS_OF_A_GRAPH or number == steps else 1
-                self._graph(count).replay()
-                at += count
-            if number < steps:
-                self._one(0, special=True)
-                self._move_on(1)
-                at += 1
+        slots = [np.unique(changes.slots_of(pool.index)) for pool in self._pools]
+        for pool, some in zip(self._pools, slots, strict=True):
+            self.mirror.pull_bytes(pool, some)
+        changes.apply(phase, self._pools, backend=self._backend)
+        for pool, some in zip(self._pools, slots, strict=True):
+            self.mirror.push_bytes(pool, some)
 
-    def _graph(self, steps: int) -> Any:
-        """Return the captured launches of so many steps."""
-        if steps not in self._graphs:
-            import torch
+    def _sharing(self, pool: GroupPool, buffers: list[CanaryBuffer]) -> list[list[CanaryBuffer]]:
+        """Return the buffers that go into one launch: all, unless a damaged keyframe made their records differ."""
+        return [buffers] if self.mirror.pools[pool.index].alike else [[buffer] for buffer in buffers]
 
-            # The kernels are compiled first, by launches that find nothing to do.
-            halted = self._root.clone()
-            self._root[1] = 1
-            self._one(0, special=True)
-            self._move_on(0)
-            torch.cuda.current_stream().synchronize()
-            self._root.copy_(halted)
-            torch.cuda.current_stream().synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with uncollected(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-                for ahead in range(steps):
-                    self._one(ahead, special=False)
-                self._move_on(steps)
-            self._graphs[steps] = graph
-        return self._graphs[steps]
+    def _verify(self, one: _SentStep, sent: _SentForward) -> None:
+        pool = one.step.pool
+        buffers = self.logs.groups[pool.index]
+        if pool.any_unknown:
+            self._verify_planned(one.step, buffers.verify, check_tokens=sent.truth_lens is not None)
+            return
+        for some in self._sharing(pool, buffers.verify):
+            plan_verify(
+                req_pool_indices=sent.rows,
+                prefix_lens=one.prefix_lens,
+                # No wider than it is read: the op shares out the width.
+                req_to_token=self.mirror.tables[pool.group.table][:, : one.longest],
+                window=pool.group.window,
+                full_to_swa=self.mirror.luts[pool.group.lut] if pool.group.lut >= 0 else None,
+                truth_tokens=None if sent.truth_lens is None else self.mirror.truth,
+                truth_lens=sent.truth_lens,
+                token_offset=sent.token_offset,
+                check_tokens=sent.truth_lens is not None,
+                low_bits=True,
+                buffers=some,
+                out_of_range=buffers.plan_beyond,
+                backend="triton",
+            )
 
-    def _one(self, ahead: int, *, special: bool) -> None:
-        """Launch one step's kernels, which find it `ahead` steps behind the next one."""
-        first, programs, root = self._first, self._programs, self._root
-        tile = {"TILE": programs.token_tile}
-        first.change_kernel[(programs.change,)](root, ahead, **tile)
-        if self._lut:
-            first.translate_kernel[(programs.change,)](root, ahead, **tile)
-        if special:
-            self._kv_changes(ahead, 0)
-        first.store_kernel[(programs.store,)](root, ahead, RING=False, **tile)
-        if special:
-            self._kv_changes(ahead, 1)
-        judges = programs.chain + programs.verify
-        self._judge.judge_kernel[(judges,)](root, ahead, programs.chain, AHEAD=programs.ahead, TILE=programs.tile)
-        if self._ring:
-            first.store_kernel[(programs.store,)](root, ahead, RING=True, **tile)
-        self._last.commit_kernel[(programs.commit,)](root, ahead, **tile)
-        if self._lut:
-            self._last.divergence_kernel[(programs.verify,)](root, ahead, TILE=programs.tile)
+    def _verify_planned(self, step: GroupStep, buffers: Sequence[CanaryBuffer], *, check_tokens: bool) -> None:
+        """Verify what the host planned: it has left out what stands on lost events."""
+        import torch
 
-    def _kv_changes(self, ahead: int, phase: int) -> None:
-        programs = (self._programs.change,)
-        self._first.kv_change_kernel[programs](self._root, ahead, PHASE=phase, TILE=self._programs.token_tile)
-        self._first.kv_fold_kernel[programs](self._root, ahead, PHASE=phase, TILE=self._programs.token_tile)
+        plan, mirror = step.verify_plan, self.mirror.pools[step.pool.index]
+        count = int(plan.num_valid[0])
+        arrays = (plan.slots, plan.expected_positions, plan.prev_slots, plan.expected_tokens)
+        slots, positions, prevs, expected = (torch.from_numpy(a[:count]).to(self.mirror.device) for a in arrays)
+        # What `expect_stored` does: a truth token has the low 32 bits of the stored one, unless that is unknown.
+        words = mirror.tail[step.pool.group.halves[0]].view(torch.int64)
+        inside = (slots > 0) & (slots < step.pool.num_slots)
+        stored = words[torch.where(inside, slots, 0), 0]
+        agree = inside & ((stored == UNKNOWN_TOKEN) | (stored.to(torch.int32) == expected))
+        there = VerifyPlan(
+            slots=slots,
+            expected_tokens=torch.where(agree & (expected != UNKNOWN_TOKEN), stored, expected),
+            expected_positions=positions,
+            prev_slots=prevs,
+            num_valid=torch.tensor([count], dtype=torch.int32, device=slots.device),
+            enable=torch.ones(1, dtype=torch.int32, device=slots.device),
+            request_offsets=torch.zeros(1, dtype=torch.int64, device=slots.device),
+        )
+        for buffer in buffers:
+            verify(
+                canary=buffer.canary,
+                tag=buffer.tag,
+                plan=there,
+                check_tokens=check_tokens,
+                sources=buffer.sources,
+                kv_hash_mode=buffer.kv_hash_mode,
+                violations=buffer.violations,
+                slot_counter=buffer.slot_counter,
+                kernel_counter=buffer.kernel_counter,
+                backend="triton",
+            )
 
-    def _move_on(self, steps: int) -> None:
-        self._first.move_on_kernel[(1,)](self._root, steps)
+    def _write(self, one: _SentStep, sent: _SentForward) -> None:
+        for some in self._sharing(one.step.pool, self.logs.groups[one.step.pool.index].write):
+            write_shared(
+                plan=one.plan,
+                input_ids=sent.input_ids,
+                positions=sent.positions,
+                out_cache_loc=one.slots,
+                expected_tokens=sent.expected,
+                expected_positions=None if sent.expected is None else sent.positions,
+                chain_step_assert=True,
+                buffers=some,
+                backend="triton",
+            )

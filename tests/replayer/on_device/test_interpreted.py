@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvcanary.replayer.checks import CHECK_NAMES
-from kvcanary.replayer.executors.device import executor, pieces
-from kvcanary.replayer.executors.device.state import DeviceState, UnlikeRecordsError
+from kvcanary.replayer.executors.device import logs
 from kvcanary.replayer.lab.trial import Trial, run_trial
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -30,29 +29,29 @@ TOYS = {
 @pytest.mark.parametrize("name", TOYS)
 def test_toy_engines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, fault, seed, kv_hash, checks, rows = TOYS[name]
-    monkeypatch.setattr(pieces, "FEWEST_ROWS", rows)
+    monkeypatch.setattr(logs, "FEWEST_ROWS", rows)
+    monkeypatch.setattr(logs, "MOST_ROWS", rows)
     engine = ToyEngine(shape, seed=seed, fault=fault, forwards=6, fault_rate=0.7)
     trace = write_raw(tmp_path / "t.arrow", engine.header, engine.events, flush_every=3)
     settings = ReplaySettings(kv_hash=kv_hash, checks=CHECK_NAMES if checks else ())
-    ((summary, ours),) = replay_both([trace], tmp_path / "reports", "interpreter", settings)
+    ((summary, _),) = replay_both([trace], tmp_path / "reports", "interpreter", settings)
     assert summary.forwards == 6
     assert summary.verified > 20
-    assert ours.settings["forwards_on_cpu"] == 0
     assert summary.violations
 
 
-# Traces of engines, cut behind so many forwards and the first event of a kind; how many of them the CPU has to step.
+# Traces of engines, cut behind so many forwards and the first event of a kind.
 CUT = {
-    "clean_fork_dedup_evict.arrow": ("kv_copy", 4, 0),
-    "clean_hybrid.arrow": ("", 3, 1),  # whose ring buffer goes on from a slot that the same forward writes
-    "simulated/clean_eagle.arrow": ("", 4, 0),
-    "sglang/clean_hybrid_h200.arrow": ("sweep", 3, 0),
+    "clean_fork_dedup_evict.arrow": ("kv_copy", 4),
+    "clean_hybrid.arrow": ("", 3),  # whose ring buffer goes on from a slot that the same forward writes
+    "simulated/clean_eagle.arrow": ("", 4),
+    "sglang/clean_hybrid_h200.arrow": ("sweep", 3),
 }
 
 
 @pytest.mark.parametrize("name", CUT)
 def test_beginnings_of_real_traces(name: str, tmp_path: Path) -> None:
-    wanted, forwards, on_cpu = CUT[name]
+    wanted, forwards = CUT[name]
     header, events = read_raw(DATA / name)
     so_far = list(itertools.accumulate(event.kind == "forward" for event in events))
     end = next(at for at, count in enumerate(so_far) if count == forwards) + 1
@@ -60,10 +59,9 @@ def test_beginnings_of_real_traces(name: str, tmp_path: Path) -> None:
         first = next(at for at, event in enumerate(events) if event.kind == wanted)
         end = max(end, next(at for at in range(first, len(events)) if events[at].kind == "forward") + 1)
     trace = write_raw(tmp_path / "t.arrow", header, events[:end], flush_every=3)
-    ((summary, ours),) = replay_both([trace], tmp_path / "reports", "interpreter")
+    ((summary, _),) = replay_both([trace], tmp_path / "reports", "interpreter")
     assert summary.verified
     assert not wanted or summary.events[wanted] > 0
-    assert ours.settings["forwards_on_cpu"] == on_cpu
 
 
 def test_segments_alone_and_together(tmp_path: Path) -> None:
@@ -76,7 +74,6 @@ def test_segments_alone_and_together(tmp_path: Path) -> None:
     assert found[1][0].events["keyframe"] > 0
     assert not found[1][0].unknown_before
     assert found[1][0].verified
-    assert all(theirs.settings["forwards_on_cpu"] == 0 for _, theirs in found)
 
 
 @pytest.mark.parametrize(("config", "number"), [("swa", 3), ("overlap", 3)])
@@ -86,23 +83,6 @@ def test_a_segment_of_an_engine_alone(config: str, number: int, tmp_path: Path) 
     ((summary, _),) = replay_both([segments[number]], tmp_path / "reports", "interpreter")
     assert summary.verified > 300
     assert not summary.violations
-
-
-@pytest.mark.parametrize("unlike", [False, True])
-def test_what_the_device_leaves_is_the_cpus(unlike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if unlike:  # records that no kernel here knows, as only a damaged keyframe has them
-
-        def refuse(*_: object) -> None:
-            raise UnlikeRecordsError
-
-        monkeypatch.setattr(DeviceState, "_check_alike", refuse)
-    else:
-        monkeypatch.setattr(executor, "_FEW", 0)
-    header, events = read_raw(DATA / "clean_hybrid.arrow")
-    trace = write_raw(tmp_path / "t.arrow", header, events[:36], flush_every=9)
-    ((summary, ours),) = replay_both([trace], tmp_path / "reports", "interpreter")
-    assert summary.forwards > 8
-    assert ours.settings["forwards_on_cpu"] == 1  # what came behind it is not counted
 
 
 def test_bent_trace(tmp_path: Path) -> None:

@@ -110,11 +110,11 @@ def traces_of(case: Case, folder: Path) -> list[Path | list[Path]]:
 def run(case: Case, device: str) -> dict[str, object]:
     """Replay a case on the CPU and the device; what came of it."""
     from kvcanary.replayer.checks import CHECK_NAMES
-    from kvcanary.replayer.executors.device import pieces
+    from kvcanary.replayer.executors.device import logs
     from kvcanary.replayer.run.settings import ReplaySettings
     from same import replay_both
 
-    pieces.FEWEST_ROWS = case.rows
+    logs.FEWEST_ROWS = logs.MOST_ROWS = case.rows
     row: dict[str, object] = {"case": case, "error": ""}
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +129,6 @@ def run(case: Case, device: str) -> dict[str, object]:
                 row["error"] = "".join(traceback.format_exception(error)[-3:])
         else:
             row["forwards"] = sum(ours.forwards for ours, _ in both)
-            row["on_cpu"] = sum(int(theirs.settings.get("forwards_on_cpu", 0)) for _, theirs in both)
             row["violations"] = sum(ours.violations for ours, _ in both)
             row["findings"] = sum(ours.findings for ours, _ in both)
     row["seconds"] = time.perf_counter() - started
@@ -181,7 +180,7 @@ def report(rows: list[dict[str, object]], asked: int, options: argparse.Namespac
         counts = total.setdefault(row["case"].sort, Counter())  # type: ignore[attr-defined]  # a Case
         counts["cases"] += 1
         counts["with rows"] += bool(row["violations"])
-        for name in ("forwards", "on_cpu", "violations", "findings"):
+        for name in ("forwards", "violations", "findings"):
             counts[name] += int(row[name])  # type: ignore[call-overload]  # a number
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     command = f"`python tests/replayer/on_device/gpu/run.py --seeds {options.seeds}`"
@@ -197,8 +196,8 @@ def report(rows: list[dict[str, object]], asked: int, options: argparse.Namespac
         f"**{len(done)} of {asked} cases equal, {len(failed)} differ**; {left_out} left out, whose traces hold too few bytes",
         "for `--kv-hash all`, or none.",
         "",
-        "| traces | cases | with violations | forwards | of which the CPU stepped | violations | findings |",
-        "|---|---|---|---|---|---|---|",
+        "| traces | cases | with violations | forwards | violations | findings |",
+        "|---|---|---|---|---|---|",
     ]
     names = {
         "data": "all of data/",
@@ -207,7 +206,7 @@ def report(rows: list[dict[str, object]], asked: int, options: argparse.Namespac
         "segments": "in segments",
     }
     for sort, counts in total.items():
-        figures = [counts[name] for name in ("cases", "with rows", "forwards", "on_cpu", "violations", "findings")]
+        figures = [counts[name] for name in ("cases", "with rows", "forwards", "violations", "findings")]
         lines.append(f"| {names[sort]} | {' | '.join(f'{figure:,}' for figure in figures)} |")
     for row in failed:
         lines += ["", f"{row['case']}", "", "```", str(row["error"]).strip(), "```"]
