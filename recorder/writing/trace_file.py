@@ -19,6 +19,7 @@ MAGIC: Final = b"ARROW1\0\0"
 
 COMPRESSIONS: Final = ("lz4", "zstd", "none")
 
+_ROOM_BYTES: Final = 1 << 20  # more than Arrow takes to write a batch, beside the batch
 MAX_NAMES: Final = 100  # that are tried for a new trace
 
 _T = TypeVar("_T")
@@ -102,6 +103,7 @@ class TraceFile:
 
     def write(self, batch: pa.RecordBatch, metadata: dict[bytes, bytes]) -> None:
         """Append a batch; on return the operating system has its bytes. Raises `OSError`."""
+        bytes(_ROOM_BYTES)  # raises where there is no memory; Arrow would end the process
         self._writer.write_batch(batch, custom_metadata=metadata)
         self._drain()
         self.batches += 1
