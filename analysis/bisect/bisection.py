@@ -19,12 +19,12 @@ EXIT_FOUND: Final = 0
 EXIT_NONE: Final = 1
 EXIT_INCONCLUSIVE: Final = 125
 
-Tell = Callable[[str, BisectVerdict], None]
+Report = Callable[[str, BisectVerdict], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
-    """A bisection's result. `reproduce` is the command that shows the fault again, "" where nothing was found."""
+    """A bisection's result. `reproduce` is the command that shows the fault again, "" if nothing was found."""
 
     versions: tuple[str, ...]
     criterion: Criterion
@@ -76,7 +76,7 @@ class Bisection:
 
 
 def bisect_saved(
-    versions: Sequence[SavedVersion], criterion: Criterion, cache: VerdictCache, *, rule: str, tell: Tell
+    versions: Sequence[SavedVersion], criterion: Criterion, cache: VerdictCache, *, rule: str, report: Report
 ) -> Bisection:
     """Bisect over saved traces; several runs of one version vote."""
 
@@ -88,7 +88,7 @@ def bisect_saved(
             if decided(found, rule, len(version.runs) - number - 1):
                 break
         verdict = vote(found, rule)
-        tell(version.name, verdict)
+        report(version.name, verdict)
         return verdict
 
     criterion.check()
@@ -117,7 +117,7 @@ def bisect_run(
     *,
     tries: int,
     rule: str,
-    tell: Tell,
+    report: Report,
 ) -> Bisection:
     """Bisect over versions that a command records, up to `tries` times each, until the vote is decided."""
     resumed = 0
@@ -132,7 +132,7 @@ def bisect_run(
             found.append(run_trial(command, version, len(found) + 1, criterion))
             log.note(version, found[-1], time.monotonic() - begin)
         verdict = vote(found, rule)
-        tell(version, verdict)
+        report(version, verdict)
         return verdict
 
     criterion.check()
@@ -166,8 +166,8 @@ def _record_again(command: Command, version: str, criterion: Criterion) -> str:
         look = f'for trace in *.arrow; do {_diff(criterion)} "$trace"; done'
     elif criterion.kind == SQL:
         look = f"{{ {look}; kvcanary sql *.report {shlex.quote(criterion.value)}; }}"
-    told = f"{VERSION_VARIABLE}={shlex.quote(version)} {FOLDER_VARIABLE}=. {TRACE_VARIABLE}=trace.arrow"
-    return f"{told} {words} && {look}"
+    settings = f"{VERSION_VARIABLE}={shlex.quote(version)} {FOLDER_VARIABLE}=. {TRACE_VARIABLE}=trace.arrow"
+    return f"{settings} {words} && {look}"
 
 
 def _diff(criterion: Criterion) -> str:
@@ -181,7 +181,7 @@ def _diff(criterion: Criterion) -> str:
 def make_criterion(
     *, incident: str, finding: str, reference: str, sql: str, kv: bool, kv_tolerance: float | None
 ) -> Criterion:
-    """Return what the options ask for; raise `AnalysisError` where they ask for two things, or for nothing that there is."""
+    """Return what the options ask for; raise `AnalysisError` if they ask for two things, or for nothing that there is."""
     asked = {"incident": incident, "finding": finding, "reference": reference, "sql": sql}
     chosen = {kind: value for kind, value in asked.items() if value}
     if len(chosen) > 1:

@@ -45,7 +45,7 @@ class Criterion:
     kv_tolerance: float | None = None
 
     def check(self) -> None:
-        """Raise `AnalysisError` where no trace could ever be bad by it."""
+        """Raise `AnalysisError` if no trace could ever be bad by it."""
         known = {INCIDENT: [*RULES, UNKNOWN], FINDING: list(FINDING_KINDS)}.get(self.kind)
         if known is not None and self.value not in known:
             raise AnalysisError(f"no {self.kind} of kind {self.value!r}; there are {', '.join(sorted(known))}")
@@ -57,10 +57,10 @@ class Criterion:
 
     def key(self) -> str:
         """Return text that is the same only for what judges alike."""
-        told: dict[str, Any] = asdict(self)
+        fields: dict[str, Any] = asdict(self)
         if self.kind == REFERENCE:
-            told["value"] = content_hash(Path(self.value))
-        return json.dumps(told, sort_keys=True)
+            fields["value"] = content_hash(Path(self.value))
+        return json.dumps(fields, sort_keys=True)
 
     def words(self) -> str:
         """Say what makes a trace bad."""
@@ -74,7 +74,7 @@ class Criterion:
 
 
 def content_hash(path: Path) -> str:
-    """Return the SHA-256 of a file; raise `AnalysisError` where it cannot be read."""
+    """Return the SHA-256 of a file; raise `AnalysisError` if it cannot be read."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
@@ -184,9 +184,9 @@ def _words(summary: Summary, criterion: Criterion) -> str:
         parts.append(f"incident {first['kind']} (confidence {first['confidence']}): {first['sentence']}")
     if summary.first_violation is not None:
         row = summary.first_violation
-        whose = f", request {row['request']}" if row["request"] else ""
+        request = f", request {row['request']}" if row["request"] else ""
         parts.append(
-            f"first violation in forward {row['forward']}{whose}: {'+'.join(row['reasons'])} in slot {row['slot']}"
+            f"first violation in forward {row['forward']}{request}: {'+'.join(row['reasons'])} in slot {row['slot']}"
         )
     elif summary.first_finding is not None:
         row = summary.first_finding

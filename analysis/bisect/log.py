@@ -18,7 +18,7 @@ from .search import BisectVerdict, Mark
 
 
 class BisectLog:
-    """Appends trials to a file as they are done, and tells those of an earlier run of the same bisection.
+    """Appends trials to a file as they are done, and knows those of an earlier run of the same bisection.
 
     Args:
         path: the file; None to keep nothing.
@@ -151,8 +151,8 @@ class VerdictCache:
         return found
 
     def _key(self, traces: Sequence[Path], criterion: Criterion) -> str:
-        told = [judge_id(), criterion.key(), *(content_hash(trace) for trace in traces)]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        parts = [judge_id(), criterion.key(), *(content_hash(trace) for trace in traces)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _keep(self, path: Path, found: BisectVerdict) -> None:
         # Made beside and renamed: two bisections may share a cache. Readable by this user only.

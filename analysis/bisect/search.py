@@ -67,7 +67,7 @@ def decided(verdicts: Sequence[BisectVerdict], rule: str, left: int) -> bool:
 class Search:
     """Where a search ended.
 
-    `good` and `bad` are the last version known to be good and the first known to be bad; -1 where there is none.
+    `good` and `bad` are the last version known to be good and the first known to be bad; -1 if there is none.
     `candidates` are those of which one is the first bad: one, or several where others could not be judged. `judged` holds
     every verdict in the order in which it was made. `problem` says why there is no answer.
     """

@@ -65,7 +65,7 @@ def run_trial(command: Command, version: str, number: int, criterion: Criterion)
 
 
 def _run(command: Command, version: str, folder: Path) -> str:
-    """Return why there is nothing to judge, "" where there is."""
+    """Return why there is nothing to judge, "" if there is."""
     words = command.filled(version, folder)
     environment = {
         **os.environ,
@@ -137,7 +137,7 @@ def _tail(output: IO[bytes]) -> str:
 
 
 def _file_name(version: str) -> str:
-    """Return a name for a version's folder; where that cannot be the version's own, it tells it from others."""
+    """Return a name for a version's folder; where that cannot be the version's own, it differs from all others."""
     plain = "".join(char if char.isalnum() or char in "._+-" else "_" for char in version)[:MAX_NAME]
     if plain == version:
         return plain

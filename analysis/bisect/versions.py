@@ -73,7 +73,7 @@ def read_order(path: Path) -> list[str]:
 
 
 def one_each(names: list[str], where: str) -> list[str]:
-    """Return names, oldest first; raise `AnalysisError` where one stands twice: which of the two places would it be?"""
+    """Return names, oldest first; raise `AnalysisError` if one stands twice: which of the two places would it be?"""
     seen: set[str] = set()
     for name in names:
         if name in seen:

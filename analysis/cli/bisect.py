@@ -143,14 +143,14 @@ def saved_command(
     if cache and no_cache:
         raise click.UsageError("--cache and --no-cache exclude one another")
 
-    def bisect(criterion: Criterion, tell: Callable[[str, BisectVerdict], None]) -> Bisection:
+    def bisect(criterion: Criterion, report: Callable[[str, BisectVerdict], None]) -> Bisection:
         from ..bisect.bisection import bisect_saved
         from ..bisect.log import VerdictCache, default_cache
         from ..bisect.versions import read_order, read_versions
 
         versions = read_versions(traces, read_order(order) if order else ())
         kept = VerdictCache(None if no_cache else cache or default_cache())
-        return bisect_saved(versions, criterion, kept, rule=options["vote"], tell=tell)
+        return bisect_saved(versions, criterion, kept, rule=options["vote"], report=report)
 
     _finish(bisect, options, anew="--no-cache")
 
@@ -188,7 +188,7 @@ def run_command(
 ) -> None:
     """Record and judge the versions between --good and --bad that a bisection asks for."""
 
-    def bisect(criterion: Criterion, tell: Callable[[str, BisectVerdict], None]) -> Bisection:
+    def bisect(criterion: Criterion, report: Callable[[str, BisectVerdict], None]) -> Bisection:
         from ... import __version__
         from ..bisect.bisection import bisect_run
         from ..bisect.log import BisectLog
@@ -209,7 +209,7 @@ def run_command(
             BisectLog(log, about),
             tries=tries,
             rule=options["vote"],
-            tell=tell,
+            report=report,
         )
 
     _finish(bisect, options, anew="--fresh")
@@ -228,7 +228,7 @@ def _finish(
 
     as_json = options["as_json"]
 
-    def tell(version: str, verdict: BisectVerdict) -> None:
+    def report(version: str, verdict: BisectVerdict) -> None:
         line = printable(f"{verdict.mark.value:5s}{version}   {verdict.words}")
         click.echo(line, err=as_json)
 
@@ -242,7 +242,7 @@ def _finish(
             kv_tolerance=options["kv_tolerance"],
         )
         criterion.check()
-        found = bisect(criterion, tell)
+        found = bisect(criterion, report)
     except AnalysisError as error:
         if as_json:
             import json

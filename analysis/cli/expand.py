@@ -66,18 +66,18 @@ def expand_command(report: Path, output: Path | None, trace: Path | None, as_jso
         target = output or folder / OUTPUT_NAME
         spare(source.kept, target)
         expected = (source.summary or {}).get("violations")
-        told = _write(folder, source.files, target, expected if isinstance(expected, int) else None)
+        made = _write(folder, source.files, target, expected if isinstance(expected, int) else None)
     except (AnalysisError, ExpansionError, TraceError) as error:
         click.echo(f"Error: {printable_message(str(error))}", err=True)
         sys.exit(EXIT_FAILED)
     if as_json:
-        click.echo(json.dumps({"report": str(report), "output": str(target), **told}))
+        click.echo(json.dumps({"report": str(report), "output": str(target), **made}))
     else:
-        click.echo(printable(f"{told['rows']:,} rows of {told['merged_rows']:,} merged ones in {target}"))
+        click.echo(printable(f"{made['rows']:,} rows of {made['merged_rows']:,} merged ones in {target}"))
 
 
 def _with_trace(source: Source, named: Path) -> Path:
-    """Return the report's folder; raise `AnalysisError` where it or its trace is not at hand."""
+    """Return the report's folder; raise `AnalysisError` if it or its trace is not at hand."""
     from ..errors import AnalysisError
 
     if source.report is None:

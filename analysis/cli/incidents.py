@@ -86,7 +86,7 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
 def _traces(report: Path, moved_to: Path | None) -> tuple[list[Path], str]:
     """Return the files of the report's trace, [] and why where they are not there.
 
-    Of a recording in segments these are all that lie there, also before those that the report speaks of: they tell how
+    Of a recording in segments these are all that lie there, also before those that the report speaks of: they show how
     it came to that.
     """
     from ..incidents.finding import trace_files

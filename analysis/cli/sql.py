@@ -166,7 +166,7 @@ def _named(path: Path) -> list[Path]:
 
 
 def _read_script(script: Path | None) -> str | None:
-    """Return the SQL of a file or a pipe, None where a person sits at the other end."""
+    """Return the SQL of a file or a pipe, None if a person sits at the other end."""
     from ..errors import AnalysisError
 
     if script is None and sys.stdin.isatty():

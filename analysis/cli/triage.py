@@ -123,11 +123,11 @@ def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
     lines = [f"report  {printable(str(source.report))}   {found.violations:,} violations, {found.findings:,} findings"]
     first = found.first
     if first:
-        whose = f"   request {first['request']}" if first["request"] else ""
+        request = f"   request {first['request']}" if first["request"] else ""
         where = f", position {first['position']}" if first["position"] >= 0 else ""
         when = f"forward {first['forward']}" if first["forward"] >= 0 else f"event {first['event']}"
         slot = f"slot {first['slot']} of group {first['pool_group']}{where}"
-        lines.append(_line(f"first   {when}{_line(whose, MAX_NAME)}   {slot}   {first['what']}"))
+        lines.append(_line(f"first   {when}{_line(request, MAX_NAME)}   {slot}   {first['what']}"))
     lines += _incident_lines(source, found)
     if not found.answers:
         lines.append("nothing was found, so there is nothing to ask")

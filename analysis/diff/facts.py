@@ -1,4 +1,4 @@
-"""What is taken down of each trace, row by row, in files on disk: Parquet, for DuckDB to join."""
+"""The facts of each trace, row by row, in files on disk: Parquet, for DuckDB to join."""
 
 from collections.abc import Sequence
 from pathlib import Path

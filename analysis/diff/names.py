@@ -50,7 +50,7 @@ class Reading:
 
     `names` `[T]`: of the tokens written. `reads` `[T]`: fingerprint of the content that each token sees before it;
     `misreads` `[T]`: the same of what was not the request's own, 0 where all was. `unsure` `[T] bool`: what it sees was lost,
-    so that `reads` says nothing. `wrong` `[bs]`: the first position read that was not the request's own, -1 where there is
+    so that `reads` says nothing. `wrong` `[bs]`: the first position read that was not the request's own, -1 if there is
     none; `wrong_slot` `[bs]`.
     """
 
@@ -105,7 +105,7 @@ class SlotNames:
             lut: the full-to-SWA table, if slots go through one.
             window: positions that are read before a token, 0 for all.
             upto: `[bs]`, what lies from there on is left out of the fingerprints; None for nothing.
-            written: `[T]` the slots that the forward writes, before it reads; None where it reads first.
+            written: `[T]` the slots that the forward writes, before it reads; None if it reads first.
         """
         low = np.maximum(0, prefix - window) if window else np.zeros_like(prefix)
         length = prefix - low + extend

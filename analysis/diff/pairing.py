@@ -10,20 +10,20 @@ from .settings import DiffSettings, NotComparableError
 
 _KNOWN: Final = """
 create table {s}_known as
-with told as (
+with known as (
     select request_id, arg_min(name, event) as name, max(room) as room, max(prompt_len) as prompt_len,
         min(event) as event
     from {s}_requests group by request_id
 ),
 seen as (select request_id, min(event) as event from {s}_batches group by request_id),
 hashes as (select request_id, arg_min(prompt_hash, event) as prompt_hash from {s}_prompts group by request_id)
-select coalesce(told.request_id, seen.request_id) as request_id, coalesce(told.name, '') as name,
-    coalesce(told.room, -1) as room, coalesce(told.prompt_len, -1) as prompt_len,
-    least(told.event, seen.event) as event, hashes.prompt_hash, seen.request_id is not null as ran,
-    told.request_id is not null as told,
-    case when name <> '' then name else coalesce(told.request_id, seen.request_id)::varchar end as label
-from told full join seen using (request_id)
-left join hashes on hashes.request_id = coalesce(told.request_id, seen.request_id)
+select coalesce(known.request_id, seen.request_id) as request_id, coalesce(known.name, '') as name,
+    coalesce(known.room, -1) as room, coalesce(known.prompt_len, -1) as prompt_len,
+    least(known.event, seen.event) as event, hashes.prompt_hash, seen.request_id is not null as ran,
+    known.request_id is not null as was_known,
+    case when name <> '' then name else coalesce(known.request_id, seen.request_id)::varchar end as label
+from known full join seen using (request_id)
+left join hashes on hashes.request_id = coalesce(known.request_id, seen.request_id)
 """
 
 # Requests of one key are paired by name where they have the same, the others in the order in which they came; where some
@@ -171,13 +171,13 @@ with got as (
         max(if(mode = 'target_verify', extend, 0)) as guesses, max(losses) as losses
     from {s}_batches where runner = 0 group by request_id
 ),
-told as (
+last_status as (
     select request_id, arg_max(status, event) as status, arg_max(losses, event) as losses from {s}_statuses
     group by request_id
 )
 select request_id, got, guesses, coalesce(status, '') as status,
-    coalesce(told.losses, got.losses) = got.losses as seen_to_the_end
-from got left join told using (request_id)
+    coalesce(last_status.losses, got.losses) = got.losses as seen_to_the_end
+from got left join last_status using (request_id)
 """
 
 _LENGTHS: Final = """
@@ -199,7 +199,7 @@ insert into firsts
 select -2 - row_number() over (order by event), 'missing', 0, -1, -1, {at}, {a_event}, -1, {b_event}, -1,
     {a}, {b}
 from {s}_known where ran and request_id not in (select {s}_id from pairs)
-    and ({sure} or (told and prompt_hash is not null and prompt_hash not in ({others})))
+    and ({sure} or (was_known and prompt_hash is not null and prompt_hash not in ({others})))
 """
 
 
@@ -216,10 +216,10 @@ def find_endings(connection: Any, *, whole: tuple[bool, bool], late: tuple[bool,
         connection.execute(_ENDS.format(s=side))
     unfinished = 0
     if not hand_over:
-        told = [_any(connection, f"select count(*) from {side}_statuses") for side in ("a", "b")]
+        statuses = [_any(connection, f"select count(*) from {side}_statuses") for side in ("a", "b")]
         ended = [
             f"({side}.status in ('finished', 'aborted') and {side}.seen_to_the_end)"
-            if told[i]
+            if statuses[i]
             else str(whole[i]).lower()
             for i, side in enumerate(("a", "b"))
         ]

@@ -16,9 +16,9 @@ MAX_LISTED: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where a request differs in one way; -1 where a field does not apply.
+    """The first place where a request differs in one way; -1 if a field does not apply.
 
-    `request` and `partner` are the request's names in A and in B, empty where there is none. `a` and `b` say what stands
+    `request` and `partner` are the request's names in A and in B, empty if there is none. `a` and `b` say what stands
     there, `words` says it in a sentence.
     """
 
@@ -171,12 +171,12 @@ class Wording:
         if kind == "kv":
             return self._kv(row, a, b)
         if kind == "kv_changed":
-            whose = (
+            subject = (
                 f"KV bytes of {where}"
                 if row["a_label"] and position >= 0
                 else "KV bytes of a slot of no request of both traces"
             )
-            return a, b, f"{whose} changed after they were written: {a} in A, {b} in B"
+            return a, b, f"{subject} changed after they were written: {a} in A, {b} in B"
         if kind == "length":
             return a, b, f"ended after {a} in A, after {b} in B"
         if kind == "hit":
@@ -187,10 +187,10 @@ class Wording:
         sides = [self._misread(row, side) for side in ("a", "b")]
         if not any(sides):
             return "", "", f"{where} was computed after other content in A than in B"
-        told = [side or "reads its own tokens" for side in sides]
+        words = [side or "reads its own tokens" for side in sides]
         return (
-            told[0],
-            told[1],
+            words[0],
+            words[1],
             f"computing {where}: "
             + "; ".join(f"{name} {text}" for name, text in zip("AB", sides, strict=True) if text),
         )

@@ -21,9 +21,9 @@ _COPY_COLUMNS: Final = tuple(f"copy_{c}" for c in ("group", "src_tier", "src", "
 
 
 class SlotTraffic:
-    """Keeps the names of slots right between forwards, and takes down what the events there tell of KV bytes.
+    """Keeps the names of slots right between forwards, and records what the events there say of KV bytes.
 
-    Its methods raise `UnusableEventError` where an event contradicts itself.
+    Its methods raise `UnusableEventError` if an event contradicts itself.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SlotTraffic:
             self._content[k][slots[inside]] = content[inside]
 
     def changes(self, changes: KvChanges, view: EventView, phase: int, runner: int) -> None:
-        """Take down slots whose bytes changed without a write, by what they hold."""
+        """Record slots whose bytes changed without a write, by what they hold."""
         if not changes or not self._kv:
             return
         streams = self._header.streams(runner)
@@ -71,7 +71,7 @@ class SlotTraffic:
                 self._sinks.add("changes", *where, names.names[slots])
 
     def sweep(self, view: EventView) -> None:
-        """Take down the changes that a sweep, or a sender, saw."""
+        """Record the changes that a sweep, or a sender, saw."""
         runner = int(view.scalar("runner"))
         if 0 <= runner < len(self._header.runners):
             changes = KvChanges(view, self._header, runner)

@@ -1,4 +1,4 @@
-"""One walk over one trace, which takes down facts that do not depend on slots, chunks or batches."""
+"""One walk over one trace, which records facts that do not depend on slots, chunks or batches."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -64,12 +64,12 @@ class TraceWalk:
             "transfer": self._traffic.transfer,
             "kv_copy": self._traffic.kv_copy,
         }
-        self._goes_on = False  # the last event says that a segment follows
+        self._continues = False  # the last event says that a segment follows
         self._losses = 0
         self._forgot = False  # truth tokens below 0 are those that a loss took away
         self._prompts: dict[
             int, int
-        ] = {}  # tokens of the prompt, of requests that have not ended; -2 once it is taken down
+        ] = {}  # tokens of the prompt, of requests that have not ended; -2 once it is recorded
         self._settled: dict[tuple[int, int], int] = {}  # (runner, row): where guessing begins
         self._unsampled: OrderedDict[int, tuple[Int64Array, Int64Array, Int64Array]] = OrderedDict()
 
@@ -79,7 +79,7 @@ class TraceWalk:
         return SlotNames(pool.num_slots, pool.host_num_slots, table.rows, table.width)
 
     def walk(self, files: Sequence[Path], on_batch: Callable[[int], None]) -> None:
-        """Take down everything of a recording's files; `on_batch` gets the bytes read."""
+        """Record the facts of a recording's files; `on_batch` gets the bytes read."""
         segments = SegmentStream(files)
         for item in segments.stream():
             if isinstance(item, TraceGap):
@@ -91,7 +91,7 @@ class TraceWalk:
             for view in item:
                 self._event(view)
             on_batch(segments.bytes_done + item.end_byte)
-        if self._goes_on:
+        if self._continues:
             self.summary.doubts.append(
                 f"{files[-1].name}: the recording goes on in a segment that is not here; compare whole recordings"
             )
@@ -100,7 +100,7 @@ class TraceWalk:
 
     def _event(self, view: EventView) -> None:
         summary = self.summary
-        self._goes_on = view.kind == "segment"
+        self._continues = view.kind == "segment"
         summary.first_ns = summary.first_ns or view.time_ns
         summary.last_ns = max(summary.last_ns, view.time_ns)
         try:
@@ -195,7 +195,7 @@ class TraceWalk:
             unsure |= reading.unsure
             names.write(written[chosen], reading.names, ids[request], position)
             names.spoil(written[real:], PADDED)
-            self._told_misreads(forward, group, names, ids, reading.wrong, reading.wrong_slot)
+            self._note_misreads(forward, group, names, ids, reading.wrong, reading.wrong_slot)
             names.wrote(rows, prefix, extend, reading.names)
             if self._kv and group.streams:
                 self._written_bytes(k, group, forward, chosen, written, ids[request], position, guess)
@@ -247,7 +247,7 @@ class TraceWalk:
                 names.trust(row, slots, start)
 
     def _prompt_hashes(self, forward: Forward, rows: Int64Array, ids: Int64Array) -> None:
-        """Take down each request's prompt, once."""
+        """Record each request's prompt, once."""
         truth, lens = self._tables.truth, forward.truth_lens
         if forward.runner != 0:
             return
@@ -271,7 +271,7 @@ class TraceWalk:
                 self._sinks.add("prompts", [request_id], words.sum(dtype=np.uint64, keepdims=True), forward.event)
                 self._prompts[request_id] = -2
 
-    def _told_misreads(
+    def _note_misreads(
         self,
         forward: Forward,
         group: ComparedGroup,

@@ -37,7 +37,7 @@ def incident_rows(
         clusters: each place's cluster.
         incidents: each cluster's incident.
         ranked: the judged clusters, the first ones.
-        facts: what the trace tells.
+        facts: what the trace holds.
     """
     of_place = incidents[clusters]
     order = np.argsort(of_place, kind="stable")

@@ -23,7 +23,7 @@ class Sign:
     """A violation (`bits` are its reasons, `kind` is empty) or a finding (`kind`), as in the report's row.
 
     `position` is where the request expects the slot, `stored_position` what the slot's record says. -1 if a field does
-    not apply. A finding's `stored_token` is what was fed or stands in the slot; `cause` tells findings of one kind apart;
+    not apply. A finding's `stored_token` is what was fed or stands in the slot; `cause` divides findings of one kind;
     `detail` is for sentences alone.
     """
 

@@ -1,4 +1,4 @@
-"""What a trace tells of the slots and requests that were damaged, gathered in one pass over its events.
+"""What a trace holds about the slots and requests that were damaged, gathered in one pass over its events.
 
 Only the places that the report names are looked at, the earliest `MAX_PLACES` of them, and of each slot the last
 `FACTS_A_SLOT` things that happened to it until it was found damaged; memory is bounded whatever the trace's length.
@@ -78,7 +78,7 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A request's status told, and the row that it is about."""
+    """A request's status, and the row that it is about."""
 
     event: int
     status: str
@@ -98,12 +98,12 @@ class Begin:
 
 @dataclass(slots=True, kw_only=True)
 class Facts:
-    """What is known; empty where the trace is not at hand (`header` is None then).
+    """What is known; empty if the trace is not at hand (`header` is None then).
 
     `slots` by pool group and slot, oldest first; `statuses`, `begins`, `rewrites` by request; `named` holds, by event,
     the slots that it names, by pool group, for the events behind findings, `modes` the modes of the forwards among
-    them, `prefixes` the tokens before, by event and request. `late_samples` counts events that told samples after
-    their forward. `padding_nowhere` are the last forwards whose padding was told to go to no slot, ascending.
+    them, `prefixes` the tokens before, by event and request. `late_samples` counts events with samples that came after
+    their forward. `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending.
     """
 
     header: TraceHeader | None = None
@@ -128,12 +128,12 @@ class Facts:
         return next((fact for fact in reversed(self.of(group, slot, upto=upto)) if fact.what in chosen), None)
 
     def status_before(self, request_id: int, event: int) -> Status | None:
-        """Return the last status of a request told before an event."""
+        """Return the last status of a request before an event."""
         found = [status for status in self.statuses.get(request_id, ()) if status.event < event]
         return found[-1] if found else None
 
     def status_after(self, request_id: int, event: int) -> Status | None:
-        """Return the first status of a request told after an event."""
+        """Return the first status of a request after an event."""
         return next((status for status in self.statuses.get(request_id, ()) if status.event > event), None)
 
     def retracted_before(self, request_id: int, event: int) -> bool:

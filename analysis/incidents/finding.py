@@ -46,7 +46,7 @@ def find_incidents(report: Path, traces: Sequence[Path], *, max_places: int = MA
 
     Args:
         report: the folder that kvcanary-replay wrote.
-        traces: its trace, or the segments of it; none where it is not at hand, which makes the kinds less certain.
+        traces: its trace, or the segments of it; none if it is not at hand, which makes the kinds less certain.
         max_places: how many places to hold at most.
 
     Raises:
@@ -118,7 +118,7 @@ def write_incidents(report: Path, found: Incidents) -> None:
 
 
 def read_incidents(report: Path) -> list[dict[str, Any]] | None:
-    """Return a report's incidents as they were written, None where they are not there, damaged, or of another replay."""
+    """Return a report's incidents as they were written, None if they are not there, damaged, or of another replay."""
     if not incidents_fit(report):
         return None
     try:
@@ -137,11 +137,11 @@ def incidents_fit(report: Path) -> bool:
             schema = pq.read_schema(file)
         with (report / MEMBERS_NAME).open("rb") as file:
             members = pq.read_schema(file)
-        told = (schema.metadata or {}).get(STAMP_KEY)
+        stamp = (schema.metadata or {}).get(STAMP_KEY)
         fits = schema.equals(INCIDENT_SCHEMA) and members.equals(MEMBER_SCHEMA)
     except PARQUET_ERRORS:
         return False
-    return fits and told == _stamp(report)
+    return fits and stamp == _stamp(report)
 
 
 def _stamp(report: Path) -> bytes:

@@ -42,7 +42,7 @@ _SLOTS_OF_A_REWRITE: Final = 64
 
 
 def gather(traces: Sequence[Path], places: Places) -> Facts:
-    """Read what a trace, or the segments of one, tells of a report's places.
+    """Read what a trace, or the segments of one, holds about a report's places.
 
     A torn or damaged trace gives what is whole of it. Of an event whose columns do not fit one another nothing is taken.
 
@@ -85,7 +85,7 @@ def _wanted(places: Places, header: TraceHeader) -> Wanted:
 class _Gathering(StateListener):
     """The state of the pass: the tables, whose row is whose, the recent forwards, and what was found.
 
-    It is told of each change of a table before it is made.
+    The tables report each of their changes to it, before they make it.
     """
 
     def __init__(self, header: TraceHeader, wanted: Wanted) -> None:
@@ -254,15 +254,15 @@ class _Gathering(StateListener):
 
     def _judge_changed_rows(self, rows: Int64Array, ids: Int64Array) -> None:
         """Table entries that changed inside what a request had computed: its, if it goes on with its next forward."""
-        going_on = dict(zip(rows.tolist(), ids.tolist(), strict=True))
+        continuing = dict(zip(rows.tolist(), ids.tolist(), strict=True))
         kept = []
         for change in self._changed_rows:
             event, table, row, start, slots = change
             owner = int(self._owner[row])
-            if row not in going_on:
+            if row not in continuing:
                 kept.append(change)
                 continue
-            if going_on[row] != owner or owner not in self._wanted.requests:
+            if continuing[row] != owner or owner not in self._wanted.requests:
                 continue
             found = self.facts.rewrites[owner]
             length = int(self._length[row])

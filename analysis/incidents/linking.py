@@ -60,7 +60,7 @@ def link(places: Places, groups: Sequence[PoolGroup], named: Sequence[NamedSlots
 
 
 def page_nodes(group: Int64Array, slot: Int64Array, groups: Sequence[PoolGroup]) -> Int64Array:
-    """Return a number for each slot's page, `[n] int64`, -1 where no slot is meant.
+    """Return a number for each slot's page, `[n] int64`, -1 if no slot is meant.
 
     Groups that share a block table share their slots' numbers and so their pages; a group behind a full-to-SWA table has
     its own. Group -1 means the first block table's slots, -2 the second's, and so on. A group that the header does not

@@ -145,7 +145,7 @@ def iter_rows(
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a report's file; raise `AnalysisError` where it is none, or is damaged further on."""
+    """Open a report's file; raise `AnalysisError` if it is none, or is damaged further on."""
     try:
         # Opened here, not by pyarrow, which takes no path that is not UTF-8.
         with path.open("rb") as file, pq.ParquetFile(file) as parquet:
@@ -157,7 +157,7 @@ def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def require_columns(path: Path, file: pq.ParquetFile, names: Any) -> None:
-    """Raise `AnalysisError` where a column is not there, or holds text where numbers belong."""
+    """Raise `AnalysisError` if a column is not there, or holds text where numbers belong."""
     kinds = {field.name: field.type for field in file.schema_arrow}
     missing = sorted(set(names) - set(kinds))
     if missing:
@@ -172,7 +172,7 @@ def require_columns(path: Path, file: pq.ParquetFile, names: Any) -> None:
 
 
 def place_keys(columns: dict[str, Int64Array], shift: int) -> npt.NDArray[np.uint64]:
-    """Return what tells the places of rows apart, `[n] uint64`: a 64-bit hash of the place."""
+    """Return a 64-bit hash of each row's place, `[n] uint64`."""
     key = np.zeros(len(columns["row"]), np.uint64)
     for name in _KEYS:
         values = columns[name]

@@ -73,7 +73,7 @@ def make_clusters(report: Path, places: Places, clusters: Int64Array, facts: Fac
         report: the folder, from which the earliest rows of each cluster are read in full.
         places: its places.
         clusters: each place's cluster.
-        facts: what the trace tells; empty where it is not at hand.
+        facts: what the trace holds; empty if it is not at hand.
 
     Raises:
         AnalysisError: the report's files are damaged.

@@ -30,7 +30,7 @@ INCIDENT_SCHEMA: Final = pa.schema(
         ("first_event", pa.int64()),
         ("time_ns", pa.int64()),
         ("mode", pa.utf8()),
-        # the event in which it went wrong, -1 where that is not known
+        # the event in which it went wrong, -1 if that is not known
         ("cause_event", pa.int64()),
         # how far it spread
         ("requests", pa.list_(pa.utf8())),

@@ -110,7 +110,7 @@ def plot_library() -> str:
 
 
 def _kept(path: Path) -> str | None:
-    """Return what was kept, None where nothing was, or where it is not whole: its first line is the rest's digest."""
+    """Return what was kept, None if nothing was, or if it is not whole: its first line is the rest's digest."""
     try:
         digest, _, text = path.read_text(encoding="utf-8").partition("\n")
     except (OSError, ValueError):

@@ -162,7 +162,7 @@ def verdict(source: Source) -> dict[str, Any]:
 
 
 def numbers(ask: Ask, *, present: bool) -> dict[str, Any]:
-    """Return the head's numbers; those of the whole trace only where it is at hand."""
+    """Return the head's numbers; those of the whole trace only if it is at hand."""
     return {name: ask.number(sql) for name, sql in (*_FOUND, *(_WHOLE if present else ()))}
 
 

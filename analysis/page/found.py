@@ -8,7 +8,7 @@ from ...replayer.checks import FINDING_KINDS
 from ..store.live import quoted
 from .ask import Ask, Limits, page_sql
 
-# SQL over `damage`: four classes, which the page tells apart by colour.
+# SQL over `damage`: four classes, which the page shows in their own colours.
 DAMAGE_CLASS: Final = (
     "case when source = 'finding' then 'history' when what = 'VERIFY_KV_HASH' then 'KV bytes' "
     "when what not like '%VERIFY%' then 'input' else 'record' end"
@@ -141,7 +141,7 @@ def _subject(
             "detail": incident["detail"],
             "seen_by": list(incident["seen_by"]),
             "alternatives": [kind for kind in incident["alternatives"] if kind != incident["kind"]],
-            "told": {name: incident[name] for name in ("first_request", "in_slot", "expected") if incident[name]},
+            "first_sign": {name: incident[name] for name in ("first_request", "in_slot", "expected") if incident[name]},
             "evidence": [ask.query(sql) for sql in incident["evidence"]],
         }
     facts["numbers"] = {name: ask.number(sql) for name, sql in numbers.items()}

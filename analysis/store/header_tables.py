@@ -159,7 +159,7 @@ def coverage_rows(name: str, summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any, kind: pa.DataType) -> Any:
-    """Return a value of a report that anybody may have written, None where it is not of its column's type."""
+    """Return a value of a report that anybody may have written, None if it is not of its column's type."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         return None
     return value if isinstance(value, _KINDS[kind]) else None

@@ -148,7 +148,7 @@ class Interruptible:
     """Does work on a DuckDB connection so that Ctrl-C ends it soon.
 
     DuckDB itself looks for Ctrl-C only between some of its steps, and one step may last as long as the query. So the
-    work is done in another thread, and the main one, which waits for it, tells DuckDB to stop.
+    work is done in another thread, and the main one, which waits for it, asks DuckDB to stop.
     """
 
     def __init__(self, connection: Any) -> None:
@@ -217,7 +217,7 @@ def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
 
 
 def file_states(paths: Iterable[Path]) -> FileStates:
-    """Return what tells each file, as it is now, from any that could take its place, and from itself once it is changed."""
+    """Return what identifies each file as it is now: another file in its place, or a changed one, gives something else."""
     states: FileStates = {}
     for path in paths:
         with suppress(OSError):

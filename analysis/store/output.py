@@ -54,10 +54,10 @@ def write_result(
 
 
 def spare(kept: Iterable[Path], target: Path) -> None:
-    """Raise `AnalysisError` where a result would take the place of a file that it is made of."""
+    """Raise `AnalysisError` if a result would take the place of a file that it is made of."""
     try:
         same = target.exists() and any(path.exists() and path.samefile(target) for path in kept)
-    except OSError:  # told where it is written
+    except OSError:  # reported where it is written
         return
     if same:
         raise AnalysisError(f"{target}: what is asked for is made of this file; name another with -o")

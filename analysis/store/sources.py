@@ -40,7 +40,7 @@ class Source:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The trace's files, in order; none where it is not at hand."""
+        """The trace's files, in order; none if it is not at hand."""
         return self.segments or (() if self.trace is None else (self.trace,))
 
 
@@ -68,7 +68,7 @@ def find_sources(paths: Sequence[Path], *, trace: Path | None = None) -> list[So
 
 
 def read_summary(report: Path) -> dict[str, Any]:
-    """Return a report's summary; raise `AnalysisError` where the folder is no report."""
+    """Return a report's summary; raise `AnalysisError` if the folder is no report."""
     path = report / SUMMARY_NAME
     try:
         summary = json.loads(read_regular_file(path, MAX_SUMMARY_BYTES))
@@ -174,7 +174,7 @@ def _same_file(one: Path | None, other: Path | None) -> bool:
 
 
 def _distinct_names(sources: list[Source]) -> list[Source]:
-    """Names as short as they can be told apart: the file's, else with its folder, else numbered."""
+    """Names as short as they are distinct: the file's, else with its folder, else numbered."""
     names = [source.name for source in sources]
     if len(set(names)) < len(names):
         names = [f"{(s.trace or s.report or Path()).absolute().parent.name}/{s.name}" for s in sources]

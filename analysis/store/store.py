@@ -78,7 +78,7 @@ def write_store(source: Source, target: Path) -> Path:
 
 
 def check_writable(report: Path) -> None:
-    """Raise `AnalysisError` where a report folder is not one that this user's replays write to."""
+    """Raise `AnalysisError` if a report folder is not one that this user's replays write to."""
     try:
         check_report_folder(report)
     except OSError as error:
@@ -135,7 +135,7 @@ def _note_of(store: Path) -> Path:
 
 
 def _identity(store: Path) -> str:
-    """Return what tells this very file from any that could take its place."""
+    """Return what identifies this very file: another one in its place gives something else."""
     found = store.stat()
     return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
 

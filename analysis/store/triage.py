@@ -46,8 +46,8 @@ class Answer:
 class Triage:
     """What triage says of one report.
 
-    `first` is a row of `first_damage`, None where nothing names a slot; `incidents` are the first rows of `incidents`, of
-    `num_incidents`: none where the report has not got them.
+    `first` is a row of `first_damage`, None if nothing names a slot; `incidents` are the first rows of `incidents`, of
+    `num_incidents`: none if the report has not got them.
     """
 
     violations: int
@@ -60,7 +60,7 @@ class Triage:
 
 
 def triage(session: SqlSession) -> Triage:
-    """Answer every question about one report; none where nothing was found.
+    """Answer every question about one report; none if nothing was found.
 
     Raises:
         SqlError: a query failed.
@@ -160,13 +160,13 @@ NO_SLOT = "no damage names a slot"
 
 
 def held_before(first: Rows, overall: Rows) -> str:
-    """Holders of the slot before the damage, or its writers where nobody tells who held it; who wrote damaged slots last."""
+    """Holders of the slot before the damage, or its writers if the trace does not say who held it; who wrote damaged slots last."""
     now = list(dict.fromkeys(_holder(row) for row in first if row["at_the_damage"]))
     before = list(dict.fromkeys(_holder(row) for row in first if not row["at_the_damage"]))
     if not first:
-        at_first = "the trace does not tell who held the slot"
+        at_first = "the trace does not say who held the slot"
     else:
-        # Where no slot history is told, a write says who wrote, and not who held the slot from then on.
+        # Without a slot history a write says who wrote, and not who held the slot from then on.
         verb = "last written by" if all(row["began"] == "write" for row in first) else "held by"
         at_first = f"{verb} {' and '.join(now) or 'nobody'}; before that by {', '.join(before) or 'nobody'}"
     if not overall:
@@ -200,7 +200,7 @@ def prefix_cache(first: Rows, overall: Rows) -> str:
         parts.append(f"{fresh['hit']} of {fresh['requests']} without")
     said = ", ".join(parts)
     if fresh is None:
-        said = f"cannot be told: every request began with a cached prefix; {said}"
+        said = f"cannot be known: every request began with a cached prefix; {said}"
     elif cached["hit"] and not fresh["hit"]:
         said = f"yes: {said}"
     elif not cached["hit"] and not fresh["hit"]:
@@ -236,7 +236,7 @@ def page_modulo(_: Rows, overall: Rows) -> str:
     if len(bad) == 1:
         row = bad[0]
         if hits == 1:
-            return f"cannot be told of one request; its remainder is {row['remainder']} of {row['page_size']}"
+            return f"cannot be known from one request; its remainder is {row['remainder']} of {row['page_size']}"
         return f"perhaps: all {hits} requests hit have remainder {row['remainder']} of {row['page_size']}"
     return f"no: {hits} requests hit have {len(bad)} remainders of {bad[0]['page_size']}"
 
@@ -247,10 +247,10 @@ def slot_range(_: Rows, overall: Rows) -> str:
         return NO_SLOT
     row = overall[0]
     where = f"slots {row['first_slot']} to {row['last_slot']}" if row["slots"] > 1 else f"slot {row['first_slot']}"
-    whose = "for several requests" if row["several_requests"] else "for one request"
+    requests = "for several requests" if row["several_requests"] else "for one request"
     if row["ranges"] == 1:
-        return f"yes: all of it lies in {where} of group {row['pool_group']}, {whose}"
-    return f"no: {row['ranges']} ranges; most of it in {where} of group {row['pool_group']}, {whose}"
+        return f"yes: all of it lies in {where} of group {row['pool_group']}, {requests}"
+    return f"no: {row['ranges']} ranges; most of it in {where} of group {row['pool_group']}, {requests}"
 
 
 def whose_tokens(_: Rows, overall: Rows) -> str:

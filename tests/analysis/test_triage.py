@@ -56,7 +56,7 @@ def test_a_table_entry_that_points_into_another_request(report):
         answers["prefill_or_decode"].words == "one engine does both; seen in: decode; the slots were written in: mixed"
     )
     assert answers["transfer_sides"].words == "nothing was transferred in this trace"
-    assert answers["page_modulo"].words == "cannot be told of one request; its remainder is 5 of 8"
+    assert answers["page_modulo"].words == "cannot be known from one request; its remainder is 5 of 8"
     assert answers["chunk_boundaries"].overall == [{"first_damaged_position": "inside a prompt", "requests": 1}]
 
 

@@ -229,14 +229,14 @@ def taken_away(cluster: Cluster, sign: Sign, what: str) -> tuple[Fact | None, bo
     And whether the request is known to have held it in its present life. A request that lost a slot while it ran, and
     reads it still for its old position, was not helped by being given it anew.
     """
-    goes_on = sign.kind == "read_of_foreign_slot"
+    continues = sign.kind == "read_of_foreign_slot"
     admitted = cluster.facts.status_before(sign.request_id, sign.event)
     taken, held = None, False
     for fact in cluster.history(sign):
         if fact.what == what:
             taken = fact
         elif fact.what in ("alloc", "shared", "cached") and fact.request_id == sign.request_id:
-            if taken is None or not (goes_on and held):
+            if taken is None or not (continues and held):
                 taken = None
             held = admitted is None or fact.event > admitted.event
     return taken, held

@@ -39,7 +39,7 @@ def kv_write_damaged(cluster: Cluster) -> Diagnosis | None:
 def kv_changed(cluster: Cluster) -> Diagnosis | None:
     """Score a flipped bit, or somebody who writes where it should not: one slot at a time, and no write has those bytes.
 
-    The canary's own three perturbations end here: what was flipped when, nobody can tell from outside.
+    The canary's own three perturbations end here: what was flipped when, nobody can know from outside.
     """
     damaged = cluster.finding("transfer_source_damaged", "transfer_source_changed")
     if damaged is not None and all(s.kind == damaged.kind or s.kind.startswith("transfer_") for s in cluster.head):

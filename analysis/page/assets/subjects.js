@@ -49,7 +49,7 @@ function subjectDetail(item) {
     item.kind && el("p", { class: "kind" }, el("code", {}, item.kind), item.confidence && el("span", { class: `badge ${item.confidence}` }, `${item.confidence} confidence`)),
     item.sentence !== subjectTitle(item) && el("p", {}, `${item.sentence}.`),
     item.detail && el("p", { class: "soft" }, item.detail),
-    item.told && Object.keys(item.told).length > 0 && el("dl", { class: "told" }, Object.entries(item.told).map(([name, text]) => [el("dt", {}, TOLD_WORDS[name] ?? name), el("dd", {}, text)])),
+    item.first_sign && Object.keys(item.first_sign).length > 0 && el("dl", { class: "told" }, Object.entries(item.first_sign).map(([name, text]) => [el("dt", {}, TOLD_WORDS[name] ?? name), el("dd", {}, text)])),
     el(
       "dl",
       { class: "facts" },
