@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import EngineInfo, KvStream, ModelInfo, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import EventView, TraceBatch, TraceGap, TraceReader
@@ -114,3 +116,11 @@ def engine_left_as_it_was() -> Iterator[None]:
 
     with left_as_it_was():
         yield
+
+
+@pytest.fixture
+def process_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test's process outlives the engine that it plays: nothing waits for its end, and no hook of before is missed."""
+    for attachment in (sglang_attachment.SglangAttachment, vllm_attachment.VllmAttachment):
+        monkeypatch.setattr(attachment, "end_with_process", lambda _: None)
+    monkeypatch.setattr(sglang_attachment, "not_applied", list)

@@ -17,10 +17,7 @@ from .subject import logged
 Rename = Callable[[pytest.MonkeyPatch], None]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
-    monkeypatch.setattr(sglang_attachment, "not_applied", list)
+pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
 def without_after_init(owner: Any, name: str) -> Rename:

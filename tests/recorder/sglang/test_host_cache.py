@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import host_cache as sglang_host_cache
 from kvcanary.recorder.engines.sglang import layout as sglang_layout
 from kvcanary.recorder.engines.sglang.host_cache import copy_runs
@@ -53,10 +52,7 @@ class HiCacheController:
         return device_indices
 
 
-@pytest.fixture(autouse=True)
-def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
-    monkeypatch.setattr(sglang_attachment, "not_applied", list)
+pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
 def served(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from kvcanary.recorder.engines.common.requests import request_id_of
-from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import recording as sglang_recording
 from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.engines.sglang.recording import SglangRecording
@@ -19,11 +18,7 @@ from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import ModelRunner, Request, Result, Scheduler, hooked, serve
 
-
-@pytest.fixture(autouse=True)
-def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
-    monkeypatch.setattr(sglang_attachment, "not_applied", list)
+pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
 def record(

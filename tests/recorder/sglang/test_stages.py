@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 
 from .fake_engine import SLOTS, Batch, ModelRunner, Request, Result, Scheduler, TokenToKVPoolAllocator, hooked
 
-
-@pytest.fixture(autouse=True)
-def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
-    monkeypatch.setattr(sglang_attachment, "not_applied", list)
+pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
 class Stage(Scheduler):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
@@ -19,10 +18,7 @@ from .fake_engine import SLOTS, ModelRunner, Request, Scheduler, TokenToKVPoolAl
 PROMPT = [5, 6, 7, 8, 9]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
-    monkeypatch.setattr(sglang_attachment, "not_applied", list)
+pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
 def request(new_tokens: int) -> Request:

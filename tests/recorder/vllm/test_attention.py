@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
@@ -23,9 +22,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_attachment.VllmAttachment, "end_with_process", lambda _: None)
+pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
 def replayed(folder: Path) -> tuple[Any, Any, list[Any]]:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.engines.vllm.step import Step, VllmRequest, VllmRequests, forwards_of, prompt_of
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
@@ -17,10 +16,7 @@ from kvcanary.replayer.run.settings import ReplaySettings
 from .fake_engine import BLOCK, DIM, HEADS, FullAttentionSpec, GPUModelRunner, SlidingWindowSpec, hooked, serve
 from .test_parts import group
 
-
-@pytest.fixture(autouse=True)
-def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_attachment.VllmAttachment, "end_with_process", lambda _: None)
+pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
 def load(runner: GPUModelRunner, scheduler: Any, output: Any) -> None:

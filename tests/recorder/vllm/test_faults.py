@@ -25,10 +25,7 @@ from .fake_engine import (
     serve,
 )
 
-
-@pytest.fixture(autouse=True)
-def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_attachment.VllmAttachment, "end_with_process", lambda _: None)
+pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
 def events(folder: Path) -> tuple[Any, list[Any]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from kvcanary.recorder.engines.common.requests import request_id_of
-from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.engines.vllm.hooks import GPU_WORKER, hook_module
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
@@ -39,9 +38,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _nothing_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_attachment.VllmAttachment, "end_with_process", lambda _: None)
+pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
 def events(folder: Path) -> tuple[Any, list[Any]]:
