@@ -18,7 +18,7 @@ from .screen import one_line, show, show_next
 if TYPE_CHECKING:
     from ..report.summary import Summary
     from ..workers.group_replay import GroupResult
-    from ..workers.jobs import Job, Plan
+    from ..workers.jobs import Job, ReplayPlan
 
 
 class ResultPrinter:
@@ -87,7 +87,7 @@ class ResultPrinter:
             if on_screen:
                 show_next(self._out, summary)
 
-    def end(self, plan: Plan, *, several: bool) -> int:
+    def end(self, plan: ReplayPlan, *, several: bool) -> int:
         """Print what there is to say of all, and return the exit code."""
         if self._as_json:
             found: object = self._summaries if several else self._summaries[0] if self._summaries else {}

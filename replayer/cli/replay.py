@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ..report.summary import Summary
     from ..workers.group_replay import GroupResult, GroupTask
-    from ..workers.jobs import Job, Plan
+    from ..workers.jobs import Job, ReplayPlan
 
 _EPILOG = """\b
 Exit codes, fit for git bisect run and CI:
@@ -256,7 +256,7 @@ replay_command = make_replay_command()
 
 
 def _results(
-    plan: Plan, task: GroupTask, jobs: int | None, devices: tuple[str, ...], err: Console, *, quiet: bool
+    plan: ReplayPlan, task: GroupTask, jobs: int | None, devices: tuple[str, ...], err: Console, *, quiet: bool
 ) -> Iterator[tuple[list[Job], GroupResult]]:
     """Yield what comes of each group, here or in worker processes, with progress on a terminal."""
     from contextlib import nullcontext
@@ -283,7 +283,7 @@ def _results(
 
 
 def _results_shown(
-    plan: Plan, task: GroupTask, err: Console, *, workers: int, devices: tuple[str, ...]
+    plan: ReplayPlan, task: GroupTask, err: Console, *, workers: int, devices: tuple[str, ...]
 ) -> Iterator[tuple[list[Job], GroupResult]]:
     from ..workers.joining import joined_results
     from ..workers.pool import replay_in_workers
@@ -300,7 +300,9 @@ def _results_shown(
         yield result
 
 
-def _results_here(plan: Plan, task: GroupTask, err: Console, *, shown: bool) -> Iterator[tuple[list[Job], GroupResult]]:
+def _results_here(
+    plan: ReplayPlan, task: GroupTask, err: Console, *, shown: bool
+) -> Iterator[tuple[list[Job], GroupResult]]:
     from ...kernels.replay_pass.state import prepare
     from ..workers.group_replay import replay_group
 

@@ -7,8 +7,8 @@ from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from ..checks import CHECK_NAMES, Covered, covered_by, make_checks
 from ..report.report import ReportSinks
+from ..report.results import ResultCollector
 from ..report.summary import Summary
-from ..report.takings import Takings
 from ..run.health import Health
 from ..run.settings import ReplaySettings
 from .incremental.executor import IntervalExecutor
@@ -24,7 +24,7 @@ def make_executor(
     *,
     kv_hash_mode: KvHashMode,
     request_table: RequestTable,
-    takings: Takings,
+    results: ResultCollector,
 ) -> StepwiseExecutor:
     """Return the executor that the settings name, or the one that the definition is, where a check asks for that.
 
@@ -45,8 +45,8 @@ def make_executor(
             kv_hash_mode=kv_hash_mode,
             backend=settings.backend,
             request_table=request_table,
-            on_violations=takings.violations,
-            on_findings=takings.findings,
+            on_violations=results.violations,
+            on_findings=results.findings,
             checks=checks,
             device=settings.device,
             at_once=settings.merges_rows or settings.fail_fast or settings.max_violations is not None,
@@ -57,8 +57,8 @@ def make_executor(
         kv_hash_mode=kv_hash_mode,
         backend=settings.backend,
         request_table=request_table,
-        on_violations=takings.violations,
-        on_findings=takings.findings,
+        on_violations=results.violations,
+        on_findings=results.findings,
         checks=checks,
     )
 

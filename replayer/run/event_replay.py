@@ -20,8 +20,8 @@ from ...recorder.trace.reader import EventView, TraceBatch, TraceGap
 from ...recorder.trace.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_GOES_ON, SLOTS_LISTED
 from ..executors.executors import make_executor, make_lane
 from ..report.report import ReportSinks
+from ..report.results import ResultCollector
 from ..report.summary import MAX_LISTED, Summary
-from ..report.takings import Takings
 from .coverage import count_forwards
 from .health import Health
 from .schedule import Schedule
@@ -53,9 +53,9 @@ class EventReplay:
         self._settings = settings
         self._request_table = RequestTable()
         self._request_ids: set[int] = set()
-        self._takings = Takings(summary, sinks, self._request_table, all_rows=settings.all_rows)
+        self._results = ResultCollector(summary, sinks, self._request_table, all_rows=settings.all_rows)
         self._executor = make_executor(
-            header, settings, kv_hash_mode=kv_hash_mode, request_table=self._request_table, takings=self._takings
+            header, settings, kv_hash_mode=kv_hash_mode, request_table=self._request_table, results=self._results
         )
         summary.settings["executor_ran"] = self._executor.name
         self._transfers = self._executor.transfers = Transfers(
@@ -109,7 +109,7 @@ class EventReplay:
             self._trailing += bool(item.ends) or item.kind == "torn"
             self._summary.being_recorded |= item.ends == LIVE
             self._note(self._summary.gaps, item.cause)
-            self._takings.part()
+            self._results.part()
             if item.missing_events != 0:  # a damaged end mark, or a batch given twice, takes no event away
                 self._forget()
                 self._wants_keyframe, self._at_first = True, False
@@ -130,7 +130,7 @@ class EventReplay:
         if reached > at:
             self._goes_on = self._at_first = False
             self._trailing = 0
-            self._takings.divergence(self._executor.divergence)
+            self._results.divergence(self._executor.divergence)
         return reached
 
     def _through_requests(self, batch: TraceBatch, at: int) -> int:
@@ -174,8 +174,8 @@ class EventReplay:
             # What was lost before the first segment given was lost all the same.
             lost = summary.num_gaps or summary.num_losses or (history is not None and history.had_gap)
             if not lost:
-                self._takings.findings(self._health.finish(executor.launcher.kernel_counters))
-        self._takings.flush(executor.divergence)
+                self._results.findings(self._health.finish(executor.launcher.kernel_counters))
+        self._results.flush(executor.divergence)
         summary.requests = len(self._request_ids)
         summary.slot_counters = _by_tag(executor.launcher.slot_counters)
         summary.kernel_counters = _by_tag(executor.launcher.kernel_counters)
@@ -216,7 +216,7 @@ class EventReplay:
                 "before it is taken for unknown",
             )
             self._wants_keyframe |= kind == "keyframe"  # the next one may be better
-            self._takings.part()
+            self._results.part()
             self._forget()
         self._stop_if_asked(before, view)
 
@@ -236,7 +236,7 @@ class EventReplay:
     def _between_forwards(self, view: EventView) -> None:
         kind = view.kind
         if kind == "sweep":
-            self._takings.begin(read_sweep(view, self._summary.header))
+            self._results.begin(read_sweep(view, self._summary.header))
         self._executor.apply_event(view)
         if kind in self._on:
             self._on[kind](view)
@@ -249,9 +249,9 @@ class EventReplay:
     def _forward(self, view: EventView) -> None:
         summary = self._summary
         forward = read_forward(view, summary.header)
-        self._takings.begin(forward)
+        self._results.begin(forward)
         self._executor.apply_forward(forward, view)
-        self._takings.done()
+        self._results.done()
         summary.forwards += 1
         summary.last_forward = forward.forward
         summary.forwards_by_mode[forward.mode] = summary.forwards_by_mode.get(forward.mode, 0) + 1
@@ -259,13 +259,13 @@ class EventReplay:
         count_forwards(summary.figures, view.batch, np.array([view.index]), summary.header)
         summary.tokens += forward.num_tokens
         self._request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
-        self._takings.findings(self._health.forward(forward))
+        self._results.findings(self._health.forward(forward))
         if self._schedule is not None:
-            self._takings.findings(self._schedule.forward(forward, self._request_table))
-        self._takings.divergence(self._executor.divergence)
+            self._results.findings(self._schedule.forward(forward, self._request_table))
+        self._results.divergence(self._executor.divergence)
 
     def _sweep(self, view: EventView) -> None:
-        self._takings.done()
+        self._results.done()
         self._health.sweep(int(view.scalar("runner")))
 
     def _stop_if_asked(self, before: int, view: EventView) -> None:

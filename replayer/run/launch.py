@@ -11,7 +11,7 @@ from ...kernels.ops.violation_log import ViolationLog
 from ...kernels.ops.write.reference import write
 from ...recorder.state.forward import Forward
 from ...recorder.state.pools import Endpoint, GroupPool, launch_tag
-from ..report.merged.launch_order import first_places
+from ..report.merged.turns import first_places
 from ..report.violations import LaunchViolations
 from .sweep import Sweep
 

@@ -44,7 +44,7 @@ class Job:
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class ReplayPlan:
     """`groups` are replayed one after another, the jobs of a group together; `ranks` names the engines compared."""
 
     groups: list[list[Job]]
@@ -56,7 +56,7 @@ def group_bytes(group: Sequence[Job]) -> int:
     return sum(file_size(path) for job in group for path in (job.stretch or job.recording).paths)
 
 
-def plan_jobs(jobs: Sequence[Job]) -> Plan:
+def plan_jobs(jobs: Sequence[Job]) -> ReplayPlan:
     """Return what is replayed together and in which order, with the ranks of each engine set to be compared."""
     recordings = [job.recording for job in jobs]
     engines = ranks_together(recordings)
@@ -75,7 +75,7 @@ def plan_jobs(jobs: Sequence[Job]) -> Plan:
     leads = {group[0] for group in engines}
     # The rank that others are compared with goes first.
     groups.sort(key=lambda group: not any(index in leads for index in group))
-    return Plan(
+    return ReplayPlan(
         groups=[[jobs[index] for index in group] for group in groups],
         ranks=[[jobs[index] for index in group] for group in engines],
     )

@@ -18,7 +18,7 @@ from ...recorder.process.endings import ENDINGS
 from ..executors.incremental.lane import LARGE_BYTES, compile_lane
 from ..run.settings import Progress
 from .group_replay import GroupResult, GroupTask
-from .jobs import Job, Plan, group_bytes
+from .jobs import Job, ReplayPlan, group_bytes
 from .server import start_server, start_worker
 from .sharing import usable_cores
 from .stretch_replay import drop_parts
@@ -28,7 +28,7 @@ _NOTHING: Final = Progress(bytes_read=0, bytes_total=0, forwards=0, tokens=0, vi
 
 
 def replay_in_workers(
-    plan: Plan,
+    plan: ReplayPlan,
     task: GroupTask,
     on_progress: Callable[[Progress], None],
     *,
@@ -91,7 +91,7 @@ def _endings_ignored() -> Iterator[None]:
 
 
 class _Pool:
-    def __init__(self, plan: Plan, task: GroupTask, *, jobs: int, devices: Sequence[str]) -> None:
+    def __init__(self, plan: ReplayPlan, task: GroupTask, *, jobs: int, devices: Sequence[str]) -> None:
         self._plan = plan
         self._task = task
         self._jobs = min(jobs, len(plan.groups))
@@ -258,7 +258,7 @@ class _Pool:
         return Progress(**{name: sum(getattr(progress, name) for progress in self._progress) for name in names})
 
 
-def _compared_with(plan: Plan, number: int) -> set[int]:
+def _compared_with(plan: ReplayPlan, number: int) -> set[int]:
     """Return the numbers of the groups that must be done before a group: those of the ranks that it is compared with."""
     schedules = [[job.schedule for job in group if job.schedule is not None] for group in plan.groups]
     others = {id(schedule.other) for schedule in schedules[number] if schedule.other is not None}

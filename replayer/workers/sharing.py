@@ -7,7 +7,7 @@ from typing import Final
 
 from ...recorder.state.pools import pool_bytes
 from ..run.settings import ReplaySettings
-from .jobs import Job, Plan, group_bytes
+from .jobs import Job, ReplayPlan, group_bytes
 from .splitting import split_plan
 
 # To load the libraries once more, in the server of the workers, takes about as long as some 200 MB of a trace.
@@ -17,7 +17,7 @@ WORTH_SPLITTING_CORES: Final = 4
 _SHARE_OF_MEMORY: Final = 0.5
 
 
-def shared_out(plan: Plan, settings: ReplaySettings, *, jobs: int | None) -> tuple[Plan, int]:
+def shared_out(plan: ReplayPlan, settings: ReplaySettings, *, jobs: int | None) -> tuple[ReplayPlan, int]:
     """Return a plan for workers, recordings in segments split where there are more workers than recordings, and how many.
 
     Args:
@@ -40,7 +40,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def default_jobs(plan: Plan) -> int:
+def default_jobs(plan: ReplayPlan) -> int:
     """Return how many workers pay for a plan's groups, and fit into memory; 1 for none at all."""
     sizes = sorted((group_bytes(group) for group in plan.groups), reverse=True)
     jobs = min(usable_cores(), len(sizes), sum(sizes) // WORTH_A_WORKER_BYTES)

@@ -14,10 +14,10 @@ from ...recorder.errors import TraceError
 from ...recorder.trace.reader import TraceReader
 from ..run.segment_stream import described, file_size
 from ..run.settings import ReplaySettings
-from .jobs import Job, Plan, Stretch, group_bytes
+from .jobs import Job, ReplayPlan, Stretch, group_bytes
 
 
-def split_plan(plan: Plan, settings: ReplaySettings, *, workers: int) -> Plan:
+def split_plan(plan: ReplayPlan, settings: ReplaySettings, *, workers: int) -> ReplayPlan:
     """Return a plan in which recordings in segments are split, so that `workers` have something to do.
 
     The groups of one recording's stretches stand where the recording stood. Recordings that are replayed with others,

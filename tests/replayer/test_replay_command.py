@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 from kvcanary.replayer.cli.replay import replay_command
-from kvcanary.replayer.report import takings
+from kvcanary.replayer.report import results
 from kvcanary.replayer.report.merged.expansion import expand
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
@@ -271,7 +271,7 @@ def test_ctrl_c_while_rows_are_put_together_loses_none(
 ) -> None:
     trace = Path(__file__).parents[2] / "data" / "token_swap.arrow"
     settings = ReplaySettings(executor=executor, merge_rows=executor == "interval")
-    put_together = takings.violation_table
+    put_together = results.violation_table
     calls = []
 
     def struck(*arguments):
@@ -280,8 +280,8 @@ def test_ctrl_c_while_rows_are_put_together_loses_none(
             raise KeyboardInterrupt
         return put_together(*arguments)
 
-    monkeypatch.setattr(takings, "violation_table", struck)
-    monkeypatch.setattr(takings, "PENDING_ROWS", 3)
+    monkeypatch.setattr(results, "violation_table", struck)
+    monkeypatch.setattr(results, "PENDING_ROWS", 3)
     summary = replay(trace, settings=settings, report=tmp_path)
     assert summary.stopped.startswith("interrupted")
     rows = pq.read_table(tmp_path / "violations.parquet")["num_forwards"].to_pylist()

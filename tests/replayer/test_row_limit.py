@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.replayer.report import takings, violations
+from kvcanary.replayer.report import results, violations
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 TRACE = Path(__file__).parents[2] / "data" / "free_too_early.arrow"
@@ -20,9 +20,9 @@ def rows_and_summary(folder: Path, **settings):
 @pytest.mark.parametrize("executor", ["stepwise", "interval"])
 def test_the_first_rows_of_each_slot_are_kept_and_all_are_counted(tmp_path, monkeypatch, executor):
     whole, expected = rows_and_summary(tmp_path / "whole", executor=executor)
-    monkeypatch.setattr(takings, "ROWS_PER_SLOT", 1)
+    monkeypatch.setattr(results, "ROWS_PER_SLOT", 1)
     asked, everything = rows_and_summary(tmp_path / "asked", executor=executor, all_rows=True)
-    monkeypatch.setattr(takings, "PENDING_ROWS", 1)
+    monkeypatch.setattr(results, "PENDING_ROWS", 1)
     kept, summary = rows_and_summary(tmp_path / "kept", executor=executor)
     assert asked.equals(whole)
     assert everything.violations_left_out == expected.violations_left_out == 0
@@ -40,7 +40,7 @@ def test_the_first_rows_of_each_slot_are_kept_and_all_are_counted(tmp_path, monk
 
 
 def test_a_report_has_a_bound_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(takings, "PENDING_ROWS", 1)
+    monkeypatch.setattr(results, "PENDING_ROWS", 1)
     monkeypatch.setattr(violations.RowLimit.__init__, "__kwdefaults__", {"total": 3})
     kept, summary = rows_and_summary(tmp_path / "kept", executor="stepwise")
     assert summary.violations == summary.violations_left_out + kept.num_rows

@@ -20,7 +20,7 @@ from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.settings import Progress, ReplaySettings
 from kvcanary.replayer.workers import sharing
 from kvcanary.replayer.workers.group_replay import GroupResult, GroupTask, replay_group
-from kvcanary.replayer.workers.jobs import Job, Plan, plan_jobs
+from kvcanary.replayer.workers.jobs import Job, ReplayPlan, plan_jobs
 from kvcanary.replayer.workers.joining import joined_results
 from kvcanary.replayer.workers.pool import replay_in_workers
 from kvcanary.replayer.workers.splitting import split_plan
@@ -50,12 +50,12 @@ def record(config: str, fault: str | None, folder: Path, *, seed: int = 0, most:
     return segments
 
 
-def plan_of(paths: list[Path], report: Path | None) -> Plan:
+def plan_of(paths: list[Path], report: Path | None) -> ReplayPlan:
     (recording,), _ = group_recordings(paths)
     return plan_jobs([Job(recording=recording, report=report)])
 
 
-def replayed(plan: Plan, settings: ReplaySettings) -> GroupResult:
+def replayed(plan: ReplayPlan, settings: ReplaySettings) -> GroupResult:
     task = GroupTask(settings=settings, explicit=True, all_there=True)
     results = ((group, replay_group(group, task)) for group in plan.groups)
     ((_, result),) = joined_results(results, task)

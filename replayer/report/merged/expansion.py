@@ -19,7 +19,7 @@ from ....recorder.errors import TraceError
 from ....recorder.trace.reader import TraceBatch
 from ...run.segment_stream import SegmentStream
 from ..violations import PARQUET_ERRORS, VIOLATION_SCHEMA
-from .launch_order import SWEEP_TAGS, are_writes, first_places, launch_ranks
+from .turns import SWEEP_TAGS, are_writes, first_places, launch_ranks
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

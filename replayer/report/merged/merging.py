@@ -4,32 +4,32 @@ What is wrong stays wrong, and each forward that reads it finds it anew. `Mergin
 a stepwise replay, takes the same tables, and writes one row with the first forward, the last and their number, in order
 of the first. `expansion.expand` gives back the rows that went in, each in its place; what it could not give back is not
 merged: a row ends where its request ran without it (`turns`), and where the order of a launch's rows would not come
-out right (`launch_order`).
+out right (`turns`).
 """
 
 import dataclasses
 import hashlib
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ....kernels.arrays import BoolArray, Int64Array
 from ....recorder.files import new_private_file
 from ....recorder.state.forward import Forward
 from ....recorder.trace.header import TraceHeader
 from ...run.sweep import Sweep
 from ..violations import VIOLATION_SCHEMA, LaunchViolations, TableSink
-from .launch_order import SWEEP_TAGS, are_writes, first_places, out_of_order
-from .spans import Spans
-from .turns import Turns
+from .turns import SWEEP_TAGS, Turns, are_writes, first_places, out_of_order
 
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
+UInt64Array = npt.NDArray[np.uint64]
 
 # Rows that may go on are held at 200 bytes each; past these the ones seen longest ago begin anew when they come again.
 MAX_OPEN: Final = 500_000
@@ -50,7 +50,7 @@ class _Open:
     """Rows that may go on, `[m]` each: what they are, their number in the file, when last, how often."""
 
     keys: Int64Array
-    hashes: npt.NDArray[np.uint64]
+    hashes: UInt64Array
     turns: Int64Array
     numbers: Int64Array
     counts: Int64Array
@@ -88,7 +88,7 @@ class MergingSink:
         self._path = path
         self._partial = path.with_name(f"{path.name}.partial")
         path.unlink(missing_ok=True)
-        self._spans = Spans(path.parent)
+        self._spans = _Spans(path.parent)
         try:
             self._sink = TableSink(self._partial, VIOLATION_SCHEMA)
         except BaseException:
@@ -217,6 +217,51 @@ class MergingSink:
         return joined.take(np.flatnonzero(alive)[-self._max_open :])
 
 
+class _Spans:
+    """Last forward and number of forwards of merged rows, by their number in the file; in a nameless file of `folder`."""
+
+    _GROW: Final = 1 << 20
+
+    def __init__(self, folder: Path) -> None:
+        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # `close` gives it back
+        self._values: Int64Array = np.zeros((0, 2), np.int64)
+        self.any = False
+
+    def note(self, numbers: Int64Array, last_forwards: Int64Array, counts: Int64Array) -> None:
+        """Note rows that stand for several forwards."""
+        if not len(numbers):
+            return
+        self.any = True
+        size = len(self._values)
+        wanted = int(numbers.max()) + 1
+        if wanted > size:
+            size = max(wanted, min(2 * size, size + self._GROW), 1024)
+            # Written, not only made longer: a full disk is an error here, and would be the process's end in a map.
+            self._file.seek(0, os.SEEK_END)
+            self._file.write(bytes(16 * (size - len(self._values))))
+            self._file.flush()
+            self._values = np.memmap(self._file, np.int64, "r+", shape=(size, 2))
+        self._values[numbers, 0] = last_forwards
+        self._values[numbers, 1] = counts
+
+    def applied(self, table: pa.Table, first: int) -> pa.Table:
+        """Return rows of the file from number `first` on with what is noted of them."""
+        part = np.zeros((table.num_rows, 2), np.int64)
+        known = self._values[first : first + table.num_rows]
+        part[: len(known)] = known
+        merged = part[:, 1] > 0
+        for name, column in (("last_forward", 0), ("num_forwards", 1)):
+            at = table.schema.get_field_index(name)
+            values = np.where(merged, part[:, column], table[name].to_numpy())
+            table = table.set_column(at, table.schema.field(at), pa.array(values))
+        return table
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._values = np.zeros((0, 2), np.int64)
+        self._file.close()
+
+
 class _Rows:
     """A table's rows as arrays, `[n]` each; `keys` `[n, k] int64` are what merged rows have in common."""
 
@@ -238,7 +283,7 @@ class _Rows:
     def __len__(self) -> int:
         return len(self.turns)
 
-    def _hashes(self) -> npt.NDArray[np.uint64]:
+    def _hashes(self) -> UInt64Array:
         """A hash of each key, and of how many equal ones came before it in the same launch."""
         hashes = np.zeros(len(self), np.uint64)
         for column in self.keys.T:
@@ -337,7 +382,7 @@ def _code(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mixed(values: UInt64Array) -> UInt64Array:
     """A cheap mix of bits, good enough to bring equal keys together; they are compared in full."""
     values = (values ^ (values >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
     return values ^ (values >> np.uint64(32))

@@ -16,7 +16,7 @@ from .violations import ROWS_PER_SLOT, LaunchViolations, RowLimit, violation_tab
 PENDING_ROWS: Final = 16_384
 
 
-class Takings:
+class ResultCollector:
     """Takes what launches and checks find in one trace, in their order; nothing is left behind after `flush`.
 
     Where rows that last are merged, whoever steps says which forward or sweep comes (`begin`), when it is over (`done`),
