@@ -74,7 +74,7 @@ def _reach(ends: Any, starts: Any | None) -> tuple[Int64Array, Int64Array]:
     return first, np.maximum(last - first, 0)
 
 
-def take_attention(forward: CopiedForward, told: AttentionInput, header: TraceHeader) -> None:
+def add_attention(forward: CopiedForward, told: AttentionInput, header: TraceHeader) -> None:
     """Add to the forward's event what attention got.
 
     Raises:

@@ -1,186 +1,291 @@
-"""The events that tell what an engine did between forwards: slots that changed hands, copies, sweeps, transfers.
+"""What an engine does beside its forwards: requests, slots that change hands, copies, sweeps, transfers, notes."""
 
-Each function checks what it was told and returns the event; `Recorder` sends it off.
-"""
-
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
 
-from ..trace.event import NO_LISTS, TraceEvent
-from ..trace.schema import ALLOC_STATUSES, PHASE_AFTER, REQUEST_STATUSES, TRANSFER_DIRECTIONS, TRANSFER_STATUSES
-from .host_arrays import Int64Array, ordered_runs, own_int64
-from .kv_shadow import GroupKvShadow
+from ..text import json_text
+from ..trace.event import TraceEvent
+from ..trace.schema import (
+    ALLOC_STATUSES,
+    REQUEST_STATUSES,
+    SEND,
+    TIER_POOL,
+    TRANSFER_DIRECTIONS,
+    TRANSFER_STATUSES,
+)
+from .host_arrays import Int64Array, ordered_runs, own_int64, runs_to_slots
+from .recording import Recording, guarded
+
+MAX_NAME: Final = 1024  # characters of a request's name: whoever sends a request may choose it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepEntries:
-    """What a walk of the prefix cache found, `[n] int64` each; slots in their group's own numbering."""
+class EventRecording(Recording):
+    """A recording of events between forwards; `Recorder` adds the forwards."""
 
-    groups: Int64Array
-    slots: Int64Array
-    positions: Int64Array
-    prev_slots: Int64Array
-    locked: Int64Array
+    @guarded
+    def request(
+        self,
+        *,
+        request_id: int,
+        name: str = "",
+        prompt_len: int = -1,
+        room: int = -1,
+        labels: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Say that a request became known: its 64-bit id, the engine's name for it, its prompt's length in tokens."""
+        name = str(name) if self._privacy is None else self._privacy.hash_name(str(name))
+        self._record(
+            "request",
+            request_id=int(request_id),
+            name=name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…",
+            prompt_len=int(prompt_len),
+            room=int(room),
+            labels=_json(labels),
+        )
+
+    @guarded
+    def request_status(self, *, request_id: int, status: str, row: int = -1, note: str = "") -> None:
+        """Say that a request got its row ("admitted") or gave it back ("retracted", "finished", "aborted").
+
+        To be called after the frees that belong to it: what a request still owns then has leaked.
+        """
+        _one_of("status", status, REQUEST_STATUSES)
+        self._record("status", ints=_row_column(row), request_id=int(request_id), status=status, note=note)
+
+    @guarded
+    def slots(
+        self,
+        kind: str,
+        *,
+        group: Any,
+        slots: Any = None,
+        runs: tuple[Any, Any] | None = None,
+        request_id: int = -1,
+        row: int = -1,
+        status: str = "",
+        note: str = "",
+    ) -> None:
+        """Say that slots were given to a request ("alloc"), given back ("free") or dropped by a cache ("evict").
+
+        Args:
+            kind: "alloc", "free" or "evict".
+            group: index into the header's groups; of `runs`, one for all or `[n]`.
+            slots: `[n]` slots in any order; or
+            runs: `(starts, counts)`, `[n]` each.
+            request_id: their request; -1 for none.
+            row: the request's row, -1 for none.
+            status: of an alloc: "" fresh from the pool, "shared" if the request joined slots that somebody holds,
+                "cached" if it handed its slots to the prefix cache.
+            note: why.
+        """
+        _one_of("kind", kind, ("alloc", "free", "evict"))
+        _one_of(f"status of {kind}", status, ALLOC_STATUSES if kind == "alloc" else ("",))
+        starts, counts = map(own_int64, runs) if runs is not None else ordered_runs(np.sort(own_int64(slots)))
+        groups = np.full(starts.size, group, np.int64)
+        ints = {
+            "slot_group": groups,
+            "slot_start": self._numbers.runs(groups, starts),
+            "slot_count": counts,
+            **_row_column(row),
+        }
+        self._record(kind, ints=ints, request_id=int(request_id), status=status, note=note)
+
+    @guarded
+    def sampled(self, *, forward: int, sampled_tokens: Any, sampled_lens: Any) -> None:
+        """Say what an earlier forward sampled, where its `after_forward` could not know it yet (overlap scheduling).
+
+        Args:
+            forward: the forward's number, which `next_forward` gave before it.
+            sampled_tokens: `[sum(sampled_lens)]`, request by request.
+            sampled_lens: `[bs]` of that forward.
+        """
+        lens, tokens = own_int64(sampled_lens), self._hash_tokens(own_int64(sampled_tokens))
+        if tokens.size != int(np.maximum(lens, 0).sum()):
+            raise ValueError(f"sampled_lens ask for {int(np.maximum(lens, 0).sum())} tokens, {tokens.size} came")
+        self._record("sample", ints={"sampled_lens": lens, "sampled_tokens": tokens}, forward=int(forward))
+
+    @guarded
+    def kv_copy(
+        self,
+        *,
+        group: int,
+        src: Any,
+        dst: Any,
+        count: Any,
+        src_tier: int = TIER_POOL,
+        dst_tier: int = TIER_POOL,
+        request_id: int = -1,
+        note: str = "",
+    ) -> None:
+        """Say that whole slots were copied outside a forward; run i copies `count[i]` slots from `src[i]` to `dst[i]`.
+
+        Args:
+            group: index into the header's groups.
+            src: `[n]` first slot of each run; everything is read before anything is written.
+            dst: `[n]`.
+            count: `[n]`.
+            src_tier: `TIER_POOL` or `TIER_HOST`.
+            dst_tier: the same.
+            request_id: the slots' request, -1 for none.
+            note: why: fork, offload, load-back, compaction.
+        """
+        src, dst, count = own_int64(src), own_int64(dst), own_int64(count)
+        if not src.size == dst.size == count.size:
+            raise ValueError(f"src, dst, count have lengths {src.size}, {dst.size}, {count.size}, expected equal ones")
+        same = np.ones(src.size, np.int64)
+        src = self._numbers.runs(same * group, src) if src_tier == TIER_POOL else src
+        dst = self._numbers.runs(same * group, dst) if dst_tier == TIER_POOL else dst
+        ints = {
+            "copy_group": same * group,
+            "copy_src_tier": same * src_tier,
+            "copy_src": src,
+            "copy_dst_tier": same * dst_tier,
+            "copy_dst": dst,
+            "copy_count": count,
+        }
+        kv = self._kv[group]
+        read, written = runs_to_slots(src, count), runs_to_slots(dst, count)
+        if self._record("kv_copy", ints=ints, request_id=int(request_id), note=note):
+            kv.store_copy(src_tier=src_tier, src=read, dst_tier=dst_tier, dst=written)
+        else:
+            kv.lose(written, tier=dst_tier)
+
+    @guarded
+    def sweep(self, *, groups: Any, slots: Any, positions: Any, prev_slots: Any, locked: Any, runner: int = 0) -> None:
+        """Say what the prefix cache holds; the bytes of those slots are compared with those that were written.
+
+        Args:
+            groups: `[n]` index into the header's groups, or one for all; groups of `runner` only.
+            slots: `[n]` in the group's own numbering; 0 where a sliding-window half is gone.
+            positions: `[n]`.
+            prev_slots: `[n]` slot of the position before, -1 at position 0.
+            locked: `[n]` whether a running request stands on it.
+            runner: index into the header's runners.
+        """
+        own, of_group = own_int64(slots), own_int64(groups)
+        ints = {
+            "sweep_group": np.full(own.size, of_group[0]) if of_group.size == 1 else of_group,
+            "sweep_slot": own,
+            "sweep_position": own_int64(positions),
+            "sweep_prev": own_int64(prev_slots),
+            "sweep_locked": own_int64(locked),
+        }
+        for column, name in zip(ints, ("groups", "slots", "positions", "prev_slots", "locked"), strict=True):
+            if ints[column].size != own.size:
+                raise ValueError(f"{name} has length {ints[column].size}, expected {own.size}, one for each slot")
+        of_group = ints["sweep_group"]
+        for column in ("sweep_slot", "sweep_prev"):
+            ints[column] = self._numbers.of_groups(of_group, ints[column])
+        event = TraceEvent(
+            kind="sweep",
+            time_ns=self._now(),
+            scalars={"forward": self._forwards - 1, "runner": int(runner)},
+            ints={name: values for name, values in ints.items() if values.size},
+        )
+        slots = ints["sweep_slot"]
+        self._put_watched(event, runner, [(int(g), slots[of_group == g]) for g in np.unique(of_group)])
+
+    @guarded
+    def transfer(
+        self,
+        status: str,
+        *,
+        direction: str,
+        room: int,
+        group: int,
+        slots: Any,
+        start_position: int = 0,
+        request_id: int = -1,
+        row: int = -1,
+        peer: str = "",
+        num_bytes: int = 0,
+        note: str = "",
+    ) -> None:
+        """Say that slots are being sent to another engine or received from one; the two sides meet by `room`.
+
+        A sender's bytes are compared with those that were written; a receiver's are recorded when they have arrived.
+
+        Args:
+            status: "start", "end" or "failed".
+            direction: "send" or "receive".
+            room: what both sides call the transfer.
+            group: index into the header's groups.
+            slots: `[n]` in order of position, in the group's own numbering.
+            start_position: position of the first slot.
+            request_id: their request.
+            row: the request's row, -1 for none.
+            peer: the other side's name.
+            num_bytes: bytes moved so far.
+            note: why it failed.
+        """
+        own, kv = self._numbers.of_group(group, own_int64(slots)), self._kv[group]
+        _one_of("status", status, TRANSFER_STATUSES)
+        _one_of("direction", direction, TRANSFER_DIRECTIONS)
+        starts, counts = ordered_runs(own)
+        event = TraceEvent(
+            kind="transfer",
+            time_ns=self._now(),
+            scalars={
+                "status": status,
+                "mode": direction,
+                "forward": self._forwards - 1,
+                "runner": kv.group.runner,
+                "room": int(room),
+                "request_id": int(request_id),
+                "peer": peer,
+                "num_bytes": int(num_bytes),
+                "note": note,
+            },
+            ints={
+                "slot_group": np.full(starts.size, group, np.int64),
+                "slot_start": starts,
+                "slot_count": counts,
+                "prefix_lens": np.array([start_position], np.int64),
+                **_row_column(row),
+            },
+        )
+        if direction == SEND:
+            self._put_watched(event, kv.group.runner, [(group, own)])
+            return
+        received = [kv.gather(stream, own) for stream in range(len(kv.sources))] if status == "end" else []
+        if received:
+            event.bytes["kv_bytes"] = np.concatenate([rows.reshape(-1) for rows in received])
+        if not self._put(event):
+            kv.lose(own)
+        elif status == "end":
+            kv.store_written(own, received)
+
+    @guarded
+    def mark(self, note: str, labels: Mapping[str, Any] | None = None) -> None:
+        """Leave a note in the trace, with labels as JSON; an injected fault's ground truth, for one."""
+        self._record("mark", note=note, labels=_json(labels))
+
+    @guarded
+    def freeze(self, note: str = "") -> None:
+        """Keep all that a flight recorder still has, and leave a mark that says why; the recording goes on.
+
+        Done by the writer's thread: what happens after this call may be in it too. See docs/guide/segments.md.
+        """
+        self._outbox.freeze(note)
+
+    @guarded
+    def lost(self, note: str) -> None:
+        """Say that something is missing here, nobody knows what; nothing before it is compared with what follows."""
+        self.start_over(note)
 
 
-def slots_event(
-    kind: str,
-    *,
-    time_ns: int,
-    group: Any,
-    slots: Any,
-    runs: tuple[Any, Any] | None,
-    request_id: int,
-    row: int,
-    status: str,
-    note: str,
-) -> TraceEvent:
-    """Return the event of slots that were allocated, freed or evicted; raise `ValueError` for another kind or status."""
-    _one_of("kind", kind, ("alloc", "free", "evict"))
-    _one_of(f"status of {kind}", status, ALLOC_STATUSES if kind == "alloc" else ("",))
-    starts, counts = (own_int64(part) for part in runs) if runs is not None else ordered_runs(np.sort(own_int64(slots)))
-    ints = {"slot_group": np.full(starts.size, group, np.int64), "slot_start": starts, "slot_count": counts}
-    if row >= 0:
-        ints["req_pool_indices"] = np.array([row], np.int64)
-    scalars: dict[str, int | str] = {"request_id": int(request_id), "status": status, "note": note}
-    return TraceEvent(kind=kind, time_ns=time_ns, scalars=scalars, ints=ints)
-
-
-def status_event(*, time_ns: int, request_id: int, status: str, row: int, note: str) -> TraceEvent:
-    """Return the event of a request that got its row or gave it back; raise `ValueError` for another status."""
-    _one_of("status", status, REQUEST_STATUSES)
-    ints = {"req_pool_indices": np.array([row], np.int64)} if row >= 0 else NO_LISTS
-    scalars: dict[str, int | str] = {"request_id": int(request_id), "status": status, "note": note}
-    return TraceEvent(kind="status", time_ns=time_ns, scalars=scalars, ints=ints, bytes=NO_LISTS)
-
-
-def sample_event(*, time_ns: int, forward: int, sampled_tokens: Any, sampled_lens: Any) -> TraceEvent:
-    """Return the event of tokens that an earlier forward sampled; raise `ValueError` where lengths do not fit."""
-    lens, tokens = own_int64(sampled_lens), own_int64(sampled_tokens)
-    if tokens.size != int(np.maximum(lens, 0).sum()):
-        raise ValueError(f"sampled_lens ask for {int(np.maximum(lens, 0).sum())} tokens, {tokens.size} came")
-    ints = {"sampled_lens": lens, "sampled_tokens": tokens}
-    return TraceEvent(kind="sample", time_ns=time_ns, scalars={"forward": int(forward)}, ints=ints)
-
-
-def sweep_entries(groups: Any, slots: Any, positions: Any, prev_slots: Any, locked: Any) -> SweepEntries:
-    """Copy what a walk found; raise `ValueError` where lengths differ."""
-    own = own_int64(slots)
-    of_group = own_int64(groups)
-    entries = SweepEntries(
-        groups=np.full(own.size, of_group[0]) if of_group.size == 1 else of_group,
-        slots=own,
-        positions=own_int64(positions),
-        prev_slots=own_int64(prev_slots),
-        locked=own_int64(locked),
-    )
-    for name in ("groups", "positions", "prev_slots", "locked"):
-        if getattr(entries, name).size != own.size:
-            raise ValueError(f"{name} has length {getattr(entries, name).size}, expected {own.size}, one for each slot")
-    return entries
-
-
-def sweep_event(entries: SweepEntries, *, time_ns: int, forward: int, runner: int) -> TraceEvent:
-    """Return the event of a walk of the prefix cache after `forward`."""
-    ints = {
-        "sweep_group": entries.groups,
-        "sweep_slot": entries.slots,
-        "sweep_position": entries.positions,
-        "sweep_prev": entries.prev_slots,
-        "sweep_locked": entries.locked,
-    }
-    return TraceEvent(
-        kind="sweep",
-        time_ns=time_ns,
-        scalars={"forward": int(forward), "runner": int(runner)},
-        ints={name: values for name, values in ints.items() if values.size},
-    )
-
-
-def transfer_event(
-    status: str,
-    *,
-    time_ns: int,
-    forward: int,
-    runner: int,
-    direction: str,
-    room: int,
-    group: int,
-    slots: Int64Array,
-    start_position: int,
-    request_id: int,
-    row: int,
-    peer: str,
-    num_bytes: int,
-    note: str,
-) -> TraceEvent:
-    """Return the event of a transfer between two engines after `forward`.
-
-    Raises:
-        ValueError: there is no such status or direction.
-    """
-    _one_of("status", status, TRANSFER_STATUSES)
-    _one_of("direction", direction, TRANSFER_DIRECTIONS)
-    starts, counts = ordered_runs(slots)
-    ints = {
-        "slot_group": np.full(starts.size, group, np.int64),
-        "slot_start": starts,
-        "slot_count": counts,
-        "prefix_lens": np.array([start_position], np.int64),
-    }
-    if row >= 0:
-        ints["req_pool_indices"] = np.array([row], np.int64)
-    scalars: dict[str, int | str] = {
-        "status": status,
-        "mode": direction,
-        "forward": forward,
-        "runner": runner,
-        "room": int(room),
-        "request_id": int(request_id),
-        "peer": peer,
-        "num_bytes": int(num_bytes),
-        "note": note,
-    }
-    return TraceEvent(kind="transfer", time_ns=time_ns, scalars=scalars, ints=ints)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeenChange:
-    """Bytes of a group's stream that are not those written: `slots` `[n]`, `content` `[n, capture_bytes]`."""
-
-    group: int
-    stream: int
-    slots: Int64Array
-    content: Any
-
-
-def seen_changes(groups: list[GroupKvShadow], group: int, slots: Int64Array) -> list[SeenChange]:
-    """Compare slots of a group, between forwards, with what a replay knows of their bytes."""
-    inside = slots[(slots > 0) & (slots < groups[group].group.num_slots)]
-    return [
-        SeenChange(group=group, stream=stream, slots=changed, content=content)
-        for stream, changed, content in groups[group].changes(inside, inside[:0])
-    ]
-
-
-def add_changes(event: TraceEvent, changes: list[SeenChange], groups: list[GroupKvShadow], runner: int) -> None:
-    """Put observed changes into an event; streams are numbered as in a forward of `runner`."""
-    if not changes:
-        return
-    base, at = {}, 0
-    for number, kv in enumerate(groups):
-        if kv.group.runner == runner:
-            base[number] = at
-            at += len(kv.sources)
-    stream = [np.full(c.slots.size, base[c.group] + c.stream, np.int64) for c in changes]
-    event.ints["kv_change_stream"] = np.concatenate(stream)
-    event.ints["kv_change_slot"] = np.concatenate([c.slots for c in changes])
-    event.ints["kv_change_phase"] = np.full(event.ints["kv_change_slot"].size, PHASE_AFTER, np.int64)
-    event.bytes["kv_change_bytes"] = np.concatenate([c.content.reshape(-1) for c in changes])
+def _row_column(row: int) -> dict[str, Int64Array]:
+    return {"req_pool_indices": np.array([row], np.int64)} if row >= 0 else {}
 
 
 def _one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{what} is {value!r}, expected {', '.join(repr(name) for name in allowed)}")
+
+
+def _json(labels: Mapping[str, Any] | None) -> str:
+    if not labels:
+        return ""
+    return json_text({str(key): value for key, value in labels.items()}, sort_keys=True, default=str)

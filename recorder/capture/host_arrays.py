@@ -1,4 +1,4 @@
-"""Whatever array an engine hands over, as int64 numpy arrays of our own; and index arithmetic over ragged rows."""
+"""Whatever arrays an engine hands over, brought to the host as numpy arrays; and index arithmetic over ragged rows."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.capture import gather
+from ...kernels.ops.hash.kv_source import KvSource
 
 Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
@@ -144,3 +145,38 @@ def fewer_runs(starts: Int64Array, counts: Int64Array, most: int) -> tuple[Int64
 def runs_to_slots(starts: Int64Array, counts: Int64Array) -> Int64Array:
     """Return the slots of runs, in their order; a negative count is none."""
     return ragged_index(starts, np.maximum(counts, 0))
+
+
+def on_device(source: KvSource) -> bool:
+    """Say whether the source's memory is a torch tensor that numpy cannot look at."""
+    return hasattr(source.tensor, "detach") and source.tensor.device.type != "cpu"
+
+
+def gather_device(source: KvSource, slots: Int64Array, capture_bytes: int) -> ByteArray:
+    """Return the leading bytes of each slot, `[n, capture_bytes] uint8`; zeros for a slot outside the source.
+
+    Works on any torch device, the CPU too (which is how it is tested without another).
+    """
+    import torch
+
+    tensor = source.tensor
+    out = np.zeros((slots.size, capture_bytes), np.uint8)
+    inside = (slots >= 0) & (slots < source.num_slots)
+    wanted = torch.from_numpy(slots[inside]).to(tensor.device)
+    rows = wanted // source.page_size
+    first = (wanted % source.page_size) * source.bytes_per_token
+    columns = first[:, None] + torch.arange(capture_bytes, device=tensor.device)
+    out[inside] = tensor[rows[:, None], columns].cpu().numpy()
+    return out
+
+
+def as_rows(value: Any) -> ByteArray:
+    """Return an array, numpy's or torch's, as `[T, bytes of a token] uint8` on the host."""
+    if hasattr(value, "detach"):
+        import torch
+
+        value = value.detach()
+        value = value.reshape(value.shape[0], int(np.prod(value.shape[1:], dtype=np.int64))).contiguous()
+        return np.asarray(value.view(torch.uint8).cpu().numpy())
+    array = np.ascontiguousarray(value)
+    return array.reshape(array.shape[0], int(np.prod(array.shape[1:], dtype=np.int64))).view(np.uint8)

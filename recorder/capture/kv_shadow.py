@@ -1,4 +1,4 @@
-"""The recorder's picture of the KV bytes that a replay knows, and of the slots that a replay lost sight of.
+"""The KV bytes that a replay knows, slot by slot, and the slots that it lost sight of.
 
 The bytes of a slot are known from the first write that the recorder saw; a later read of other bytes is a change that
 nobody wrote. Slots that dropped events wrote are marked lost, to be named by the next loss event.
@@ -15,10 +15,13 @@ import numpy.typing as npt
 from ...kernels.capture.changes import kv_changes, kv_same, new_slots
 from ...kernels.capture.gather import gather_kv
 from ...kernels.ops.hash.kv_source import KvSource
+from ..trace.event import TraceEvent
 from ..trace.header import KvStream, PoolGroup, TraceHeader
-from ..trace.schema import TIER_POOL
-from .device_kv import gather_device, on_device
-from .host_arrays import ByteArray, Int64Array, mask_to_runs
+from ..trace.schema import PHASE_AFTER, PHASE_BEFORE, TIER_POOL
+from .forward_input import CopiedForward, KvChange
+from .host_arrays import ByteArray, Int64Array, gather_device, mask_to_runs, on_device
+
+_NOTHING = np.empty(0, np.int64)
 
 
 class GroupKvShadow:
@@ -50,7 +53,7 @@ class GroupKvShadow:
         return out
 
     def changes(self, read: Int64Array, written: Int64Array) -> list[tuple[int, Int64Array, ByteArray]]:
-        """Compare the slots of a prefix, each once, with the picture; `written` ones are left out.
+        """Compare the slots of a prefix, each once, with what is known; `written` ones are left out.
 
         Returns:
             `(stream, slots [n] int64, bytes [n, capture_bytes] uint8)` for each stream with a change.
@@ -100,12 +103,12 @@ class GroupKvShadow:
         )
         return out_slots[: size[0]].copy(), out_bytes[: size[0]].copy()
 
-    def take_change(self, stream: int, slots: Int64Array, content: ByteArray) -> None:
-        """Take over the bytes of an accepted event's observed change."""
+    def store_change(self, stream: int, slots: Int64Array, content: ByteArray) -> None:
+        """Store the bytes of an accepted event's observed change."""
         self._tiers[TIER_POOL].content[stream][slots] = content
 
-    def take_written(self, slots: Int64Array, content: list[ByteArray]) -> None:
-        """Take over an accepted forward's written slots, `content[stream]` `[n, capture_bytes]`; the last write wins."""
+    def store_written(self, slots: Int64Array, content: list[ByteArray]) -> None:
+        """Store an accepted forward's written slots, `content[stream]` `[n, capture_bytes]`; the last write wins."""
         pool = self._tiers[TIER_POOL]
         inside = (slots >= 0) & (slots < pool.known.size)
         for stream, rows in enumerate(content):
@@ -119,8 +122,8 @@ class GroupKvShadow:
         known = inside[pool.known[inside] != 0]
         return known, [content[known] for content in pool.content]
 
-    def take_copy(self, *, src_tier: int, src: Int64Array, dst_tier: int, dst: Int64Array) -> None:
-        """Take over an accepted copy of whole slots; everything is read before anything is written."""
+    def store_copy(self, *, src_tier: int, src: Int64Array, dst_tier: int, dst: Int64Array) -> None:
+        """Store an accepted copy of whole slots; everything is read before anything is written."""
         source, target = self._tiers[src_tier], self._tiers[dst_tier]
         inside = (src >= 0) & (src < source.known.size) & (dst >= 0) & (dst < target.known.size)
         src, dst = src[inside], dst[inside]
@@ -208,7 +211,7 @@ def group_shadows(
 
 
 def _check_source(name: str, source: KvSource, group: PoolGroup, stream: KvStream) -> None:
-    """Raise `ValueError` where a source is not made for its group's slots: what is beyond it nobody would watch."""
+    """Raise `ValueError` if a source is not made for its group's slots: what is beyond it nobody would watch."""
     num_slots = group.num_slots - group.slot_shift
     if not num_slots <= source.num_slots < num_slots + source.page_size:
         raise ValueError(
@@ -247,8 +250,82 @@ def _overlap(one: KvSource, other: KvSource) -> bool:
 
 
 def _host_view(source: KvSource) -> KvSource:
-    """Return the source over a numpy view of the same memory, where that memory is the host's."""
+    """Return the source over a numpy view of the same memory, if that memory is the host's."""
     tensor: Any = source.tensor
     if hasattr(tensor, "detach") and tensor.device.type == "cpu":
         return dataclasses.replace(source, tensor=tensor.detach().numpy())
     return source
+
+
+def of_runner(groups: list[GroupKvShadow], runner: int) -> list[tuple[int, GroupKvShadow]]:
+    """Return the runner's groups with their numbers, in header order."""
+    return [(number, kv) for number, kv in enumerate(groups) if kv.group.runner == runner]
+
+
+def watch(forward: CopiedForward, groups: list[GroupKvShadow], phase: int) -> None:
+    """Add to the forward what changed of the bytes that it reads.
+
+    Ring groups are compared before the forward, whose writes may land on what it reads, the others after it.
+    """
+    stream_base = 0
+    for number, kv in of_runner(groups, forward.runner):
+        if kv.group.reads_before_write == (phase == PHASE_BEFORE):
+            # What was just written has just been gathered as well: it cannot differ.
+            written = forward.written[number] if phase == PHASE_AFTER else _NOTHING
+            for stream, slots, content in kv.changes(forward.watched[number], written):
+                change = KvChange(stream=stream_base + stream, phase=phase, slots=slots, content=content)
+                forward.kv_changes.append(change)
+        stream_base += len(kv.sources)
+
+
+def store_forward(forward: CopiedForward, groups: list[GroupKvShadow], gathered: Mapping[int, list[ByteArray]]) -> None:
+    """Store an accepted forward's bytes, in a replay's order: seen before it, written by it, seen after it.
+
+    `gathered[group][stream]` is `[T, capture_bytes] uint8`.
+    """
+    _store_changes(forward, groups, PHASE_BEFORE)
+    for number, kv in of_runner(groups, forward.runner):
+        kv.store_written(forward.written[number], gathered[number])
+    _store_changes(forward, groups, PHASE_AFTER)
+
+
+def _store_changes(forward: CopiedForward, groups: list[GroupKvShadow], phase: int) -> None:
+    streams = [(kv, stream) for _, kv in of_runner(groups, forward.runner) for stream in range(len(kv.sources))]
+    for change in forward.kv_changes:
+        if change.phase == phase:
+            kv, stream = streams[change.stream]
+            kv.store_change(stream, change.slots, change.content)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SeenChange:
+    """Bytes of a group's stream that are not those written: `slots` `[n]`, `content` `[n, capture_bytes]`."""
+
+    group: int
+    stream: int
+    slots: Int64Array
+    content: ByteArray
+
+
+def changes_between_forwards(groups: list[GroupKvShadow], group: int, slots: Int64Array) -> list[SeenChange]:
+    """Compare slots of a group with what a replay knows of their bytes."""
+    inside = slots[(slots > 0) & (slots < groups[group].group.num_slots)]
+    return [
+        SeenChange(group=group, stream=stream, slots=changed, content=content)
+        for stream, changed, content in groups[group].changes(inside, inside[:0])
+    ]
+
+
+def add_changes(event: TraceEvent, changes: list[SeenChange], groups: list[GroupKvShadow], runner: int) -> None:
+    """Put observed changes into an event; streams are numbered as in a forward of `runner`."""
+    if not changes:
+        return
+    base, at = {}, 0
+    for number, kv in of_runner(groups, runner):
+        base[number] = at
+        at += len(kv.sources)
+    stream = [np.full(c.slots.size, base[c.group] + c.stream, np.int64) for c in changes]
+    event.ints["kv_change_stream"] = np.concatenate(stream)
+    event.ints["kv_change_slot"] = np.concatenate([c.slots for c in changes])
+    event.ints["kv_change_phase"] = np.full(event.ints["kv_change_slot"].size, PHASE_AFTER, np.int64)
+    event.bytes["kv_change_bytes"] = np.concatenate([c.content.reshape(-1) for c in changes])

@@ -23,10 +23,9 @@ from ..trace.event import NO_LISTS, TraceEvent
 from ..trace.header import CaptureInfo, TraceHeader
 from ..writing.outbox import Outbox, RecorderStats
 from ..writing.writer import TraceWriter
-from .engine_events import add_changes, seen_changes
 from .forward_input import CopiedForward
 from .host_arrays import Int64Array
-from .kv_shadow import group_shadows
+from .kv_shadow import add_changes, changes_between_forwards, group_shadows
 from .privacy import Privacy, with_privacy
 from .slot_numbers import SlotNumbers
 from .state_shadow import StateShadow
@@ -75,7 +74,7 @@ def guarded(
 
 @contextlib.contextmanager
 def beginning(recorder: Any) -> Iterator[None]:
-    """Where what follows raises, have the trace say that it is none, so that nobody takes it for a whole one; raise."""
+    """If what follows raises, have the trace say that it is none, so that nobody takes it for a whole one; raise."""
     try:
         yield
     except BaseException:
@@ -85,7 +84,7 @@ def beginning(recorder: Any) -> Iterator[None]:
 
 
 class Recording:
-    """An open trace and the state of what was told so far; `Recorder` adds what an engine tells."""
+    """An open trace and the state of what was recorded so far; `Recorder` adds what an engine does."""
 
     def __init__(
         self,
@@ -127,11 +126,25 @@ class Recording:
         writer = TraceWriter(self.path, self.header, **writer_options)
         self.header = writer.header
         self._outbox = Outbox(writer, self._kv)
-        # Registered after the writer's own, so run before it: a forward that killed the engine is still told.
+        # Registered after the writer's own, so run before it: a forward that killed the engine is still recorded.
         self._no_close_at_end = at_process_end(self.close, priority=2)
 
+    def start_over(self, note: str, *, tables: bool = True) -> bool:
+        """As `lost`, for a caller that must know whether it was taken; may raise.
+
+        Without `tables` the copy of the tables stays, which may be large: for a caller that has its own.
+        """
+        with self._lock:
+            if not self._outbox.put_unknown_loss(note, self._now()):
+                return False
+            if tables:
+                self._state.forget()
+            for kv in self._kv:
+                kv.forget()
+            return True
+
     def _end_pending(self, note: str) -> None:
-        """Complete a forward that was begun, where the recording ends during it."""
+        """Complete a forward that was begun, if the recording ends during it."""
 
     def close(self, timeout: float = 30.0) -> None:
         """Write out what is queued and the file's end, waiting at most `timeout` seconds; a second call does nothing."""
@@ -161,7 +174,7 @@ class Recording:
         self._kv.clear()  # the engine's pools must not live on through our views of them
 
     def _take_lock(self, patience_s: float) -> None:
-        """Take the lock; raise `TimeoutError` where another thread holds it for `patience_s` seconds."""
+        """Take the lock; raise `TimeoutError` if another thread holds it for `patience_s` seconds."""
         if not self._lock.acquire(timeout=patience_s):
             raise TimeoutError(f"another thread has not come back from the recorder for {patience_s:g} s")
 
@@ -194,7 +207,7 @@ class Recording:
         return self._off
 
     def error_text(self, error: BaseException) -> str:
-        """Return what the trace may say of an exception: where it has hashes, not what may hold a token or a name."""
+        """Return what the trace may say of an exception: if it has hashes, not what may hold a token or a name."""
         return error_text(error) if self._privacy is None else type(error).__name__
 
     def clock(self) -> int:
@@ -203,7 +216,7 @@ class Recording:
 
     @contextlib.contextmanager
     def as_of(self, time_ns: int) -> Iterator[None]:
-        """Give what is told meanwhile an earlier reading of `clock`: it was told then, and has waited since."""
+        """Give what is recorded meanwhile an earlier reading of `clock`: it happened then, and has waited since."""
         self._moment = time_ns
         try:
             yield
@@ -217,17 +230,19 @@ class Recording:
         """Return tokens as the trace may hold them."""
         return tokens if self._privacy is None else self._privacy.hash_tokens(tokens)
 
-    def _put_watched(self, event: TraceEvent, runner: int, looked_at: list[tuple[int, Int64Array]]) -> None:
+    def _put_watched(self, event: TraceEvent, runner: int, compared: list[tuple[int, Int64Array]]) -> None:
         """Send an event off with what changed, without a write, of the slots that it names."""
         changes = []
         if self._kv_watch_every:
-            changes = [change for group, slots in looked_at for change in seen_changes(self._kv, group, slots)]
+            changes = [
+                change for group, slots in compared for change in changes_between_forwards(self._kv, group, slots)
+            ]
             add_changes(event, changes, self._kv, runner)
         if self._put(event):
             for change in changes:
-                self._kv[change.group].take_change(change.stream, change.slots, change.content)
+                self._kv[change.group].store_change(change.stream, change.slots, change.content)
 
-    def _say(self, kind: str, *, ints: dict[str, Int64Array] | None = None, **scalars: int | str) -> bool:
+    def _record(self, kind: str, *, ints: dict[str, Int64Array] | None = None, **scalars: int | str) -> bool:
         return self._put(
             TraceEvent(kind=kind, time_ns=self._now(), scalars=scalars, ints=ints or NO_LISTS, bytes=NO_LISTS)
         )

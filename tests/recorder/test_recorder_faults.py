@@ -71,7 +71,7 @@ INTERNALS = {
     "commit": (StateShadow, "commit"),
     "gather": (GroupKvShadow, "gather"),
     "kv changes": (GroupKvShadow, "changes"),
-    "take_written": (GroupKvShadow, "take_written"),
+    "store_written": (GroupKvShadow, "store_written"),
     "append": (TraceWriter, "append"),
 }
 

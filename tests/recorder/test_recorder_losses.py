@@ -177,13 +177,13 @@ def test_what_was_lost_in_the_host_tier_stays_lost_when_it_comes_back() -> None:
     (kv,) = group_shadows(header, {})
     kv.lose(np.array([2, 3]), tier=TIER_HOST)
     assert not kv.any_lost
-    kv.take_copy(src_tier=TIER_HOST, src=np.array([1, 2, 3]), dst_tier=TIER_POOL, dst=np.array([9, 10, 12]))
+    kv.store_copy(src_tier=TIER_HOST, src=np.array([1, 2, 3]), dst_tier=TIER_POOL, dst=np.array([9, 10, 12]))
     assert kv.any_lost
     starts, counts = kv.lost_runs()
     assert (starts.tolist(), counts.tolist()) == ([10, 12], [1, 1])
     kv.clear_lost()
-    kv.take_copy(src_tier=TIER_POOL, src=np.array([4, 5]), dst_tier=TIER_HOST, dst=np.array([2, 3]))
-    kv.take_copy(src_tier=TIER_HOST, src=np.array([2, 3]), dst_tier=TIER_POOL, dst=np.array([6, 7]))
+    kv.store_copy(src_tier=TIER_POOL, src=np.array([4, 5]), dst_tier=TIER_HOST, dst=np.array([2, 3]))
+    kv.store_copy(src_tier=TIER_HOST, src=np.array([2, 3]), dst_tier=TIER_POOL, dst=np.array([6, 7]))
     assert not kv.any_lost
 
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from ....kernels.arrays import BoolArray, Int32Array, Int64Array
 from ....kernels.ops.oracle.reference import oracle_tokens
+from ...capture.forward_event import Submitted
 from ...capture.forward_input import AttentionInput, ForwardInput, TruthTokens
 from ...capture.recorder import Recorder
-from ...capture.submitted import Submitted
 from .batch import AttentionBackend, AttentionMetadata, Batch
 from .config import Counters, EngineConfig
 from .memory import KvMemory

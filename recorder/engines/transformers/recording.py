@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...capture.device_kv import as_rows
+from ...capture.host_arrays import as_rows
 from ...capture.forward_input import ForwardInput
 from ...capture.recorder import Recorder
 from ...trace.header import NotWatched
