@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.ops.hash.kv_source import KvSource
-from kvcanary.recorder.capture.host_arrays import gather_device
 from kvcanary.recorder.capture.forward_input import ForwardInput, TableRead
+from kvcanary.recorder.capture.host_arrays import gather_device
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, TIER_HOST

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...capture.host_arrays import as_rows
 from ...capture.forward_input import ForwardInput
+from ...capture.host_arrays import as_rows
 from ...capture.recorder import Recorder
 from ...trace.header import NotWatched
 from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL
