@@ -1,23 +1,19 @@
 """What happens to slots outside of forwards: copies, transfers, changes that nobody wrote, losses."""
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ...recorder.capture.host_arrays import runs_to_slots
-from ...recorder.state.forward import UnusableEventError
+from ...kernels.arrays import ByteArray, Int64Array
+from ...recorder.state.events import CopyEvent, TransferEvent, read_known_event, read_lost_slots
 from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SEND
 from .comparability import ComparedGroup
 from .facts import MOVED, Sinks
-from .names import LOST, Int64Array, SlotNames
-
-_SLOT_COLUMNS: Final = ("slot_group", "slot_start", "slot_count")
-_COPY_COLUMNS: Final = tuple(f"copy_{c}" for c in ("group", "src_tier", "src", "dst_tier", "dst", "count"))
+from .names import LOST, SlotNames
 
 
 class SlotTraffic:
@@ -46,7 +42,7 @@ class SlotTraffic:
         sizes = [header.groups[g.index].num_slots if self._sends else 0 for g in groups]
         self._content = [np.zeros((n, sum(g.capture_bytes)), np.uint8) for n, g in zip(sizes, groups, strict=True)]
 
-    def wrote(self, k: int, slots: Int64Array, content: npt.NDArray[np.uint8]) -> None:
+    def wrote(self, k: int, slots: Int64Array, content: ByteArray) -> None:
         """Take the bytes `[n, width]` that a forward wrote to slots of the pool, `[n]`."""
         if self._sends:
             inside = slots < len(self._content[k])
@@ -80,84 +76,48 @@ class SlotTraffic:
 
     def transfer(self, view: EventView) -> None:
         """Take what was received, and what was sent."""
-        sent, status = view.scalar("mode") == SEND, view.scalar("status")
+        event = read_known_event(view, self._header.groups)
+        if not isinstance(event, TransferEvent):
+            return
+        sent = event.direction == SEND
         if sent:
             self.sweep(view)  # what it says of changed bytes reads alike
-        if status != ("start" if sent else "end"):
+        k = next((k for k, group in enumerate(self._groups) if group.index == event.group), None)
+        if k is None or event.status != ("start" if sent else "end"):
             return
-        groups, starts, counts = (view.ints(column) for column in _SLOT_COLUMNS)
-        k = next((k for k, group in enumerate(self._groups) if len(groups) and group.index == groups[0]), None)
-        if k is None or not self._runs_fit(groups, starts, counts):
-            return
-        slots, first = runs_to_slots(starts, counts), view.ints("prefix_lens")
-        start, request_id = int(first[0]) if len(first) else 0, int(view.scalar("request_id"))
+        group = self._groups[k]
         if not sent:
-            self._names[k].receive(slots, request_id, start)
-            self._landed_bytes(k, view, slots, request_id, start)
-        elif self._sends and self._groups[k].streams:
-            inside = slots < len(self._content[k])
-            self._moved(k, view, request_id, start + np.flatnonzero(inside), self._content[k][slots[inside]])
+            self._names[k].receive(event.slots, event.request_id, event.start_position)
+        if sent and self._sends and group.streams:
+            inside = np.flatnonzero(event.slots < len(self._content[k]))
+            self._moved(k, event, inside, self._content[k][event.slots[inside]])
+        elif not sent and self._kv and group.streams:
+            # A receiver's bytes are those of its group's streams only.
+            runner = self._header.groups[group.index].runner
+            places = [place for place, (owner, _) in enumerate(self._header.streams(runner)) if owner == group.index]
+            parts = dict(zip(places, event.landed, strict=True))
+            chosen = [parts[s][:, :width] for s, width in zip(group.streams, group.capture_bytes, strict=True)]
+            self._moved(k, event, np.arange(len(event.slots)), np.concatenate(chosen, axis=1))
 
-    def _moved(
-        self, k: int, view: EventView, request_id: int, positions: Int64Array, content: npt.NDArray[np.uint8]
-    ) -> None:
-        where = (np.full(len(positions), request_id, np.int64), k, positions, view.number, int(view.scalar("forward")))
+    def _moved(self, k: int, event: TransferEvent, which: npt.NDArray[np.intp], content: ByteArray) -> None:
+        requests = np.full(len(which), event.request_id, np.int64)
+        where = (requests, k, event.start_position + which, event.event, event.forward)
         self._sinks.add("kv", *where, MOVED, content)
-
-    def _landed_bytes(self, k: int, view: EventView, slots: Int64Array, request_id: int, start: int) -> None:
-        """A receiver's bytes are those of its group's streams only."""
-        group, data = self._groups[k], view.bytes("kv_bytes")
-        streams = self._header.groups[group.index].streams
-        runner = self._header.groups[group.index].runner
-        places = [place for place, (owner, _) in enumerate(self._header.streams(runner)) if owner == group.index]
-        if not self._kv or len(data) != len(slots) * sum(stream.capture_bytes for stream in streams):
-            return
-        parts, begin = {}, 0
-        for place, stream in zip(places, streams, strict=True):
-            end = begin + len(slots) * stream.capture_bytes
-            parts[place] = data[begin:end].reshape(len(slots), stream.capture_bytes)
-            begin = end
-        if group.streams:
-            content = np.concatenate(
-                [parts[s][:, :w] for s, w in zip(group.streams, group.capture_bytes, strict=True)], axis=1
-            )
-            self._moved(k, view, request_id, start + np.arange(len(slots)), content)
 
     def kv_copy(self, view: EventView) -> None:
         """Copy names with their slots."""
-        columns = [view.ints(name) for name in _COPY_COLUMNS]
-        if len({len(column) for column in columns}) != 1:
-            raise UnusableEventError("the copy columns differ in length")
-        group, src_tier, src, dst_tier, dst, count = columns
-        for k, chosen in enumerate(self._groups):
-            names = self._names[k]
-            largest = max(len(tier) for tier in names.tiers)
-            for i in np.flatnonzero(group == chosen.index).tolist():
-                if not (0 <= src_tier[i] <= 1 and 0 <= dst_tier[i] <= 1 and 0 <= count[i] <= largest):
-                    raise UnusableEventError(
-                        f"a copy of {count[i]} slots from tier {src_tier[i]} to tier {dst_tier[i]}"
-                    )
-                run = np.arange(count[i])
-                names.copy(int(src_tier[i]), src[i] + run, int(dst_tier[i]), dst[i] + run)
-                if self._sends and not src_tier[i] and not dst_tier[i]:
-                    inside = run[
-                        (src[i] >= 0) & (dst[i] >= 0) & (np.maximum(src[i], dst[i]) + run < len(self._content[k]))
-                    ]
-                    self._content[k][dst[i] + inside] = self._content[k][src[i] + inside]
+        event = read_known_event(view, self._header.groups)
+        for copy in event.copies if isinstance(event, CopyEvent) else ():
+            for k, chosen in enumerate(self._groups):
+                if chosen.index == copy.group:
+                    self._names[k].copy(copy.src_tier, copy.src, copy.dst_tier, copy.dst)
+                    if self._sends and not copy.src_tier and not copy.dst_tier:
+                        self._content[k][copy.dst] = self._content[k][copy.src]
 
     def lost(self, view: EventView) -> None:
         """Forget the slots that a loss names."""
-        groups, starts, counts = (view.ints(column) for column in _SLOT_COLUMNS)
-        if not self._runs_fit(groups, starts, counts):
-            raise UnusableEventError("a run of slots lies outside of its pool")
+        runs = read_lost_slots(view, self._header.groups)
         for k, chosen in enumerate(self._groups):
-            mine = groups == chosen.index
-            self._names[k].spoil(runs_to_slots(starts[mine], counts[mine]), LOST)
-
-    def _runs_fit(self, groups: Int64Array, starts: Int64Array, counts: Int64Array) -> bool:
-        if not len(groups) == len(starts) == len(counts):
-            raise UnusableEventError("the slot columns differ in length")
-        sizes = np.array([group.num_slots for group in self._header.groups])
-        if not bool(((groups >= 0) & (groups < len(sizes)) & (starts >= 0) & (counts >= 0)).all()):
-            return False
-        return bool((counts <= sizes[groups]).all()) and int(counts.sum()) <= int(sizes.max())
+            for group, start, end in runs:
+                if group == chosen.index:
+                    self._names[k].spoil(np.arange(start, end), LOST)
