@@ -150,7 +150,7 @@ _CONFIGURATIONS: Final = (
     Configuration(
         name="told_reads",
         summary="sliding window only; what attention reads is recorded in place of req_to_token",
-        engine={"shape": "dsv4", "told_reads": True, "window": 16, "swa_num_pages": 70},
+        engine={"shape": "dsv4", "reads_given": True, "window": 16, "swa_num_pages": 70},
     ),
     Configuration(
         name="overlap", summary="a forward is launched before the one before it is heard of", engine={"overlap": True}

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-KINDS_TOLD: Final = 16
+KINDS_KEPT: Final = 16
 ENTRIES_KEPT: Final = 500_000  # of eight bytes; a step has some seven
 PLACES: Final = 16
-OTHERS: Final = 14  # the place of hooks that are not told apart
+OTHERS: Final = 14  # the place of all other hooks
 BEGINS: Final = 15  # no hook's: a step begins
 
 
@@ -25,7 +25,7 @@ class StepCost:
     nanoseconds times `PLACES`, plus the place that the hook has been given.
 
     Args:
-        apart: names of at most 7 hooks whose time is also told apart.
+        apart: names of at most 7 hooks whose time is also counted for itself.
     """
 
     def __init__(self, apart: Sequence[str] = ()) -> None:
@@ -35,7 +35,7 @@ class StepCost:
         self._kinds: dict[tuple[str, int], int] = {}
         self._mode: Any = None
         self._rows = -1
-        self._begins = 0  # what says that a step of this kind begins
+        self._begins = 0  # the entry with which a step of this kind begins
 
     def places(self, hook: str) -> tuple[int, int]:
         """Return the places of what a hook takes before and after the engine's function."""
@@ -67,7 +67,7 @@ class StepCost:
         """Return steps, and the nanoseconds of engine thread that the median and the slowest hundredth of them took.
 
         `by_forward` has the same of the most frequent kinds of forwards, by mode and number of requests: steps, median
-        and slowest hundredth. `by_hook` has, of the same kinds, the median of each hook that is told apart, before and
+        and slowest hundredth. `by_hook` has, of the same kinds, the median of each hook in `apart`, before and
         after the engine's function, and of all others together. The step that has not ended is left out.
         """
         import numpy as np
@@ -88,7 +88,7 @@ class StepCost:
         by_hook: dict[str, dict[str, int]] = {}
         for (mode, rows), number in sorted(self._kinds.items(), key=lambda kind: -int((kinds == kind[1]).sum())):
             mine = kinds == number
-            if mine.any() and len(by_forward) < KINDS_TOLD:
+            if mine.any() and len(by_forward) < KINDS_KEPT:
                 by_forward[f"{mode} {rows}"] = [int(mine.sum()), _place(whole[mine], 50), _place(whole[mine], 99)]
                 apart = {name: _place(times[mine, place], 50) for place, name in enumerate(names)}
                 by_hook[f"{mode} {rows}"] = {**apart, "others": _place(times[mine, OTHERS], 50)}

@@ -43,7 +43,7 @@ def serve_stop(stop: Callable[[], None]) -> None:
     except (OSError, AttributeError):
         if listener is not None:
             listener.close()
-        logger.warning("kvcanary: no socket to be told of the engine's end; its trace will be torn (kvcanary recover)")
+        logger.warning("kvcanary: no socket for the engine's end; its trace will be torn (kvcanary recover)")
         return
 
     def serve() -> None:
@@ -102,7 +102,7 @@ def stop_processes(pids: Iterable[int], *, patience_s: float = PATIENCE_S) -> li
         try:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
-            logger.warning("kvcanary: process %d cannot be told to end its trace: %s", pid, error.strerror)
+            logger.warning("kvcanary: process %d cannot be asked to end its trace: %s", pid, error.strerror)
             continue
         connection.settimeout(1.0)
         try:

@@ -61,7 +61,7 @@ class EngineConfig:
         overlap: a forward is launched before the host has seen what the one before it sampled.
         role: "prefill" or "decode" for the half of a pair, "" for an engine that does both.
         submitted: the recorder gets what the model hands to the pools, beside what they hold after the forward.
-        told_reads: the recorder gets the positions and slots that attention reads, in place of req_to_token; of a shape
+        reads_given: the recorder gets the positions and slots that attention reads, in place of req_to_token; of a shape
             without full layers (dsv4).
     """
 
@@ -93,7 +93,7 @@ class EngineConfig:
     overlap: bool = False
     role: str = ""
     submitted: bool = False
-    told_reads: bool = False
+    reads_given: bool = False
 
     def __post_init__(self) -> None:
         """Raise `ValueError` on anything the engine could not run with."""
@@ -138,9 +138,9 @@ class EngineConfig:
             raise ValueError("sweep_interval needs the prefix cache: it is what a sweep walks")
         if self.eagle and self.overlap:
             raise ValueError("eagle and overlap exclude one another: a verify forward needs what was sampled before it")
-        if self.told_reads and self.shape != "dsv4":
+        if self.reads_given and self.shape != "dsv4":
             raise ValueError(
-                "told_reads needs the shape dsv4: beside full layers nobody can tell how much sliding ones read"
+                "reads_given needs the shape dsv4: beside full layers nobody knows how much sliding ones read"
             )
         if self.eagle and self.sampler == "content":
             raise ValueError("eagle needs the sampler oracle or random, whose next tokens a draft can guess")
@@ -184,7 +184,7 @@ class EngineConfig:
 
 @dataclass(slots=True)
 class Counters:
-    """Everything counts occurrences, except names that say tokens, pages or slots."""
+    """Everything counts occurrences, except names with tokens, pages or slots in them."""
 
     requests: int = 0
     finished: int = 0

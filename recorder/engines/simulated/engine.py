@@ -12,7 +12,7 @@ from ...capture.recording import WRITER_STOPPED
 from .batch import Batch, BatchBuilder
 from .config import BrokenEngineError, Counters, EngineConfig
 from .eagle import Eagle
-from .history import History
+from .history import SlotEvents
 from .memory import KvMemory, Sweeper
 from .pools import KvPool, WordArray, make_layout, scramble
 from .requests import NEVER, NO_FUTURE, NO_ROOM, NO_ROW, Request, RequestSpec
@@ -63,7 +63,7 @@ class SimulatedEngine:
         self.recorder = Recorder(
             path, layout.header, kv_sources=sources, kv_watch_every=kv_watch_every, **recorder_options
         )
-        self.history = History(self.recorder, layout, page_size=config.page_size)
+        self.history = SlotEvents(self.recorder, layout, page_size=config.page_size)
         self.memory = KvMemory(config, layout, pools=pools, history=self.history, counters=self.counters)
         self.sampler = Sampler(config)
         self.builder = self.make_builder()
@@ -140,7 +140,7 @@ class SimulatedEngine:
     def new_request(
         self, spec: RequestSpec, labels: dict[str, object] | None = None, *, room: int = NO_ROOM
     ) -> Request:
-        """Return a request with an id of its own, told to the recorder."""
+        """Return a request with an id of its own, which is recorded."""
         seed = np.array([self.config.seed & 0xFFFFFFFF], np.uint64)
         word = scramble(scramble(seed + np.uint64(1)) ^ np.uint64(self._order))
         request = Request.of(spec, request_id=int(word[0] >> np.uint64(1)), order=self._order, room=room)

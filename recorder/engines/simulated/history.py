@@ -13,19 +13,19 @@ NOBODY = -1
 _NO_PAGES = np.empty(0, np.int64)
 
 
-class History:
-    """Tells the recorder of pages given, given back, evicted and copied."""
+class SlotEvents:
+    """Records pages given, given back, evicted and copied."""
 
     def __init__(self, recorder: Recorder, layout: Layout, *, page_size: int) -> None:
         self.recorder = recorder
         self._layout = layout
         self._page_size = page_size
         self._swa_groups = (layout.swa_group,) if layout.swa_group >= 0 else ()
-        # What most events say: one page, and perhaps the one sliding-window half that goes with it.
+        # Of most events: one page, and perhaps the one sliding-window half that goes with it.
         self._one = _Groups(layout.full_groups, (), page_size)
         self._one_and_half = _Groups(layout.full_groups, self._swa_groups, page_size)
 
-    def tell(
+    def record(
         self,
         kind: str,
         pages: Int64Array,
@@ -37,7 +37,7 @@ class History:
         status: str = "",
         note: str = "",
     ) -> None:
-        """Say that pages of the full pool (and of the draft's, which goes along) or of the sliding one changed hands.
+        """Record that pages of the full pool (and of the draft's, which goes along) or of the sliding one changed hands.
 
         `halves` are pages of the sliding-window pool that go along with those of the full one. `status` is the alloc
         event's: "" for fresh pages, "shared", "cached".
@@ -56,21 +56,21 @@ class History:
             )
 
     def passed(self, request: Request, status: str, pages: Int64Array, swa_pages: Int64Array) -> None:
-        """Say that a request joined pages that somebody holds ("shared"), or handed its own to the cache ("cached")."""
-        self.tell("alloc", pages, halves=swa_pages, request_id=request.request_id, row=request.row, status=status)
+        """Record that a request joined pages that somebody holds ("shared"), or handed its own to the cache ("cached")."""
+        self.record("alloc", pages, halves=swa_pages, request_id=request.request_id, row=request.row, status=status)
 
     def request_status(self, request: Request, status: str, *, note: str = "") -> None:
-        """Say that a request got its row, or that it gave everything back."""
+        """Record that a request got its row, or that it gave everything back."""
         self.recorder.request_status(request_id=request.request_id, status=status, row=request.row, note=note)
 
     def copied(self, group: int, src: Int64Array, dst: Int64Array, *, request_id: int, note: str) -> None:
-        """Say that single slots were copied within a pool."""
+        """Record that single slots were copied within a pool."""
         self.recorder.kv_copy(
             group=group, src=src, dst=dst, count=np.ones(src.size, np.int64), request_id=request_id, note=note
         )
 
     def moved(self, page: int, host_page: int, *, to_host: bool) -> None:
-        """Say that a page went to the host tier, or came back."""
+        """Record that a page went to the host tier, or came back."""
         size = self._page_size
         pool, host = [page * size], [host_page * size]
         for group in self._layout.full_groups:

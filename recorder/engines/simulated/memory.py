@@ -5,7 +5,7 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ...capture.recorder import Recorder
 from .config import Counters, EngineConfig
-from .history import History
+from .history import SlotEvents
 from .pools import DRAFT, TARGET, KvPool, Layout, PageAllocator, SlidingWindowPool
 from .prefix_cache import HostTier, PrefixCache
 from .radix import NO_PAGE, Node
@@ -22,7 +22,7 @@ class KvMemory:
     """
 
     def __init__(
-        self, config: EngineConfig, layout: Layout, *, pools: list[KvPool], history: History, counters: Counters
+        self, config: EngineConfig, layout: Layout, *, pools: list[KvPool], history: SlotEvents, counters: Counters
     ) -> None:
         self.config = config
         self.layout = layout
@@ -36,14 +36,7 @@ class KvMemory:
         self.allocator = PageAllocator(config.num_pages, free_order=config.free_order, seed=config.seed)
         self.swa = SlidingWindowPool(config, self.lut) if config.sliding else None
         self.cache = PrefixCache(self)
-        self.host = HostTier(
-            config.host_pages,
-            page_size=config.page_size,
-            tree=self.cache.tree,
-            pools=[self.pools[group] for group in layout.full_groups],
-            history=history,
-            counters=counters,
-        )
+        self.host = HostTier(self)
 
     def pages_for(self, tokens: int) -> int:
         """Return how many pages hold that many tokens."""
@@ -70,7 +63,7 @@ class KvMemory:
             return None
         request_id, row = (request.request_id, request.row) if request is not None else (-1, -1)
         halves = self.swa.pages.alloc(count - windowless) if self.swa is not None else _NO_PAGES
-        self.history.tell(
+        self.history.record(
             "alloc", pages, halves=halves if halves is not None else _NO_PAGES, request_id=request_id, row=row
         )
         if halves is None:  # cannot be: room was made in both
@@ -86,14 +79,14 @@ class KvMemory:
             return
         halves = self.swa.part(pages) if self.swa is not None else _NO_PAGES
         self.allocator.free(pages)
-        self._tell_free(pages, halves, request, note=note)
+        self._record_free(pages, halves, request, note=note)
 
     def give_back_window(self, pages: Int64Array, request: Request | None, *, note: str) -> int:
         """Return the sliding-window halves of full pages; how many there were."""
         if self.swa is None:
             return 0
         parted = self.swa.part(pages)
-        self._tell_free(_NO_PAGES, parted, request, note=note)
+        self._record_free(_NO_PAGES, parted, request, note=note)
         return int(parted.size)
 
     def halves(self, pages: Int64Array) -> Int64Array:
@@ -173,23 +166,23 @@ class KvMemory:
                 self.history.copied(pool.index, from_slots, to_slots, request_id=child.request_id, note=note)
         self.counters.fork_copied_slots += src.size
 
-    def _tell_free(self, pages: Int64Array, halves: Int64Array, request: Request | None, *, note: str) -> None:
+    def _record_free(self, pages: Int64Array, halves: Int64Array, request: Request | None, *, note: str) -> None:
         request_id, row = (request.request_id, request.row) if request is not None else (-1, -1)
-        self.history.tell("free", pages, halves=halves, request_id=request_id, row=row, note=note)
+        self.history.record("free", pages, halves=halves, request_id=request_id, row=row, note=note)
 
 
 FIRST = -1  # the slot before position 0
 
 
 class Sweeper:
-    """Walks the prefix cache and tells the recorder what it holds, group by group."""
+    """Walks the prefix cache and records what it holds, group by group."""
 
     def __init__(self, recorder: Recorder, memory: KvMemory) -> None:
         self._recorder = recorder
         self._memory = memory
 
     def sweep(self) -> None:
-        """Tell of every page that the cache holds in the pool; also where there is none, so that the walk shows."""
+        """Record every page that the cache holds in the pool; also if there is none, so that the walk shows."""
         memory, layout = self._memory, self._memory.layout
         nodes = [node for node in memory.cache.tree.walk() if node.page != NO_PAGE]
         slots, prev_slots, positions = self.entries(nodes)
@@ -201,9 +194,9 @@ class Sweeper:
             before = np.where(prev_slots == FIRST, FIRST, memory.lut[np.maximum(prev_slots, 0)])
             in_window = self._each([node.window_lock > 0 for node in nodes])
             target.append((layout.swa_group, memory.lut[slots], before, in_window))
-        self._tell(target, positions, runner=TARGET)
+        self._record(target, positions, runner=TARGET)
         if layout.draft_group >= 0:
-            self._tell([(layout.draft_group, slots, prev_slots, locked)], positions, runner=DRAFT)
+            self._record([(layout.draft_group, slots, prev_slots, locked)], positions, runner=DRAFT)
         memory.counters.sweeps += 1
         memory.counters.swept_slots += slots.size
 
@@ -221,7 +214,7 @@ class Sweeper:
     def _each(self, of_pages: list[bool]) -> Int64Array:
         return np.repeat(np.array(of_pages, np.int64), self._memory.page_size)
 
-    def _tell(
+    def _record(
         self, parts: list[tuple[int, Int64Array, Int64Array, Int64Array]], positions: Int64Array, *, runner: int
     ) -> None:
         groups = [np.full(slots.size, group, np.int64) for group, slots, _, _ in parts]

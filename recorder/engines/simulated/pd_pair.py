@@ -58,7 +58,7 @@ class DecodeEngine(_Half):
         if not memory.has_room(request, num_tokens, windowless=windowless):
             return False
         request.row = scheduler.free_rows.pop()
-        scheduler.tell_admitted(request)
+        scheduler.record_admitted(request)
         if not memory.extend(request, num_tokens, windowless=windowless):
             raise BrokenEngineError(f"request {request.name} was promised room for {num_tokens} tokens and gets none")
         request.window_start = windowless

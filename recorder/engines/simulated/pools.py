@@ -198,7 +198,7 @@ class KvPool:
 class PageAllocator:
     """Hands out pages 1 .. num_pages.
 
-    A clean engine never gives back what it does not hold; `check_free` says so, where a real allocator would append
+    A clean engine never gives back what it does not hold; `check_free` raises, where a real allocator would append
     the page to its free list and hand it out twice.
     """
 

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from .config import Counters
-from .history import History
-from .pools import KvPool, PageAllocator
+from .pools import PageAllocator
 from .radix import NO_PAGE, Inserted, Node, RadixTree, window_prefix
 from .requests import Request
 
@@ -21,22 +19,13 @@ if TYPE_CHECKING:
 class HostTier:
     """Takes in evicted pages, drops those used longest ago when it is full; page 0 stays empty as in the pool."""
 
-    def __init__(
-        self,
-        num_pages: int,
-        *,
-        page_size: int,
-        tree: RadixTree,
-        pools: list[KvPool],
-        history: History,
-        counters: Counters,
-    ) -> None:
-        self.pages = PageAllocator(num_pages, name="host")
-        self._page_size = page_size
-        self._tree = tree
-        self._pools = pools
-        self._history = history
-        self._counters = counters
+    def __init__(self, memory: "KvMemory") -> None:
+        self.pages = PageAllocator(memory.config.host_pages, name="host")
+        self._page_size = memory.page_size
+        self._tree = memory.cache.tree
+        self._pools = [memory.pools[group] for group in memory.layout.full_groups]
+        self._events = memory.history
+        self._counters = memory.counters
         self._queue: list[tuple[int, int, Node]] = []
         self._entry = 0
 
@@ -50,7 +39,7 @@ class HostTier:
         node.host_page = int(taken[0])
         for pool in self._pools:
             pool.to_host(self._slots(node.page), self._slots(node.host_page))
-        self._history.moved(node.page, node.host_page, to_host=True)
+        self._events.moved(node.page, node.host_page, to_host=True)
         self._counters.offloaded_pages += 1
         self._offer(node)
         return True
@@ -59,7 +48,7 @@ class HostTier:
         """Copy a node's host page into a page of the pool, which becomes the node's."""
         for pool in self._pools:
             pool.from_host(self._slots(node.host_page), self._slots(page))
-        self._history.moved(page, node.host_page, to_host=False)
+        self._events.moved(page, node.host_page, to_host=False)
         self._counters.loaded_pages += 1
         self.leave(node)
         node.page = page
@@ -120,7 +109,7 @@ class PrefixCache:
     def attach(self, request: Request) -> None:
         """Let a request that just got its row start from the longest cached prefix; one token is left to compute.
 
-        `tell_attached` tells of it, once it is sure that the request stays.
+        `record_attached` records it, once it is sure that the request stays.
         """
         if not self._config.prefix_cache:
             return
@@ -140,8 +129,8 @@ class PrefixCache:
             request.window_start = memory.swa.first_needed_page(request.cached_len)
         self._lock_window(request, path)
 
-    def tell_attached(self, request: Request) -> None:
-        """Say which pages of the tree a request begins with, and which of their sliding-window halves it reads."""
+    def record_attached(self, request: Request) -> None:
+        """Record which pages of the tree a request begins with, and which of their sliding-window halves it reads."""
         if request.shared_pages:
             memory = self._memory
             pages = memory.row_pages(request.row, 0, request.shared_pages)
@@ -234,7 +223,7 @@ class PrefixCache:
         halves = self._part(halved)
         pages = np.array(dropped, np.int64)
         memory.allocator.free(pages)
-        memory.history.tell("evict", pages, halves=halves)
+        memory.history.record("evict", pages, halves=halves)
         memory.counters.evicted_pages += pages.size
         return pages.size
 
@@ -244,7 +233,7 @@ class PrefixCache:
         for node in nodes:
             node.windowed = False
             pages.append(node.page)
-        self._memory.history.tell("evict", self._part(pages), swa=True, note="window")
+        self._memory.history.record("evict", self._part(pages), swa=True, note="window")
         return len(pages)
 
     def _part(self, pages: list[int]) -> Int64Array:

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ....kernels.arrays import Int32Array
 from .config import BrokenEngineError
@@ -10,6 +10,7 @@ from .config import BrokenEngineError
 NO_PAGE = -1
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Node:
     """One page of a cached prefix.
 
@@ -18,36 +19,19 @@ class Node:
     the pool. `windowed` says that the page's sliding-window half is still there, `window_lock` who needs it.
     """
 
-    __slots__ = (
-        "children",
-        "depth",
-        "host_page",
-        "key",
-        "last_used",
-        "live_children",
-        "lock",
-        "page",
-        "parent",
-        "queued",
-        "window_lock",
-        "window_queued",
-        "windowed",
-    )
-
-    def __init__(self, *, key: bytes, parent: "Node | None", page: int, last_used: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.children: dict[bytes, Node] = {}
-        self.page = page
-        self.host_page = NO_PAGE
-        self.lock = 0
-        self.live_children = 0
-        self.last_used = last_used
-        self.queued = False
-        self.windowed = False
-        self.window_lock = 0
-        self.window_queued = False
+    key: bytes
+    parent: "Node | None"
+    page: int
+    last_used: int
+    depth: int
+    children: dict[bytes, "Node"] = field(default_factory=dict)
+    host_page: int = NO_PAGE
+    lock: int = 0
+    live_children: int = 0
+    queued: bool = False
+    windowed: bool = False
+    window_lock: int = 0
+    window_queued: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +54,7 @@ class RadixTree:
     def __init__(self, *, page_size: int, lookahead: int) -> None:
         self.page_size = page_size
         self.lookahead = lookahead
-        self.root = Node(key=b"", parent=None, page=0, last_used=0)
+        self.root = Node(key=b"", parent=None, page=0, last_used=0, depth=0)
         self._tick = 0
         self._entry = 0
         self._leaves: list[tuple[int, int, Node]] = []
@@ -113,7 +97,7 @@ class RadixTree:
             key = self.key(raw, index)
             child = node.children.get(key)
             if child is None:
-                child = Node(key=key, parent=node, page=page, last_used=self._tick)
+                child = Node(key=key, parent=node, page=page, last_used=self._tick, depth=node.depth + 1)
                 node.children[key] = child
                 node.live_children += 1
                 done.new.append(child)

@@ -31,7 +31,7 @@ class Model:
     def run(self, batch: Batch, attention: AttentionMetadata) -> WordArray:
         """Write the KV of each token in every pool of the batch's runner, and return what was computed.
 
-        What came before a token is read from where attention is told that it lies.
+        What came before a token is read from the slots that attention is given.
 
         Returns:
             `[T] uint64`, the content word of each token in the runner's first pool.
@@ -104,7 +104,7 @@ class ForwardRunner:
 
     def run(self, batch: Batch, pick: Pick | None = None) -> None:
         """Run one forward; `pick` samples from it."""
-        self.tell(batch)
+        self.begin(batch)
         content = self._compute(batch) if batch.input_ids.size else np.empty(0, np.uint64)
         submitted = self._submitted(batch)
         if pick is None:
@@ -132,9 +132,9 @@ class ForwardRunner:
         )
         return self._model.run(batch, attention)
 
-    def tell(self, batch: Batch) -> None:
-        """Tell the recorder what is about to run."""
-        told_reads = self._memory.config.told_reads
+    def begin(self, batch: Batch) -> None:
+        """Record what is about to run."""
+        reads_given = self._memory.config.reads_given
         self._recorder.before_forward(
             ForwardInput(
                 mode=batch.mode,
@@ -146,9 +146,9 @@ class ForwardRunner:
                 input_ids=batch.input_ids,
                 positions=batch.positions,
                 out_cache_loc=(batch.slots,),
-                reads=(self.attention.prefix_read(batch) if told_reads else self._memory.req_to_token,),
+                reads=(self.attention.prefix_read(batch) if reads_given else self._memory.req_to_token,),
                 luts=(self._memory.lut,) if self._memory.swa is not None else (),
-                table_filled=not told_reads,
+                table_filled=not reads_given,
                 truth=TruthTokens(flat=batch.truth, lens=batch.truth_lens),
             )
         )

@@ -96,7 +96,7 @@ class Scheduler:
             self._memory.cache.unlock(request)
             self.give_up_row(request)
             return 0
-        self.tell_admitted(request)
+        self.record_admitted(request)
         if not self._memory.extend(request, request.cached_len + taken):
             self.leave(request, note="not admitted")
             return 0
@@ -123,7 +123,7 @@ class Scheduler:
             memory.cache.unlock(child)
             self.give_up_row(child)
             return False
-        self.tell_admitted(child)
+        self.record_admitted(child)
         if not memory.extend(child, parent.cached_len):
             self.leave(child, note="not forked")
             return False
@@ -199,13 +199,13 @@ class Scheduler:
         self.leave(request, note="finished", status="finished")
         self._hold = False
 
-    def tell_admitted(self, request: Request) -> None:
-        """Say that a request has its row, and which pages it begins with."""
+    def record_admitted(self, request: Request) -> None:
+        """Record that a request has its row, and which pages it begins with."""
         self._memory.history.request_status(request, "admitted")
-        self._memory.cache.tell_attached(request)
+        self._memory.cache.record_attached(request)
 
     def leave(self, request: Request, *, note: str, status: str = "retracted") -> None:
-        """Take slots, locks and row from a request that was admitted, and say what became of it."""
+        """Take slots, locks and row from a request that was admitted, and record what became of it."""
         self._memory.release(request, note=note)
         self._memory.history.request_status(request, status, note=note)
         self.give_up_row(request)

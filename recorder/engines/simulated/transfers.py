@@ -40,7 +40,7 @@ class Part:
 
 
 class Link:
-    """Moves KV from one engine's pools to the other's, and tells both recorders of it."""
+    """Moves KV from one engine's pools to the other's, and records it on both sides."""
 
     def __init__(self, prefill: "SimulatedEngine", decode: "SimulatedEngine") -> None:
         self.prefill = prefill
@@ -69,22 +69,22 @@ class Link:
         return engine.memory.lut[slots] if pool.group.lut >= 0 else slots
 
     def start(self, transfer: Transfer) -> None:
-        """Say that a transfer begins; the sender keeps its pages from here on until it ends."""
+        """Record that a transfer begins; the sender keeps its pages from here on until it ends."""
         for part in self.parts(transfer):
-            self._tell("start", transfer, part, num_bytes=0)
+            self._record("start", transfer, part, num_bytes=0)
 
     def end(self, transfer: Transfer) -> None:
-        """Let everything land, and say so."""
+        """Let everything land, and record it."""
         for part in self.parts(transfer):
             self.land(part)
-            self._tell("end", transfer, part, num_bytes=self.num_bytes(part))
+            self._record("end", transfer, part, num_bytes=self.num_bytes(part))
 
     def fail(self, transfer: Transfer) -> None:
-        """Let half of it land, and say that the transfer failed."""
+        """Let half of it land, and record that the transfer failed."""
         for part in self.parts(transfer):
             half = part.first(part.src.size // 2)
             self.land(half)
-            self._tell("failed", transfer, part, num_bytes=self.num_bytes(half), note="connection lost")
+            self._record("failed", transfer, part, num_bytes=self.num_bytes(half), note="connection lost")
 
     def land(self, part: Part) -> None:
         """Copy content and bytes from the sender's pool to the receiver's."""
@@ -98,8 +98,8 @@ class Link:
         streams = self.prefill.memory.pools[part.group].group.streams
         return part.src.size * sum(stream.bytes_per_token for stream in streams)
 
-    def _tell(self, status: str, transfer: Transfer, part: Part, *, num_bytes: int, note: str = "") -> None:
-        """Tell both sides, first the one that has to be ready: the receiver of what has landed, the sender of a start."""
+    def _record(self, status: str, transfer: Transfer, part: Part, *, num_bytes: int, note: str = "") -> None:
+        """Record on both sides, first the one that has to be ready: the receiver of what has landed, the sender of a start."""
         sides = [
             (self.prefill, "send", transfer.sender, part.src, "decode"),
             (self.decode, "receive", transfer.receiver, part.dst, "prefill"),

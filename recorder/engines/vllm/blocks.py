@@ -5,6 +5,7 @@ prefix cache holds. A block joins that cache when it is scheduled to be filled; 
 it is its request's until then. What the cache holds can be walked, so that damage is found before a request reads it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -109,56 +110,46 @@ class BlockHistory:
         pool = self._coordinator.block_pool
         for group in self._groups:
             manager = self._coordinator.single_type_managers[group.gid]
-            wrap(manager, "allocate_new_blocks", self._on_new(group))
-            wrap(manager, "allocate_external_computed_blocks", self._on_external(group, manager))
-            wrap(manager, "add_local_computed_blocks", self._on_hit(group, manager))
-            wrap(manager, "cache_blocks", self._on_cache(group, manager))
-            wrap(manager, "free", self._on_free(group, manager))
-            wrap(manager, "remove_skipped_blocks", self._on_skip(group))
+            wrap(manager, "allocate_new_blocks", functools.partial(self._on_new, group))
+            wrap(manager, "allocate_external_computed_blocks", functools.partial(self._on_external, group, manager))
+            wrap(manager, "add_local_computed_blocks", functools.partial(self._on_hit, group, manager))
+            wrap(manager, "cache_blocks", functools.partial(self._on_cache, group, manager))
+            wrap(manager, "free", functools.partial(self._on_free, group, manager))
+            wrap(manager, "remove_skipped_blocks", functools.partial(self._on_skip, group))
         wrap(pool, "free_blocks", self.on_free_blocks)
         wrap(pool, "_maybe_evict_cached_block", self.on_evict)
         wrap(pool, "reset_prefix_cache", self.on_reset)
 
-    def _on_new(self, group: GroupLayout) -> Any:
-        def on_new(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
-            return lambda blocks, _: self.record("alloc", group, _ids(blocks), request_id)
+    # Hooks of a group's manager.
 
-        return on_new
+    def _on_new(self, group: GroupLayout, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
+        return lambda blocks, _: self.record("alloc", group, _ids(blocks), request_id)
 
-    def _on_external(self, group: GroupLayout, manager: Any) -> Any:
-        def on_external(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
-            count = len(manager.req_to_blocks.get(request_id, ()))
-            return lambda _, __: self.record(
-                "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())[count:]), request_id
-            )
+    def _on_external(self, group: GroupLayout, manager: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
+        count = len(manager.req_to_blocks.get(request_id, ()))
+        return lambda _, __: self.record(
+            "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())[count:]), request_id
+        )
 
-        return on_external
+    def _on_hit(self, group: GroupLayout, manager: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
+        return lambda _, __: self.record(
+            "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())), request_id, status=ALLOC_SHARED
+        )
 
-    def _on_hit(self, group: GroupLayout, manager: Any) -> Any:
-        def on_hit(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
-            return lambda _, __: self.record(
-                "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())), request_id, status=ALLOC_SHARED
-            )
+    def _on_cache(self, group: GroupLayout, manager: Any, request: Any, *_args: Any, **_kwargs: Any) -> Finish:
+        name = request.request_id
+        before = manager.num_cached_block.get(name, 0)
 
-        return on_hit
+        def finish(_: Any, __: BaseException | None) -> None:
+            blocks = manager.req_to_blocks.get(name, ())
+            for place in range(before, min(manager.num_cached_block.get(name, 0), len(blocks))):
+                block = blocks[place]
+                if block.is_null or block.block_hash is None or block.block_id in self.cached:
+                    continue
+                self._filling[group.index, block.block_id] = name
+                self._cache(group, block.block_id, place, blocks[place - 1].block_id if place else 0)
 
-    def _on_cache(self, group: GroupLayout, manager: Any) -> Any:
-        def on_cache(request: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-            name = request.request_id
-            before = manager.num_cached_block.get(name, 0)
-
-            def finish(_: Any, __: BaseException | None) -> None:
-                blocks = manager.req_to_blocks.get(name, ())
-                for place in range(before, min(manager.num_cached_block.get(name, 0), len(blocks))):
-                    block = blocks[place]
-                    if block.is_null or block.block_hash is None or block.block_id in self.cached:
-                        continue
-                    self._filling[group.index, block.block_id] = name
-                    self._cache(group, block.block_id, place, blocks[place - 1].block_id if place else 0)
-
-            return finish
-
-        return on_cache
+        return finish
 
     def _cache(self, group: GroupLayout, block: int, place: int, before: int) -> None:
         self._serial += 1
@@ -171,24 +162,18 @@ class BlockHistory:
             before_serial=known.serial if known is not None and known.group == group.index else 0,
         )
 
-    def _on_free(self, group: GroupLayout, manager: Any) -> Any:
-        def on_free(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
-            blocks = list(manager.req_to_blocks.get(request_id, ()))
-            self._hand_over({(group.index, block.block_id) for block in blocks})
-            return lambda _, __: self._freed(group, blocks, request_id)
+    def _on_free(self, group: GroupLayout, manager: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
+        blocks = list(manager.req_to_blocks.get(request_id, ()))
+        self._hand_over({(group.index, block.block_id) for block in blocks})
+        return lambda _, __: self._freed(group, blocks, request_id)
 
-        return on_free
+    def _on_skip(self, group: GroupLayout, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
+        self._skipping = (group.index, request_id)
 
-    def _on_skip(self, group: GroupLayout) -> Any:
-        def on_skip(request_id: str, *_args: Any, **_kwargs: Any) -> Finish | None:
-            self._skipping = (group.index, request_id)
+        def finish(_: Any, __: BaseException | None) -> None:
+            self._skipping = None
 
-            def finish(_: Any, __: BaseException | None) -> None:
-                self._skipping = None
-
-            return finish
-
-        return on_skip
+        return finish
 
     def on_free_blocks(self, blocks: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Record the blocks that have left a sliding window; a request's last blocks go through its manager."""

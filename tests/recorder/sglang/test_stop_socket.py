@@ -92,7 +92,7 @@ def test_a_second_recording_of_a_process_says_that_it_cannot_be_stopped(caplog: 
     stopped: list[int] = []
     serve_stop(lambda: stopped.append(1))
     serve_stop(lambda: stopped.append(2))
-    assert "no socket to be told of the engine's end" in caplog.text
+    assert "no socket for the engine's end" in caplog.text
     import os
 
     assert stop_processes([os.getpid()]) == [os.getpid()]

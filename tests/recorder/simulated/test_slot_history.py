@@ -3,7 +3,7 @@
 import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.engines.simulated.history import History
+from kvcanary.recorder.engines.simulated.history import SlotEvents
 from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
@@ -58,14 +58,14 @@ def test_statuses_of_allocs(tmp_path):
     assert engine.counters.window_remapped_pages + engine.counters.deduplicated_pages > 0
 
 
-class SilentOn(History):
+class SilentOn(SlotEvents):
     """Keeps one kind of thing to itself."""
 
     left_out: tuple[str, str] = ("", "")
 
-    def tell(self, kind, pages, **rest):
+    def record(self, kind, pages, **rest):
         if (kind, rest.get("status", "")) != self.left_out:
-            super().tell(kind, pages, **rest)
+            super().record(kind, pages, **rest)
 
 
 @pytest.mark.parametrize(

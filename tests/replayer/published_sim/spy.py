@@ -58,13 +58,13 @@ class Spy:
 
     def _hook_forwards(self, engine: SimulatedEngine) -> None:
         runner, model, seen = engine.runner, engine.runner._model, self.seen
-        tell, run = runner.tell, model.run
+        begin, run = runner.begin, model.run
 
-        def spied_tell(batch: Batch) -> None:
+        def spied_begin(batch: Batch) -> None:
             seen.forwards.append([])
             seen.modes.add((batch.mode, batch.runner))
             seen.padded += batch.rows.size > len(batch.requests)
-            tell(batch)
+            begin(batch)
 
         def spied_run(batch: Batch, *rest: object):
             step = as_step(batch)
@@ -77,7 +77,7 @@ class Spy:
                 seen.figures[len(seen.forwards) - 1] = divergence_figures(self._memory, step)
             return content
 
-        runner.tell, model.run = spied_tell, spied_run
+        runner.begin, model.run = spied_begin, spied_run
 
     def _hook_sweeps(self, engine: SimulatedEngine) -> None:
         sweep, cache = engine.sweeper.sweep, WalkedCache(self._memory)
