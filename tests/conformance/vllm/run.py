@@ -30,15 +30,15 @@ RECORDED = """
 By the plugin alone (entry point group `vllm.general_plugins`), one file for each process that runs a model.
 
 - Every forward of the target model: requests, rows, truth tokens, input tokens, positions, the slots that each KV-cache
-  group reads and writes, what was sampled (told later where scheduling is asynchronous), preemptions and ends.
+  group reads and writes, what was sampled (recorded later if scheduling is asynchronous), preemptions and ends.
 - **Groups.** One pool group and one table for each KV-cache group: full attention, sliding window, latent (MLA). All of them
   take their blocks from one pool, but a block is one group's at a time, so each group has slots of its own in the trace;
   `slot = block * block_size + offset`. Block 0 is vLLM's null block. Behind a sliding window vLLM leaves old entries in its
   tables: the trace reads none of them, and where the block before the window may be gone, the chain starts anew.
 - **Steps that read what they write.** vLLM gives a request blocks of the prefix cache that another request of the same step
-  fills. Such a step is told as several forwards, writers first.
+  fills. Such a step is recorded as several forwards, writers first.
 - **Slot history**, allocations, hand-over to the prefix cache, evictions and frees, and sweeps, where the scheduler runs in
-  the process of the model: one GPU. With worker processes (tensor or pipeline parallelism) it is not told, and the header
+  the process of the model: one GPU. With worker processes (tensor or pipeline parallelism) it is not recorded, and the header
   says so; nor with a KV connector, frees that are put off, or prefix hits that end inside a block.
 - **What attention gets.** Sequence lengths, query lengths and block tables, read from the metadata of each group's layers
   where the forward takes them, and again at the forward's end; the slots are those that the layers' cache updates get. Known
@@ -59,7 +59,7 @@ By the plugin alone (entry point group `vllm.general_plugins`), one file for eac
 - **Warm-up.** A recording begins behind `compile_or_warm_up_model`.
 - **Not recorded, and named in the log and the header**: Mamba and other state, chunked-local and cross attention, groups in
   the host's memory. Not recorded at all: context parallelism. Images: the positions are judged by their placeholder tokens;
-  multi-dimensional positions are told as places in the sequence.
+  multi-dimensional positions are recorded as places in the sequence.
 - **Untested**: GPUs, where inputs and tables are brought over with torch and the forward's thread waits for the device; the V2
   runner, whose functions were read off the source of 0.32.0; pipeline and data parallel ranks; other versions than 0.32.0.
 - **Run by hand** on the CPU on 2026-11-21: two tensor-parallel ranks, a file each, the same forwards, both clean; and
