@@ -18,7 +18,7 @@ from ...capture.device.capture import DeviceCapture
 from ...capture.device.forward import DeviceForward, Lens
 from ...capture.forward_input import ForwardInput, TableRead, TruthTokens
 from ...capture.host_arrays import own_int64
-from .layout import Layout, RunnerLayout
+from .layout import RunnerLayout, SglangLayout
 from .requests import KnownBatch
 
 # by the name of SGLang's ForwardMode
@@ -39,7 +39,7 @@ def forward_input(
     batch: Any,
     *,
     runner: RunnerLayout,
-    layout: Layout,
+    layout: SglangLayout,
     request_ids: Int64Array,
     truth: TruthTokens | None,
     forward_mode: Any = None,

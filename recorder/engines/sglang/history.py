@@ -16,7 +16,7 @@ from ...capture.forward_input import translate
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
 from ..common.hooking import Finish
-from .layout import Layout, RunnerLayout, online_sweep_interval
+from .layout import RunnerLayout, SglangLayout, online_sweep_interval
 
 ALLOCS: Final = ("alloc", "alloc_extend", "alloc_decode")
 FREES: Final = ("free", "free_segment", "free_page_ids")
@@ -185,7 +185,7 @@ class RadixCacheWalk:
     """Walks the prefix cache every so many target forwards; where the engine's own canary sweeps, right after it."""
 
     def __init__(
-        self, target: Any, tree_cache: Any, layout: Layout, every: int, recorder: Recorder | DeviceRecorder
+        self, target: Any, tree_cache: Any, layout: SglangLayout, every: int, recorder: Recorder | DeviceRecorder
     ) -> None:
         self._target = target
         self._tree_cache = tree_cache

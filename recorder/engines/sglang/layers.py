@@ -22,7 +22,7 @@ from ...capture.host_arrays import own_int64
 from ...trace.header import NotWatched
 from ..common.hooking import Finish, Hook, OnFault, wrap_method
 from ..common.step_cost import StepCost
-from .layout import Layout, RunnerLayout
+from .layout import RunnerLayout, SglangLayout
 
 # Classes of backends, by their names, that read the batch's lengths and the rows of req_to_token.
 ROW_READERS: Final = ("TorchNativeAttnBackend", "IntelAMXAttnBackend")
@@ -87,7 +87,7 @@ def can_be_hooked(runner: Any) -> bool:
 
 
 def attention_input(
-    model_runner: Any, batch: Any, mode: str, runner: RunnerLayout, layout: Layout
+    model_runner: Any, batch: Any, mode: str, runner: RunnerLayout, layout: SglangLayout
 ) -> AttentionInput | None:
     """Return what attention gets in a forward, None where nobody knows.
 
@@ -149,7 +149,7 @@ def backend_around(model_runner: Any, batch: Any) -> Any:
         return getattr(batch, "attn_backend", None) or getattr(model_runner, "attn_backend", None)
 
 
-def not_read(model_runners: list[Any], layout: Layout, *, inside: bool) -> list[NotWatched]:
+def not_read(model_runners: list[Any], layout: SglangLayout, *, inside: bool) -> list[NotWatched]:
     """Return what of the runners' attention is not read; `inside`: their forwards are recorded around their layers."""
     found = []
     for model_runner in model_runners:

@@ -70,7 +70,7 @@ class RunnerLayout:
     sampled: bool
 
 
-class Layout:
+class SglangLayout:
     """The engine's pools as the header names them, with the tensors behind the names.
 
     `tables[t]` is a `req_to_token` tensor, `luts[n]` a full-to-SWA tensor, `runners` maps `id(model runner)`.
@@ -182,7 +182,7 @@ class Layout:
 
 
 def describe_engine(
-    scheduler: Any, layout: Layout, target: Any, settings: RecordingSettings, notes: tuple[str, ...]
+    scheduler: Any, layout: SglangLayout, target: Any, settings: RecordingSettings, notes: tuple[str, ...]
 ) -> TraceHeader:
     """Return the header of a scheduler's trace.
 

@@ -20,10 +20,10 @@ from .forward import DeviceForwards, forward_input, mode_of
 from .history import GroupHistory, RadixCacheWalk, allocators_of
 from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input, not_read
-from .layout import Layout, RunnerLayout, describe_engine
+from .layout import RunnerLayout, SglangLayout, describe_engine
 from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, row_of
 from .results import StepResults
-from .transfers import Transfers, room_of
+from .transfers import SglangTransfers, room_of
 
 logger = logging.getLogger("kvcanary")
 
@@ -50,7 +50,7 @@ class SglangRecording:
         self.target: Any = next((runner for runner in model_runners if not runner.is_draft_worker), None)
         if self.target is None:
             raise ValueError("this process has no target model runner")
-        self.layout = Layout(model_runners, settings)
+        self.layout = SglangLayout(model_runners, settings)
         header = describe_engine(scheduler, self.layout, self.target, settings, notes)
         header = dataclasses.replace(header, not_watched=(*header.not_watched, *not_watched, *submitted_is_not(header)))
         self._layers = layers
@@ -68,7 +68,7 @@ class SglangRecording:
         with beginning(self.recorder):
             self.sweep = RadixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
         self.histories: list[GroupHistory] = []
-        self.transfers = Transfers(self.layout, self.recorder, self.histories)
+        self.transfers = SglangTransfers(self.layout, self.recorder, self.histories)
         self.retracting = False
         self.restores = True  # whether what is retracted meanwhile gets its KV back
         self._batches = BatchLookup(self._requests)

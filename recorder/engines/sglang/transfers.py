@@ -21,7 +21,7 @@ from ...trace.event import INT64_MAX
 from ...trace.schema import RECEIVE, SEND
 from ..common.hooking import Finish, Hook, OnFault, then, wrap_method
 from .history import GroupHistory
-from .layout import Layout
+from .layout import SglangLayout
 from .requests import SglangRequest, kv_field, row_of
 
 # SGLang's KVPoll
@@ -29,13 +29,15 @@ FAILED: Final = 0
 SUCCESS: Final = 4
 
 
-class Transfers:
+class SglangTransfers:
     """Records the transfers of one scheduler; both sides name a pool group alike, so they find one another.
 
     `histories` are those of the slots, empty if there is none. `on_fault` is called when a hook failed.
     """
 
-    def __init__(self, layout: Layout, recorder: Recorder | DeviceRecorder, histories: list[GroupHistory]) -> None:
+    def __init__(
+        self, layout: SglangLayout, recorder: Recorder | DeviceRecorder, histories: list[GroupHistory]
+    ) -> None:
         self.on_fault: OnFault = _nobody
         self._layout = layout
         self._recorder = recorder

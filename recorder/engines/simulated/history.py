@@ -5,7 +5,7 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ...capture.recorder import Recorder
 from ...trace.schema import TIER_HOST, TIER_POOL
-from .pools import Layout
+from .pools import SimulatedLayout
 from .requests import Request
 
 NOBODY = -1
@@ -16,7 +16,7 @@ _NO_PAGES = np.empty(0, np.int64)
 class SlotEvents:
     """Records pages given, given back, evicted and copied."""
 
-    def __init__(self, recorder: Recorder, layout: Layout, *, page_size: int) -> None:
+    def __init__(self, recorder: Recorder, layout: SimulatedLayout, *, page_size: int) -> None:
         self.recorder = recorder
         self._layout = layout
         self._page_size = page_size

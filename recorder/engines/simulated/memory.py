@@ -6,7 +6,7 @@ from ....kernels.arrays import Int64Array
 from ...capture.recorder import Recorder
 from .config import Counters, EngineConfig
 from .history import SlotEvents
-from .pools import DRAFT, TARGET, KvPool, Layout, PageAllocator, SlidingWindowPool
+from .pools import DRAFT, TARGET, KvPool, PageAllocator, SimulatedLayout, SlidingWindowPool
 from .prefix_cache import HostTier, PrefixCache
 from .radix import NO_PAGE, Node
 from .requests import Request
@@ -22,7 +22,13 @@ class KvMemory:
     """
 
     def __init__(
-        self, config: EngineConfig, layout: Layout, *, pools: list[KvPool], history: SlotEvents, counters: Counters
+        self,
+        config: EngineConfig,
+        layout: SimulatedLayout,
+        *,
+        pools: list[KvPool],
+        history: SlotEvents,
+        counters: Counters,
     ) -> None:
         self.config = config
         self.layout = layout

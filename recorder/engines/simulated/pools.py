@@ -26,7 +26,7 @@ TARGET, DRAFT = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class SimulatedLayout:
     """The header, and the index of each kind of group in it; -1 for a group that there is not."""
 
     header: TraceHeader
@@ -40,7 +40,7 @@ class Layout:
         return tuple(group for group in (self.full_group, self.draft_group) if group >= 0)
 
 
-def make_layout(config: EngineConfig) -> Layout:
+def make_layout(config: EngineConfig) -> SimulatedLayout:
     """Return header and group indices of an engine."""
     halves: tuple[str, ...] = ("K",) if config.shape in ("mla", "dsv4") else ("K", "V")
     num_slots = (config.num_pages + 1) * config.page_size
@@ -112,7 +112,7 @@ def make_layout(config: EngineConfig) -> Layout:
         sweep_interval=config.sweep_interval,
         oracle=Oracle(vocab_size=config.vocab_size) if config.sampler == "oracle" else None,
     )
-    return Layout(header=header, full_group=found["full"], swa_group=found["swa"], draft_group=found["draft"])
+    return SimulatedLayout(header=header, full_group=found["full"], swa_group=found["swa"], draft_group=found["draft"])
 
 
 WordArray = npt.NDArray[np.uint64]

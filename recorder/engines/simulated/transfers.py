@@ -26,7 +26,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SentPart:
     """What one pool group sends: positions from `start_position` on, `[n] int64` slots on either side, in their order."""
 
     group: int
@@ -34,9 +34,11 @@ class Part:
     src: Int64Array
     dst: Int64Array
 
-    def first(self, count: int) -> "Part":
+    def first(self, count: int) -> "SentPart":
         """Return the first `count` positions of it."""
-        return Part(group=self.group, start_position=self.start_position, src=self.src[:count], dst=self.dst[:count])
+        return SentPart(
+            group=self.group, start_position=self.start_position, src=self.src[:count], dst=self.dst[:count]
+        )
 
 
 class Link:
@@ -46,17 +48,17 @@ class Link:
         self.prefill = prefill
         self.decode = decode
 
-    def parts(self, transfer: Transfer) -> list[Part]:
+    def parts(self, transfer: Transfer) -> list[SentPart]:
         """Return what is sent, group by group: the whole prompt, of a sliding window the pages that are still read."""
         return [self.part(pool, transfer) for pool in self.prefill.memory.pools]
 
-    def part(self, pool: KvPool, transfer: Transfer) -> Part:
+    def part(self, pool: KvPool, transfer: Transfer) -> SentPart:
         """Return what one group sends."""
         memory = self.prefill.memory
         end, start = transfer.sender.cached_len, 0
         if memory.swa is not None and pool.index == memory.layout.swa_group:
             start = memory.swa.first_needed_page(end) * memory.page_size
-        return Part(
+        return SentPart(
             group=pool.index,
             start_position=start,
             src=self.slots(self.prefill, pool, transfer.sender, start, end),
@@ -86,19 +88,19 @@ class Link:
             self.land(half)
             self._record("failed", transfer, part, num_bytes=self.num_bytes(half), note="connection lost")
 
-    def land(self, part: Part) -> None:
+    def land(self, part: SentPart) -> None:
         """Copy content and bytes from the sender's pool to the receiver's."""
         sender, receiver = self.prefill.memory.pools[part.group], self.decode.memory.pools[part.group]
         receiver.content[part.dst] = sender.content[part.src]
         for stream in range(len(sender.group.streams)):
             receiver.stream_bytes(stream)[part.dst] = sender.stream_bytes(stream)[part.src]
 
-    def num_bytes(self, part: Part) -> int:
+    def num_bytes(self, part: SentPart) -> int:
         """Return how many bytes a part has."""
         streams = self.prefill.memory.pools[part.group].group.streams
         return part.src.size * sum(stream.bytes_per_token for stream in streams)
 
-    def _record(self, status: str, transfer: Transfer, part: Part, *, num_bytes: int, note: str = "") -> None:
+    def _record(self, status: str, transfer: Transfer, part: SentPart, *, num_bytes: int, note: str = "") -> None:
         """Record on both sides, first the one that has to be ready: the receiver of what has landed, the sender of a start."""
         sides = [
             (self.prefill, "send", transfer.sender, part.src, "decode"),

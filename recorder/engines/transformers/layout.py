@@ -17,7 +17,7 @@ from ...trace.header import EngineInfo, KvStream, ModelInfo, NotWatched, PoolGro
 ALIGN_BYTES = 16
 
 
-class GroupLayout:
+class TransformersGroup:
     """One allocator of the cache: a pool group with a table of its own.
 
     `window` is the number of cached tokens that a forward reads, 0 for all of them; `ring_size` the number of slots
@@ -85,7 +85,7 @@ class GroupLayout:
 
 def describe_engine(
     processor: Any, *, layers: tuple[int, ...] | None, capture_bytes: int
-) -> tuple[TraceHeader, list[GroupLayout], dict[tuple[int, int], KvSource]]:
+) -> tuple[TraceHeader, list[TransformersGroup], dict[tuple[int, int], KvSource]]:
     """Return the header of a batch processor's trace, its groups' layouts and its KV sources.
 
     Args:
@@ -101,13 +101,13 @@ def describe_engine(
     cache, config = processor.cache, processor.config
     groups: list[PoolGroup] = []
     sources: dict[tuple[int, int], KvSource] = {}
-    layouts: list[GroupLayout] = []
+    layouts: list[TransformersGroup] = []
     not_watched: list[NotWatched] = []
     unknown = sorted(set(layers or ()) - set(cache.layer_to_allocator))
     if unknown:
         raise ValueError(f"layers {unknown} asked for, the model has {len(cache.layer_to_allocator)} cached layers")
     for index, (name, allocator) in enumerate(cache.cache_allocators.items()):
-        layout = GroupLayout(index, allocator)
+        layout = TransformersGroup(index, allocator)
         layouts.append(layout)
         wanted = tuple(n for n in allocator.layer_indices if capture_bytes and (layers is None or n in layers))
         streams = layout.streams(wanted[:1] if layers is None else wanted, capture_bytes)

@@ -14,7 +14,7 @@ from ...trace.header import NotWatched
 from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL
 from ..common.hooking import Finish
 from ..common.requests import KnownRequest, RequestRows, mode_by_lens, truth_tokens
-from .layout import GroupLayout, describe_engine
+from .layout import TransformersGroup, describe_engine
 from .step import attention_input, table_read, written_slots
 
 
@@ -151,7 +151,7 @@ class TransformersRecording:
             )
         return request
 
-    def _record_new_blocks(self, layout: GroupLayout, requests: list[TransformersRequest]) -> None:
+    def _record_new_blocks(self, layout: TransformersGroup, requests: list[TransformersRequest]) -> None:
         """Record the blocks that were added to the requests' tables since they were last seen."""
         for request in requests:
             table = layout.allocator.block_table.get(request.name, [])
@@ -166,7 +166,7 @@ class TransformersRecording:
     def _slots(
         self,
         kind: str,
-        layout: GroupLayout,
+        layout: TransformersGroup,
         blocks: list[int],
         request: TransformersRequest | None,
         note: str = "",

@@ -9,17 +9,17 @@ from ....kernels.arrays import Int64Array
 from ...capture.attention import paged_read
 from ...capture.forward_input import AttentionInput, TableRead
 from ...capture.host_arrays import own_int64, ragged_index
-from .layout import GroupLayout
+from .layout import TransformersGroup
 
 
-def written_slots(layout: GroupLayout, io: Any, prefix: Int64Array, extend: Int64Array) -> Int64Array:
+def written_slots(layout: TransformersGroup, io: Any, prefix: Int64Array, extend: Int64Array) -> Int64Array:
     """Return the slot of each token of the step, `[T]`."""
     if io.use_block_table:
         return layout.rows_to_slots(_allocator_rows(layout.allocator.get_write_indices, io, prefix, extend))
     return layout.rows_to_slots(own_int64(io.write_index_storage[layout.index, : io.true_write_sizes[layout.index]]))
 
 
-def table_read(layout: GroupLayout, io: Any, prefix: Int64Array, extend: Int64Array) -> TableRead:
+def table_read(layout: TransformersGroup, io: Any, prefix: Int64Array, extend: Int64Array) -> TableRead:
     """Return the slots of the cached tokens that the step reads.
 
     They are the block table's; of a ring, whose table says less than that, what the step will index the pool with.
@@ -45,7 +45,7 @@ def table_read(layout: GroupLayout, io: Any, prefix: Int64Array, extend: Int64Ar
     return TableRead(starts=first, counts=counts, slots=slots)
 
 
-def _block_table(layout: GroupLayout, io: Any) -> Int64Array:
+def _block_table(layout: TransformersGroup, io: Any) -> Int64Array:
     """Return the block table of the step's requests, `[bs, blocks of the longest]`, -1 for none."""
     tables = [layout.allocator.block_table.get(future.state.request_id, ()) for future in io.requests_in_batch]
     found = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int64)
@@ -55,7 +55,7 @@ def _block_table(layout: GroupLayout, io: Any) -> Int64Array:
 
 
 def attention_input(
-    layouts: Sequence[GroupLayout], io: Any, prefix: Int64Array, extend: Int64Array
+    layouts: Sequence[TransformersGroup], io: Any, prefix: Int64Array, extend: Int64Array
 ) -> AttentionInput | None:
     """Return what the attention of the step gets: its `cu_seq_lens_q`, `cu_seq_lens_k` and `read_index`.
 
@@ -86,7 +86,7 @@ def attention_input(
 
 
 def _with_predecessors(
-    layout: GroupLayout, io: Any, slots: Int64Array, first: Int64Array, counts: Int64Array
+    layout: TransformersGroup, io: Any, slots: Int64Array, first: Int64Array, counts: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Put the slot of the position before each window in front of it: the next link of the chain.
 

@@ -10,7 +10,7 @@ from ....kernels.arrays import Int64Array
 from ...capture.attention import paged_read
 from ...capture.forward_input import AttentionInput, TableRead
 from ...capture.host_arrays import own_int64, ragged_index
-from .layout import GroupLayout
+from .layout import VllmGroup
 
 # Backends whose metadata hold a sequence length and a block table for each request, under these names.
 FIELDS: Final = ("seq_lens", "query_start_loc", "block_table")
@@ -31,7 +31,7 @@ def forward_context() -> Any:
 class AttentionReader:
     """Reads a runner's attention metadata; `Step.attention` is what `read` returns."""
 
-    def __init__(self, runner: Any, groups: Sequence[GroupLayout], num_groups: int) -> None:
+    def __init__(self, runner: Any, groups: Sequence[VllmGroup], num_groups: int) -> None:
         self._groups = groups
         self._num_groups = num_groups
         # Tokens of a block of the tables that each layer's kernels get, if they differ from the runner's; 0 for blocks of
@@ -71,9 +71,7 @@ class AttentionReader:
             for place in range(max(map(len, found), default=0))
         )
 
-    def _tensors(
-        self, metadata: dict[str, Any], group: GroupLayout, block_size: int
-    ) -> Iterator[tuple[list[Any], int]]:
+    def _tensors(self, metadata: dict[str, Any], group: VllmGroup, block_size: int) -> Iterator[tuple[list[Any], int]]:
         """Yield what the layers of a group get, each once, with the tokens of a block of its table."""
         seen = set()
         for layer in group.layers:
@@ -105,7 +103,7 @@ def _attention_groups(runner: Any, gid: int) -> Sequence[Any]:
     return groups[gid] if gid < len(groups) else ()
 
 
-def _layer_input(tensors: Sequence[Any], group: GroupLayout, prefix: Int64Array, block_size: int) -> _LayerInput:
+def _layer_input(tensors: Sequence[Any], group: VllmGroup, prefix: Int64Array, block_size: int) -> _LayerInput:
     """Return what a group's layers get by the tensors of their metadata, `FIELDS`."""
     seq_lens, starts, table = own_int64(tensors[0][: prefix.size]), own_int64(tensors[1][: prefix.size + 1]), tensors[2]
     first = np.maximum(prefix - group.window, 0) if group.window else None

@@ -17,7 +17,7 @@ from ...capture.recorder import Recorder
 from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED
 from ..common.hooking import Finish, Hook, OnFault, wrap_method
 from ..common.requests import request_id_of
-from .layout import GroupLayout, Layout
+from .layout import VllmGroup, VllmLayout
 from .step import VllmRequests
 
 # Methods of a group's manager, and of the pool, without which the history has holes.
@@ -32,7 +32,7 @@ POOL: Final = ("_maybe_evict_cached_block", "reset_prefix_cache", "free_blocks")
 KNOWN_MANAGERS: Final = ("FullAttentionManager", "SlidingWindowManager")
 
 
-def why_no_history(scheduler: Any, groups: Sequence[GroupLayout]) -> str:
+def why_no_history(scheduler: Any, groups: Sequence[VllmGroup]) -> str:
     """Return why a scheduler's slot history cannot be recorded whole, nothing if it can."""
     coordinator = getattr(getattr(scheduler, "kv_cache_manager", None), "coordinator", None)
     managers = getattr(coordinator, "single_type_managers", None)
@@ -83,10 +83,10 @@ class BlockHistory:
     def __init__(
         self,
         scheduler: Any,
-        groups: Sequence[GroupLayout],
+        groups: Sequence[VllmGroup],
         requests: VllmRequests,
         recorder: Recorder,
-        draft: GroupLayout | None = None,
+        draft: VllmGroup | None = None,
     ) -> None:
         self._coordinator = scheduler.kv_cache_manager.coordinator
         # A draft's layers have blocks of their own, or those of a group of the target's: what happens to that is
@@ -122,21 +122,21 @@ class BlockHistory:
 
     # Hooks of a group's manager.
 
-    def _on_new(self, group: GroupLayout, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
+    def _on_new(self, group: VllmGroup, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
         return lambda blocks, _: self.record("alloc", group, _ids(blocks), request_id)
 
-    def _on_external(self, group: GroupLayout, manager: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
+    def _on_external(self, group: VllmGroup, manager: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
         count = len(manager.req_to_blocks.get(request_id, ()))
         return lambda _, __: self.record(
             "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())[count:]), request_id
         )
 
-    def _on_hit(self, group: GroupLayout, manager: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
+    def _on_hit(self, group: VllmGroup, manager: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
         return lambda _, __: self.record(
             "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())), request_id, status=ALLOC_SHARED
         )
 
-    def _on_cache(self, group: GroupLayout, manager: Any, request: Any, *_args: Any, **_kwargs: Any) -> Finish:
+    def _on_cache(self, group: VllmGroup, manager: Any, request: Any, *_args: Any, **_kwargs: Any) -> Finish:
         name = request.request_id
         before = manager.num_cached_block.get(name, 0)
 
@@ -151,7 +151,7 @@ class BlockHistory:
 
         return finish
 
-    def _cache(self, group: GroupLayout, block: int, place: int, before: int) -> None:
+    def _cache(self, group: VllmGroup, block: int, place: int, before: int) -> None:
         self._serial += 1
         known = self.cached.get(before) if place else None
         self.cached[block] = CachedBlock(
@@ -162,12 +162,12 @@ class BlockHistory:
             before_serial=known.serial if known is not None and known.group == group.index else 0,
         )
 
-    def _on_free(self, group: GroupLayout, manager: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
+    def _on_free(self, group: VllmGroup, manager: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
         blocks = list(manager.req_to_blocks.get(request_id, ()))
         self._hand_over({(group.index, block.block_id) for block in blocks})
         return lambda _, __: self._freed(group, blocks, request_id)
 
-    def _on_skip(self, group: GroupLayout, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
+    def _on_skip(self, group: VllmGroup, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
         self._skipping = (group.index, request_id)
 
         def finish(_: Any, __: BaseException | None) -> None:
@@ -224,7 +224,7 @@ class BlockHistory:
         for (index, name), handed in by_request.items():
             self.record("alloc", self._groups[index], handed, name, status=ALLOC_CACHED)
 
-    def _freed(self, group: GroupLayout, blocks: Sequence[Any], request_id: str) -> None:
+    def _freed(self, group: VllmGroup, blocks: Sequence[Any], request_id: str) -> None:
         """Record as freed the blocks that nobody uses and the prefix cache does not hold."""
         gone = [b.block_id for b in blocks if not b.is_null and not b.ref_cnt and b.block_hash is None]
         self.record("free", group, gone, request_id)
@@ -232,7 +232,7 @@ class BlockHistory:
     def record(
         self,
         kind: str,
-        group: GroupLayout,
+        group: VllmGroup,
         blocks: Sequence[int],
         name: str,
         *,
@@ -261,7 +261,7 @@ class BlockHistory:
 class BlockWalk:
     """Walks the prefix cache every `interval` forwards, 0 never; what it holds is known from the slot history."""
 
-    def __init__(self, history: BlockHistory | None, layout: Layout, interval: int, recorder: Recorder) -> None:
+    def __init__(self, history: BlockHistory | None, layout: VllmLayout, interval: int, recorder: Recorder) -> None:
         self._history = history
         self._layout = layout
         self._interval = interval

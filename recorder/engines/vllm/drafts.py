@@ -17,14 +17,14 @@ from ...capture.host_arrays import own_int64, ragged_index
 from ...capture.recorder import Recorder
 from ..common.hooking import Finish, OnFault, wrap_method
 from .attention import forward_context
-from .layout import DRAFT_RUNNER, Layout
+from .layout import DRAFT_RUNNER, VllmLayout
 from .step import VllmRequest
 
 
 class DraftWrites:
     """Records what the draft's first layer writes, if the requests that run are known."""
 
-    def __init__(self, runner: Any, layout: Layout, recorder: Recorder) -> None:
+    def __init__(self, runner: Any, layout: VllmLayout, recorder: Recorder) -> None:
         self._group = layout.draft
         self._num_tables = len(layout.groups) + 1
         self._recorder = recorder

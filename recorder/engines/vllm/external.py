@@ -17,7 +17,7 @@ from ...capture.recorder import Recorder
 from ...trace.header import NotWatched
 from ...trace.schema import RECEIVE
 from ..common.hooking import Finish, OnFault, then, wrap_method
-from .layout import GroupLayout
+from .layout import VllmGroup
 from .step import Step, VllmRequest, VllmRequests, table_read
 
 # Connectors that write no slot but those of the tokens that they were asked for; others may load a request's whole
@@ -50,7 +50,7 @@ class ExternalLoads:
     """The loads of one runner's cache."""
 
     def __init__(
-        self, connector: str, groups: Sequence[GroupLayout], requests: VllmRequests, recorder: Recorder, scheduler: Any
+        self, connector: str, groups: Sequence[VllmGroup], requests: VllmRequests, recorder: Recorder, scheduler: Any
     ) -> None:
         self._exact = connector in EXACT
         self._connector = connector
@@ -78,7 +78,7 @@ class ExternalLoads:
                 )
         self._ends_are_seen = wrap_method(self._scheduler, "_update_from_kv_xfer_finished", self.on_finished, on_fault)
 
-    def _on_allocated(self, group: GroupLayout, manager: Any) -> Any:
+    def _on_allocated(self, group: VllmGroup, manager: Any) -> Any:
         def on_allocated(name: str, local: int, loaded: int, *_args: Any, **_kwargs: Any) -> Finish | None:
             def remember(_: Any) -> None:
                 blocks = [block.block_id for block in manager.req_to_blocks.get(name, ())]
@@ -88,7 +88,7 @@ class ExternalLoads:
 
         return on_allocated
 
-    def _remember(self, name: str, group: GroupLayout, blocks: Sequence[int], local: int, end: int) -> None:
+    def _remember(self, name: str, group: VllmGroup, blocks: Sequence[int], local: int, end: int) -> None:
         """Note what is loaded for a request: positions `local` to `end` of its blocks, null blocks left out."""
         size = group.block_size
         first = local if self._exact else 0

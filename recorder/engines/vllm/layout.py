@@ -32,7 +32,7 @@ DRAFT_DERIVED: Final = ("prefix_lens", "positions", "input_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupLayout:
+class VllmGroup:
     """One KV-cache group that is recorded: `index` in the trace, `gid` in vLLM, tokens of a block, blocks of the pool.
 
     `window` is the number of cached positions that a forward reads, 0 for all of them.
@@ -54,7 +54,7 @@ class GroupLayout:
         return self.num_blocks * self.block_size
 
 
-class Layout:
+class VllmLayout:
     """The groups of one runner's KV cache that a trace can hold, and where their bytes are taken from.
 
     Raises:
@@ -70,7 +70,7 @@ class Layout:
             raise ValueError("context parallelism spreads a request's slots over ranks, which a trace cannot hold")
         self.notes: list[str] = []
         self.not_watched: list[NotWatched] = []
-        self.groups: list[GroupLayout] = []
+        self.groups: list[VllmGroup] = []
         config = runner.kv_cache_config
         self._drafts = draft_layers(runner)
         drafts = [self._add(gid, group, int(config.num_blocks)) for gid, group in enumerate(config.kv_cache_groups)]
@@ -85,7 +85,7 @@ class Layout:
                 reason = "in a layout that is not known"
                 self.not_watched.append(NotWatched(what="bytes", name=f"KV of group {group.name}", reason=reason))
 
-    def _add(self, gid: int, group: Any, num_blocks: int) -> GroupLayout | None:
+    def _add(self, gid: int, group: Any, num_blocks: int) -> VllmGroup | None:
         """Add a group of the target's; return what the draft has of it."""
         spec = group.kv_cache_spec
         members = getattr(spec, "kv_cache_specs", None)  # layers of one type that differ in size share a group
@@ -107,7 +107,7 @@ class Layout:
             self.notes.append(f"{name} is not recorded: {why}")
             self.not_watched.append(NotWatched(what="pool", name=name, reason=why))
             return None
-        layout = GroupLayout(
+        layout = VllmGroup(
             index=0,
             gid=gid,
             name="draft",
@@ -126,7 +126,7 @@ class Layout:
         return layout if drafts else None
 
 
-def draft_group(group: GroupLayout) -> PoolGroup:
+def draft_group(group: VllmGroup) -> PoolGroup:
     """Return the header's entry of a draft's pool group: nothing of it is read, and none of its bytes are captured."""
     return PoolGroup(
         name=group.name,
@@ -154,7 +154,7 @@ def kind_of(spec: Any) -> str:
 
 
 def describe_engine(
-    runner: Any, layout: Layout, notes: tuple[str, ...], *, history: bool, sweep_every: int
+    runner: Any, layout: VllmLayout, notes: tuple[str, ...], *, history: bool, sweep_every: int
 ) -> TraceHeader:
     """Return the header of a runner's trace."""
     config = runner.vllm_config

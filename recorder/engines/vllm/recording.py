@@ -19,7 +19,7 @@ from .blocks import BlockHistory, BlockWalk, caches_prefixes, why_no_history
 from .drafts import DraftWrites
 from .external import ExternalLoads, connector_of
 from .external import not_watched as connector_not_watched
-from .layout import Layout, describe_engine
+from .layout import VllmLayout, describe_engine
 from .step import Step, StepForward, VllmRequest, VllmRequests, forwards_of, prompt_of
 
 logger = logging.getLogger("kvcanary")
@@ -37,7 +37,7 @@ class VllmRecording:
     def __init__(
         self, runner: Any, scheduler: Any, settings: RecordingSettings, notes: tuple[str, ...], number: int
     ) -> None:
-        self.layout = Layout(runner, settings)
+        self.layout = VllmLayout(runner, settings)
         draft = self.layout.draft
         self.attention = AttentionReader(runner, self.layout.groups, len(self.layout.groups) + (draft is not None))
         self.layout.not_watched += _not_watched(runner, self.attention)
@@ -285,7 +285,7 @@ class VllmRecording:
         self.drafts.attach(on_fault)
 
 
-def _why_no_history(layout: Layout, scheduler: Any, settings: RecordingSettings) -> tuple[str, ...]:
+def _why_no_history(layout: VllmLayout, scheduler: Any, settings: RecordingSettings) -> tuple[str, ...]:
     """Return why no slot history is recorded, nothing if it is."""
     if settings.history == "off":
         return ("allocations and frees of slots are not recorded: switched off",)

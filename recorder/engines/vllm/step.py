@@ -18,7 +18,7 @@ from ...capture.forward_input import AttentionInput, ForwardInput, TableRead, Tr
 from ...capture.host_arrays import own_int64, ragged_index
 from ..common.requests import KnownRequest, RequestRows, mode_by_lens, request_id_of, truth_tokens
 from .attention import AttentionReader, chosen_reads, forward_context
-from .layout import GroupLayout
+from .layout import VllmGroup
 
 
 def prompt_of(request: Any) -> tuple[Int64Array, Int64Array]:
@@ -103,7 +103,7 @@ StepForward = tuple[ForwardInput, tuple[str, ...], Int64Array]
 def read_v1(
     runner: Any,
     output: Any,
-    groups: Sequence[GroupLayout],
+    groups: Sequence[VllmGroup],
     input_ids: Any,
     positions: Any,
     attention: AttentionReader | None = None,
@@ -139,7 +139,7 @@ def read_v1(
     )
 
 
-def _written(context: Any, group: GroupLayout, slot_mapping: Any) -> Any:
+def _written(context: Any, group: VllmGroup, slot_mapping: Any) -> Any:
     """Return the slots of a step's tokens where a group's first layer takes them, else the runner's own."""
     mappings = getattr(context, "slot_mapping", None)
     found = mappings.get(group.layers[0]) if isinstance(mappings, dict) and group.layers else None
@@ -147,7 +147,7 @@ def _written(context: Any, group: GroupLayout, slot_mapping: Any) -> Any:
 
 
 def read_v2(
-    runner: Any, output: Any, groups: Sequence[GroupLayout], batch: Any, block_tables: Any, slot_mappings: Any
+    runner: Any, output: Any, groups: Sequence[VllmGroup], batch: Any, block_tables: Any, slot_mappings: Any
 ) -> Step:
     """Read the same of the V2 runner, out of its `InputBatch` and what `prepare_attn` returns; untested on an engine."""
     names = tuple(batch.req_ids)
@@ -170,7 +170,7 @@ def read_v2(
 
 
 def forwards_of(
-    step: Step, groups: Sequence[GroupLayout], requests: Sequence[VllmRequest], known_requests: VllmRequests
+    step: Step, groups: Sequence[VllmGroup], requests: Sequence[VllmRequest], known_requests: VllmRequests
 ) -> list[StepForward]:
     """Return the step's forwards in order."""
     _forget_embedded(step, requests)
@@ -196,7 +196,7 @@ def _forget_embedded(step: Step, requests: Sequence[VllmRequest]) -> None:
             step.input_ids[begin - prefix + known.unknown[low:high]] = UNKNOWN_TOKEN
 
 
-def table_read(table: Any, block_size: int, group: GroupLayout, prefix: Int64Array) -> TableRead:
+def table_read(table: Any, block_size: int, group: VllmGroup, prefix: Int64Array) -> TableRead:
     """Return the slots of the cached tokens that each request of a batch reads.
 
     A sliding window's read begins with the position before the window, the chain's predecessor. The engine does not

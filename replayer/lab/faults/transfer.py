@@ -6,7 +6,7 @@ import numpy as np
 
 from ....recorder.engines.simulated.pd_pair import PdPair, Room
 from ....recorder.engines.simulated.radix import Node
-from ....recorder.engines.simulated.transfers import Part, Transfer
+from ....recorder.engines.simulated.transfers import SentPart, Transfer
 from ..fault import Bench, around, fault, unchecked_pools
 
 _PAIRS: Final = ("pd", "pd_swa", "pd_eagle")
@@ -17,9 +17,9 @@ def abort_frees_during_transfer(bench: Bench) -> None:
     """An abort frees pages that a transfer still writes: it lands on the new owner."""
     pair = _pair(bench)
     unchecked_pools(pair.decode)
-    late: list[Part] = []
+    late: list[SentPart] = []
 
-    def taken(part: Part) -> bool:
+    def taken(part: SentPart) -> bool:
         """Whether another request has its KV where this part will land."""
         memory = pair.decode.memory
         pool = memory.pools[part.group]
@@ -65,7 +65,7 @@ def transfer_wrong_stride(bench: Bench) -> None:
         original(transfer)
         ending.clear()
 
-    def land(original: Any, part: Part) -> None:
+    def land(original: Any, part: SentPart) -> None:
         if not ending:
             original(part)
             return
@@ -75,7 +75,9 @@ def transfer_wrong_stride(bench: Bench) -> None:
         moved = slots[first:]
         moved[moved > 0] += pair.decode.memory.page_size
         last = pair.decode.memory.pools[part.group].group.num_slots - 1
-        original(Part(group=part.group, start_position=part.start_position, src=part.src, dst=np.minimum(slots, last)))
+        original(
+            SentPart(group=part.group, start_position=part.start_position, src=part.src, dst=np.minimum(slots, last))
+        )
 
     around(pair.link, "end", end)
     around(pair.link, "land", land)

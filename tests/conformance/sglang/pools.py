@@ -54,7 +54,7 @@ def main() -> int:
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):  # read at the interpreter's start
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
     import torch
-    from kvcanary.recorder.engines.sglang.layout import POOLS, Layout
+    from kvcanary.recorder.engines.sglang.layout import POOLS, SglangLayout
     from kvcanary.recorder.process.settings import RecordingSettings
 
     wrong = 0
@@ -73,7 +73,7 @@ def main() -> int:
             token_to_kv_pool=pool,
             sliding_window_size=8,
         )
-        layout = Layout([runner], RecordingSettings(folder=None, capture_bytes=1 << 20))
+        layout = SglangLayout([runner], RecordingSettings(folder=None, capture_bytes=1 << 20))
         for number, group in enumerate(layout.groups):
             own = {"full": getattr(pool, "full_kv_pool", pool), "swa": getattr(pool, "swa_kv_pool", None)}[group.kind]
             last = group.num_slots - 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.engines.sglang.requests import SglangRequest
-from kvcanary.recorder.engines.sglang.transfers import Transfers
+from kvcanary.recorder.engines.sglang.transfers import SglangTransfers
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay_joined
@@ -208,7 +208,7 @@ def test_what_lies_before_a_window_is_received_from_nobody() -> None:
     req: Any = Request("r", list(PROMPT), 1)
     req.req_pool_idx, req.bootstrap_room = 1, 42
     recorder: Any = SimpleNamespace(transfer=transfer)
-    transfers = Transfers(layout, recorder, [])
+    transfers = SglangTransfers(layout, recorder, [])
     known = SglangRequest(req, 7)
     transfers.expected(req, known, None)
     transfers.received(req, known, None)

@@ -18,7 +18,7 @@ from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.engines.sglang.forward import MODES, DraftGraph, forward_input, prefix_and_extend
 from kvcanary.recorder.engines.sglang.history import GroupHistory, RadixCacheWalk
 from kvcanary.recorder.engines.sglang.hooks import TARGETS
-from kvcanary.recorder.engines.sglang.layout import Layout, ranks_of
+from kvcanary.recorder.engines.sglang.layout import SglangLayout, ranks_of
 from kvcanary.recorder.engines.sglang.requests import BatchLookup, SglangRequest, SglangRequests, row_of
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.header import NotWatched
@@ -321,7 +321,7 @@ def test_a_hybrid_pool_has_two_groups_and_a_draft_its_own() -> None:
     target.sliding_window_size = 16
     draft.is_draft_worker = True
     draft.req_to_token_pool = target.req_to_token_pool
-    layout = Layout([target, draft], settings())
+    layout = SglangLayout([target, draft], settings())
     shown = [(g.name, g.kind, g.window, g.runner, g.table, g.lut, len(g.streams)) for g in layout.groups]
     assert shown == [
         ("full", "full", 0, 0, 0, -1, 2),
@@ -336,12 +336,12 @@ def test_a_hybrid_pool_has_two_groups_and_a_draft_its_own() -> None:
 def test_bytes_that_are_no_aligned_rows_are_not_captured_and_that_is_said() -> None:
     runner = ModelRunner()
     runner.token_to_kv_pool = MLATokenToKVPool(kv_buffer=[torch.zeros(20, 1, 73, dtype=torch.float64)], page_size=1)
-    layout = Layout([runner], settings())
+    layout = SglangLayout([runner], settings())
     assert (layout.groups[0].halves, layout.groups[0].streams, layout.sources) == (("K",), (), {})
     reason = "target full: bytes of K: a token is no row of aligned bytes"
     assert layout.not_watched == [NotWatched(what="bytes", name="MLATokenToKVPool", reason=reason)]
     runner.token_to_kv_pool = MLATokenToKVPool(kv_buffer=[torch.zeros(20, 1, 72, dtype=torch.float64)], page_size=1)
-    layout = Layout([runner], settings(capture_bytes=1024))
+    layout = SglangLayout([runner], settings(capture_bytes=1024))
     assert [(s.half, s.bytes_per_token, s.capture_bytes) for s in layout.groups[0].streams] == [("K", 576, 576)]
 
 
@@ -352,7 +352,7 @@ def test_a_pool_of_an_unknown_class_is_named_and_not_guessed() -> None:
     for pool in (object(), PageMajorMHATokenToKVPool(**vars(ModelRunner().token_to_kv_pool))):
         runner = ModelRunner()
         runner.token_to_kv_pool = pool
-        layout = Layout([runner], settings())
+        layout = SglangLayout([runner], settings())
         assert layout.groups == []
         assert [(entry.what, entry.name) for entry in layout.not_watched] == [("pool", type(pool).__name__)]
 
@@ -365,7 +365,7 @@ def test_of_a_hybrid_linear_pool_the_full_attention_is_recorded() -> None:
     full = MHATokenToKVPool(**vars(runner.token_to_kv_pool), size=SLOTS - 4, model_layer_ids=(3, 7))
     full.page_size = 4
     runner.token_to_kv_pool = HybridLinearKVPool(size=SLOTS - 4, page_size=4, full_kv_pool=full)
-    layout = Layout([runner], settings())
+    layout = SglangLayout([runner], settings())
     (group,) = layout.groups
     assert (group.num_slots, group.page_size, group.halves) == (SLOTS, 4, ("K", "V"))
     assert [stream.layer for stream in group.streams] == [3, 3]
@@ -378,7 +378,7 @@ def test_bytes_beside_a_pools_own_are_named() -> None:
 
     runner = ModelRunner()
     runner.token_to_kv_pool = DSATokenToKVPool(kv_buffer=[torch.zeros(20, 1, 72, dtype=torch.float64)], page_size=1)
-    layout = Layout([runner], settings())
+    layout = SglangLayout([runner], settings())
     assert len(layout.groups) == 1
     assert [(entry.what, entry.name) for entry in layout.not_watched] == [("bytes", "DSATokenToKVPool")]
 
