@@ -1,4 +1,4 @@
-"""Doing something to a module as soon as a process has imported it, and nothing where it never does."""
+"""Doing something to a module as soon as a process has imported it, and nothing if it never does."""
 
 import importlib.abc
 import importlib.machinery

@@ -119,7 +119,7 @@ def prefix_and_extend(batch: Any, mode: str, bs: int, positions: Int64Array) -> 
 
 
 def _written(batch: Any, size: int) -> Int64Array:
-    """Return the slot of each token, -1 where the batch names none."""
+    """Return the slot of each token, -1 if the batch names none."""
     written = np.full(size, -1, np.int64)
     if batch.out_cache_loc is not None:
         slots = own_int64(batch.out_cache_loc)[:size]
@@ -201,7 +201,7 @@ class DeviceForwards:
 
 
 def _present(rows: Any, ids: Any, positions: Any, loc: Any) -> tuple[Any, Any, Any]:
-    """Return token ids, positions and slots, empty where the batch has none; token ids are unknown without any."""
+    """Return token ids, positions and slots, empty if the batch has none; token ids are unknown without any."""
     nothing = rows[:0]
     positions = nothing if positions is None else positions
     return (

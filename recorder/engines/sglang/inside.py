@@ -216,7 +216,7 @@ class InsideModels:
 
 
 def gpu_of(runner: Any) -> Any:
-    """Return the GPU that a model runner runs on, None where it is none."""
+    """Return the GPU that a model runner runs on, None if it is none."""
     import torch
 
     device = torch.device(runner.device)

@@ -89,7 +89,7 @@ def can_be_hooked(runner: Any) -> bool:
 def attention_input(
     model_runner: Any, batch: Any, mode: str, runner: RunnerLayout, layout: SglangLayout
 ) -> AttentionInput | None:
-    """Return what attention gets in a forward, None where nobody knows.
+    """Return what attention gets in a forward, None if nobody knows.
 
     Args:
         model_runner: SGLang's.

@@ -239,7 +239,7 @@ def controller_of(scheduler: Any) -> Any:
 
 
 def online_sweep_interval(target: Any) -> int:
-    """Return how often SGLang's own canary sweeps, 0 where it does not: the recorder's walks then follow its own."""
+    """Return how often SGLang's own canary sweeps, 0 if it does not: the recorder's walks then follow its own."""
     config = getattr(getattr(target, "canary_manager", None), "config", None)
     return int(getattr(config, "sweep_interval", 0) or 0)
 
@@ -316,7 +316,7 @@ def _num_slots(pool: Any) -> int:
 
 
 def _as_rows(buffer: Any, num_slots: int) -> Any:
-    """Return a layer's buffer as `[slots, bytes of a token] uint8`, None where it is laid out otherwise."""
+    """Return a layer's buffer as `[slots, bytes of a token] uint8`, None if it is laid out otherwise."""
     import torch
 
     if not buffer.is_contiguous() or int(buffer.shape[0]) != num_slots or not num_slots:

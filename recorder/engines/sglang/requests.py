@@ -156,7 +156,7 @@ _OUTPUT: Final = attrgetter("req.output_ids")
 class KnownBatch:
     """The requests of a batch of `rows` rows, padding included; a `ForwardRequests`.
 
-    `outputs` are the lists to which the scheduler appends what it samples, None where a request is not known; `lens` is
+    `outputs` are the lists to which the scheduler appends what it samples, None if a request is not known; `lens` is
     how many tokens each of them had at `moment`.
     """
 

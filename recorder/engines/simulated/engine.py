@@ -128,7 +128,7 @@ class SimulatedEngine:
         return bool(self.scheduler.active or self.scheduler.waiting or self._upcoming)
 
     def drain(self, keep: int = 0) -> bool:
-        """Hear back from the forwards in flight, but for the newest `keep`; False where there was none to hear from."""
+        """Hear back from the forwards in flight, but for the newest `keep`; False if there was none to hear from."""
         if len(self.in_flight) <= keep:
             return False
         while len(self.in_flight) > keep:
@@ -153,7 +153,7 @@ class SimulatedEngine:
 
     @property
     def unwritten(self) -> str:
-        """Why the trace was not written to its end, as where the disk is full; empty where nothing stopped the writer."""
+        """Why the trace was not written to its end, as where the disk is full; empty if nothing stopped the writer."""
         off = self.recorder.off
         return off if off.startswith(WRITER_STOPPED) else ""
 

@@ -60,7 +60,7 @@ class KvMemory:
     def alloc(self, count: int, request: Request | None, *, windowless: int = 0) -> Int64Array | None:
         """Return `count` pages, of both pools where there are two; evicts from the prefix cache to get them.
 
-        The first `windowless` of them get no sliding-window half. None where there are not as many, and nothing was given.
+        The first `windowless` of them get no sliding-window half. None if there are not as many, and nothing was given.
         """
         if not self.cache.make_room(count, halves=count - windowless):
             return None
@@ -103,7 +103,7 @@ class KvMemory:
         return paired[paired > 0]
 
     def extend(self, request: Request, upto: int, *, windowless: int = 0) -> bool:
-        """Give a request slots up to position `upto`, excluded; False where the pool has none left.
+        """Give a request slots up to position `upto`, excluded; False if the pool has none left.
 
         Of the pages that this takes, the first `windowless` get no sliding-window half.
         """

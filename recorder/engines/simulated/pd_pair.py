@@ -50,7 +50,7 @@ class DecodeEngine(_Half):
     """
 
     def preallocate(self, request: Request, num_tokens: int) -> bool:
-        """Give a request a row and slots for the KV to come; False where there is no room, or others wait for it."""
+        """Give a request a row and slots for the KV to come; False if there is no room, or others wait for it."""
         scheduler, memory = self.scheduler, self.memory
         windowless = memory.swa.first_needed_page(num_tokens) if memory.swa is not None else 0
         if scheduler.waiting or not scheduler.has_row():

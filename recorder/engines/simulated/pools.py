@@ -218,7 +218,7 @@ class PageAllocator:
         return len(self._free)
 
     def alloc(self, count: int) -> Int64Array | None:
-        """Return `count` pages, or None where there are not as many."""
+        """Return `count` pages, or None if there are not as many."""
         if count > len(self._free):
             return None
         take = self._free.popleft if self._fifo else self._free.pop
@@ -239,7 +239,7 @@ class PageAllocator:
         self._free.extend(pages.tolist())
 
     def check_free(self, pages: Int64Array) -> None:
-        """Raise `BrokenEngineError` where a page is given back that is not held, or twice at once."""
+        """Raise `BrokenEngineError` if a page is given back that is not held, or twice at once."""
         if not self._held[pages].all() or (pages.size > 1 and np.unique(pages).size != pages.size):
             raise BrokenEngineError(f"the {self.name} pool: pages {pages.tolist()} are freed, not all of them are held")
 
@@ -249,7 +249,7 @@ class PageAllocator:
 
 
 class SlidingWindowPool:
-    """Keeps the pairing of full pages with sliding-window pages; `lut` `[full slots] int64`, 0 where there is none."""
+    """Keeps the pairing of full pages with sliding-window pages; `lut` `[full slots] int64`, 0 if there is none."""
 
     def __init__(self, config: EngineConfig, lut: Int64Array) -> None:
         self.window = config.window
@@ -266,7 +266,7 @@ class SlidingWindowPool:
         self._by_page[full_pages] = swa_pages[:, None] * self._page_size + self._offsets
 
     def paired(self, full_pages: Int64Array) -> Int64Array:
-        """Return the sliding-window page of each full page, 0 where there is none."""
+        """Return the sliding-window page of each full page, 0 if there is none."""
         return self._by_page[full_pages, 0] // self._page_size
 
     def part(self, full_pages: Int64Array) -> Int64Array:

@@ -30,7 +30,7 @@ class HostTier:
         self._entry = 0
 
     def offload(self, node: Node) -> bool:
-        """Copy a node's page to the host tier; the node stays in the tree. False where there is no room."""
+        """Copy a node's page to the host tier; the node stays in the tree. False if there is no room."""
         if not self.pages.num_pages or (not self.pages.free_pages and not self._drop_one()):
             return False
         taken = self.pages.alloc(1)

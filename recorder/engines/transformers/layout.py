@@ -52,7 +52,7 @@ class TransformersGroup:
         return starts, np.full(starts.size, self.page_size, np.int64)
 
     def ring_slot(self, blocks: list[int], position: int) -> int:
-        """Return the slot of a position in a ring; -1 where the request has no block for it."""
+        """Return the slot of a position in a ring; -1 if the request has no block for it."""
         page, offset = divmod(position % self.ring_size, self.page_size)
         return blocks[page] * self.page_size + offset if page < len(blocks) else -1
 

@@ -26,7 +26,7 @@ EXACT: Final = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector", "N
 
 
 def connector_of(config: Any) -> str:
-    """Return the name of the connector that may load into a runner's cache, "" where there is none."""
+    """Return the name of the connector that may load into a runner's cache, "" if there is none."""
     transfer = getattr(config, "kv_transfer_config", None)
     if transfer is None or getattr(transfer, "kv_role", None) == "kv_producer":
         return ""

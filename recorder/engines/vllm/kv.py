@@ -196,7 +196,7 @@ def stored_plainly(layer: Any, kv: Any, spec: Any) -> set[str]:
 
 
 def row_source(view: Any, num_slots: int, capture_bytes: int) -> KvSource | None:
-    """Return a half's first head, `[blocks, tokens, dim]`, as rows of bytes; None where it cannot be read as such."""
+    """Return a half's first head, `[blocks, tokens, dim]`, as rows of bytes; None if it cannot be read as such."""
     import torch
 
     if view.shape[0] * view.shape[1] != num_slots or view.stride(2) != 1:
@@ -221,7 +221,7 @@ def row_source(view: Any, num_slots: int, capture_bytes: int) -> KvSource | None
 
 
 def layer_number(name: str) -> int:
-    """Return the number in a layer's name, 0 where there is none."""
+    """Return the number in a layer's name, 0 if there is none."""
     return next((int(part) for part in name.split(".") if part.isdigit()), 0)
 
 

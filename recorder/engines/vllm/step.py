@@ -75,7 +75,7 @@ class Step:
         tables: for each recorded group, its block table `[>= bs, blocks]` (not copied) and the tokens of its blocks.
         written: for each recorded group, `[T]` the slot of each token.
         drafted: requests that have drafted tokens verified.
-        given: attention's metadata by layer (not copied), None where they are not known.
+        given: attention's metadata by layer (not copied), None if they are not known.
         attention: what attention gets by them; empty where that is not known yet.
     """
 
