@@ -268,7 +268,7 @@ class EventRecording(Recording):
 
         Done by the writer's thread: what happens after this call may be in it too. See docs/guide/segments.md.
         """
-        self._outbox.freeze(note)
+        self.outbox.freeze(note)
 
     @guarded
     def lost(self, note: str) -> None:

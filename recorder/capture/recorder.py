@@ -140,7 +140,7 @@ class Recorder(EventRecording):
             self._forwards = number + 1
             for group, slots in written.items():
                 self._kv[group].lose(slots)
-            self._outbox.drop()
+            self.outbox.drop()
 
     def _end_pending(self, note: str) -> None:
         if self._pending is not None:

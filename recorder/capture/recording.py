@@ -125,7 +125,7 @@ class Recording:
         self._engine_thread_ns = 0
         writer = TraceWriter(self.path, self.header, **writer_options)
         self.header = writer.header
-        self._outbox = Outbox(writer, self._kv)
+        self.outbox = Outbox(writer, self._kv)
         # Registered after the writer's own, so run before it: a forward that killed the engine is still recorded.
         self._no_close_at_end = at_process_end(self.close, priority=2)
 
@@ -135,7 +135,7 @@ class Recording:
         Without `tables` the copy of the tables stays, which may be large: for a caller that has its own.
         """
         with self._lock:
-            if not self._outbox.put_unknown_loss(note, self._now()):
+            if not self.outbox.put_unknown_loss(note, self._now()):
                 return False
             if tables:
                 self._state.forget()
@@ -166,11 +166,11 @@ class Recording:
             self._closed = True
             self.switch_off(f"close: {busy}")
         try:
-            self._outbox.close(self._now(), max(until - time.monotonic(), 1.0))
+            self.outbox.close(self._now(), max(until - time.monotonic(), 1.0))
         except Exception:
             logger.exception("kvcanary: the trace %s could not be closed", self.path)
-        if self._outbox.failed and self._off == "closed":
-            self._off = f"{WRITER_STOPPED}: {self._outbox.failed}"
+        if self.outbox.failed and self._off == "closed":
+            self._off = f"{WRITER_STOPPED}: {self.outbox.failed}"
         self._kv.clear()  # the engine's pools must not live on through our views of them
 
     def _take_lock(self, patience_s: float) -> None:
@@ -195,8 +195,8 @@ class Recording:
         """Return what the recorder has done so far."""
         return RecorderStats(
             forwards=self._forwards,
-            events=self._outbox.taken,
-            dropped_events=self._outbox.dropped,
+            events=self.outbox.taken,
+            dropped_events=self.outbox.dropped,
             engine_thread_ns=self._engine_thread_ns,
             off=self._off,
         )
@@ -250,10 +250,10 @@ class Recording:
     def _put(self, event: TraceEvent) -> bool:
         if self._privacy is not None:
             self._privacy.hash_kv(event, self.header)
-        if self._outbox.put(event):
+        if self.outbox.put(event):
             return True
-        if self._outbox.failed:  # the writer has logged it
-            self._off = f"{WRITER_STOPPED}: {self._outbox.failed}"
+        if self.outbox.failed:  # the writer has logged it
+            self._off = f"{WRITER_STOPPED}: {self.outbox.failed}"
         return False
 
     def switch_off(self, reason: str, error: BaseException | None = None) -> None:
@@ -271,6 +271,6 @@ class Recording:
                 if locked:
                     self._lock.release()
             logger.error("kvcanary: the recorder of %s switched itself off: %s", self.path, reason, exc_info=error)
-            self._outbox.end(f"the recorder switched itself off: {reason}", self._now())
+            self.outbox.end(f"the recorder switched itself off: {reason}", self._now())
         except Exception:  # nothing may reach the engine
             logger.exception("kvcanary: switching off failed")

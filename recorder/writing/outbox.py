@@ -46,10 +46,10 @@ class Outbox:
     dropped, the last of them: they name what all others speak of.
     """
 
-    __slots__ = ("_groups", "_loss_bytes", "_requests", "_unsaid", "_writer", "dropped", "taken")
+    __slots__ = ("_groups", "_loss_bytes", "_requests", "_unsaid", "dropped", "taken", "writer")
 
     def __init__(self, writer: TraceWriter, groups: list[GroupKvShadow]) -> None:
-        self._writer = writer
+        self.writer = writer
         self._groups = groups
         self._unsaid = 0
         self._loss_bytes = 0  # of the loss event that the writer refused last
@@ -61,12 +61,12 @@ class Outbox:
         """Hand over an event; return whether the trace will hold it. Never waits."""
         due = self._unsaid > 0 or any(group.any_lost for group in self._groups)
         said = not due or self._put_loss(event.time_ns)
-        if said and self._put_requests(event.time_ns) and self._writer.append(event):
+        if said and self._put_requests(event.time_ns) and self.writer.append(event):
             self.taken += 1
             return True
         self.drop()
         # One that never fits would keep back everything behind it.
-        if event.kind == "request" and _fits(event, self._writer.max_queued_bytes):
+        if event.kind == "request" and _fits(event, self.writer.max_queued_bytes):
             self._requests.append(event)
         return False
 
@@ -79,7 +79,7 @@ class Outbox:
         """Hand over the request events that were dropped, now that there is room."""
         while self._requests:
             self._requests[0].time_ns = time_ns  # time never runs backwards in a trace
-            if not self._writer.append(self._requests[0]):
+            if not self.writer.append(self._requests[0]):
                 self.drop()
                 return False
             self._requests.popleft()
@@ -88,7 +88,7 @@ class Outbox:
 
     def put_unknown_loss(self, note: str, time_ns: int) -> bool:
         """Hand over a loss event that says that nobody knows what is missing; all state is unknown after it."""
-        if not self._writer.append(loss_event(lost_events=-1, note=note, time_ns=time_ns)):
+        if not self.writer.append(loss_event(lost_events=-1, note=note, time_ns=time_ns)):
             return False
         self._said()
         return True
@@ -98,7 +98,7 @@ class Outbox:
 
         To find those takes a look at every slot, on the engine's thread: not before there may be room to name them.
         """
-        if not self._writer.has_room(self._loss_bytes):
+        if not self.writer.has_room(self._loss_bytes):
             return False
         event = loss_event(
             lost_events=self._unsaid, note=QUEUE_FULL if self._unsaid else HOST_TIER_LOST, time_ns=time_ns
@@ -109,7 +109,7 @@ class Outbox:
             event.ints["slot_group"] = np.concatenate([np.full(starts.size, n, np.int64) for n, starts, _ in runs])
             event.ints["slot_start"] = np.concatenate([starts for _, starts, _ in runs])
             event.ints["slot_count"] = np.concatenate([counts for _, _, counts in runs])
-        if not self._writer.append(event):
+        if not self.writer.append(event):
             self._loss_bytes = event.nbytes
             return False
         self._said()
@@ -118,7 +118,7 @@ class Outbox:
     def _lost_runs(self, group: GroupKvShadow) -> tuple[Int64Array, Int64Array]:
         """Return a group's lost slots as runs; where the queue would never hold so many, with slots between them."""
         starts, counts = group.lost_runs()
-        most = max(1, self._writer.max_queued_bytes // (4 * BYTES_OF_A_RUN * len(self._groups)))
+        most = max(1, self.writer.max_queued_bytes // (4 * BYTES_OF_A_RUN * len(self._groups)))
         if starts.size > most:
             starts, counts = fewer_runs(starts, counts, most)
             group.lose(runs_to_slots(starts, counts))
@@ -133,21 +133,21 @@ class Outbox:
     def end(self, note: str, time_ns: int) -> None:
         """Say that nobody knows what is missing from here on, and let the writer end the file without being waited for."""
         said = self.put_unknown_loss(note, time_ns)
-        self._writer.end("" if said else note)
+        self.writer.end("" if said else note)
 
     def freeze(self, note: str) -> None:
         """Ask the writer to keep what is there from deletion."""
-        self._writer.freeze(note)
+        self.writer.freeze(note)
 
     def close(self, time_ns: int, timeout: float) -> None:
         """Say what is not yet said and close the writer, waiting at most `timeout` seconds."""
         until = time.monotonic() + timeout
         self._put_requests(time_ns)
-        if self._unsaid and not self._put_loss(time_ns) and self._writer.flush(timeout):
+        if self._unsaid and not self._put_loss(time_ns) and self.writer.flush(timeout):
             self._put_loss(time_ns)  # now there is room; a disk that is stuck leaves a torn file, which says as much
-        self._writer.close(max(until - time.monotonic(), 0.0))
+        self.writer.close(max(until - time.monotonic(), 0.0))
 
     @property
     def failed(self) -> str:
         """Why the writer takes no more events, empty while it does."""
-        return self._writer.failed or ""
+        return self.writer.failed or ""

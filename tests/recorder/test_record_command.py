@@ -131,7 +131,7 @@ print(len({read_environment().writer_options()['privacy'].hash_name('r') for _ i
 def test_segments_are_one_recording_and_frozen_ones_are_named(tmp_path: Path) -> None:
     body = """
 engine = record('a')
-engine.recorder._outbox._writer.freeze('odd answer')
+engine.recorder.outbox.writer.freeze('odd answer')
 engine.close()
 """
     options = ("--segment-bytes", "2000", "--keep-segments", "3", "--flush-interval-ms", "1")
@@ -146,7 +146,7 @@ engine.close()
 
 
 def test_an_engine_that_is_killed_leaves_what_it_flushed(tmp_path: Path) -> None:
-    body = "record('a').recorder._outbox._writer.flush()\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    body = "record('a').recorder.outbox.writer.flush()\nos.kill(os.getpid(), signal.SIGKILL)\n"
     done, told = record(tmp_path, body)
     assert done.returncode == 128 + signal.SIGKILL
     (trace,) = told["traces"]

@@ -115,10 +115,10 @@ def test_a_dead_disk_stops_the_recorder_not_the_engine(
 
     def break_it(step: int) -> None:
         if step == 3:
-            engine.recorder._outbox._writer.flush()
+            engine.recorder.outbox.writer.flush()
             monkeypatch.setattr(TraceWriter, "_write", full)
         if step == 4:
-            engine.recorder._outbox._writer.flush()
+            engine.recorder.outbox.writer.flush()
 
     run_requests(engine, break_it)
     monkeypatch.undo()

@@ -34,10 +34,10 @@ class Refusing:
 
 def _run(path: Path, refused: set[int], **options: Any) -> Any:
     engine = toy_engine(path, overwrite=True, **options)
-    writer = engine.recorder._outbox._writer
-    engine.recorder._outbox._writer = Refusing(writer, refused)
+    writer = engine.recorder.outbox.writer
+    engine.recorder.outbox.writer = Refusing(writer, refused)
     run_requests(engine)
-    engine.recorder._outbox._writer = writer  # a real writer that is full to the end says so itself
+    engine.recorder.outbox.writer = writer  # a real writer that is full to the end says so itself
     engine.recorder.close()
     return engine.recorder
 
@@ -81,10 +81,10 @@ def test_a_dropped_loss_event_is_added_up(tmp_path: Path) -> None:
 def test_losses_at_the_end_are_said_at_the_close(tmp_path: Path) -> None:
     path = tmp_path / "trace.arrow"
     engine = toy_engine(path)
-    real = engine.recorder._outbox._writer
-    engine.recorder._outbox._writer = Refusing(real, set(range(30, 10_000)))
+    real = engine.recorder.outbox.writer
+    engine.recorder.outbox.writer = Refusing(real, set(range(30, 10_000)))
     run_requests(engine)
-    engine.recorder._outbox._writer = real
+    engine.recorder.outbox.writer = real
     engine.recorder.close()
     dropped = engine.recorder.stats().dropped_events
     assert dropped > 5
@@ -96,7 +96,7 @@ def test_losses_at_the_end_are_said_at_the_close(tmp_path: Path) -> None:
 def test_the_writers_own_bound_drops_and_says(tmp_path: Path) -> None:
     path = tmp_path / "trace.arrow"
     engine = toy_engine(path, max_queued_bytes=2200, flush_interval_ns=1)
-    writer = engine.recorder._outbox._writer
+    writer = engine.recorder.outbox.writer
     run_requests(engine, lambda _: writer.flush())
     engine.recorder.close()
     dropped = engine.recorder.stats().dropped_events
@@ -126,7 +126,7 @@ def test_a_flipped_byte_is_found_in_spite_of_losses(
 ) -> None:
     path = tmp_path_factory.mktemp("losses") / "trace.arrow"
     engine = toy_engine(path)
-    engine.recorder._outbox._writer = Refusing(engine.recorder._outbox._writer, refused)
+    engine.recorder.outbox.writer = Refusing(engine.recorder.outbox.writer, refused)
     hit: list[int] = []
 
     def flip(step: int) -> None:
@@ -191,7 +191,7 @@ def test_a_dropped_copy_loses_its_target(tmp_path: Path) -> None:
     engine = toy_engine(tmp_path / "trace.arrow")
     engine.add(1, "one", [3, 4, 5], 9)
     engine.step()
-    engine.recorder._outbox._writer = Refusing(engine.recorder._outbox._writer, {1})
+    engine.recorder.outbox.writer = Refusing(engine.recorder.outbox.writer, {1})
     engine.recorder.kv_copy(group=0, src=[1], dst=[50], count=[3], note="compaction")
     engine.recorder.mark("next")
     engine.recorder.close()
@@ -221,7 +221,7 @@ def test_which_slots_are_lost_is_not_looked_for_while_there_is_no_room_to_say_it
     engine = toy_engine(tmp_path / "trace.arrow", flush_interval_ns=3_600_000_000_000)
     engine.add(1, "one", [3, 4], 30)
     engine.step()
-    writer = engine.recorder._outbox._writer
+    writer = engine.recorder.outbox.writer
     writer._max_queued_bytes = writer.stats().queued_bytes
     for _ in range(20):
         engine.step()

@@ -79,7 +79,7 @@ def test_after_losses_a_keyframe_says_what_is_unknown(listed: bool, tmp_path: Pa
     random = np.random.default_rng(5)
     trace = tmp_path / "t.arrow"
     with SimulatedEngine(configuration.engine_config(3), configuration.requests(3), trace) as engine:
-        writer = engine.recorder._outbox._writer
+        writer = engine.recorder.outbox.writer
         append = writer.append
         refused = []
 

@@ -52,7 +52,7 @@ def run_engine(path: Path, **options: Any) -> tuple[float, int, int, int]:
     with SimulatedEngine(
         config, workload, path, max_queued_bytes=QUEUE, flush_bytes=1 << 20, compression="none", **options
     ) as engine:
-        writer = engine.recorder._outbox._writer
+        writer = engine.recorder.outbox.writer
         append = writer.append
 
         def timed(event: Any) -> bool:

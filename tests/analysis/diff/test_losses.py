@@ -30,11 +30,11 @@ def record(config, path, refused=()):
     configuration = CONFIGURATIONS[config]
     engine = dataclasses.replace(configuration.engine_config(3), noise=False)
     with SimulatedEngine(engine, configuration.requests(3), path, flush_bytes=FLUSH_BYTES) as running:
-        outbox = running.recorder._outbox
-        whole = outbox._writer
-        outbox._writer = Refusing(whole, set(refused))
+        outbox = running.recorder.outbox
+        whole = outbox.writer
+        outbox.writer = Refusing(whole, set(refused))
         running.run()
-        outbox._writer = whole
+        outbox.writer = whole
     return path
 
 

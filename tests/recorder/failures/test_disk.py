@@ -26,12 +26,12 @@ def assert_stopped(engine: SimulatedEngine, caplog: pytest.LogCaptureFixture, re
 def write_the_first_steps(step: int, engine: SimulatedEngine) -> None:
     """Wait for the writer, which a busy machine may leave behind by more than what the disk takes."""
     if step < 6:
-        engine.recorder._outbox._writer.flush()
+        engine.recorder.outbox.writer.flush()
 
 
 def write_each_step(step: int, engine: SimulatedEngine) -> None:
     """Have the writer begin one segment after another, which it would not where it wrote all that waits at once."""
-    engine.recorder._outbox._writer.flush()
+    engine.recorder.outbox.writer.flush()
 
 
 def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +126,7 @@ def test_a_slow_disk_costs_events_and_neither_memory_nor_outputs(
     queued = []
 
     def watch(_: int, engine: SimulatedEngine) -> None:
-        queued.append(engine.recorder._outbox._writer.stats().queued_bytes)
+        queued.append(engine.recorder.outbox.writer.stats().queued_bytes)
         disk.allow(2000)
 
     assert serve(engine, watch) == expected
@@ -183,7 +183,7 @@ def test_a_writer_that_is_stuck_for_good(
     assert "the disk is stuck; the trace may be torn" in line
     assert assert_inconclusive(tmp_path / "t.arrow").forwards == 0
     go_on.set()
-    assert engine.recorder._outbox._writer.close()
+    assert engine.recorder.outbox.writer.close()
     assert assert_inconclusive(tmp_path / "t.arrow").num_losses == 1
 
 
@@ -205,7 +205,7 @@ def test_a_recorder_that_switches_itself_off_ends_its_file_by_itself(
 ) -> None:
     expected = unrecorded(tmp_path)
     engine = make_engine(tmp_path / "t.arrow")
-    writer: TraceWriter = engine.recorder._outbox._writer
+    writer: TraceWriter = engine.recorder.outbox.writer
 
     def fault(step: int, engine: SimulatedEngine) -> None:
         if step == 10:
@@ -223,7 +223,7 @@ def test_a_recorder_that_switches_itself_off_ends_its_file_by_itself(
 
 def test_a_full_queue_has_no_room_to_say_that_the_recorder_is_off(tmp_path: Path) -> None:
     engine = make_engine(tmp_path / "t.arrow", flush_interval_ns=3_600_000_000_000)
-    writer: TraceWriter = engine.recorder._outbox._writer
+    writer: TraceWriter = engine.recorder.outbox.writer
 
     def fault(step: int, engine: SimulatedEngine) -> None:
         if step == 10:

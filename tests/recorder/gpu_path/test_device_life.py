@@ -124,7 +124,7 @@ def test_it_ends_its_trace_before_its_own_recorder_does(tmp_path, monkeypatch):
 def test_a_writer_that_stopped_ends_the_launches(engine, monkeypatch):
     write(engine, 0, 1)
     engine.device.drain()
-    writer = engine.device._recorder._outbox._writer
+    writer = engine.device._recorder.outbox.writer
 
     def no_room(_):
         raise OSError("the disk is full")
