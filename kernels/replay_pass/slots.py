@@ -55,7 +55,7 @@ def leaves(ledger: In64x2, slot: int, request: int, kind: int, complete: int, fr
     if state == FREE and (from_start != 0 or ledger[slot, LEFT] > 0):
         return 0
     if kind == EVICT_EVENT:
-        return 0 if state == HELD else 1
+        return 0 if state in (HELD, SHARED) else 1
     if request >= 0 and (state == CACHED or (state == HELD and ledger[slot, OWNER] != request)):
         return 0
     return 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ...kernels.replay_pass.ledger import ALLOC, CACHED, HELD, LEFT, OWNER, STATE
+from ...kernels.replay_pass.ledger import ALLOC, CACHED, HELD, LEFT, OWNER, SHARED, STATE
 from ...recorder.state.events import SlotEvent
 from ...recorder.trace.reader import EventView
 from ...recorder.trace.schema import ALLOC_CACHED, ALLOC_SHARED
@@ -125,7 +125,8 @@ class SlotFreedTwice(SlotEventCheck):
 class ForeignSlotFreed(SlotEventCheck):
     """A request gives back a slot that is another's, or the prefix cache's.
 
-    Invariant: a request frees what it holds, the cache evicts what it holds. Evidence: the allocation or hand-over that
+    Invariant: a request frees what it holds, the cache evicts what it holds, and not what requests share that was never
+    handed to it. Evidence: the allocation or hand-over that
     made the slot somebody else's, and this event. This is how pages inserted in the prefix cache and freed by an abort,
     and a stale full-to-SWA entry through which a live slot is freed, show before anybody reads the damage. Legitimate
     exceptions: slots that several requests share are given back by whoever lets go last; an event that names no request
@@ -141,12 +142,13 @@ class ForeignSlotFreed(SlotEventCheck):
     def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         """Yield a finding for each holder whose slots somebody else gives back."""
         state, owner = part.column(STATE), part.column(OWNER)
-        foreign, verb = state == HELD, "is evicted"
+        foreign, verb = (state == HELD) | (state == SHARED), "is evicted"
         if event.kind == "free":
-            foreign = (event.request_id >= 0) & ((state == CACHED) | (foreign & (owner != event.request_id)))
+            foreign = (event.request_id >= 0) & ((state == CACHED) | ((state == HELD) & (owner != event.request_id)))
             verb = f"is given back ({event.note or 'free'})"
         for _, slots, row in parties(part, foreign, owner):
-            detail = f"{verb} while {self.holder(row)} holds it"
+            holds = "shares it with another" if row[STATE] == SHARED else "holds it"
+            detail = f"{verb} while {self.holder(row)} {holds}"
             yield self.of_slots(event, part.group, slots, detail, events=changed_hands(row), cause=held_by(row))
 
 

@@ -1,9 +1,12 @@
 """Who holds which slot: double allocation, double free, frees of what is another's, leaks."""
 
 import json
+from pathlib import Path
 
 import pytest
+from kvcanary.replayer.executors.incremental import lane
 
+from ..equality.both_ways import check
 from .scene import Part, Scene, told
 
 
@@ -213,3 +216,20 @@ def test_after_a_gap_a_slot_that_nothing_was_said_of_may_be_anybodys(scene: Scen
         ("slot_freed_twice", again),
         ("slot_double_allocated", given),
     ]
+
+
+def test_the_cache_does_not_evict_what_requests_share_and_was_never_handed_to_it(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork's slots; those that were handed over are the cache's, whoever reads them. The compiled pass stops there too."""
+    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
+    scene.start(7, 1, [3, 4, 5])
+    scene.alloc(8, [3, 4, 5], "shared")
+    scene.alloc(7, [5], "cached")
+    scene.evict([5])
+    scene.evict([3, 4])
+    scene.recorder.close()
+    (replayed,) = check([scene.path], tmp_path / "ways", incidents=False)
+    (row,) = replayed.table("findings").to_pylist()
+    assert (row["kind"], row["slot"], row["count"]) == ("foreign_slot_freed", 3, 2)
+    assert row["detail"].startswith("is evicted while request 7 shares it with another")
