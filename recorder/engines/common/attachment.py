@@ -1,6 +1,8 @@
 """What an engine's process attaches to itself: the recordings, the hooks that still work, and how the recordings end."""
 
+import contextlib
 import importlib
+import importlib.metadata
 import logging
 import os
 import time
@@ -72,6 +74,14 @@ def begin_plugin(engine: str, package: str) -> None:
         importlib.import_module(".hooks", package).install()
     except Exception:
         logger.exception("kvcanary: not recording: the %s adapter could not be set up", engine)
+
+
+def installed_version(*packages: str) -> str:
+    """Return the version of the first of these packages that is installed; empty for none, as of a checkout."""
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return ""
 
 
 def trace_name(engine: str, header: Any, number: int = 0) -> str:

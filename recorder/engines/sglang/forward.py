@@ -44,15 +44,9 @@ def forward_input(
     truth: TruthTokens | None,
     forward_mode: Any = None,
 ) -> ForwardInput:
-    """Return what a forward is about to read and write.
+    """Return what a forward is about to read and write: `batch` is the `ForwardBatch`, `request_ids` `[bs]`, -1 for padding.
 
-    Args:
-        batch: the `ForwardBatch`.
-        runner: the runner that it is for.
-        layout: the engine's pools.
-        request_ids: `[bs]`, -1 for padding.
-        truth: the scheduler's tokens.
-        forward_mode: the mode that the scheduler gave it, where its batch has another by now.
+    `forward_mode` is the mode that the scheduler gave it, if its batch has another by now.
 
     Raises:
         ValueError: a mode that the adapter does not know.
@@ -233,12 +227,7 @@ def check_chain(graph_runner: Any) -> None:
 
 
 class DraftGraph:
-    """What goes into a graph of several draft steps, copied before it runs.
-
-    Args:
-        graph_runner: SGLang's runner of the graph.
-        batch: the `ForwardBatch`.
-        own: makes a copy of a tensor, here or on the device.
+    """What goes into a graph of several draft steps, copied before it runs; `own` copies a tensor, here or on the device.
 
     Raises:
         ValueError: a draft tree (top-k above 1), whose steps are no chain.

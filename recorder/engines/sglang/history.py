@@ -125,11 +125,8 @@ class GroupHistory:
     def written(self, slots: Int64Array, rows: Int64Array, request_ids: Int64Array, extend: Int64Array) -> None:
         """Record the slots among those that a forward writes that were given out and not recorded yet.
 
-        Args:
-            slots: `[T]` in this allocator's numbering; what lies outside is passed over.
-            rows: `[bs]`.
-            request_ids: `[bs]`.
-            extend: `[bs]` tokens of each request; padding rows have none.
+        `slots` are `[T]` in this allocator's numbering, what lies outside is passed over; the others `[bs]`, `extend` the
+        tokens of each request, of which padding rows have none.
         """
         inside = np.where((slots > 0) & (slots < self._pending.size), slots, 0)
         if not self._pending[inside].any():

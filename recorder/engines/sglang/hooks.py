@@ -29,6 +29,9 @@ FULL_GRAPHS: Final = "sglang.srt.model_executor.runner_backend.full_cuda_graph_b
 
 
 _NOTHING: Final = "nothing can be recorded"
+_NOT_INSIDE: Final = "forwards are recorded before and after the model, not inside its CUDA graphs"
+_NO_NAMES: Final = "requests have no names and no truth tokens, sampled tokens are not recorded"
+_TORN: Final = "traces are torn at the engine's exit (recover them with kvcanary recover)"
 _OUTSIDE: Final = "forwards in CUDA graphs are recorded before and after the graph"
 _SCHEDULER: Final = f"{SCHEDULER_MODULE}:Scheduler"
 _RUNNER: Final = "sglang.srt.model_executor.model_runner:ModelRunner"
@@ -42,18 +45,10 @@ TARGETS: Final = (
     Target("scheduler", _NOTHING, (f"{_SCHEDULER}.__init__",), essential=True),
     Target("runner", _NOTHING, (f"{_RUNNER}.__init__",), essential=True),
     Target("model", _NOTHING, (f"{_RUNNER}._forward_raw",), essential=True),
-    Target(
-        "load",
-        "forwards are recorded before and after the model, not inside its CUDA graphs",
-        (f"{_RUNNER}.load_model",),
-    ),
+    Target("load", _NOT_INSIDE, (f"{_RUNNER}.load_model",)),
     Target("capture", _OUTSIDE, (f"{FULL_GRAPHS}.capture_one",)),
     Target("replay", _OUTSIDE, (f"{FULL_GRAPHS}.replay",)),
-    Target(
-        "run",
-        "requests have no names and no truth tokens, sampled tokens are not recorded",
-        (f"{_SCHEDULER}.run_batch",),
-    ),
+    Target("run", _NO_NAMES, (f"{_SCHEDULER}.run_batch",)),
     Target("result", "sampled tokens are not recorded", (f"{_SCHEDULER}.process_batch_result",)),
     Target(
         "retract",
@@ -76,11 +71,7 @@ TARGETS: Final = (
         (f"{_DRAFT_EXTEND_GRAPH}.execute", f"{_DRAFT_EXTEND_GRAPH}.replay"),
         drafts=True,
     ),
-    Target(
-        "stop",
-        "traces are torn at the engine's exit (recover them with kvcanary recover)",
-        (f"{UTILS_MODULE}.common:kill_process_tree", f"{UTILS_MODULE}:kill_process_tree"),
-    ),
+    Target("stop", _TORN, (f"{UTILS_MODULE}.common:kill_process_tree", f"{UTILS_MODULE}:kill_process_tree")),
 )
 
 

@@ -33,12 +33,7 @@ Begin = Callable[[Any, Any], Finish]
 
 
 class ModelLayers:
-    """What stands around the forward of each model of a process that runs on the CPU.
-
-    Args:
-        on_fault: called when a hook failed.
-        cost: what the hooks took is added to it.
-    """
+    """What stands around the forward of each model of a process that runs on the CPU; what its hooks take adds to `cost`."""
 
     def __init__(self, on_fault: OnFault, cost: StepCost) -> None:
         self._on_fault = on_fault
@@ -89,15 +84,7 @@ def can_be_hooked(runner: Any) -> bool:
 def attention_input(
     model_runner: Any, batch: Any, mode: str, runner: RunnerLayout, layout: SglangLayout
 ) -> AttentionInput | None:
-    """Return what attention gets in a forward, None if nobody knows.
-
-    Args:
-        model_runner: SGLang's.
-        batch: the `ForwardBatch` that its model is called with.
-        mode: the forward's, as the trace has it.
-        runner: where the runner's tables and groups are.
-        layout: the engine's pools.
-    """
+    """Return what attention gets in a forward, None if nobody knows; `batch` is the one that the model is called with."""
     backend = backend_of(model_runner, batch)
     if (
         type(backend).__name__ not in ROW_READERS

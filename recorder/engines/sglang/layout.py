@@ -6,7 +6,6 @@ first layer of each sub-pool, K and V.
 """
 
 import dataclasses
-import importlib.metadata
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +24,7 @@ from ...trace.header import (
     StateTable,
     TraceHeader,
 )
+from ..common.attachment import installed_version
 
 ALIGN_BYTES: Final = 16
 HOST_CACHE: Final = "HiCacheController"
@@ -169,12 +169,7 @@ class SglangLayout:
             capture = min(self._settings.capture_bytes, token_bytes)
             found.append(
                 (
-                    KvStream(
-                        half=half,
-                        layer=layer,
-                        bytes_per_token=token_bytes,
-                        capture_bytes=capture,
-                    ),
+                    KvStream(half=half, layer=layer, bytes_per_token=token_bytes, capture_bytes=capture),
                     KvSource(tensor=rows, page_size=1, bytes_per_token=token_bytes, read_bytes=capture),
                 )
             )
@@ -184,15 +179,7 @@ class SglangLayout:
 def describe_engine(
     scheduler: Any, layout: SglangLayout, target: Any, settings: RecordingSettings, notes: tuple[str, ...]
 ) -> TraceHeader:
-    """Return the header of a scheduler's trace.
-
-    Args:
-        scheduler: SGLang's scheduler, ready to run.
-        layout: its pools.
-        target: the target model's runner.
-        settings: how to record.
-        notes: what else is to be known of it.
-    """
+    """Return the header of a scheduler's trace; `target` is the target model's runner, `notes` what else is to be known."""
     server_args, config = target.server_args, target.model_config
     tables = [StateTable(rows=int(t.shape[0]), width=int(t.shape[1])) for t in layout.tables]
     role = str(getattr(server_args, "disaggregation_mode", "") or "")
@@ -200,7 +187,7 @@ def describe_engine(
     in_host_cache = host_slots(scheduler, layout.groups)
     oracle = getattr(server_args, "sampling_backend", "") == "token_oracle" and vocab_size > 0
     return TraceHeader(
-        engine=EngineInfo(name="sglang", version=_version()),
+        engine=EngineInfo(name="sglang", version=installed_version("sglang")),
         model=ModelInfo(
             name=str(getattr(server_args, "served_model_name", "") or getattr(server_args, "model_path", "unknown")),
             dtype=str(getattr(target, "dtype", "")).removeprefix("torch."),
@@ -275,13 +262,6 @@ def _parallel_context() -> Any:
         return get_parallel()
     except Exception:  # noqa: BLE001  # older versions have no such thing
         return None
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return ""
 
 
 def _online_canary(target: Any) -> tuple[str, ...]:

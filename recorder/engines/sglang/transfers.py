@@ -103,13 +103,7 @@ class SglangTransfers:
             self._record(status, direction, req, known, under_way, note)
 
     def _record(
-        self,
-        status: str,
-        direction: str,
-        req: Any,
-        known: SglangRequest,
-        under_way: tuple[int, int],
-        note: str = "",
+        self, status: str, direction: str, req: Any, known: SglangRequest, under_way: tuple[int, int], note: str = ""
     ) -> None:
         room, first = under_way
         row, end = row_of(req), len(req.origin_input_ids)

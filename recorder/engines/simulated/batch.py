@@ -154,11 +154,7 @@ class AttentionBackend:
     def plan(self, batch: Batch) -> AttentionMetadata:
         """Return what the kernels of a forward get."""
         seq_lens = self.seq_lens(batch)
-        return AttentionMetadata(
-            seq_lens=seq_lens,
-            query_lens=batch.extend_lens,
-            reads=self.reads(batch, seq_lens),
-        )
+        return AttentionMetadata(seq_lens=seq_lens, query_lens=batch.extend_lens, reads=self.reads(batch, seq_lens))
 
     def seq_lens(self, batch: Batch) -> Int64Array:
         """Return how many tokens each request has, those of this forward included."""

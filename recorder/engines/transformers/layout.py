@@ -86,12 +86,9 @@ class TransformersGroup:
 def describe_engine(
     processor: Any, *, layers: tuple[int, ...] | None, capture_bytes: int
 ) -> tuple[TraceHeader, list[TransformersGroup], dict[tuple[int, int], KvSource]]:
-    """Return the header of a batch processor's trace, its groups' layouts and its KV sources.
+    """Return the header of a `ContinuousBatchProcessor`'s trace, its groups' layouts and its KV sources.
 
-    Args:
-        processor: a `ContinuousBatchProcessor`.
-        layers: whose KV bytes to capture; None for the first layer of each group.
-        capture_bytes: how many leading bytes of each token's K and V; 0 for none.
+    Captured are the leading bytes of each token's K and V, 0 for none, of `layers`, None for each group's first.
 
     Raises:
         ValueError: a layer that the model does not have.

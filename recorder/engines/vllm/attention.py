@@ -54,11 +54,8 @@ class AttentionReader:
     ) -> tuple[AttentionInput, ...]:
         """Return what the layers get, an entry for all groups and more if the layers of one differ.
 
-        Args:
-            metadata: by layer; anything else holds nothing that is known.
-            prefix: `[bs]` tokens in the cache.
-            extend: `[bs]` tokens of this step.
-            block_sizes: for each group the tokens of a block of the runner's table.
+        `metadata` are by layer; anything else holds nothing that is known. `prefix` are `[bs]` tokens in the cache,
+        `extend` `[bs]` tokens of this step, `block_sizes` for each group the tokens of a block of the runner's table.
         """
         if not isinstance(metadata, dict):
             return ()

@@ -21,13 +21,7 @@ from .layout import VllmGroup, VllmLayout
 from .step import VllmRequests
 
 # Methods of a group's manager, and of the pool, without which the history has holes.
-MANAGER: Final = (
-    "allocate_new_blocks",
-    "add_local_computed_blocks",
-    "cache_blocks",
-    "free",
-    "remove_skipped_blocks",
-)
+MANAGER: Final = ("allocate_new_blocks", "add_local_computed_blocks", "cache_blocks", "free", "remove_skipped_blocks")
 POOL: Final = ("_maybe_evict_cached_block", "reset_prefix_cache", "free_blocks")
 KNOWN_MANAGERS: Final = ("FullAttentionManager", "SlidingWindowManager")
 

