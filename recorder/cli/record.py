@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
-from ..process.knobs import KNOBS, PREFIX, TRACE_KNOB, Knob
+from ..process.settings import FOLDER, PREFIX, SETTINGS, Setting
 from ..text import printable
 from .program import GivenPath
 
@@ -37,10 +37,10 @@ Ctrl-C and SIGTERM go to the engine. The exit code is the engine's; 2 where it c
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Add one option for each setting."""
-    for knob in reversed([knob for knob in KNOBS if knob is not TRACE_KNOB]):
-        default = f" [default: {knob.default}]" if knob.default else ""
-        kind = "|".join(knob.words) if knob.words else {"path": "PATH", "bytes": "BYTES"}.get(knob.kind, "N")
-        command = click.option(knob.option, knob.name, metavar=kind, help=knob.help + default)(command)
+    for setting in reversed([setting for setting in SETTINGS if setting is not FOLDER]):
+        default = f" [default: {setting.default}]" if setting.default else ""
+        kind = "|".join(setting.words) if setting.words else {"path": "PATH", "bytes": "BYTES"}.get(setting.kind, "N")
+        command = click.option(setting.option, setting.name, metavar=kind, help=setting.help + default)(command)
     return command
 
 
@@ -95,13 +95,15 @@ def _environ(output: Path | None, config: Path | None, options: dict[str, str | 
 
     environ = dict(os.environ)
     give_run_id(environ)
-    given: dict[Knob, str] = {knob: text for knob in KNOBS if (text := options.get(knob.name)) is not None}
+    given: dict[Setting, str] = {
+        setting: text for setting in SETTINGS if (text := options.get(setting.name)) is not None
+    }
     if output is not None:
-        given[TRACE_KNOB] = str(output)
-    for knob, text in given.items():
-        value = knob.parse(text, "-o" if knob is TRACE_KNOB else knob.option)
+        given[FOLDER] = str(output)
+    for setting, text in given.items():
+        value = setting.parse(text, "-o" if setting is FOLDER else setting.option)
         # The engine may go to another folder before it reads this.
-        environ[knob.variable] = str(value.absolute()) if isinstance(value, Path) else text
+        environ[setting.variable] = str(value.absolute()) if isinstance(value, Path) else text
     if config is not None:
         environ[PREFIX + "CONFIG"] = str(config.absolute())
     return environ

@@ -8,14 +8,13 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
-from .knobs import KNOBS, PREFIX, TRACE_KNOB
-from .settings import RecordingSettings
+from .settings import FOLDER, PREFIX, SETTINGS, RecordingSettings
 
-TRACE: Final = TRACE_KNOB.variable
+TRACE: Final = FOLDER.variable
 CONFIG: Final = PREFIX + "CONFIG"
 RUN_ID: Final = PREFIX + "RUN_ID"  # one for all processes of a server, so that the ranks of two servers are told apart
 BISECT: Final = PREFIX + "BISECT_"  # what `kvcanary bisect run` tells the command that it runs
-VARIABLES: Final = (TRACE, CONFIG, *(knob.variable for knob in KNOBS if knob is not TRACE_KNOB))
+VARIABLES: Final = (TRACE, CONFIG, *(setting.variable for setting in SETTINGS if setting is not FOLDER))
 
 _made_by = -1  # the process that made the run id, if that is this one or its parent
 
@@ -48,10 +47,10 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RecordingSettin
     config = environ.get(CONFIG, "").strip()
     if config:
         values |= read_config(Path(config))
-    for knob in KNOBS:
-        text = environ.get(knob.variable, "").strip()
+    for setting in SETTINGS:
+        text = environ.get(setting.variable, "").strip()
         if text:
-            values[knob.field] = knob.parse(text, knob.variable)
+            values[setting.attribute] = setting.parse(text, setting.variable)
     if "folder" not in values:
         return None
     # The engine may go to another folder before the next segment is begun.
@@ -82,14 +81,14 @@ def read_config(path: Path) -> dict[str, Any]:
     table = found.get("kvcanary", found)
     if not isinstance(table, dict):
         raise ValueError(f"{path}: kvcanary is {table!r}, expected a table, [kvcanary]")  # noqa: TRY004  # what is wrong is the file
-    knobs = {knob.name: knob for knob in KNOBS}
-    unknown = [name for name in table if name not in knobs]
+    known = {setting.name: setting for setting in SETTINGS}
+    unknown = [name for name in table if name not in known]
     if unknown:
-        raise ValueError(f"{path}: {_no_such(unknown, tuple(knobs))}")
+        raise ValueError(f"{path}: {_no_such(unknown, tuple(known))}")
     values: dict[str, Any] = {"config": path}
     for name, given in table.items():
-        value = knobs[name].parse(given, f"{path}: {name}")
-        values[knobs[name].field] = path.parent / value if isinstance(value, Path) else value
+        value = known[name].parse(given, f"{path}: {name}")
+        values[known[name].attribute] = path.parent / value if isinstance(value, Path) else value
     return values
 
 
@@ -105,18 +104,8 @@ def _no_such(unknown: list[str], known: tuple[str, ...]) -> str:
 
 
 def _check_together(settings: RecordingSettings) -> None:
-    """Raise `ValueError` where one setting does nothing without another."""
-    cut = settings.segment_bytes or settings.segment_ns
+    """Raise `ValueError` for a setting that does nothing without another, or a file that is none."""
     kept = settings.keep_segments or settings.keep_bytes
-    if kept and not cut:
-        raise ValueError("keep_segments and keep_bytes need segments: set segment_seconds or segment_bytes too")
-    if settings.keep_folder_bytes and not cut:
-        raise ValueError("keep_folder_bytes needs segments: set segment_seconds or segment_bytes too")
-    if 0 < settings.keep_bytes < settings.segment_bytes:
-        raise ValueError(
-            f"keep_bytes is {settings.keep_bytes}, less than the {settings.segment_bytes} of segment_bytes: not one "
-            "finished segment would fit; make segments smaller, several of which fit"
-        )
     if (settings.freeze_file or settings.freeze_signal) and not kept:
         raise ValueError("freeze_file and freeze_signal need a flight recorder: set keep_segments or keep_bytes too")
     if settings.freeze_file is not None and settings.freeze_file.is_dir():

@@ -1,51 +1,38 @@
-"""How to record, where nobody is there to call an API; how people say it stands in `knobs.py`."""
+"""How to record, if nobody is there to call an API: every setting, as code takes it and as people give it.
 
+`SETTINGS` is the one list of them: variables (`environment.py`), the TOML file, the options of `kvcanary record` and the
+table in docs/guide/production.md are all made from it, or held against it by a test. To find out whether a recording is
+asked for must be cheap: nothing heavy is imported here.
+"""
+
+import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..trace.files import all_segments
 
-if TYPE_CHECKING:  # whether a recording is asked for must be cheap to find out
+if TYPE_CHECKING:
     from ..trace.header import TraceHeader
+
+PREFIX: Final = "KVCANARY_"
+SIGNALS: Final = ("USR1", "USR2")
+COMPRESSIONS: Final = ("lz4", "zstd", "none")
+PRIVACIES: Final = ("plain", "hashed")  # hashed: salted hashes take the place of tokens, or of names
+
+MAX_FLUSH_BYTES: Final = 1 << 30  # a list column of a batch has 32-bit offsets
+MAX_QUEUED_BYTES: Final = 8 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordingSettings:
-    """How to record, where nobody is there to call an API.
+class WriterSettings:
+    """How a trace is written: when a batch is, when a segment begins, what is kept. 0 stands for never, and for all.
 
-    Attributes:
-        folder: where the traces go, one for each process that runs a model.
-        config: the TOML file that was read, if any.
-        kv_watch_every: forwards between two looks for KV bytes that nobody wrote, 0 never.
-        capture_bytes: leading bytes of each token's K and V that are kept, a multiple of 16; 0 none.
-        sweep_every: target forwards between two walks of the prefix cache, 0 never.
-        history: whether allocations and frees of slots are told: "on", "off", or "auto" for where the allocator's
-            tensors lie in the host's memory, so that telling costs no wait for a device.
-        compression: "lz4", "zstd" or "none".
-        flush_bytes: a batch is written once that many bytes wait.
-        flush_interval_ns: a batch is written at the latest after that time.
-        max_queued_bytes: what may wait for the disk; beyond it events are dropped, and counted.
-        segment_bytes: a new segment is begun once the current one has that size, 0 never for its size.
-        segment_ns: a new segment is begun once the current one is that old, 0 never for its age.
-        keep_segments: flight recorder: only the last so many segments stay, 0 all.
-        keep_bytes: flight recorder: only the last segments that fit into so many bytes stay, 0 all.
-        keep_folder_bytes: when a recording begins, segments of recordings that are over are deleted until all in the
-            folder fit into so many bytes, 0 never.
-        freeze_file: where this file appears, the flight recorder keeps what it has.
-        freeze_signal: number of the signal that does the same, 0 none.
-        tokens: "plain", or "hashed" for salted hashes in their place.
-        token_salt_file: what the salt is made from; None: a fresh random one for each process.
-        names: "plain", or "hashed" for hashes in place of the requests' names.
+    `SETTINGS` says what each is; times are in nanoseconds, `freeze_signal` is a signal's number. Raises `ValueError` for
+    settings that make no sense.
     """
 
-    folder: Path
-    config: Path | None = None
-    kv_watch_every: int = 1
-    capture_bytes: int = 16
-    sweep_every: int = 0
-    history: str = "auto"
     compression: str = "lz4"
     flush_bytes: int = 4 << 20
     flush_interval_ns: int = 1_000_000_000
@@ -57,6 +44,49 @@ class RecordingSettings:
     keep_folder_bytes: int = 0
     freeze_file: Path | None = None
     freeze_signal: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for settings that make no sense."""
+        for name, most in (("flush_bytes", MAX_FLUSH_BYTES), ("max_queued_bytes", MAX_QUEUED_BYTES)):
+            if not 0 < getattr(self, name) <= most:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 1 to {most}")
+        if self.flush_interval_ns <= 0:
+            raise ValueError(f"flush_interval_ns is {self.flush_interval_ns}, expected more than 0")
+        for name in ("segment_bytes", "segment_ns", "keep_segments", "keep_bytes", "keep_folder_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        for named, given in (
+            ("keep_segments and keep_bytes need", self.keep_segments or self.keep_bytes),
+            ("keep_folder_bytes needs", self.keep_folder_bytes),
+        ):
+            if given and not self.cut:
+                raise ValueError(f"{named} segments: set segment_seconds (segment_ns) or segment_bytes too")
+        if 0 < self.keep_bytes < self.segment_bytes:
+            raise ValueError(
+                f"keep_bytes is {self.keep_bytes}, less than the {self.segment_bytes} of segment_bytes: not one "
+                "finished segment would fit; make segments smaller, several of which fit"
+            )
+
+    @property
+    def cut(self) -> bool:
+        """Whether the recording is cut into segments."""
+        return bool(self.segment_bytes or self.segment_ns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingSettings(WriterSettings):
+    """How to record: `WriterSettings`, and what the recorder and an engine's adapter take.
+
+    `config` is the TOML file that was read, if any. `history` is "on", "off", or "auto": on if the allocator's tensors lie
+    in the host's memory, so that to record it does not wait for a device.
+    """
+
+    folder: Path
+    config: Path | None = None
+    kv_watch_every: int = 1
+    capture_bytes: int = 16
+    sweep_every: int = 0
+    history: str = "auto"
     tokens: str = "plain"
     token_salt_file: Path | None = None
     names: str = "plain"
@@ -67,15 +97,7 @@ class RecordingSettings:
         Raises:
             ValueError: the salt's file cannot be used.
         """
-        options: dict[str, Any] = {
-            "compression": self.compression,
-            "flush_bytes": self.flush_bytes,
-            "flush_interval_ns": self.flush_interval_ns,
-            "max_queued_bytes": self.max_queued_bytes,
-        }
-        names = ["segment_bytes", "segment_ns", "keep_segments", "keep_bytes", "keep_folder_bytes"]
-        names += ["freeze_file", "freeze_signal"]
-        options |= {name: getattr(self, name) for name in names if getattr(self, name)}
+        options: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(WriterSettings)}
         if "hashed" in (self.tokens, self.names):
             from ..capture.privacy import Privacy, new_salt, read_salt
 
@@ -88,27 +110,181 @@ class RecordingSettings:
         watch = f"KV watch every {self.kv_watch_every} forwards" if self.kv_watch_every else "no KV watch"
         sweep = f"sweep every {header.sweep_interval} forwards" if header.sweep_interval else "no sweep"
         groups = ", ".join(f"{g.name} {g.num_slots} slots" for g in header.groups)
-        where = all_segments(path) if self.segment_bytes or self.segment_ns else path
         return (
-            f"kvcanary: recording to {where} ({groups}; {self.capture_bytes or 'no'} bytes a token and half, {watch}, {sweep}, "
-            f"slot history {self.history}, {self.compression}, flush every "
+            f"kvcanary: recording to {all_segments(path) if self.cut else path} ({groups}; {self.capture_bytes or 'no'} "
+            f"bytes a token and half, {watch}, {sweep}, slot history {self.history}, {self.compression}, flush every "
             f"{self.flush_interval_ns / 1e9:g} s or {self.flush_bytes >> 10} KiB, at most "
             f"{self.max_queued_bytes >> 20} MiB queued; {self._segments()}; tokens {self.tokens}, names {self.names}"
             f"{f'; settings from {self.config}' if self.config else ''})"
         )
 
     def _segments(self) -> str:
-        """Say how the trace is cut, what is kept of it, and what freezes it."""
+        """Return how the trace is cut, what is kept of it, and what freezes it, in words."""
+        if not self.cut:
+            return "one file"
         cuts = [f"{self.segment_bytes / (1 << 20):g} MiB"] if self.segment_bytes else []
         cuts += [f"{self.segment_ns / 1e9:g} s"] if self.segment_ns else []
-        if not cuts:
-            return "one file"
         kept = [f"{self.keep_segments} segments"] if self.keep_segments else []
         kept += [f"{self.keep_bytes / (1 << 20):g} MiB"] if self.keep_bytes else []
         frozen = [str(self.freeze_file)] if self.freeze_file else []
         frozen += [signal.Signals(self.freeze_signal).name] if self.freeze_signal else []
-        past = f", at most {self.keep_folder_bytes / (1 << 20):g} MiB in the folder at the start"
-        past = past if self.keep_folder_bytes else ""
         keep = f", the last {' and '.join(kept)} kept" if kept else ", all kept"
+        if self.keep_folder_bytes:
+            keep += f", at most {self.keep_folder_bytes / (1 << 20):g} MiB in the folder at the start"
         freeze = f", frozen by {' or '.join(frozen)}" if frozen else ""
-        return f"segments of {' or '.join(cuts)}{keep}{past}{freeze}"
+        return f"segments of {' or '.join(cuts)}{keep}{freeze}"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as people give it: in a variable, in the TOML file, as an option of `kvcanary record`.
+
+    `name` carries its unit, in which it is given; the field of `RecordingSettings` holds `scale` times as much. `kind` is
+    number, bytes (a number, or one with KiB, MiB or GiB behind it), word, path or signal. `least` and `most` bound what is
+    given, `multiple` divides it; `help` is one line for people.
+    """
+
+    name: str
+    kind: str
+    help: str
+    field: str = ""  # its name in `RecordingSettings`; empty: the same
+    scale: int = 1
+    least: int = 0
+    most: int = 1 << 40
+    multiple: int = 1
+    words: tuple[str, ...] = ()
+
+    @property
+    def attribute(self) -> str:
+        """Its name in `RecordingSettings`."""
+        return self.field or self.name
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return PREFIX + self.name.upper()
+
+    @property
+    def option(self) -> str:
+        """The option of `kvcanary record`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def default(self) -> str:
+        """The default as people would give it, empty for none."""
+        if self.kind in ("path", "signal"):
+            return ""
+        value = RecordingSettings.__dataclass_fields__[self.attribute].default
+        return str(value // self.scale if isinstance(value, int) else value)
+
+    def parse(self, given: Any, where: str) -> Any:
+        """Return the attribute's value; raise `ValueError`, whose message begins with `where`, for another than expected."""
+        if isinstance(given, str | int) and not isinstance(given, bool):
+            value = _PARSERS[self.kind](self, str(given).strip())
+            if value is not None:
+                return value
+        raise ValueError(f"{where} is {given!r}, expected {self.expected}")
+
+    @property
+    def expected(self) -> str:
+        """What is expected, in words."""
+        if self.kind == "word":
+            return f"one of {', '.join(self.words)}"
+        if self.kind == "signal":
+            return f"the name of a signal, one of {', '.join(SIGNALS)}"
+        if self.kind == "path":
+            return "a path"
+        unit = ", or a number and KiB, MiB or GiB" if self.kind == "bytes" else ""
+        multiple = f", a multiple of {self.multiple}" if self.multiple > 1 else ""
+        return f"a whole number from {self.least} to {self.most}{multiple}{unit}"
+
+
+_UNITS: Final = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def _number(setting: Setting, text: str) -> int | None:
+    match = re.fullmatch(r"([0-9]{1,18})\s*([KMG]iB)?", text, re.IGNORECASE | re.ASCII)
+    if match is None or (match[2] and setting.kind != "bytes"):
+        return None
+    value = int(match[1]) * _UNITS[(match[2] or "").upper()]
+    fits = setting.least <= value <= setting.most and value % setting.multiple == 0
+    return value * setting.scale if fits else None
+
+
+def _path(_: Setting, text: str) -> Path | None:
+    if not text or "\0" in text:
+        return None
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # ~nobody, or a user without a home: the folder of that name
+        return Path(text)
+
+
+def _signal(_: Setting, text: str) -> int | None:
+    name = text.upper().removeprefix("SIG")
+    return int(signal.Signals["SIG" + name]) if name in SIGNALS else None
+
+
+_PARSERS: Final = {
+    "number": _number,
+    "bytes": _number,
+    "word": lambda setting, text: text if text in setting.words else None,
+    "path": _path,
+    "signal": _signal,
+}
+
+_HISTORIES: Final = ("auto", "on", "off")
+
+FOLDER: Final = Setting("trace", "path", "Folder for the traces; nothing is recorded without it.", "folder")
+SETTINGS: Final = (
+    FOLDER,
+    Setting("kv_watch_every", "number", "Forwards between two looks for KV bytes that nobody wrote; 0 never."),
+    Setting(
+        "capture_bytes",
+        "bytes",
+        "Leading bytes of each token's K and V that are kept; 0 none.",
+        most=1 << 20,
+        multiple=16,
+    ),
+    Setting("sweep_every", "number", "Forwards between two walks of the whole prefix cache; 0 never."),
+    Setting("history", "word", "Whether allocations and frees of slots are recorded.", words=_HISTORIES),
+    Setting("compression", "word", "Of the trace, in the writer's thread.", words=COMPRESSIONS),
+    Setting("flush_bytes", "bytes", "A batch is written early once that much waits.", least=1, most=MAX_FLUSH_BYTES),
+    Setting(
+        "flush_interval_ms",
+        "number",
+        "A batch is written at the latest after that time; until then its events lie in the tail.",
+        "flush_interval_ns",
+        scale=1_000_000,
+        least=1,
+        most=3_600_000,
+    ),
+    Setting(
+        "max_queued_bytes",
+        "bytes",
+        "What may wait for a slow disk; beyond it events are dropped and counted.",
+        least=1,
+        most=MAX_QUEUED_BYTES,
+    ),
+    Setting("segment_bytes", "bytes", "A new segment is begun at that size; 0: never for its size."),
+    Setting(
+        "segment_seconds",
+        "number",
+        "A new segment is begun at that age; 0: never for its age.",
+        "segment_ns",
+        scale=1_000_000_000,
+        most=1 << 30,
+    ),
+    Setting("keep_segments", "number", "Flight recorder: keep only the last so many segments; 0: all.", most=1 << 20),
+    Setting("keep_bytes", "bytes", "Flight recorder: keep only the last segments that fit; 0: all."),
+    Setting(
+        "keep_folder_bytes",
+        "bytes",
+        "At the start, delete segments of recordings that are over until all fit; 0: keep them.",
+    ),
+    Setting("freeze_file", "path", "Flight recorder: once this file is there, what is kept stays."),
+    Setting("freeze_signal", "signal", "Flight recorder: this signal does the same.", words=SIGNALS),
+    Setting("tokens", "word", "hashed: salted hashes take the place of token ids.", words=PRIVACIES),
+    Setting("token_salt_file", "path", "What the salt is made from; without it each process draws its own."),
+    Setting("names", "word", "hashed: salted hashes take the place of the requests' names.", words=PRIVACIES),
+)

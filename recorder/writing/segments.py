@@ -11,13 +11,15 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pyarrow as pa
+
 from ..errors import TraceError, TraceExistsError
+from ..process.settings import WriterSettings
 from ..trace.batch import TraceBatch
-from ..trace.encode import header_schema
+from ..trace.encode import batch_metadata, encode_events, header_schema
 from ..trace.event import TraceEvent
 from ..trace.files import base_name, glob_escape, segment_path
 from ..trace.files import split_segment_name as split_segment_name
@@ -25,89 +27,29 @@ from ..trace.header import Segment, TraceHeader
 from ..trace.schema import FROZEN, SEGMENT_GOES_ON
 from .folder_bound import drop_the_past
 from .own_file import hold
-from .single_file import SingleFile, frozen_mark, write_batch
-from .trace_file import TraceFile
+from .trace_file import DeletedError, TraceFile
 
 _log = logging.getLogger("kvcanary")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentSettings:
-    """When to cut, and what to keep; 0 stands for never, and for all.
+class SingleFile:
+    """The file of a recording. Raises `TraceError` when it cannot be made, `OSError` when it cannot be written."""
 
-    Attributes:
-        segment_bytes: cut once that many bytes of events are in the segment; its keyframe does not count.
-        segment_ns: cut at the first batch after that time.
-        keep_segments: how many finished segments stay, beside the one being written.
-        keep_bytes: how many bytes the finished segments that stay may have; the last one stays in any case.
-        keep_folder_bytes: how many bytes all segments of the folder may have at the beginning; those of recordings
-            that are over are deleted, oldest first, until they do.
-    """
-
-    segment_bytes: int = 0
-    segment_ns: int = 0
-    keep_segments: int = 0
-    keep_bytes: int = 0
-    keep_folder_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        """Raise `ValueError` for settings that make no sense."""
-        for name in ("segment_bytes", "segment_ns", "keep_segments", "keep_bytes", "keep_folder_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")
-        if (self.keep_segments or self.keep_bytes) and not self.cut:
-            raise ValueError("keep_segments and keep_bytes need segments: set segment_bytes or segment_ns too")
-        if self.keep_folder_bytes and not self.cut:
-            raise ValueError("keep_folder_bytes needs segments: set segment_bytes or segment_ns too")
-        if 0 < self.keep_bytes < self.segment_bytes:
-            raise ValueError(
-                f"keep_bytes is {self.keep_bytes}, less than the {self.segment_bytes} of segment_bytes: not one "
-                "finished segment would fit; make segments smaller, several of which fit"
-            )
-
-    @property
-    def cut(self) -> bool:
-        """Whether the recording is cut at all."""
-        return bool(self.segment_bytes or self.segment_ns)
-
-
-class Segments:
-    """The files of a recording; `write` may begin a new one before it writes. Raises `TraceError` and `OSError`.
-
-    With a disk that takes no second name for a file, a freeze copies. What is kept of the past is bounded by the
-    settings; frozen folders are nobody's to delete.
-    """
-
-    def __init__(
-        self, path: Path, header: TraceHeader, settings: SegmentSettings, *, compression: str, overwrite: bool
-    ) -> None:
-        from ..state.apply import RecordedState
-        from ..state.pools import pool_bytes
-
+    def __init__(self, path: Path, header: TraceHeader, settings: WriterSettings, *, overwrite: bool) -> None:
         self._path = path
         self._header = header
         self._settings = settings
-        self._compression = compression
-        self._number = -1
-        self._kept: deque[Path] = deque()
-        self._written_before = 0
-        self._batches_before = 0
         self._events = 0
         self._engine_events = 0  # of them, what the engine told
-        self._last_ns = header.created_ns
-        try:
-            self._recorded = RecordedState(header)
-        except MemoryError:
-            raise TraceError(
-                f"{path}: segments need {pool_bytes(header) / 2**30:.1f} GiB of memory for keyframes, which this machine "
-                "does not have; record one file"
-            ) from None
-        self._state_failed = False
-        self._delete_failed = False
-        self._clear_the_way(overwrite)
-        if settings.keep_folder_bytes:
-            drop_the_past(path.parent, settings.keep_folder_bytes)
-        self._file = self._begin()
+        self._written_before = self._batches_before = 0  # in the segments before this one
+        self.last_ns = header.created_ns  # the time of the last event
+        self._file = self._open(path, header, overwrite=overwrite)
+
+    def _open(self, path: Path, header: TraceHeader, *, overwrite: bool = False) -> TraceFile:
+        self._schema = header_schema(header)
+        file = TraceFile(path, self._schema, compression=self._settings.compression, overwrite=overwrite)
+        hold(file.descriptor)
+        return file
 
     @property
     def batches(self) -> int:
@@ -124,10 +66,79 @@ class Segments:
         """Whether it is a file, beside which others may lie."""
         return self._file.regular
 
-    @property
-    def last_ns(self) -> int:
-        """When the last event was told."""
-        return self._last_ns
+    def write(self, events: list[TraceEvent]) -> None:
+        """Append a batch of events."""
+        if self._file.deleted:
+            raise DeletedError("somebody has deleted the trace")
+        self._append(events, len(events))
+
+    def freeze(self, note: str) -> str:
+        """Leave a mark with the note; nothing is ever deleted here. Return the file."""
+        self._append([self._frozen_mark(note)], 0)
+        return str(self._path)
+
+    def close(self) -> None:
+        """Write the file's end."""
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._file.abandon()
+
+    def _append(self, events: list[TraceEvent], engine_events: int) -> TraceBatch:
+        self._engine_events += engine_events
+        self.last_ns = max(self.last_ns, events[-1].time_ns)
+        return self._put(events)
+
+    def _put(self, events: list[TraceEvent]) -> TraceBatch:
+        batch = self._put_into(self._file, self._schema, self._events, events)
+        self._events += len(events)
+        return batch
+
+    def _put_into(self, file: TraceFile, schema: pa.Schema, first_event: int, events: list[TraceEvent]) -> TraceBatch:
+        batch = encode_events(events, first_event, schema)
+        file.write(batch, batch_metadata(batch, first_event, self._engine_events))
+        return TraceBatch(batch, first_event=first_event)
+
+    def _frozen_mark(self, note: str) -> TraceEvent:
+        """Return the mark that says that somebody froze the recording here, and why."""
+        text = f"frozen: {note}" if note else "frozen"
+        return TraceEvent(kind="mark", time_ns=self.last_ns, scalars={"note": text})
+
+
+class Segments(SingleFile):
+    """The files of a recording; `write` may begin a new one before it writes. Raises `TraceError` and `OSError`.
+
+    With a disk that takes no second name for a file, a freeze copies. What is kept of the past is bounded by the
+    settings; frozen folders are nobody's to delete.
+    """
+
+    def __init__(self, path: Path, header: TraceHeader, settings: WriterSettings, *, overwrite: bool) -> None:
+        from ..state.apply import RecordedState
+        from ..state.pools import pool_bytes
+
+        self._number = 0
+        self._kept: deque[Path] = deque()
+        self._state_failed = self._delete_failed = False
+        try:
+            self._recorded = RecordedState(header)
+        except MemoryError:
+            raise TraceError(
+                f"{path}: segments need {pool_bytes(header) / 2**30:.1f} GiB of memory for keyframes, which this machine "
+                "does not have; record one file"
+            ) from None
+        _remove_segments(path, overwrite)
+        if settings.keep_folder_bytes:
+            drop_the_past(path.parent, settings.keep_folder_bytes)
+        super().__init__(path, header, settings, overwrite=False)
+
+    def _open(self, path: Path, header: TraceHeader, *, overwrite: bool = False) -> TraceFile:
+        segment = Segment(number=self._number, first_event=self._events, engine_events=self._engine_events)
+        file = super()._open(segment_path(path, self._number), dataclasses.replace(header, segment=segment))
+        self._begun = time.monotonic_ns()
+        self._overhead = file.size_bytes
+        self._has_events = False
+        return file
 
     def write(self, events: list[TraceEvent]) -> None:
         """Append a batch of events, in a new segment where the current one is full or old."""
@@ -135,12 +146,11 @@ class Segments:
             self._cut("")
             self._drop_the_oldest()
             self._write_keyframe()
-        self._last_ns = max(self._last_ns, events[-1].time_ns)
         self._append(events, len(events))
 
     def freeze(self, note: str) -> str:
         """Finish the segment and give all that is kept a second name in a folder of its own; return the folder."""
-        self._append([frozen_mark(note, self._last_ns)], 0)
+        self._append([self._frozen_mark(note)], 0)
         self._cut(FROZEN)
         try:
             folder = str(self._frozen_folder())
@@ -153,41 +163,6 @@ class Segments:
         self._write_keyframe()  # last: it takes long, and needs room on a disk that may be full
         return folder
 
-    def close(self) -> None:
-        """Write the last segment's end."""
-        self._file.close()
-
-    def abandon(self) -> None:
-        """Close the file as it is."""
-        self._file.abandon()
-
-    def _clear_the_way(self, overwrite: bool) -> None:
-        """Segments of another recording under this name must not be taken for some of this one."""
-        pattern = f"{glob_escape(base_name(self._path))}.*.arrow"
-        for path in sorted(self._path.parent.glob(pattern)):
-            found = split_segment_name(path)
-            if found is None or found[0] != base_name(self._path):
-                continue
-            if not overwrite:
-                raise TraceExistsError(
-                    f"{path}: cannot be written: it exists; choose another name, or have it replaced "
-                    "(--force, overwrite=True)"
-                )
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-    def _begin(self) -> TraceFile:
-        self._number += 1
-        segment = Segment(number=self._number, first_event=self._events, engine_events=self._engine_events)
-        header = dataclasses.replace(self._header, segment=segment)
-        self._schema = header_schema(header)
-        file = TraceFile(segment_path(self._path, self._number), self._schema, compression=self._compression)
-        hold(file.descriptor)
-        self._begun = time.monotonic_ns()
-        self._overhead = file.size_bytes
-        self._has_events = False
-        return file
-
     def _is_due(self) -> bool:
         settings = self._settings
         if not self._has_events:
@@ -198,12 +173,13 @@ class Segments:
 
     def _cut(self, note: str) -> None:
         """Finish the segment and begin the next, which wants a keyframe; killed in between, one of the two is torn."""
-        end = TraceEvent(kind="segment", time_ns=self._last_ns, scalars={"status": SEGMENT_GOES_ON, "note": note})
+        end = TraceEvent(kind="segment", time_ns=self.last_ns, scalars={"status": SEGMENT_GOES_ON, "note": note})
         number, schema, old = self._events, self._schema, self._file
         self._events += 1
-        new = self._begin()
+        self._number += 1
+        new = self._open(self._path, self._header)
         try:
-            write_batch(old, schema, [end], number, self._engine_events)
+            self._put_into(old, schema, number, [end])
             old.close()
         except BaseException:
             new.abandon()
@@ -231,7 +207,7 @@ class Segments:
         forget_old_requests(self._recorded.state)
         small: list[TraceEvent] = []  # of which many go into one batch
         held = 0
-        for event in keyframe_events(self._recorded, time_ns=self._last_ns):
+        for event in keyframe_events(self._recorded, time_ns=self.last_ns):
             small.append(event)
             held += event.nbytes
             if held >= 4 << 20:
@@ -239,14 +215,10 @@ class Segments:
                 small, held = [], 0
         yield small
 
-    def _append(self, events: list[TraceEvent], engine_events: int) -> None:
-        self._engine_events += engine_events
-        self._advance(self._put(events))
+    def _append(self, events: list[TraceEvent], engine_events: int) -> TraceBatch:
+        batch = super()._append(events, engine_events)
+        self._advance(batch)
         self._has_events = True
-
-    def _put(self, events: list[TraceEvent]) -> TraceBatch:
-        batch = write_batch(self._file, self._schema, events, self._events, self._engine_events)
-        self._events += len(events)
         return batch
 
     def _advance(self, batch: TraceBatch) -> None:
@@ -299,13 +271,24 @@ class Segments:
         raise OSError(f"{folder}: exists, and so do 999 more of that name")
 
 
-def open_files(
-    path: Path, header: TraceHeader, settings: SegmentSettings, *, compression: str, overwrite: bool
-) -> SingleFile | Segments:
+def open_files(path: Path, header: TraceHeader, settings: WriterSettings, *, overwrite: bool) -> SingleFile:
     """Begin a recording; raise `TraceError` when its first file cannot be made."""
-    if settings.cut:
-        return Segments(path, header, settings, compression=compression, overwrite=overwrite)
-    return SingleFile(path, header, compression=compression, overwrite=overwrite)
+    return (Segments if settings.cut else SingleFile)(path, header, settings, overwrite=overwrite)
+
+
+def _remove_segments(recording: Path, overwrite: bool) -> None:
+    """Remove segments of another recording under this name: they must not be taken for some of this one."""
+    for path in sorted(recording.parent.glob(f"{glob_escape(base_name(recording))}.*.arrow")):
+        found = split_segment_name(path)
+        if found is None or found[0] != base_name(recording):
+            continue
+        if not overwrite:
+            raise TraceExistsError(
+                f"{path}: cannot be written: it exists; choose another name, or have it replaced "
+                "(--force, overwrite=True)"
+            )
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _second_name(path: Path, target: Path) -> None:

@@ -8,21 +8,20 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from ..errors import TraceError, error_text
 from ..process.endings import at_process_end
 from ..process.freezing import POLL_SECONDS, FreezeFile, FreezeSignal
+from ..process.settings import WriterSettings
 from ..trace.event import TraceEvent, loss_event
 from ..trace.header import TraceHeader, completed_header
-from .segments import SegmentSettings, open_files
+from .segments import open_files
 from .tail import open_tail
 from .trace_file import DeletedError
 
 _log = logging.getLogger("kvcanary")
 
-MAX_FLUSH_BYTES: Final = 1 << 30  # a list column of a batch has 32-bit offsets
-MAX_QUEUED_BYTES: Final = 8 << 30
 MAX_NOTES: Final = 2000  # characters of what those say who ask for a freeze
 
 
@@ -49,8 +48,8 @@ class TraceWriter:
     Events go to a queue of at most `max_queued_bytes`; a thread writes them out in batches, once `flush_bytes` are
     there or the oldest has waited `flush_interval_ns`. What a batch holds is in the page cache when the next one
     begins; what waits lies in the tail beside the file (`tail=False`: in memory alone), so that a killed process loses
-    nothing that `append` took. The files have mode 0600. With `segment_bytes` or
-    `segment_ns` there are several, `trace.000000.arrow` and so on for `trace.arrow`; see `SegmentSettings`.
+    nothing that `append` took. The files have mode 0600. With `segment_bytes` or `segment_ns` there are several,
+    `trace.000000.arrow` and so on for `trace.arrow`. `settings` are those of `WriterSettings`.
 
     `freeze`, the signal `freeze_signal` and the file `freeze_file` keep from deletion what is there.
 
@@ -63,47 +62,25 @@ class TraceWriter:
         path: str | os.PathLike[str],
         header: TraceHeader,
         *,
-        flush_bytes: int = 4 << 20,
-        flush_interval_ns: int = 1_000_000_000,
-        max_queued_bytes: int = 256 << 20,
-        compression: str = "lz4",
         overwrite: bool = False,
-        segment_bytes: int = 0,
-        segment_ns: int = 0,
-        keep_segments: int = 0,
-        keep_bytes: int = 0,
-        keep_folder_bytes: int = 0,
-        freeze_file: Path | None = None,
-        freeze_signal: int = 0,
         tail: bool = True,
+        **settings: Any,
     ) -> None:
-        if not 0 < flush_bytes <= MAX_FLUSH_BYTES:
-            raise ValueError(f"flush_bytes is {flush_bytes}, expected 1 to {MAX_FLUSH_BYTES}")
-        if not 0 < max_queued_bytes <= MAX_QUEUED_BYTES:
-            raise ValueError(f"max_queued_bytes is {max_queued_bytes}, expected 1 to {MAX_QUEUED_BYTES}")
-        if flush_interval_ns <= 0:
-            raise ValueError(f"flush_interval_ns is {flush_interval_ns}, expected more than 0")
+        self._settings = WriterSettings(**settings)
         self.path = Path(path)
         self.header = completed_header(
-            header, flush_bytes=flush_bytes, flush_interval_ns=flush_interval_ns, compression=compression
+            header,
+            flush_bytes=self._settings.flush_bytes,
+            flush_interval_ns=self._settings.flush_interval_ns,
+            compression=self._settings.compression,
         )
-        self._flush_bytes = flush_bytes
-        self._flush_interval = flush_interval_ns / 1e9
-        self._max_queued_bytes = max_queued_bytes
-        settings = SegmentSettings(
-            segment_bytes=segment_bytes,
-            segment_ns=segment_ns,
-            keep_segments=keep_segments,
-            keep_bytes=keep_bytes,
-            keep_folder_bytes=keep_folder_bytes,
-        )
-        self._file = open_files(self.path, self.header, settings, compression=compression, overwrite=overwrite)
+        self._file = open_files(self.path, self.header, self._settings, overwrite=overwrite)
         self._tail = open_tail(self.path, self.header.trace_id) if tail and self._file.regular else None
         self._triggers: list[FreezeFile | FreezeSignal] = []
-        if freeze_file is not None:
-            self._triggers.append(FreezeFile(Path(freeze_file)))
-        if freeze_signal:
-            self._triggers.append(FreezeSignal(freeze_signal))
+        if self._settings.freeze_file is not None:
+            self._triggers.append(FreezeFile(Path(self._settings.freeze_file)))
+        if self._settings.freeze_signal:
+            self._triggers.append(FreezeSignal(self._settings.freeze_signal))
         self._pid = os.getpid()
         self._changed = threading.Condition()
         # All below are guarded by `_changed`.
@@ -154,11 +131,11 @@ class TraceWriter:
     @property
     def max_queued_bytes(self) -> int:
         """What the queue holds at most."""
-        return self._max_queued_bytes
+        return self._settings.max_queued_bytes
 
     def has_room(self, num_bytes: int) -> bool:
         """Say whether the queue would take so many bytes more at this moment."""
-        return self._queued_bytes + num_bytes <= self._max_queued_bytes
+        return self._queued_bytes + num_bytes <= self._settings.max_queued_bytes
 
     def append(self, event: TraceEvent) -> bool:
         """Queue an event; return False when it was dropped: the queue is full, or the writer failed or is closed.
@@ -176,7 +153,7 @@ class TraceWriter:
             if problem is not None and not self._bad_event_logged:
                 self._bad_event_logged = True
                 _log.error("kvcanary: %s: an event was left out: %s (said once)", self.path, problem)
-            full = self._queued_bytes + size > self._max_queued_bytes
+            full = self._queued_bytes + size > self._settings.max_queued_bytes
             if problem is not None or full or self._closing or self._failed is not None:
                 self._dropped += getattr(event, "kind", None) != "loss"
                 return False
@@ -191,7 +168,7 @@ class TraceWriter:
             if len(self._queue) == 1:
                 self._oldest = time.monotonic()
                 self._changed.notify_all()
-            elif self._waiting_bytes >= self._flush_bytes:
+            elif self._waiting_bytes >= self._settings.flush_bytes:
                 self._changed.notify_all()
             return True
 
@@ -306,13 +283,13 @@ class TraceWriter:
             while not self._due():
                 left = poll
                 if self._queue:
-                    until = max(self._oldest + self._flush_interval - time.monotonic(), 0.0)
+                    until = max(self._oldest + self._settings.flush_interval_ns / 1e9 - time.monotonic(), 0.0)
                     left = until if poll is None else min(until, poll)
                 if not self._changed.wait(left) and poll is not None and not self._due():
                     return [], 0
             events: list[TraceEvent] = []
             size = 0
-            while self._queue and size < self._flush_bytes:
+            while self._queue and size < self._settings.flush_bytes:
                 events.append(self._queue.popleft())
                 size += events[-1].nbytes
             self._waiting_bytes -= size
@@ -324,9 +301,9 @@ class TraceWriter:
             return self._closing or self._freeze_is_due()
         return (
             self._closing
-            or self._waiting_bytes >= self._flush_bytes
+            or self._waiting_bytes >= self._settings.flush_bytes
             or self._flush_until > self._settled
-            or time.monotonic() - self._oldest >= self._flush_interval
+            or time.monotonic() - self._oldest >= self._settings.flush_interval_ns / 1e9
         )
 
     def _write(self, events: list[TraceEvent]) -> None:

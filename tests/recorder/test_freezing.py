@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.process.freezing import FreezeFile, FreezeSignal
+from kvcanary.recorder.process.settings import WriterSettings
 from kvcanary.recorder.state import keyframe
 from kvcanary.recorder.state.apply import RecordedState
 from kvcanary.recorder.state.keyframe import keyframe_events
@@ -18,7 +19,7 @@ from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.files import split_segment_name
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
-from kvcanary.recorder.writing.segments import Segments, SegmentSettings
+from kvcanary.recorder.writing.segments import Segments
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
@@ -266,7 +267,7 @@ def test_a_handler_put_over_ours_stays(tmp_path: Path) -> None:
 )
 def test_settings_that_make_no_sense(wrong: dict[str, int], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected 0 or more|need segments|not one finished segment would fit"):
-        SegmentSettings(**wrong)
+        WriterSettings(**wrong)
     with pytest.raises(ValueError, match=r"expected 0 or more|need segments|not one finished segment would fit"):
         writer_of(tmp_path / "t.arrow", **wrong)
     assert not list(tmp_path.iterdir())

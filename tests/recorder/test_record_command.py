@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcanary.recorder.process.knobs import KNOBS
 from kvcanary.recorder.process.recorded_files import why_nothing
+from kvcanary.recorder.process.settings import SETTINGS
 
 KVCANARY = [sys.executable, "-c", "from kvcanary.cli import kvcanary_main; kvcanary_main()"]
 
@@ -308,7 +308,7 @@ def test_a_folder_that_may_not_be_written_is_named_before_the_engine_runs(tmp_pa
 
 def test_the_help_names_every_setting() -> None:
     shown = run("--help").stdout
-    assert [knob.option for knob in KNOBS if knob.name != "trace" and knob.option not in shown] == []
+    assert [setting.option for setting in SETTINGS if setting.name != "trace" and setting.option not in shown] == []
 
 
 def fake_python(folder: Path, versions: dict[str, str | None], plugins: dict[str, list[str]]) -> Path:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from kvcanary.recorder.process.environment import VARIABLES, is_wanted, read_environment
-from kvcanary.recorder.process.knobs import KNOBS
-from kvcanary.recorder.process.settings import RecordingSettings
+from kvcanary.recorder.process.settings import SETTINGS, RecordingSettings, WriterSettings
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "guide" / "production.md"
@@ -99,7 +98,7 @@ def test_every_variable_is_read(salt: Path) -> None:
 def test_every_key_of_a_file_is_read(tmp_path: Path, salt: Path, table: str) -> None:
     path = tmp_path / "kvcanary.toml"
     path.write_text(table + toml(in_human_units(salt)))
-    assert {knob.name for knob in KNOBS} == set(in_human_units(salt))
+    assert {setting.name for setting in SETTINGS} == set(in_human_units(salt))
     assert is_wanted({"KVCANARY_CONFIG": str(path)})
     assert read_environment({"KVCANARY_CONFIG": str(path)}) == as_settings(salt, path)
 
@@ -142,7 +141,11 @@ WRONG = [
     ("segment_bytes", "1 MB", "or a number and KiB, MiB or GiB"),
     ("freeze_signal", "KILL", "the name of a signal, one of USR1, USR2"),
     ("tokens", "none", "expected one of plain, hashed"),
-    ("keep_segments", "2", "keep_segments and keep_bytes need segments: set segment_seconds or segment_bytes too"),
+    (
+        "keep_segments",
+        "2",
+        "keep_segments and keep_bytes need segments: set segment_seconds (segment_ns) or segment_bytes too",
+    ),
     ("freeze_file", "/f", "freeze_file and freeze_signal need a flight recorder: set keep_segments or keep_bytes too"),
     ("token_salt_file", "/nowhere/salt", "the token salt cannot be read: No such file"),
     ("traces", "/x", "no such setting; there are"),
@@ -203,14 +206,12 @@ def test_a_short_salt_is_refused_before_anything_is_recorded(tmp_path: Path) -> 
         read_environment(environ)
 
 
-def test_the_writer_hears_only_of_what_differs(salt: Path) -> None:
-    always = {"compression", "flush_bytes", "flush_interval_ns", "max_queued_bytes"}
-    assert set(RecordingSettings(folder=Path("/t")).writer_options()) == always
+def test_the_writer_gets_its_settings_as_they_are(salt: Path) -> None:
+    names = {field.name for field in dataclasses.fields(WriterSettings)}
+    assert set(RecordingSettings(folder=Path("/t")).writer_options()) == names
     options = as_settings(salt).writer_options()
-    cuts = {"segment_bytes", "segment_ns", "keep_segments", "keep_bytes", "keep_folder_bytes"}
-    cuts |= {"freeze_file", "freeze_signal"}
-    assert set(options) == always | cuts | {"privacy"}
-    assert all(options[name] == getattr(as_settings(salt), name) for name in always | cuts)
+    assert set(options) == names | {"privacy"}
+    assert all(options[name] == getattr(as_settings(salt), name) for name in names)
 
 
 def test_the_start_up_line_names_every_setting(salt: Path) -> None:
@@ -242,7 +243,7 @@ def test_every_setting_is_documented_with_its_default() -> None:
     )
     documented = {variable: default.strip("`") for variable, default, _ in rows}
     assert len(documented) == len(rows)
-    expected = {knob.variable: knob.default for knob in KNOBS} | {"KVCANARY_CONFIG": ""}
+    expected = {setting.variable: setting.default for setting in SETTINGS} | {"KVCANARY_CONFIG": ""}
     assert documented == expected
     for _, _, text in rows:
         assert len(text) > 40

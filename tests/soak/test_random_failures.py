@@ -10,7 +10,7 @@ from kvcanary.recorder.capture import recorder as recorder_module
 from kvcanary.recorder.capture.kv_shadow import GroupKvShadow
 from kvcanary.recorder.capture.state_shadow import StateShadow
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.writing.single_file import SingleFile
+from kvcanary.recorder.writing.segments import SingleFile
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.errors import TraceError
-from kvcanary.recorder.writing.single_file import SingleFile
+from kvcanary.recorder.writing.segments import SingleFile
 from kvcanary.recorder.writing.writer import TraceWriter
 
 from .disks import OFTEN, PipeDisk, files_of_at_most
