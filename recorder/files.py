@@ -8,7 +8,8 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Final
 
@@ -41,19 +42,29 @@ def new_private_file(path: Path) -> IO[bytes]:
         os.close(folder)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a whole file beside its place and rename it, so that a full disk leaves what was there.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file beside `path` that only this user can read; it takes that place once all is written, else nothing does.
+
+    So a full disk leaves what was there, and two processes that write the same file leave one of the two.
 
     Raises:
         OSError: it cannot be written.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f".kvcanary-{uuid.uuid4().hex}.part")
     try:
         with new_private_file(partial) as file:
-            file.write(content)
+            yield file
         partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a whole file in place of another, as `replacing` does."""
+    with replacing(path) as file:
+        file.write(content)
 
 
 def is_regular(path: Path) -> bool:

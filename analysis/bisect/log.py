@@ -4,13 +4,13 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...recorder.files import replace_file
 from ...replayer.lab.results import build_id
 from ..errors import AnalysisError
 from .criteria import Criterion, content_hash, judge_traces
@@ -158,10 +158,7 @@ class VerdictCache:
         # Made beside and renamed: two bisections may share a cache. Readable by this user only.
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(found.to_json(), file)
-            Path(name).replace(path)
+            replace_file(path, json.dumps(found.to_json()).encode())
 
 
 def _of_these(known: BisectVerdict, traces: Sequence[Path]) -> BisectVerdict:

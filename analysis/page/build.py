@@ -4,10 +4,8 @@ import base64
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shlex
-import tempfile
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...kernels.user_cache import user_cache
+from ...recorder.files import replace_file
 from ...replayer.report.report import PAGE_NAME
 from ..errors import AnalysisError
 from ..store.output import private_output, spare
@@ -122,14 +121,7 @@ def _keep(path: Path, text: str) -> None:
     """Keep a text for the next time; where that cannot be, it is made anew then."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(f"{_digest(text)}\n{text}")
-            Path(name).replace(path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_file(path, f"{_digest(text)}\n{text}".encode())
 
 
 def _digest(text: str) -> str:

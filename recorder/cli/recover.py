@@ -130,7 +130,7 @@ def _as_json(result: RecoveryResult) -> dict[str, Any]:
     """Return what was kept and lost; `lost_events` is null where nobody can know."""
     names = ("kept_events", "kept_batches", "lost_events", "known_lost_events", "num_gaps")
     found = {"trace": str(result.source), "recovered": str(result.target)}
-    return {**found, **{name: getattr(result, name) for name in names}, "causes": list(result.causes)}
+    return {**found, **{name: getattr(result, name) for name in names}, "causes": result.causes}
 
 
 def _print_json(value: dict[str, Any]) -> None:

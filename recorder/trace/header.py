@@ -317,74 +317,73 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
+def _expect(fits: bool, otherwise: str) -> None:
+    if not fits:
+        raise ValueError(otherwise)
+
+
 def _check_header(header: TraceHeader) -> None:
     for name, allowed in (("role", ROLES), ("slot_history", SLOT_HISTORIES), ("tokens", TOKENS)):
-        if getattr(header, name) not in allowed:
-            raise ValueError(f"{name} is {getattr(header, name)!r}, expected one of {', '.join(map(repr, allowed))}")
-    if header.segment is not None and (header.segment.number < 0 or header.segment.first_event < 0):
-        raise ValueError(f"segment {header.segment.number} begins with event {header.segment.first_event}")
-    if header.sweep_interval < 0:
-        raise ValueError(f"sweep_interval is {header.sweep_interval}, expected 0 (never) or a number of forwards")
+        given = getattr(header, name)
+        _expect(given in allowed, f"{name} is {given!r}, expected one of {', '.join(map(repr, allowed))}")
+    if (segment := header.segment) is not None:
+        fits = segment.number >= 0 and segment.first_event >= 0
+        _expect(fits, f"segment {segment.number} begins with event {segment.first_event}")
+    sweep = header.sweep_interval
+    _expect(sweep >= 0, f"sweep_interval is {sweep}, expected 0 (never) or a number of forwards")
     for number, table in enumerate([*header.tables, *([header.truth_table] if header.truth_table else [])]):
-        if not (table.rows > 0 and table.width > 0 and table.rows * table.width <= MAX_TABLE_CELLS):
-            raise ValueError(f"table {number} ({table.name}) has shape [{table.rows}, {table.width}]")
+        fits = table.rows > 0 and table.width > 0 and table.rows * table.width <= MAX_TABLE_CELLS
+        _expect(fits, f"table {number} ({table.name}) has shape [{table.rows}, {table.width}]")
     for length in header.lut_lens:
-        if not 0 < length <= MAX_SLOTS:
-            raise ValueError(f"a full-to-SWA table has length {length}")
-    for what, count in (
-        ("groups", len(header.groups)),
-        ("tables", len(header.tables)),
-        ("full-to-SWA tables", len(header.lut_lens)),
-        ("runners", len(header.runners)),
+        _expect(0 < length <= MAX_SLOTS, f"a full-to-SWA table has length {length}")
+    for what, count, most in (
+        ("groups", len(header.groups), MAX_PARTS),
+        ("tables", len(header.tables), MAX_PARTS),
+        ("full-to-SWA tables", len(header.lut_lens), MAX_PARTS),
+        ("runners", len(header.runners), MAX_PARTS),
+        ("entries of not_watched", len(header.not_watched), MAX_NOT_WATCHED),
     ):
-        if count > MAX_PARTS:
-            raise ValueError(f"{count} {what}, expected at most {MAX_PARTS}")
-    if not header.runners:
-        raise ValueError("no runner")
+        _expect(count <= most, f"{count} {what}, expected at most {most}")
+    _expect(bool(header.runners), "no runner")
     for runner in header.runners:
-        if runner.token_offset not in (0, 1):
-            raise ValueError(f"runner {runner.name}: token_offset {runner.token_offset}, expected 0 or 1 (EAGLE draft)")
-        if not set(runner.derived) <= set(INT_LISTS):
-            raise ValueError(f"runner {runner.name}: derived {runner.derived}, expected names of list columns")
-    if len(header.not_watched) > MAX_NOT_WATCHED:
-        raise ValueError(f"{len(header.not_watched)} entries of not_watched, expected at most {MAX_NOT_WATCHED}")
+        where, offset = f"runner {runner.name}", runner.token_offset
+        _expect(offset in (0, 1), f"{where}: token_offset {offset}, expected 0 or 1 (EAGLE draft)")
+        known = set(runner.derived) <= set(INT_LISTS)
+        _expect(known, f"{where}: derived {runner.derived}, expected names of list columns")
     for entry in header.not_watched:
-        if entry.what not in NOT_WATCHED:
-            raise ValueError(f"not_watched says {entry.what!r}, expected one of {', '.join(NOT_WATCHED)}")
+        known = entry.what in NOT_WATCHED
+        _expect(known, f"not_watched says {entry.what!r}, expected one of {', '.join(NOT_WATCHED)}")
     for number, group in enumerate(header.groups):
-        where = f"group {number} ({group.name})"
-        if group.kind not in ("full", "swa"):
-            raise ValueError(f"{where}: kind is {group.kind!r}, expected 'full' or 'swa'")
-        if (group.window > 0) != (group.kind == "swa") or not 0 <= group.window <= MAX_SLOTS:
-            raise ValueError(f"{where}: window {group.window} does not fit kind {group.kind!r}")
-        if not 0 <= group.runner < len(header.runners):
-            raise ValueError(f"{where}: runner {group.runner} of {len(header.runners)}")
-        if not 0 <= group.table < len(header.tables):
-            raise ValueError(f"{where}: table {group.table} of {len(header.tables)}")
-        if not -1 <= group.lut < len(header.lut_lens):
-            raise ValueError(f"{where}: full-to-SWA table {group.lut} of {len(header.lut_lens)}")
-        if not 0 < group.num_slots <= MAX_SLOTS or not 0 <= group.host_num_slots <= MAX_SLOTS:
-            raise ValueError(f"{where}: {group.num_slots} slots, {group.host_num_slots} host slots")
-        if group.slot_shift not in (0, 1):
-            raise ValueError(f"{where}: slot_shift is {group.slot_shift}, expected 0 or 1")
-        if group.page_size < 1 or group.num_layers < 0:
-            raise ValueError(f"{where}: page_size {group.page_size}, {group.num_layers} layers")
-        if len(group.padding_slots) > MAX_PADDING_SLOTS or not all(
-            0 <= s < group.num_slots for s in group.padding_slots
-        ):
-            raise ValueError(
-                f"{where}: padding_slots {group.padding_slots[:8]}, expected at most {MAX_PADDING_SLOTS} of its own slots"
-            )
-        if not group.halves or not set(group.halves) <= {"K", "V"} or len(set(group.halves)) != len(group.halves):
-            raise ValueError(f"{where}: halves {group.halves}, expected K or K and V")
-        for half in group.halves:
-            if sum(stream.half == half for stream in group.streams) > MAX_KV_SOURCES:
-                raise ValueError(f"{where}: more than {MAX_KV_SOURCES} KV sources for half {half}")
-        for stream in group.streams:
-            if stream.half not in group.halves:
-                raise ValueError(f"{where}: a KV source for half {stream.half!r}, halves are {group.halves}")
-            if not 0 < stream.capture_bytes <= stream.bytes_per_token <= MAX_TOKEN_BYTES or stream.capture_bytes % 16:
-                raise ValueError(
-                    f"{where}: captures {stream.capture_bytes} of {stream.bytes_per_token} bytes a token, expected "
-                    "a positive multiple of 16"
-                )
+        _check_group(header, group, f"group {number} ({group.name})")
+
+
+def _check_group(header: TraceHeader, group: PoolGroup, where: str) -> None:
+    _expect(group.kind in ("full", "swa"), f"{where}: kind is {group.kind!r}, expected 'full' or 'swa'")
+    fits = (group.window > 0) == (group.kind == "swa") and 0 <= group.window <= MAX_SLOTS
+    _expect(fits, f"{where}: window {group.window} does not fit kind {group.kind!r}")
+    for what, index, count, least in (
+        ("runner", group.runner, len(header.runners), 0),
+        ("table", group.table, len(header.tables), 0),
+        ("full-to-SWA table", group.lut, len(header.lut_lens), -1),
+    ):
+        _expect(least <= index < count, f"{where}: {what} {index} of {count}")
+    fits = 0 < group.num_slots <= MAX_SLOTS and 0 <= group.host_num_slots <= MAX_SLOTS
+    _expect(fits, f"{where}: {group.num_slots} slots, {group.host_num_slots} host slots")
+    _expect(group.slot_shift in (0, 1), f"{where}: slot_shift is {group.slot_shift}, expected 0 or 1")
+    fits = group.page_size >= 1 and group.num_layers >= 0
+    _expect(fits, f"{where}: page_size {group.page_size}, {group.num_layers} layers")
+    padding = group.padding_slots
+    fits = len(padding) <= MAX_PADDING_SLOTS and all(0 <= slot < group.num_slots for slot in padding)
+    what = f"expected at most {MAX_PADDING_SLOTS} of its own slots"
+    _expect(fits, f"{where}: padding_slots {padding[:8]}, {what}")
+    fits = bool(group.halves) and set(group.halves) <= {"K", "V"} and len(set(group.halves)) == len(group.halves)
+    _expect(fits, f"{where}: halves {group.halves}, expected K or K and V")
+    for half in group.halves:
+        fits = sum(stream.half == half for stream in group.streams) <= MAX_KV_SOURCES
+        _expect(fits, f"{where}: more than {MAX_KV_SOURCES} KV sources for half {half}")
+    for stream in group.streams:
+        own = stream.half in group.halves
+        _expect(own, f"{where}: a KV source for half {stream.half!r}, halves are {group.halves}")
+        captured, of = stream.capture_bytes, stream.bytes_per_token
+        fits = 0 < captured <= of <= MAX_TOKEN_BYTES and not captured % 16
+        _expect(fits, f"{where}: captures {captured} of {of} bytes a token, expected a positive multiple of 16")

@@ -14,6 +14,10 @@ from .reader import TraceReader
 
 MAX_LISTED: Final = 50  # losses, gaps and marks that are listed; all are counted
 _LONGEST_NOTE: Final = 2000
+_COUNTS: Final = (
+    *("num_events", "num_batches", "input_tokens", "sampled_tokens", "first_ns", "last_ns"),
+    *("lost_events", "unknown_losses", "num_losses", "losses", "num_gaps", "gaps", "num_marks", "marks"),
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,36 +67,15 @@ class TraceInspection:
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as plain JSON values."""
+        plain = {name: getattr(self, name) for name in ("path", "size_bytes", "state", "complete")}
+        plain |= {"header": dataclasses.asdict(self.header), "requests": self.events_by_kind["request"]}
+        plain |= {name: getattr(self, name) for name in _COUNTS}
+        plain |= {name: dict(sorted(getattr(self, name).items())) for name in ("events_by_kind", "forwards_by_mode")}
         columns = {
             name: {"stored_bytes": self.stored_bytes[name], "uncompressed_bytes": self.uncompressed_bytes[name]}
             for name in self.stored_bytes
         }
-        return {
-            "path": self.path,
-            "size_bytes": self.size_bytes,
-            "state": self.state,
-            "complete": self.complete,
-            "header": dataclasses.asdict(self.header),
-            "num_events": self.num_events,
-            "num_batches": self.num_batches,
-            "events_by_kind": dict(sorted(self.events_by_kind.items())),
-            "forwards_by_mode": dict(sorted(self.forwards_by_mode.items())),
-            "requests": self.events_by_kind["request"],
-            "input_tokens": self.input_tokens,
-            "sampled_tokens": self.sampled_tokens,
-            "first_ns": self.first_ns,
-            "last_ns": self.last_ns,
-            "columns": columns,
-            "lost_events": self.lost_events,
-            "unknown_losses": self.unknown_losses,
-            "num_losses": self.num_losses,
-            "losses": self.losses,
-            "num_gaps": self.num_gaps,
-            "gaps": self.gaps,
-            "num_marks": self.num_marks,
-            "marks": self.marks,
-            "next_command": self.next_command,
-        }
+        return plain | {"columns": columns, "next_command": self.next_command}
 
 
 def inspect_trace(path: str | os.PathLike[str]) -> TraceInspection:
@@ -120,14 +103,7 @@ def _add_gap(found: TraceInspection, gap: TraceGap) -> None:
         found.lost_events += gap.missing_events
     # A torn end comes last and decides the state, so it is always listed.
     if len(found.gaps) < MAX_LISTED or gap.kind == "torn":
-        found.gaps.append(
-            {
-                "after_event": gap.after_event,
-                "missing_events": gap.missing_events,
-                "kind": gap.kind,
-                "reason": gap.reason,
-            }
-        )
+        found.gaps.append({name: getattr(gap, name) for name in ("after_event", "missing_events", "kind", "reason")})
 
 
 def _add_batch(found: TraceInspection, batch: TraceBatch) -> None:

@@ -61,76 +61,36 @@ SCALARS: Final[dict[str, tuple[pa.DataType, int | str]]] = {
 }
 
 # int64 list columns, in groups that share their lengths.
-INT_LISTS: Final = (
-    # a forward's requests, [bs] each
-    "req_pool_indices",
-    "request_ids",
-    "prefix_lens",
-    "extend_lens",
-    "truth_lens",
-    "sampled_lens",
-    # a forward's tokens, [tokens] each; out_cache_loc is [tables * tokens], table by table
-    "input_ids",
-    "positions",
-    "out_cache_loc",
-    # [sum(sampled_lens)]
-    "sampled_tokens",
-    # req_to_token changes as runs: table_slots holds table_count[i] values for each run i, one after another
-    "table_index",
-    "table_row",
-    "table_start",
-    "table_count",
-    "table_slots",
-    # full -> swa table changes as runs
-    "lut_index",
-    "lut_start",
-    "lut_count",
-    "lut_slots",
-    # truth token changes as runs
-    "truth_row",
-    "truth_start",
-    "truth_count",
-    "truth_tokens",
-    # observed KV changes; bytes are in kv_change_bytes, capture_bytes of the stream for each
-    "kv_change_stream",
-    "kv_change_slot",
-    "kv_change_phase",
-    # runs of slots: what alloc, free, evict and transfer act on, and what a loss may have written
-    "slot_group",
-    "slot_start",
-    "slot_count",
-    # sweep entries
-    "sweep_group",
-    "sweep_slot",
-    "sweep_position",
-    "sweep_prev",
-    "sweep_locked",
-    # runs of copied slots; tier 0 is the pool, tier 1 the host
-    "copy_group",
-    "copy_src_tier",
-    "copy_src",
-    "copy_dst_tier",
-    "copy_dst",
-    "copy_count",
-    # rows of the array that a part of a keyframe holds, as runs; their bytes are in state_bytes
-    "state_start",
-    "state_count",
-    # what the attention kernels of a forward got, [bs] each, or nothing where it was not observed
-    "attention_seq_lens",
-    "attention_query_lens",
-    # where the slots that attention got differ from what the forward was told to read and write, as runs over a
-    # request's positions, in a group's own slots
-    "attention_group",
-    "attention_request",
-    "attention_start",
-    "attention_count",
-    "attention_slots",
-    # the positions that a forward reads of a request's prefix, where they are not those of the group's window
-    "window_group",
-    "window_request",
-    "window_start",
-    "window_count",
-)
+_INT_LIST_GROUPS: Final = {
+    "a forward's requests, [bs] each": "req_pool_indices request_ids prefix_lens extend_lens truth_lens sampled_lens",
+    "a forward's tokens, [tokens] each; out_cache_loc is [tables * tokens], table by table": "input_ids positions out_cache_loc",
+    "[sum(sampled_lens)]": "sampled_tokens",
+    "req_to_token changes as runs: table_slots holds table_count[i] values for each run i, one after another": (
+        "table_index table_row table_start table_count table_slots"
+    ),
+    "full -> swa table changes as runs": "lut_index lut_start lut_count lut_slots",
+    "truth token changes as runs": "truth_row truth_start truth_count truth_tokens",
+    "observed KV changes; bytes are in kv_change_bytes, capture_bytes of the stream for each": (
+        "kv_change_stream kv_change_slot kv_change_phase"
+    ),
+    "runs of slots: what alloc, free, evict and transfer act on, and what a loss may have written": (
+        "slot_group slot_start slot_count"
+    ),
+    "sweep entries": "sweep_group sweep_slot sweep_position sweep_prev sweep_locked",
+    "runs of copied slots; tier 0 is the pool, tier 1 the host": (
+        "copy_group copy_src_tier copy_src copy_dst_tier copy_dst copy_count"
+    ),
+    "rows of the array that a part of a keyframe holds, as runs; their bytes are in state_bytes": "state_start state_count",
+    "what the attention kernels of a forward got, [bs] each, or nothing where it was not observed": (
+        "attention_seq_lens attention_query_lens"
+    ),
+    "where the slots that attention got differ from what the forward was told to read and write, as runs over a request's "
+    "positions, in a group's own slots": "attention_group attention_request attention_start attention_count attention_slots",
+    "the positions that a forward reads of a request's prefix, if they are not those of the group's window": (
+        "window_group window_request window_start window_count"
+    ),
+}
+INT_LISTS: Final = tuple(name for names in _INT_LIST_GROUPS.values() for name in names.split())
 
 # Those by which any event may change a table.
 TABLE_CHANGES: Final = tuple(
@@ -147,24 +107,9 @@ BYTE_LISTS: Final = (
 
 # Columns that came after 1.0, with the minor version: an older trace does not have them, and no event of it uses them.
 ADDED: Final[dict[str, int]] = {
-    "state_start": 2,
-    "state_count": 2,
-    "state_bytes": 2,
-    "attention_watched": 3,
-    "attention_seq_lens": 3,
-    "attention_query_lens": 3,
-    "attention_group": 3,
-    "attention_request": 3,
-    "attention_start": 3,
-    "attention_count": 3,
-    "attention_slots": 3,
-    "kv_submitted_bytes": 3,
-    "window_group": 3,
-    "window_request": 3,
-    "window_start": 3,
-    "window_count": 3,
-    "submitted_watched": 3,
-    "window_watched": 3,
+    **dict.fromkeys(("state_start", "state_count", "state_bytes"), 2),
+    **dict.fromkeys(("attention_watched", "kv_submitted_bytes", "submitted_watched", "window_watched"), 3),
+    **dict.fromkeys((name for name in INT_LISTS if name.startswith(("attention_", "window_"))), 3),
 }
 
 # `attention_watched` of a forward, or-ed: what was read where the attention kernels take it.

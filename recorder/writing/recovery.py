@@ -3,7 +3,7 @@
 import contextlib
 import os
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +20,7 @@ from .trace_file import COMPRESSIONS, TraceFile
 MAX_CAUSES: Final = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RecoveryResult:
     """What a recovery kept and lost.
 
@@ -30,12 +30,12 @@ class RecoveryResult:
 
     source: Path
     target: Path
-    kept_batches: int
-    kept_events: int
-    known_lost_events: int
-    lost_events: int | None
-    num_gaps: int
-    causes: tuple[str, ...]
+    kept_batches: int = 0
+    kept_events: int = 0
+    known_lost_events: int = 0
+    lost_events: int | None = 0
+    num_gaps: int = 0
+    causes: list[str] = field(default_factory=list)
 
 
 def recover(
@@ -69,7 +69,7 @@ def recover(
             compression=compression if compression in COMPRESSIONS else "lz4",
             named=target,
         )
-        copy = _Copy(reader, file)
+        copy = _Copy(reader, file, RecoveryResult(source=source, target=target))
         try:
             copy.run()
             file.close()
@@ -81,35 +81,21 @@ def recover(
             if isinstance(error, OSError):
                 raise TraceError(f"{target}: cannot be written: {error.strerror or error}") from None
             raise
-    return RecoveryResult(
-        source=source,
-        target=target,
-        kept_batches=copy.kept_batches,
-        kept_events=copy.kept_events,
-        known_lost_events=copy.lost_events,
-        lost_events=None if copy.unknown else copy.lost_events,
-        num_gaps=copy.num_gaps,
-        causes=tuple(copy.causes),
-    )
+    return copy.result
 
 
 class _Copy:
-    def __init__(self, reader: TraceReader, file: TraceFile) -> None:
+    def __init__(self, reader: TraceReader, file: TraceFile, result: RecoveryResult) -> None:
         self._reader = reader
         self._file = file
+        self.result = result
         self._next = reader.header.first_event
         self._time_ns = reader.header.created_ns
-        self.kept_batches = 0
-        self.kept_events = 0
-        self.lost_events = 0
-        self.unknown = False
-        self.num_gaps = 0
-        self.causes: list[str] = []
 
     def run(self) -> None:
         for item in self._reader.stream():
             if isinstance(item, TraceGap):
-                self._tell(item)
+                self._record_loss(item)
             else:
                 self._keep(item)
 
@@ -120,20 +106,20 @@ class _Copy:
             index = batch.schema.get_field_index("event")
             batch = batch.set_column(index, batch.schema.field(index), numbers)
         self._write(batch, item.engine_events)
-        self.kept_batches += 1
-        self.kept_events += item.num_events
+        self.result.kept_batches += 1
+        self.result.kept_events += item.num_events
         self._time_ns = int(item.scalar_ints("time_ns")[-1])
 
-    def _tell(self, gap: TraceGap) -> None:
-        self.num_gaps += 1
-        if len(self.causes) < MAX_CAUSES:
-            self.causes.append(gap.cause)
+    def _record_loss(self, gap: TraceGap) -> None:
+        result = self.result
+        result.num_gaps += 1
+        if len(result.causes) < MAX_CAUSES:
+            result.causes.append(gap.cause)
         if gap.missing_events == 0 and gap.ends != CUT:
             return
-        if gap.missing_events is None:
-            self.unknown = True
-        else:
-            self.lost_events += gap.missing_events
+        result.known_lost_events += gap.missing_events or 0
+        unknown = gap.missing_events is None or result.lost_events is None
+        result.lost_events = None if unknown else result.known_lost_events
         lost = -1 if gap.missing_events is None else gap.missing_events
         event = loss_event(lost_events=lost, note=f"recovered: {gap.cause}", time_ns=self._time_ns)
         if gap.ends == CUT:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ... import __version__
+from ...recorder.files import replacing
 
 CLEAN: Final = "clean"
 _META: Final = b"kvcanary_lab"
@@ -118,6 +119,5 @@ def save(path: Path, rows: list[Row]) -> None:
     schema = SCHEMA.with_metadata({_META: json.dumps({"build": build_id()})})
     table = pa.Table.from_pylist([asdict(row) for row in rows], schema=schema)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    pq.write_table(table, partial)
-    partial.replace(path)
+    with replacing(path) as file:
+        pq.write_table(table, file)
