@@ -35,7 +35,7 @@ def run_program(command: click.Command, program: str) -> None:
     """Run `command` with the process's arguments and exit; 1 and 125 come from the command alone.
 
     SIGTERM and a closed terminal end it as Ctrl-C does. Exits with 130 after that (143, 129), with 141 when whoever read
-    the output has left, and with 2 when the output cannot be written or something happens that nobody foresaw.
+    the output has left, and with 2 when the output cannot be written or an error comes that no code expects.
     """
     _make_streams_safe()
     for number in ENDINGS:
@@ -72,7 +72,7 @@ def run_program(command: click.Command, program: str) -> None:
         except (KeyboardInterrupt, click.Abort):
             raise SystemExit(_interrupted()) from None
         except Exception as error:  # noqa: BLE001  # the last resort: its message without the traceback
-            raise SystemExit(_tell(program, error)) from None
+            raise SystemExit(_report_error(program, error)) from None
 
     command.invoke = guarded  # type: ignore[assignment, method-assign]  # of this one object
     command.make_context = parsed  # type: ignore[method-assign]  # as above
@@ -116,7 +116,7 @@ def _leave_alone() -> None:
         gc.freeze()
 
 
-def _tell(program: str, error: Exception) -> int:
+def _report_error(program: str, error: Exception) -> int:
     """Say what went wrong, and return the exit code."""
     if isinstance(error, BrokenPipeError):
         _drop_output()
@@ -138,7 +138,7 @@ def _tell(program: str, error: Exception) -> int:
 
 
 def unforeseen(error: Exception) -> str:
-    """Say what nobody foresaw, and where, in a line."""
+    """Return an error that no code expects, and its place, in a line."""
     return f"internal error: {type(error).__name__}: {error} ({_place(error)}); please report it"
 
 

@@ -169,7 +169,7 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
     from rich.markup import escape
 
     from ..process.child import run_child, wait_for_group
-    from ..process.recorded_files import changed, harvest, replay_command, stamps, why_nothing
+    from ..process.recorded_files import changed, read_recorded, replay_command, stamps, why_nothing
 
     before, begin = stamps(folder), time.monotonic()
     try:
@@ -182,7 +182,7 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
     with console.status("waiting for the engine's processes") as status:
         gone = wait_for_group(group, GROUP_PATIENCE_S)
         paths, frozen = changed(folder, before)
-        found = harvest(paths, lambda path: status.update(f"reading {path.name}"))
+        found = read_recorded(paths, lambda path: status.update(f"reading {path.name}"))
     recorded = any(trace.forwards for trace in found)
     advice = [] if recorded else why_nothing(command, environ)
     if not gone:
@@ -191,7 +191,7 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
     for copy in frozen:
         console.print(f"frozen  {escape(printable(shlex.join(['kvcanary-replay', str(copy)])))}", soft_wrap=True)
     if json_path is not None:
-        told = {
+        report = {
             "command": list(command),
             "exit_code": code,
             "seconds": seconds,
@@ -204,7 +204,7 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
         }
         try:
             with os.fdopen(_open_private(json_path, emptied=True), "w", encoding="utf-8") as file:
-                file.write(json.dumps(told, indent=2) + "\n")
+                file.write(json.dumps(report, indent=2) + "\n")
         except OSError as error:
             click.echo(f"Error: {printable(str(json_path))}: {error.strerror}", err=True)
             sys.exit(code or 2)

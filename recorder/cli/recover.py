@@ -118,8 +118,8 @@ def _recover_folder(folder: Path, *, force: bool, as_json: bool) -> int:
             lost = "an unknown number lost" if result.lost_events is None else f"{result.lost_events:,} lost"
             click.echo(f"wrote   {printable(str(target))}   {result.kept_events:,} events kept, {lost}")
     if as_json:
-        told = {"folder": str(folder), "files": len(paths), "whole": whole, "being_recorded": live}
-        _print_json({**told, "recovered": recovered, "unreadable": unreadable})
+        report = {"folder": str(folder), "files": len(paths), "whole": whole, "being_recorded": live}
+        _print_json({**report, "recovered": recovered, "unreadable": unreadable})
     elif str(folder) not in unreadable:
         click.echo(f"whole   {whole:,} of {len(paths):,} files" + (f"   {live:,} being recorded" if live else ""))
         click.echo(f"next    {printable(shlex.join(['kvcanary-replay', str(folder)]))}")

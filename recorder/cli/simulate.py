@@ -173,8 +173,8 @@ def simulate_command(  # one parameter an option
     if as_json:
         import json
 
-        told = [_as_json(engine, seconds, _files(engine, segment_bytes)) for engine in engines]
-        click.echo(json.dumps(told[0] if not pd else {"prefill": told[0], "decode": told[1]}, indent=2))
+        found = [_as_json(engine, seconds, _files(engine, segment_bytes)) for engine in engines]
+        click.echo(json.dumps(found[0] if not pd else {"prefill": found[0], "decode": found[1]}, indent=2))
         return
     for engine in engines:
         _show(engine, seconds, _files(engine, segment_bytes))
@@ -254,7 +254,7 @@ def _workload(options: dict[str, Any]) -> RandomWorkload | FileWorkload:
 
 
 def _config(options: dict[str, Any], workload: RandomWorkload | FileWorkload) -> EngineConfig:
-    """Return an engine whose rows, and unless it was said otherwise whose pool, suit the workload."""
+    """Return an engine whose rows, and, unless an option says otherwise, pool suit the workload."""
     from ..engines.simulated.config import GRAPH_BATCH_SIZES, EngineConfig
     from ..engines.simulated.workloads import RandomWorkload
 

@@ -12,7 +12,7 @@ ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ignore_endings() -> None:
-    """Ignore them: in workers, since they go to the whole process group and the parent tells its workers itself; in a
+    """Ignore them: in workers, since they go to the whole process group and the parent ends its workers itself; in a
     program that has been ended and is clearing away.
     """
     for number in ENDINGS:

@@ -12,8 +12,8 @@ from .settings import FOLDER, PREFIX, SETTINGS, RecordingSettings
 
 TRACE: Final = FOLDER.variable
 CONFIG: Final = PREFIX + "CONFIG"
-RUN_ID: Final = PREFIX + "RUN_ID"  # one for all processes of a server, so that the ranks of two servers are told apart
-BISECT: Final = PREFIX + "BISECT_"  # what `kvcanary bisect run` tells the command that it runs
+RUN_ID: Final = PREFIX + "RUN_ID"  # one for all processes of a server, so that the ranks of two servers stay apart
+BISECT: Final = PREFIX + "BISECT_"  # what `kvcanary bisect run` sets for the command that it runs
 VARIABLES: Final = (TRACE, CONFIG, *(setting.variable for setting in SETTINGS if setting is not FOLDER))
 
 _made_by = -1  # the process that made the run id, if that is this one or its parent

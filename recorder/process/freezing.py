@@ -15,7 +15,7 @@ _log = logging.getLogger("kvcanary")
 POLL_SECONDS: Final = 0.2
 MAX_NOTE: Final = 200
 
-# What tells one file from another that has its name later on.
+# What differs between a file and another that has its name later on.
 _Identity = tuple[int, int]
 
 
@@ -100,7 +100,7 @@ class FreezeSignal:
 
 
 def _identity(path: Path) -> _Identity | None:
-    """Return what tells a file from others; a folder is none, and must not be renamed: it may hold the traces.
+    """Return what differs from file to file; a folder is none, and must not be renamed: it may hold the traces.
 
     A link is looked at, and never what it leads to.
     """

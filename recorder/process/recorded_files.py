@@ -64,7 +64,7 @@ def changed(folder: Path, before: Stamps) -> tuple[list[Path], list[Path]]:
     return [path for path in found if path.suffix == ".arrow"], [path for path in found if path.suffix != ".arrow"]
 
 
-def harvest(paths: Sequence[Path], on_trace: Callable[[Path], None]) -> list[RecordedTrace]:
+def read_recorded(paths: Sequence[Path], on_trace: Callable[[Path], None]) -> list[RecordedTrace]:
     """Read traces; `on_trace` hears of each before it is read."""
     found = []
     for path in paths:

@@ -207,7 +207,7 @@ class DecodeAhead:
         while len(self._pending) < _AHEAD:
             try:
                 other = read_frame(self._source, position, limit)
-            except FramingError:  # told when the walk comes there
+            except FramingError:  # the walk reports it when it comes there
                 return
             if other is None or other.kind != RECORD_BATCH or other.compression is None:
                 return

@@ -80,8 +80,8 @@ def encode_for(schema: pa.Schema, events: Sequence[TraceEvent], first_event: int
 def batch_metadata(batch: pa.RecordBatch, first_event: int, engine_events: int | None = None) -> dict[bytes, bytes]:
     """Return the custom metadata of a batch: first event number, event count and CRC, as decimal ASCII.
 
-    `engine_events` is how many of the engine's events are in the recording up to this batch's end, which tells where its
-    tail goes on. Raises `ValueError` for a column type that no trace of this major version has.
+    `engine_events` is how many of the engine's events are in the recording up to this batch's end, from which the reader knows where its
+    tail begins. Raises `ValueError` for a column type that no trace of this major version has.
     """
     forms = column_forms(batch.schema)
     known = {} if engine_events is None else {ENGINE_EVENTS_KEY: b"%d" % engine_events}

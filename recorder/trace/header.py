@@ -76,7 +76,7 @@ class PoolGroup:
     own). `reads_before_write` says that a forward reads its prefix before its own writes land (ring buffers).
     `host_num_slots` is the size of the offload tier, 0 without one. `padding_slots` take writes that nobody reads, and
     are never verified: what the engine says; the recorder numbers the slots so that a trace has `(0,)`, and `slot_shift`
-    says by how much they are higher there than in the engine. `num_layers` is the number of layers whose KV lies in this group, 0 where nobody said; the
+    says by how much they are higher there than in the engine. `num_layers` is the number of layers whose KV lies in this group, 0 if unknown; the
     streams say which of them are watched.
     """
 
@@ -182,7 +182,7 @@ class TraceHeader:
 
     `run_id` is the same for all processes of one server, empty where they do not know of one another. `role` is
     "prefill" or "decode" where the two are engines of their own. `slot_history` "complete" promises that every alloc, free, evict,
-    hand-over to the prefix cache and request status is told. `sweep_interval`: the prefix cache is walked every so many
+    hand-over to the prefix cache and request status is recorded. `sweep_interval`: the prefix cache is walked every so many
     forwards of the first runner, 0 never. `tokens` is "hashed" where salted hashes stand in place of token ids; `salt_id` is the same for all traces that were
     hashed with one salt. `segment`
     is None for a trace of one file. `not_watched` lists what the verdict must not speak for.

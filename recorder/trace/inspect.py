@@ -14,9 +14,11 @@ from .reader import TraceReader
 
 MAX_LISTED: Final = 50  # losses, gaps and marks that are listed; all are counted
 _LONGEST_NOTE: Final = 2000
-_COUNTS: Final = (
-    *("num_events", "num_batches", "input_tokens", "sampled_tokens", "first_ns", "last_ns"),
+_JSON: Final = (
+    *("path", "size_bytes", "state", "complete", "header", "num_events", "num_batches", "events_by_kind"),
+    *("forwards_by_mode", "requests", "input_tokens", "sampled_tokens", "first_ns", "last_ns", "columns"),
     *("lost_events", "unknown_losses", "num_losses", "losses", "num_gaps", "gaps", "num_marks", "marks"),
+    "next_command",
 )
 
 
@@ -65,17 +67,24 @@ class TraceInspection:
         path = shlex.quote(str(self.path))
         return f"kvcanary recover {path}" if self.num_gaps and not self.being_recorded else f"kvcanary-replay {path}"
 
+    @property
+    def requests(self) -> int:
+        """How many requests became known."""
+        return self.events_by_kind["request"]
+
+    @property
+    def columns(self) -> dict[str, dict[str, int]]:
+        """The bytes that each column takes in the file, and without compression."""
+        return {
+            name: {"stored_bytes": stored, "uncompressed_bytes": self.uncompressed_bytes[name]}
+            for name, stored in self.stored_bytes.items()
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Return the findings as plain JSON values."""
-        plain = {name: getattr(self, name) for name in ("path", "size_bytes", "state", "complete")}
-        plain |= {"header": dataclasses.asdict(self.header), "requests": self.events_by_kind["request"]}
-        plain |= {name: getattr(self, name) for name in _COUNTS}
-        plain |= {name: dict(sorted(getattr(self, name).items())) for name in ("events_by_kind", "forwards_by_mode")}
-        columns = {
-            name: {"stored_bytes": self.stored_bytes[name], "uncompressed_bytes": self.uncompressed_bytes[name]}
-            for name in self.stored_bytes
-        }
-        return plain | {"columns": columns, "next_command": self.next_command}
+        found = {name: getattr(self, name) for name in _JSON}
+        counts = {name: dict(sorted(found[name].items())) for name in ("events_by_kind", "forwards_by_mode")}
+        return found | counts | {"header": dataclasses.asdict(self.header)}
 
 
 def inspect_trace(path: str | os.PathLike[str]) -> TraceInspection:

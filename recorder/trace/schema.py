@@ -84,7 +84,7 @@ _INT_LIST_GROUPS: Final = {
     "what the attention kernels of a forward got, [bs] each, or nothing where it was not observed": (
         "attention_seq_lens attention_query_lens"
     ),
-    "where the slots that attention got differ from what the forward was told to read and write, as runs over a request's "
+    "where the slots that attention got differ from what the forward was to read and write, as runs over a request's "
     "positions, in a group's own slots": "attention_group attention_request attention_start attention_count attention_slots",
     "the positions that a forward reads of a request's prefix, if they are not those of the group's window": (
         "window_group window_request window_start window_count"
@@ -140,7 +140,7 @@ RECEIVE: Final = "receive"
 TRANSFER_DIRECTIONS: Final = (SEND, RECEIVE)
 
 # What a header may promise of the history of slots: nothing, or that every alloc, free, evict, hand-over to the prefix
-# cache and request status is told.
+# cache and request status is recorded.
 SLOT_HISTORIES: Final = ("", "complete")
 ROLES: Final = ("", "prefill", "decode")
 # What a recording may leave unwatched: layers of a group, bytes of a slot, a whole pool, a runner's forwards (drafts),
@@ -157,7 +157,7 @@ KEYFRAME_FORWARD: Final = "forward"
 KEYFRAME_END: Final = "end"
 
 # `status` of a segment event: the recording goes on in the next file; its `note` where that is so by a freeze.
-SEGMENT_GOES_ON: Final = "goes_on"
+SEGMENT_CONTINUES: Final = "goes_on"
 FROZEN: Final = "frozen"
 
 # What a trace may ask of whoever reads it; each limit holds before memory is taken. docs/reference/limits.md says why.

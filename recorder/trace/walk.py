@@ -1,4 +1,4 @@
-"""The walk over a trace's batches: every whole one is given, everything else is told as a gap."""
+"""The walk over a trace's batches: every whole one is given, everything else is reported as a gap."""
 
 import shlex
 from collections.abc import Callable, Iterator

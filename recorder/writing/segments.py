@@ -24,7 +24,7 @@ from ..trace.event import TraceEvent
 from ..trace.files import base_name, glob_escape, segment_path
 from ..trace.files import split_segment_name as split_segment_name
 from ..trace.header import Segment, TraceHeader
-from ..trace.schema import FROZEN, SEGMENT_GOES_ON
+from ..trace.schema import FROZEN, SEGMENT_CONTINUES
 from .folder_bound import drop_the_past
 from .own_file import hold
 from .trace_file import DeletedError, TraceFile
@@ -40,7 +40,7 @@ class SingleFile:
         self._header = header
         self._settings = settings
         self._events = 0
-        self._engine_events = 0  # of them, what the engine told
+        self._engine_events = 0  # of them, the engine's own
         self._written_before = self._batches_before = 0  # in the segments before this one
         self.last_ns = header.created_ns  # the time of the last event
         self._file = self._open(path, header, overwrite=overwrite)
@@ -173,7 +173,7 @@ class Segments(SingleFile):
 
     def _cut(self, note: str) -> None:
         """Finish the segment and begin the next, which wants a keyframe; killed in between, one of the two is torn."""
-        end = TraceEvent(kind="segment", time_ns=self.last_ns, scalars={"status": SEGMENT_GOES_ON, "note": note})
+        end = TraceEvent(kind="segment", time_ns=self.last_ns, scalars={"status": SEGMENT_CONTINUES, "note": note})
         number, schema, old = self._events, self._schema, self._file
         self._events += 1
         self._number += 1

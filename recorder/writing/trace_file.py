@@ -71,7 +71,7 @@ class TraceFile:
             self._sink = pa.PythonFile(self._pending, mode="w")
             self._writer = pa.ipc.new_file(self._sink, schema, options=options)
             # Arrow writes the beginning together with the first batch; a bad disk should show now, and a process
-            # that is killed before its first flush should leave a trace that says whose it is.
+            # that is killed before its first flush should leave a trace that names its engine.
             self._beginning = MAGIC + schema.serialize().to_pybytes()
             self._put(memoryview(self._beginning))
         except OSError as error:
@@ -82,7 +82,7 @@ class TraceFile:
 
     @property
     def deleted(self) -> bool:
-        """Whether the file has been deleted; some file systems do not tell."""
+        """Whether the file has been deleted; some file systems do not show it."""
         return self._named and not self._file.stat().st_nlink
 
     @property

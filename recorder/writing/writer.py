@@ -92,7 +92,7 @@ class TraceWriter:
         self._settled = 0  # appended events that are in the file, or never will be
         self._written = 0
         self._dropped = 0
-        self._reported = 0  # dropped events that an accepted loss event has told of
+        self._reported = 0  # dropped events that an accepted loss event reports
         self._flush_until = 0
         self._freeze: tuple[str, int] | None = None  # why, and how many appended events it must wait for
         self._frozen: list[str] = []

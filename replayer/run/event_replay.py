@@ -17,7 +17,7 @@ from ...recorder.state.keyframe_load import KeyframeLoader
 from ...recorder.state.requests import RequestTable
 from ...recorder.trace.batch import CUT, LIVE
 from ...recorder.trace.reader import EventView, TraceBatch, TraceGap
-from ...recorder.trace.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_GOES_ON, SLOTS_LISTED
+from ...recorder.trace.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_CONTINUES, SLOTS_LISTED
 from ..executors.executors import make_executor, make_lane
 from ..report.report import ReportSinks
 from ..report.results import ResultCollector
@@ -311,7 +311,7 @@ class EventReplay:
             self._health.resume()
 
     def _segment(self, view: EventView) -> None:
-        self._goes_on = view.scalar("status") == SEGMENT_GOES_ON
+        self._goes_on = view.scalar("status") == SEGMENT_CONTINUES
         self._frozen = view.scalar("note") == FROZEN
 
     def _mark(self, view: EventView) -> None:
