@@ -1,7 +1,4 @@
-"""Changes: what differs between a table, or KV bytes, as an engine reads them and as a shadow remembers them.
-
-The recorder logs only these differences; `recorder/state/tables.py` then brings the shadow up to date.
-"""
+"""Changes: what differs between a table, or KV bytes, as an engine reads them and as a shadow holds them."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,7 +6,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..dispatch import In8, In8x2, In32x2, In64, InU64x2, Out8x2, Out64, select
+from ..dispatch import In8, In8x2, In32x2, In64, InU64x2, Out8x2, Out64, primitive, select
 from ..ops.hash.kv_source import KvSource
 
 WORD_BYTES: Final = 8
@@ -111,17 +108,8 @@ def run_differences(
     _require_values(counts, values)
     _require_values(held_counts, held)
     select(_run_differences_loops, backend)(
-        starts,
-        counts,
-        values,
-        held_starts,
-        held_counts,
-        held,
-        runs.rows,
-        runs.starts,
-        runs.counts,
-        runs.values,
-        sizes,
+        *(starts, counts, values, held_starts, held_counts, held),
+        *(runs.rows, runs.starts, runs.counts, runs.values, sizes),
     )
 
 
@@ -185,7 +173,7 @@ def kv_same(
 ) -> bool:
     """Return whether it is plain that `kv_changes` would list nothing: much sooner said than which slots it would list.
 
-    False where a slot differs, and where the bytes do not lie as 64-bit words, slot after slot. Slot 0, negative slots
+    False if a slot differs, or if the bytes do not lie as 64-bit words, slot after slot. Slot 0, negative slots
     and those beyond the shadow or the source are passed over. Shapes as `kv_changes`.
     """
     tensor_words, shadow_words = _slot_words(source), _as_words(shadow)
@@ -220,15 +208,13 @@ def cell_changes(
 
 def prepare(backend: str) -> None:
     """Compile what there is to compile now, so that no engine waits for it later."""
-    for loops in (_row_changes_loops, _new_slots_loops, _cell_changes_loops):
+    tables = (_row_changes_loops, _run_differences_loops, _cell_changes_loops)
+    for loops in (*tables, _new_slots_loops, _kv_changes_loops, _kv_same_loops):
         select(loops, backend)
-    select(_run_differences_loops, backend)
-    select(_kv_changes_loops, backend)
-    select(_kv_same_loops, backend)
 
 
 def _slot_words(source: KvSource) -> npt.NDArray[np.uint64] | None:
-    """Return a source as `[num_slots, words] uint64` without a copy, or None where its slots do not lie so."""
+    """Return a source as `[num_slots, words] uint64` without a copy, or None if its slots do not lie so."""
     rows, row_bytes = source.tensor.shape
     if row_bytes != source.page_size * source.bytes_per_token or not source.tensor.flags.c_contiguous:
         return None
@@ -236,7 +222,7 @@ def _slot_words(source: KvSource) -> npt.NDArray[np.uint64] | None:
 
 
 def _as_words(array: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64] | None:
-    """Return bytes as 64-bit words without a copy, or None where they do not lie so."""
+    """Return bytes as 64-bit words without a copy, or None if they do not lie so."""
     if array.shape[1] % WORD_BYTES or array.strides[0] % WORD_BYTES or array.strides[1] != 1:
         return None
     words = array.view(np.uint64)
@@ -247,6 +233,14 @@ def _require_values(counts: npt.NDArray[np.int64], values: npt.NDArray[np.int64]
     wanted = int(np.maximum(counts, 0).sum())
     if wanted > values.size:
         raise ValueError(f"counts ask for {wanted} values, there are {values.size}; pass sum(counts) values")
+
+
+@primitive()
+def begin_run(rows: Out64, starts: Out64, counts: Out64, at: int, row: int, start: int) -> None:
+    """Begin run number `at`, which has no values yet."""
+    rows[at] = row
+    starts[at] = start
+    counts[at] = 0
 
 
 def _row_changes_loops(
@@ -269,7 +263,7 @@ def _row_changes_loops(
         count = max(counts[r], 0)
         in_run = False
         if 0 < row < shadow.shape[0]:
-            # Most rows have not changed, and nothing tells so sooner than this.
+            # Most rows have not changed, and this shows it soonest.
             same = 0
             if 0 <= starts[r] <= shadow.shape[1] - count:
                 while same < count and shadow[row, starts[r] + same] == values[offset + same]:
@@ -280,9 +274,7 @@ def _row_changes_loops(
                     in_run = False
                     continue
                 if not in_run:
-                    run_rows[num_runs] = row
-                    run_starts[num_runs] = position
-                    run_counts[num_runs] = 0
+                    begin_run(run_rows, run_starts, run_counts, num_runs, row, position)
                     num_runs += 1
                     in_run = True
                 run_counts[num_runs - 1] += 1
@@ -328,9 +320,7 @@ def _run_differences_loops(
                 in_run = False
                 continue
             if not in_run:
-                run_rows[num_runs] = r
-                run_starts[num_runs] = position
-                run_counts[num_runs] = 0
+                begin_run(run_rows, run_starts, run_counts, num_runs, r, position)
                 num_runs += 1
                 in_run = True
             run_counts[num_runs - 1] += 1

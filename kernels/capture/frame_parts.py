@@ -40,7 +40,7 @@ NUM_COUNTERS_ = tl.constexpr(NUM_COUNTERS)
 
 @triton.jit
 def _look_up(lut, slots, mask, length):
-    """Slots through a full-to-SWA table, -1 where it has no entry."""
+    """Slots through a full-to-SWA table, -1 if it has no entry."""
     inside = mask & (slots >= 0) & (slots < length)
     return tl.load(lut + tl.where(inside, slots, 0), mask=inside, other=-1).to(tl.int64)
 

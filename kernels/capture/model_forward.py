@@ -81,8 +81,8 @@ class TicketWriter:
         if self._ready is not None:
             self._ready(address, *self._addresses, *numbers, *layout.sections, programs)
             return
-        told = (*numbers, *layout.sections, programs)
-        self._ready = self._launches.launch(write_ticket_kernel, 1, (ticket, *self._tensors), told)
+        arguments = (*numbers, *layout.sections, programs)
+        self._ready = self._launches.launch(write_ticket_kernel, 1, (ticket, *self._tensors), arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class AttentionTensors:
     """What the attention kernels of a forward are given, contiguous and of any integer type.
 
     `kv_indptr` `[at least bs + 1]`, `kv_indices` `[any]`; the same of a sliding window, or None; `qo_indptr`
-    `[at least bs + 1]`, or None where each request has one query token, whose slot is among `kv_indices`.
+    `[at least bs + 1]`, or None if each request has one query token, whose slot is among `kv_indices`.
     """
 
     kv_indptr: Any

@@ -1,4 +1,4 @@
-"""What attention got in a forward: where it differs from what the forward was told to read and write."""
+"""What attention got in a forward: where it differs from what the forward reads and writes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -74,24 +74,24 @@ def _reach(ends: Any, starts: Any | None) -> tuple[Int64Array, Int64Array]:
     return first, np.maximum(last - first, 0)
 
 
-def add_attention(forward: CopiedForward, told: AttentionInput, header: TraceHeader) -> None:
+def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHeader) -> None:
     """Add to the forward's event what attention got.
 
     Raises:
         ValueError: lengths that do not fit the forward or the header; the message names the field.
     """
     bs = forward.rows.size
-    if told.seq_lens is not None or told.query_lens is not None:
-        for name, lens in (("seq_lens", told.seq_lens), ("query_lens", told.query_lens)):
+    if given.seq_lens is not None or given.query_lens is not None:
+        for name, lens in (("seq_lens", given.seq_lens), ("query_lens", given.query_lens)):
             own = np.full(bs, -1, np.int64) if lens is None else np.maximum(own_int64(lens), -1)
             _check_length(f"AttentionInput.{name}", own.size, bs, "one for each of req_pool_indices")
             forward.attention[f"attention_{name}"] = own
         forward.attention_watched |= ATTENTION_LENS
-    if not told.slots:
+    if not given.slots:
         return
-    _check_length("AttentionInput.slots", len(told.slots), len(header.groups), "one for each of the header's groups")
+    _check_length("AttentionInput.slots", len(given.slots), len(header.groups), "one for each of the header's groups")
     found = [
-        (group, runs) for group, read in enumerate(told.slots) for runs in _differing(forward, header, group, read)
+        (group, runs) for group, read in enumerate(given.slots) for runs in _differing(forward, header, group, read)
     ]
     for name, parts in (
         ("group", [np.full(runs.rows.size, group, np.int64) for group, runs in found]),
@@ -102,7 +102,7 @@ def add_attention(forward: CopiedForward, told: AttentionInput, header: TraceHea
     ):
         before = forward.attention.get(f"attention_{name}", _NOTHING)
         forward.attention[f"attention_{name}"] = np.concatenate([before, *parts])
-    forward.attention_groups.update(group for group, read in enumerate(told.slots) if read is not None)
+    forward.attention_groups.update(group for group, read in enumerate(given.slots) if read is not None)
     if forward.attention_groups >= {g for g, group in enumerate(header.groups) if group.runner == forward.runner}:
         forward.attention_watched |= ATTENTION_SLOTS
 

@@ -25,7 +25,7 @@ def forward_event(
     """Return the event, its columns as `docs/reference/trace-format.md` describes them.
 
     Args:
-        forward: what was told and found out about the forward.
+        forward: the forward, and what was found out about it.
         sampled_tokens: `[sum(sampled_lens)]`.
         sampled_lens: `[bs]`, or nothing.
         gathered: for each of the runner's groups, in header order, each stream's `[T, capture_bytes]` written bytes.
@@ -95,17 +95,19 @@ def add_submitted(
         ValueError: a stream that this runner does not have or that is captured on submission, or too few bytes.
     """
     mine = of_runner(groups, forward.runner)
-    told = {key: _rows(key, value, forward, groups) for key, value in submitted.items()}
+    rows_of = {key: _rows(key, value, forward, groups) for key, value in submitted.items()}
     known = {(number, stream) for number, kv in mine for stream in range(len(kv.sources))}
-    if not set(told) <= known:
-        raise ValueError(f"submitted has (group, stream) keys {sorted(told)}, the runner's streams are {sorted(known)}")
+    if not set(rows_of) <= known:
+        raise ValueError(
+            f"submitted has (group, stream) keys {sorted(rows_of)}, the runner's streams are {sorted(known)}"
+        )
     tokens = int(np.where(forward.rows == 0, 0, np.maximum(forward.extend_lens, 0)).sum())
-    forward.submitted_watched = len(told)
+    forward.submitted_watched = len(rows_of)
     kept = {number: stays(forward.written[number], kv.group)[:tokens] for number, kv in mine}
-    if not any((rows[:tokens] != gathered[g][s][:tokens])[kept[g]].any() for (g, s), rows in told.items()):
+    if not any((rows[:tokens] != gathered[g][s][:tokens])[kept[g]].any() for (g, s), rows in rows_of.items()):
         return
     parts = [
-        told.get((g, s), stored).reshape(-1) for g, streams in gathered.items() for s, stored in enumerate(streams)
+        rows_of.get((g, s), stored).reshape(-1) for g, streams in gathered.items() for s, stored in enumerate(streams)
     ]
     forward.kv_submitted = np.concatenate(parts)
 

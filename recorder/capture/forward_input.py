@@ -1,4 +1,4 @@
-"""What an engine's integrator tells the recorder about one forward, and the recorder's own copy of it."""
+"""What an integrator gives the recorder of one forward, and the recorder's own copy of it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -72,13 +72,13 @@ class AttentionInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInput:
-    """One forward, told before it runs. Arrays are numpy or torch on any device, any integer type, copied at once.
+    """One forward, before it runs. Arrays are numpy or torch on any device, any integer type, copied at once.
 
     Attributes:
         mode: one of `MODES`.
         runner: index into the header's runners.
         req_pool_indices: `[bs]` rows; row 0 is padding.
-        request_ids: `[bs]` the 64-bit ids that `Recorder.request` was told.
+        request_ids: `[bs]` the 64-bit ids that `Recorder.request` got.
         prefix_lens: `[bs]` tokens in the cache before this forward.
         extend_lens: `[bs]` tokens that this forward adds.
         input_ids: `[T]`, T at least sum(extend_lens); padding rows and padding tokens come last.
@@ -88,8 +88,8 @@ class ForwardInput:
         reads: one for each table: the `[rows, width]` req_to_token tensor itself, or a `TableRead`.
         luts: one full-to-SWA tensor `[length]` for each of the header's `lut_lens`.
         table_filled: whether the engine has put this forward's own slots into its tables already. Then those cells are
-            read too, of every table in `reads` that is a tensor, and what is not `out_cache_loc` is told.
-        truth: the scheduler's tokens, or None where the engine cannot tell.
+            read too, of every table in `reads` that is a tensor, and what is not `out_cache_loc` is recorded.
+        truth: the scheduler's tokens, or None if the engine does not know them.
         attention: what attention gets, where that is known before the forward; else `Recorder.attention`.
     """
 
@@ -151,7 +151,7 @@ class CopiedForward:
     positions: Int64Array
     out_cache_loc: tuple[Int64Array, ...]
     reads: tuple[RowValues, ...]
-    luts: tuple[Any, ...]  # as told, not copied: read before the forward only
+    luts: tuple[Any, ...]  # as they came, not copied: read before the forward only
     truth: RowValues | None
     misplaced: tuple[RowValues, ...] = ()  # of each table, cells of its own tokens that are not out_cache_loc
     written: tuple[Int64Array, ...] = ()  # of each group of the runner, its own slots (through its full-to-SWA table)
@@ -163,14 +163,14 @@ class CopiedForward:
     kv_submitted: ByteArray | None = None  # as the event's column; None where they were the same
     attention: dict[str, Int64Array] = field(default_factory=dict)  # event columns
     attention_watched: int = 0  # as in the trace
-    attention_groups: set[int] = field(default_factory=set)  # whose slots attention has been seen to get
+    attention_groups: set[int] = field(default_factory=set)  # groups of which the slots that attention gets were read
     windows: dict[str, Int64Array] = field(default_factory=dict)  # event columns: reads that are not the window's
     window_watched: int = 0  # sliding groups whose reads were compared with their window
     note: str = ""
 
 
 def copy_forward(
-    told: ForwardInput,
+    given: ForwardInput,
     header: TraceHeader,
     *,
     number: int,
@@ -178,37 +178,37 @@ def copy_forward(
     hash_tokens: Callable[[Int64Array], Int64Array],
     numbers: SlotNumbers | None = None,
 ) -> CopiedForward:
-    """Copy what was told, at once; `hash_tokens` and `numbers` return tokens and slots as the trace may hold them.
+    """Copy a forward, at once; `hash_tokens` and `numbers` return tokens and slots as the trace may hold them.
 
     Raises:
         ValueError: lengths that do not fit one another or the header; the message names the field.
     """
-    if told.mode not in MODES:
-        raise ValueError(f"mode is {told.mode!r}, expected one of {', '.join(MODES)}")
-    if not 0 <= told.runner < len(header.runners):
-        raise ValueError(f"runner is {told.runner}, the header has {len(header.runners)}")
-    _check_length("out_cache_loc", len(told.out_cache_loc), len(header.tables), "one array for each of the tables")
-    _check_length("reads", len(told.reads), len(header.tables), "one for each of the tables")
-    _check_length("luts", len(told.luts), len(header.lut_lens), "one for each of the header's lut_lens")
-    rows = own_int64(told.req_pool_indices)
+    if given.mode not in MODES:
+        raise ValueError(f"mode is {given.mode!r}, expected one of {', '.join(MODES)}")
+    if not 0 <= given.runner < len(header.runners):
+        raise ValueError(f"runner is {given.runner}, the header has {len(header.runners)}")
+    _check_length("out_cache_loc", len(given.out_cache_loc), len(header.tables), "one array for each of the tables")
+    _check_length("reads", len(given.reads), len(header.tables), "one for each of the tables")
+    _check_length("luts", len(given.luts), len(header.lut_lens), "one for each of the header's lut_lens")
+    rows = own_int64(given.req_pool_indices)
     bs = rows.size
-    prefix_lens = own_int64(told.prefix_lens)
-    extend_lens = own_int64(told.extend_lens)
-    request_ids = own_int64(told.request_ids)
+    prefix_lens = own_int64(given.prefix_lens)
+    extend_lens = own_int64(given.extend_lens)
+    request_ids = own_int64(given.request_ids)
     for name, array in (("request_ids", request_ids), ("prefix_lens", prefix_lens), ("extend_lens", extend_lens)):
         _check_length(name, array.size, bs, "one for each of req_pool_indices")
     tokens = int(np.where(rows == 0, 0, np.maximum(extend_lens, 0)).sum())
-    input_ids = hash_tokens(own_int64(told.input_ids))
+    input_ids = hash_tokens(own_int64(given.input_ids))
     if input_ids.size < tokens:
         raise ValueError(f"input_ids has length {input_ids.size}, expected at least sum(extend_lens), {tokens}")
-    positions = own_int64(told.positions)
-    out_cache_loc = tuple(own_int64(loc) for loc in told.out_cache_loc)
+    positions = own_int64(given.positions)
+    out_cache_loc = tuple(own_int64(loc) for loc in given.out_cache_loc)
     for name, array in (("positions", positions), *(("out_cache_loc", loc) for loc in out_cache_loc)):
         _check_length(name, array.size, input_ids.size, "one for each of input_ids")
     numbers = SlotNumbers(header) if numbers is None else numbers
     copied = CopiedForward(
-        mode=told.mode,
-        runner=told.runner,
+        mode=given.mode,
+        runner=given.runner,
         number=number,
         time_ns=time_ns,
         rows=rows,
@@ -220,23 +220,23 @@ def copy_forward(
         out_cache_loc=tuple(numbers.of_table(table, loc) for table, loc in enumerate(out_cache_loc)),
         reads=tuple(
             _numbered(numbers, table, _copy_read(read, rows, prefix_lens, _first_read(header, table, prefix_lens)))
-            for table, read in enumerate(told.reads)
+            for table, read in enumerate(given.reads)
         ),
-        luts=told.luts,
-        truth=None if told.truth is None else _copy_truth(told.truth, rows, hash_tokens),
+        luts=given.luts,
+        truth=None if given.truth is None else _copy_truth(given.truth, rows, hash_tokens),
     )
-    copied.windows, copied.window_watched = _other_windows(copied, told, header)
-    if told.table_filled:
+    copied.windows, copied.window_watched = _other_windows(copied, given, header)
+    if given.table_filled:
         copied.misplaced = tuple(
             _numbered(numbers, table, _misplaced(read, rows, prefix_lens, extend_lens, slots))
-            for table, (read, slots) in enumerate(zip(told.reads, out_cache_loc, strict=True))
+            for table, (read, slots) in enumerate(zip(given.reads, out_cache_loc, strict=True))
         )
     for group in header.groups:
-        if group.runner != told.runner:
+        if group.runner != given.runner:
             copied.written += (_NOTHING,)
             copied.watched += (_NOTHING,)
             continue
-        lut = told.luts[group.lut] if group.lut >= 0 else None
+        lut = given.luts[group.lut] if group.lut >= 0 else None
         copied.written += (translate(lut, copied.out_cache_loc[group.table]),)
         copied.watched += (translate(lut, _window_slots(copied, copied.reads[group.table], group.window)),)
     return copied
@@ -275,17 +275,17 @@ def window_positions(forward: CopiedForward, read: RowValues, window: int) -> tu
 
 
 def _other_windows(
-    forward: CopiedForward, told: ForwardInput, header: TraceHeader
+    forward: CopiedForward, given: ForwardInput, header: TraceHeader
 ) -> tuple[dict[str, Int64Array], int]:
     """Return the reads of sliding groups that are not those of their window, as the event has them, and of how many groups.
 
-    Only of what was told as a `TableRead`: where a request reads nothing, nobody said what it reads. Of groups that share
+    Only of what came as a `TableRead`: if a request reads nothing, nobody said what it reads. Of groups that share
     a table the one with the longest window is compared, unless a full group reads the table too.
     """
     found: list[tuple[int, int, int, int]] = []
     watched = 0
-    for table, read in enumerate(told.reads):
-        groups = [(g.window, n) for n, g in enumerate(header.groups) if (g.table, g.runner) == (table, told.runner)]
+    for table, read in enumerate(given.reads):
+        groups = [(g.window, n) for n, g in enumerate(header.groups) if (g.table, g.runner) == (table, given.runner)]
         if not isinstance(read, TableRead) or not groups or min(groups)[0] == 0:
             continue
         window, number = max(groups)
@@ -302,7 +302,7 @@ def _other_windows(
 
 
 def _first_read(header: TraceHeader, table: int, prefix_lens: Int64Array) -> Int64Array:
-    """Return the first position whose table cell some group of this table looks at, the window's predecessor too."""
+    """Return the first position whose table cell some group of this table reads, the window's predecessor too."""
     windows = [group.window for group in header.groups if group.table == table]
     if not windows or 0 in windows:
         return np.zeros_like(prefix_lens)
@@ -353,9 +353,9 @@ def _copy_truth(truth: TruthTokens, rows: Int64Array, hash_tokens: Callable[[Int
     return RowValues(rows=rows, starts=np.zeros_like(lens), counts=np.maximum(lens, 0), values=wrapped(flat))
 
 
-def _is_int32(told: Any) -> bool:
+def _is_int32(given: Any) -> bool:
     """Whether an array, numpy's or torch's, holds nothing that a state table could not hold."""
-    return str(getattr(told, "dtype", "")).removeprefix("torch.") == "int32"
+    return str(getattr(given, "dtype", "")).removeprefix("torch.") == "int32"
 
 
 def _check_length(name: str, came: int, expected: int, what: str) -> None:

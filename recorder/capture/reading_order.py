@@ -1,7 +1,7 @@
 """Steps in which one request reads what another writes, for engines that store before they attend.
 
 Where each layer stores K and V of all tokens of a forward before any of them attends, a request may be given a prefix
-that another request of the same forward computes. A replay reads before it writes: such a forward is told as several,
+that another request of the same forward computes. A replay reads before it writes: such a forward is recorded as several,
 writers first.
 """
 
@@ -14,25 +14,25 @@ from .forward_input import ForwardInput, TableRead, TruthTokens
 from .host_arrays import Int64Array, own_int64, ragged_index, read_runs
 
 
-def in_reading_order(told: ForwardInput) -> list[tuple[ForwardInput, Int64Array]]:
+def in_reading_order(given: ForwardInput) -> list[tuple[ForwardInput, Int64Array]]:
     """Split a forward into those that read only what earlier ones have written.
 
     Args:
-        told: the whole forward; padding rows and tokens come last.
+        given: the whole forward; padding rows and tokens come last.
 
     Returns:
-        Each forward with the indices `[n] int64` of its requests, ascending; `told` itself where nobody reads what
+        Each forward with the indices `[n] int64` of its requests, ascending; `given` itself if nobody reads what
         another writes. Of several, the last has the padding, and none says what attention got.
     """
-    rows, prefix, extend = (own_int64(part) for part in (told.req_pool_indices, told.prefix_lens, told.extend_lens))
+    rows, prefix, extend = (own_int64(part) for part in (given.req_pool_indices, given.prefix_lens, given.extend_lens))
     lens = np.where(rows == 0, 0, np.maximum(extend, 0))
-    reads = [_read(read, rows, prefix) for read in told.reads]
-    level = _levels(rows, lens, reads, [own_int64(slots) for slots in told.out_cache_loc])
+    reads = [_read(read, rows, prefix) for read in given.reads]
+    level = _levels(rows, lens, reads, [own_int64(slots) for slots in given.out_cache_loc])
     if not level.any():
-        return [(told, np.arange(rows.size, dtype=np.int64))]
+        return [(given, np.arange(rows.size, dtype=np.int64))]
     level[rows == 0] = level.max()
     waves = np.unique(level).tolist()
-    return [_part(told, reads, lens, np.flatnonzero(level == wave), padded=wave == waves[-1]) for wave in waves]
+    return [_part(given, reads, lens, np.flatnonzero(level == wave), padded=wave == waves[-1]) for wave in waves]
 
 
 def _read(read: Any, rows: Int64Array, prefix: Int64Array) -> TableRead:
@@ -68,29 +68,29 @@ def _levels(rows: Int64Array, lens: Int64Array, reads: list[TableRead], written:
 
 
 def _part(
-    told: ForwardInput, reads: list[TableRead], lens: Int64Array, chosen: Int64Array, *, padded: bool
+    given: ForwardInput, reads: list[TableRead], lens: Int64Array, chosen: Int64Array, *, padded: bool
 ) -> tuple[ForwardInput, Int64Array]:
     tokens = ragged_index((np.cumsum(lens) - lens)[chosen], lens[chosen])
     if padded:
-        total = own_int64(told.input_ids).size
+        total = own_int64(given.input_ids).size
         tokens = np.append(tokens, np.arange(int(lens.sum()), total, dtype=np.int64))
     truth = None
-    if told.truth is not None:
-        known = own_int64(told.truth.lens)
+    if given.truth is not None:
+        known = own_int64(given.truth.lens)
         at = ragged_index((np.cumsum(known) - known)[chosen], known[chosen])
-        truth = TruthTokens(flat=own_int64(told.truth.flat)[at], lens=known[chosen])
+        truth = TruthTokens(flat=own_int64(given.truth.flat)[at], lens=known[chosen])
     part = replace(
-        told,
-        req_pool_indices=own_int64(told.req_pool_indices)[chosen],
-        request_ids=own_int64(told.request_ids)[chosen],
-        prefix_lens=own_int64(told.prefix_lens)[chosen],
-        extend_lens=own_int64(told.extend_lens)[chosen],
-        input_ids=own_int64(told.input_ids)[tokens],
-        positions=own_int64(told.positions)[tokens],
-        out_cache_loc=tuple(own_int64(slots)[tokens] for slots in told.out_cache_loc),
+        given,
+        req_pool_indices=own_int64(given.req_pool_indices)[chosen],
+        request_ids=own_int64(given.request_ids)[chosen],
+        prefix_lens=own_int64(given.prefix_lens)[chosen],
+        extend_lens=own_int64(given.extend_lens)[chosen],
+        input_ids=own_int64(given.input_ids)[tokens],
+        positions=own_int64(given.positions)[tokens],
+        out_cache_loc=tuple(own_int64(slots)[tokens] for slots in given.out_cache_loc),
         reads=tuple(
             read if not isinstance(read, TableRead) else _chosen(mine, chosen)
-            for read, mine in zip(told.reads, reads, strict=True)
+            for read, mine in zip(given.reads, reads, strict=True)
         ),
         truth=truth,
         attention=None,

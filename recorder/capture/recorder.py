@@ -44,13 +44,13 @@ class Recorder(EventRecording):
     """
 
     @guarded
-    def before_forward(self, told: ForwardInput) -> None:
+    def before_forward(self, given: ForwardInput) -> None:
         """Capture what a forward is about to read and write; `after_forward` completes it."""
         if self._pending is not None:
             self._pending.note = "the engine did not call after_forward()"
             self._finish_forward(_NOTHING, _NOTHING)
         forward = copy_forward(
-            told,
+            given,
             self.header,
             number=self._forwards,
             time_ns=self._now(),
@@ -61,25 +61,25 @@ class Recorder(EventRecording):
         forward.changes = self._state.changes(forward)
         every = self._kv_watch_every
         forward.kv_watched = every > 0 and forward.number % every == 0 and any(kv.sources for kv in self._kv)
-        if told.attention is not None:
-            add_attention(forward, self._numbered(told.attention), self.header)
+        if given.attention is not None:
+            add_attention(forward, self._numbered(given.attention), self.header)
         self._pending = forward
         if forward.kv_watched:
             watch(forward, self._kv, PHASE_BEFORE)
 
     @guarded
-    def attention(self, told: AttentionInput) -> None:
+    def attention(self, given: AttentionInput) -> None:
         """Capture what attention gets in the forward that `before_forward` began, once its metadata is there.
 
         A second call in a forward adds to the first: what either saw differ is recorded, and the last lengths are.
         """
         if self._pending is None:
             raise ValueError("attention without before_forward")
-        add_attention(self._pending, self._numbered(told), self.header)
+        add_attention(self._pending, self._numbered(given), self.header)
 
-    def _numbered(self, told: AttentionInput) -> AttentionInput:
-        slots = tuple(self._numbers.read(number, read) for number, read in enumerate(told.slots[: len(self._kv)]))
-        return dataclasses.replace(told, slots=(*slots, *told.slots[len(slots) :]))
+    def _numbered(self, given: AttentionInput) -> AttentionInput:
+        slots = tuple(self._numbers.read(number, read) for number, read in enumerate(given.slots[: len(self._kv)]))
+        return dataclasses.replace(given, slots=(*slots, *given.slots[len(slots) :]))
 
     @guarded
     def after_forward(

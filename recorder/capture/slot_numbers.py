@@ -1,6 +1,6 @@
 """The slot numbers of a trace: slot 0 is padding in every trace, whatever it is in the engine.
 
-A canary never looks at slot 0. Where an engine uses it, the recorder numbers the group's slots from 1: slot s of the trace
+A canary never looks at slot 0. If an engine uses it, the recorder numbers the group's slots from 1: slot s of the trace
 is the engine's slot s - `slot_shift`. Other padding slots that an engine has become slot 0.
 """
 

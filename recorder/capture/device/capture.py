@@ -102,7 +102,7 @@ class DeviceCapture:
         """Make room for many changes in the frames to come, as long as some are missing; any thread may ask."""
         self._catching_up = still
 
-    def before(self, told: DeviceForward) -> int:
+    def before(self, forward: DeviceForward) -> int:
         """Begin to capture a forward that is about to run; return its number, -1 if nothing is captured any more.
 
         A forward for which there is no room is lost, but numbered.
@@ -112,12 +112,12 @@ class DeviceCapture:
         """
         if self.off:
             return -1
-        lens = Lens(told.prefix, told.minus, told.extend, told.extend_each)
-        bs = int(told.rows.numel())
+        lens = Lens(forward.prefix, forward.minus, forward.extend, forward.extend_each)
+        bs = int(forward.rows.numel())
         lens.check(bs)
-        tensors = (told.input_ids, told.positions, told.out_cache_loc)
-        model = self._run_of(told.runner, told.rows, lens, tensors, told.num_tokens)
-        frame = self.expect(model, told.mode, told.runner, bs, told.requests, told.truth_lens)
+        tensors = (forward.input_ids, forward.positions, forward.out_cache_loc)
+        model = self._run_of(forward.runner, forward.rows, lens, tensors, forward.num_tokens)
+        frame = self.expect(model, forward.mode, forward.runner, bs, forward.requests, forward.truth_lens)
         if frame is not None:
             self.begin(model, frame)
         return self.next_forward - 1
@@ -158,7 +158,7 @@ class DeviceCapture:
             mode: one of `forward_input.MODES`.
             runner: index into the header's runners.
             bs: requests that the engine runs; more may run for padding.
-            requests: whose forward it is.
+            requests: the forward's.
             truth_lens: as `DeviceForward` has it.
         """
         if self.off:

@@ -15,7 +15,7 @@ class TokenSource(Protocol):
     """
 
     def tokens(self, start: int, stop: int) -> Int64Array:
-        """Return its tokens from position `start` to before `stop`, fewer where it has no longer so many."""
+        """Return its tokens from position `start` to before `stop`, fewer if it no longer has so many."""
 
 
 class ForwardRequests(Protocol):
@@ -65,7 +65,7 @@ class DeviceForward:
         positions: `[tokens]`.
         out_cache_loc: `[any]` slot of each token; past its end the tokens have none.
         num_tokens: how many of `input_ids` and `positions` count.
-        requests: whose forward it is.
+        requests: the forward's.
         truth_lens: how many of each request's tokens the scheduler has at this moment, beside `known_lens`.
     """
 
@@ -106,7 +106,7 @@ class FrameInFlight(NamedTuple):
         launched_ns: when its capture was launched, on the monotonic clock.
         mode: one of `forward_input.MODES`.
         runner: index into the header's runners.
-        requests: whose forward it is.
+        requests: the forward's.
         truth_lens: as `DeviceForward` has it; bytes are int64 numbers.
         number: the forward's.
         layout: its frame's sections.

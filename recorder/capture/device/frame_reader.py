@@ -37,7 +37,7 @@ class Frame:
     `[tokens, capture_bytes] uint8`; `table_changes` `[n, 3]` row, position, slot; `lut_changes` `[n, 3]` table, full
     slot, sliding-window slot; `kv_changes` `[n]` entries of stream, slot and bytes. `complete`: all changes of tables
     are there, `all_luts`: those of full-to-SWA tables; `note` says what did not fit. `seq_lens`, `query_lens` `[bs]` are
-    what attention got, `attention_slots` `[n, 4]` group, request, position and slot where it got others than it should;
+    what attention got, `attention_slots` `[n, 4]` group, request, position and slot if it got others than it should;
     `attention` says which of them were read, as the column `attention_watched` does. Padding at the end is left out.
     """
 

@@ -1,4 +1,4 @@
-"""The device's picture of what a replay knows: block tables, full-to-SWA tables, bytes of slots."""
+"""What a replay knows, on the device: block tables, full-to-SWA tables, bytes of slots."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
