@@ -87,7 +87,7 @@ def measure(slots: int, decodes: int, folder: Path) -> None:
         batch_metadata(batch, events)
         between = time.thread_time()
         for view in TraceBatch(batch, first_event=events):
-            recorded.take(view)
+            recorded.apply(view)
         end = time.thread_time()
         if counted:
             spent["encode"].append((between - begin) / (len(made) / 2))
@@ -133,7 +133,7 @@ def check(recorded: RecordedState, kept: list, first: int) -> None:
     loader = KeyframeLoader(fresh.state, kv_hash_mode=KvHashMode.PARTIAL)
     for number, batch in enumerate(kept):
         for view in TraceBatch(batch, first_event=first + number):
-            loader.take(view)
+            loader.apply(view)
     pairs = zip(recorded.state.pools[0].pool.arrays(), fresh.state.pools[0].pool.arrays(), strict=True)
     tables = zip(recorded.state.tables.req_to_token, fresh.state.tables.req_to_token, strict=True)
     if not all(np.array_equal(a, b) for a, b in [*pairs, *tables]):

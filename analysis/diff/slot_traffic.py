@@ -117,7 +117,9 @@ class SlotTraffic:
     def lost(self, view: EventView) -> None:
         """Forget the slots that a loss names."""
         runs = read_lost_slots(view, self._header.groups)
-        for k, chosen in enumerate(self._groups):
+        for names, chosen in zip(self._names, self._groups, strict=True):
+            lost = np.zeros(len(names.names), np.bool_)  # runs may name a slot again and again
             for group, start, end in runs:
                 if group == chosen.index:
-                    self._names[k].spoil(np.arange(start, end), LOST)
+                    lost[start:end] = True
+            names.spoil(np.flatnonzero(lost), LOST)

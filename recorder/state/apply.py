@@ -192,8 +192,8 @@ class EventApplier(ABC, Generic[Step]):
             return read_known_event(view, self.header.groups) if view.kind in ("kv_copy", "transfer") else None
         history.open(view)
         if isinstance(history.known, SampleEvent):
-            history.samples.take_sample(history.known)
-        history.take_event(view)
+            history.samples.apply_sample(history.known)
+        history.apply_event(view)
         return history.known
 
     def sweep(self, view: EventView) -> None:
@@ -283,7 +283,7 @@ class RecordedState(EventApplier[WriteStep]):
                 for tier in (pool.pool, pool.host):
                     tier.whole_hashes = {half: np.zeros(len(tier.writers), np.int64) for half in pool.group.halves}
 
-    def take(self, view: EventView) -> None:
+    def apply(self, view: EventView) -> None:
         """Apply an event; one that contradicts itself makes everything unknown, as it does in a replay."""
         try:
             if view.kind == "forward":
@@ -325,13 +325,13 @@ class RecordedState(EventApplier[WriteStep]):
         bs, history = len(forward.request_ids), self.history
         tokens = batch_tokens(forward)
         if forward.runner == 0 and bs:
-            history.samples.take_forward(forward, tokens)
+            history.samples.apply_forward(forward, tokens)
         if history.complete:
             for _ in history.dropped.still_held(forward, history.ledger):
                 pass  # a replay reports it; the ledger loses track of it here as there
             for step in steps:
                 history.dropped.note(forward, tokens, step.pool, step.slots, self.tables, history.ledger)
-        history.take_forward(
+        history.apply_forward(
             forward, [(step.pool.index, step.slots, int(step.write_plan.offsets[bs])) for step in steps]
         )
 

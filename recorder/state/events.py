@@ -382,7 +382,7 @@ def _expanded(groups: Int64Array, starts: Int64Array, counts: Int64Array) -> tup
 
 
 def _repeated(starts: Int64Array, counts: Int64Array, slots: Int64Array) -> Int64Array:
-    """Return the slots that runs name more than once; a look at the runs tells that there are none."""
+    """Return the slots that runs name more than once; the runs themselves show that there are none."""
     order = np.argsort(starts, kind="stable")
     if not bool(((starts + counts)[order][:-1] > starts[order][1:]).any()):
         return _NO_SLOTS

@@ -23,7 +23,7 @@ class UnusableEventError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """What was read where the attention kernels take it; -1 and empty where it was not.
+    """What was read where the attention kernels take it; -1 and empty if it was not.
 
     `seq_lens`, `query_lens` `[bs]`, or `[0]` for none; `groups`, `requests`, `positions`, `slots` `[n]`: of each slot that
     is another than the block table's, its pool group, its request in the batch, the position and the slot that came.
@@ -42,9 +42,9 @@ class Forward:
     """A forward event's arrays; `bs` requests, `tokens` tokens.
 
     `out_cache_loc` holds one `[tokens] int64` per state table, `kv_bytes` one `[tokens, capture_bytes] uint8` per
-    stream of the runner, `kv_submitted` the same of what the model handed to the cache, nothing where it is no other.
+    stream of the runner, `kv_submitted` the same of what the model handed to the cache, nothing if it is no other.
     `windows` `[n, 4] int64` are the reads that are not those of a sliding group's window: group, request, start, count.
-    `truth_lens` is None where the engine gave no truth tokens, `attention` where nobody read what attention got.
+    `truth_lens` is None if the engine gave no truth tokens, `attention` where nobody read what attention got.
     """
 
     event: int

@@ -69,7 +69,7 @@ class RowOwners:
         last, same = self.same(forward)
         return np.where(same, last[:, ROW_EVENT], 0)
 
-    def take_forward(self, forward: Forward) -> None:
+    def apply_forward(self, forward: Forward) -> None:
         """Move on by a forward."""
         last, same = self.same(forward)
         inside = self.inside(forward)
@@ -84,7 +84,7 @@ class RowOwners:
         self.last[forward.runner][forward.req_pool_indices[inside]] = values[inside]
         self._asked = None
 
-    def take_status(self, event: StatusEvent) -> None:
+    def apply_status(self, event: StatusEvent) -> None:
         """Move on by what became of a request: it starts from nothing, or is gone."""
         for last in self.last:
             last[(last[:, ROW_EVENT] > 0) & (last[:, ROW_REQUEST] == event.request_id), ROW_EVENT] = 0
@@ -92,20 +92,20 @@ class RowOwners:
             self.status[event.row] = event.event + 1, event.request_id, int(event.status == "admitted")
 
 
-# Columns of `LastSamples.last`; the event that told of it + 1 is 0 where nothing is known, and negative where nothing is
+# Columns of `LastSamples.last`; the event that reported it + 1 is 0 if nothing is known, and negative where nothing is
 # known since the row's request ended: - (that event + 1).
 SAMPLE_REQUEST, SAMPLE_POSITION, SAMPLE_TOKEN, SAMPLE_FORWARD, SAMPLE_EVENT = range(5)
 
 # How many forwards back a sample event may reach: no engine overlaps that many.
 MAX_LATE: Final = 64
 
-# What is kept of a forward until it was told of; of its slots, those in the first table.
+# What is kept of a forward until its samples are known; of its slots, those in the first table.
 FED_COLUMNS: Final = ("req_pool_indices", "request_ids", "prefix_lens", "extend_lens", "input_ids", "positions")
 
 
 @dataclass(slots=True, kw_only=True)
 class FedForward:
-    """A target forward that may yet be told what was sampled before it, or by it; `told` once it was for itself."""
+    """A target forward whose own samples, or those before it, may come yet; `told` once its own came."""
 
     forward: Forward
     tokens: BatchTokens
@@ -140,7 +140,7 @@ class LastSamples:
         self.last = np.zeros(self.last.shape, dtype=np.int64)
         self._fed.clear()
 
-    def take_forward(self, forward: Forward, tokens: BatchTokens) -> None:
+    def apply_forward(self, forward: Forward, tokens: BatchTokens) -> None:
         """Move on by a target forward with requests."""
         if len(forward.sampled_lens):
             self._remember(forward, forward.sampled_lens, forward.sampled_tokens, forward.event)
@@ -162,8 +162,8 @@ class LastSamples:
         """
         self._fed.extend(Unread(batch, row, header) for row in rows[-MAX_LATE:].tolist())
 
-    def take_sample(self, event: SampleEvent) -> list[FedForward]:
-        """Learn tokens that arrive late; return the forwards behind the one that sampled them, none where it is gone.
+    def apply_sample(self, event: SampleEvent) -> list[FedForward]:
+        """Learn tokens that arrive late; return the forwards behind the one that sampled them, none if it is gone.
 
         Raises:
             UnusableEventError: they do not fit the forward that sampled them.
@@ -182,15 +182,15 @@ class LastSamples:
         self._remember(sampler, event.lens, event.tokens, event.event)
         return list(known[at + 1 :])
 
-    def take_status(self, event: StatusEvent) -> None:
-        """Forget what was sampled for a request that begins or ends, and what will be told late of it: an id may come again."""
+    def apply_status(self, event: StatusEvent) -> None:
+        """Forget what was sampled for a request that begins or ends, and what is reported late of it: an id may come again."""
         ended = (self.last[:, SAMPLE_EVENT] > 0) & (self.last[:, SAMPLE_REQUEST] == event.request_id)
         if 0 < event.row < len(self.last):
             ended[event.row] = True
         self.last[ended, SAMPLE_EVENT] = -(event.event + 1)
 
     def waiting(self) -> list[FedForward]:
-        """Return the forwards from the first on whose samples are still to come; a sample event may speak of them."""
+        """Return the forwards from the first on whose samples are still to come; a sample event may name them."""
         fed = list(self.fed)
         first = next((at for at, one in enumerate(fed) if not one.told), len(fed))
         return fed[first:]
@@ -234,9 +234,9 @@ def _slim_copy(forward: Forward) -> Forward:
 
 
 class SlotHistory:
-    """Who holds which slot and row, as far as it was told.
+    """Who holds which slot and row, as far as it was recorded.
 
-    `complete` says that the trace promises to tell of every slot; `known` is the event being read, None for one that
+    `complete` says that the trace promises to report every slot; `known` is the event being read, None for one that
     says nothing about slots; `last_forward` is the number of the last forward, -1 before the first; `had_gap` says that
     something was lost; `ended` holds the requests that are gone, with the event that said so; `samples` what was
     sampled last for each row, `dropped` what requests still held when it left their rows; these two are moved on by whoever
@@ -260,16 +260,16 @@ class SlotHistory:
         """Read an event; raise `UnusableEventError` where it contradicts itself or the pools."""
         self.known = read_known_event(view, self._groups)
 
-    def take_forward(self, forward: Forward, written: Iterable[tuple[int, Int64Array, int]]) -> None:
+    def apply_forward(self, forward: Forward, written: Iterable[tuple[int, Int64Array, int]]) -> None:
         """Move on by a forward; `written` gives each group's index, slots, and how many of them are no padding."""
         for group, slots, end in written:
             note_writes(
                 slots=slots, end=end, event=forward.event + 1, ledger=self.ledger.rows[group], backend=self.backend
             )
-        self.rows.take_forward(forward)
+        self.rows.apply_forward(forward)
         self.last_forward = forward.forward
 
-    def take_event(self, view: EventView) -> None:
+    def apply_event(self, view: EventView) -> None:
         """Move on by the event that was opened."""
         known = self.known
         if isinstance(known, SlotEvent):
@@ -279,8 +279,8 @@ class SlotHistory:
         elif isinstance(known, TransferEvent):
             self.ledger.apply_transfer(known)
         elif isinstance(known, StatusEvent):
-            self.rows.take_status(known)
-            self.samples.take_status(known)
+            self.rows.apply_status(known)
+            self.samples.apply_status(known)
             self.take_end(known.request_id, known.status, known.event)
             if self.complete and known.status != "admitted":  # what it still holds has leaked, which is said once
                 for part in self.ledger.held_slots(known.request_id):

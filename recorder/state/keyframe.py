@@ -1,6 +1,6 @@
 """A keyframe: all that a replay would hold at one point of a recording, as events of bounded size.
 
-It begins with an event that says what is not an array, goes on with the requests that are still spoken of and with the
+It begins with an event that says what is not an array, continues with the requests that are still named and with the
 rows in use of every array, and ends with an event that says that it is whole.
 """
 
@@ -167,7 +167,7 @@ def _runs(found: tuple[Int64Array, Int64Array]) -> dict[str, Int64Array]:
 
 
 PART_BYTES: Final = 4 << 20
-# Requests that nothing speaks of any more are told in this many keyframes more at most, the last of them.
+# Requests that nothing names any more are in at most this many keyframe events more, the last of them.
 REQUESTS_KEPT: Final = 4096
 
 
@@ -193,7 +193,7 @@ def keyframe_events(recorded: RecordedState, *, time_ns: int) -> Iterator[TraceE
 
 
 def forget_old_requests(state: ReplayState) -> None:
-    """Drop the names of requests that no array speaks of, but for the last ones told, and of those that are gone."""
+    """Drop the names of requests that no array names, but for the last ones named, and of those that are gone."""
     spoken_of: set[int] = set()
     for pool in state.pools:
         for tier in (pool.pool, pool.host):

@@ -31,8 +31,8 @@ AnyArray = npt.NDArray[Any]
 
 # Shorter runs than this in the mean are put in place by their indices, all at once.
 _LONG_RUN: Final = 16
-# What is copied to several places goes in pieces of so many rows, which stay in the processor's cache.
-_PIECE_ROWS: Final = 2048
+# What is copied to several places goes in chunks of so many rows, which stay in the processor's cache.
+_CHUNK_ROWS: Final = 2048
 
 
 class KeyframeRows:
@@ -74,7 +74,7 @@ class KeyframeRows:
     def put_records(self, whole: Sequence[Int64Array], without_hash: Sequence[Int64Array]) -> None:
         """Write them, canary records, to arrays `[limit, 4] int64`: as they are, and with KV hash 0."""
         words = self.values(np.dtype(np.int64))
-        for rows, values in self._pieces(words, _PIECE_ROWS):
+        for rows, values in self._chunks(words, _CHUNK_ROWS):
             for place in whole:
                 place[rows] = values
             values[:, RECORD_KV_HASH] = 0
@@ -86,10 +86,10 @@ class KeyframeRows:
         return self._data.copy().view(dtype)
 
     def _put(self, place: AnyArray, values: AnyArray) -> None:
-        for rows, mine in self._pieces(values, self._total):
+        for rows, mine in self._chunks(values, self._total):
             place[rows] = mine
 
-    def _pieces(self, values: AnyArray, most: int) -> Iterator[tuple[slice | Int64Array, AnyArray]]:
+    def _chunks(self, values: AnyArray, most: int) -> Iterator[tuple[slice | Int64Array, AnyArray]]:
         """Yield which rows come next and their values; where runs are long, run by run and at most `most` rows a time."""
         if self._total < _LONG_RUN * len(self._starts):
             yield runs_to_slots(self._starts, self._counts), values
@@ -124,7 +124,7 @@ class KeyframeLoader:
         """Give up on a keyframe that has a gap in it."""
         self.loading = False
 
-    def take(self, view: EventView) -> None:
+    def apply(self, view: EventView) -> None:
         """Take a keyframe event; raise `UnusableEventError` where it does not fit the header or itself."""
         status = view.scalar("status")
         if status == KEYFRAME_BEGIN:
@@ -140,10 +140,10 @@ class KeyframeLoader:
         elif status == KEYFRAME_END:
             self._end()
 
-    def take_requests(self, batch: TraceBatch, at: int) -> int:
+    def apply_requests(self, batch: TraceBatch, at: int) -> int:
         """Take events that name requests, from row `at` of a batch on; return the row of the first that was not taken.
 
-        The last of them is left to `take`, and so is every event of a batch in which some carry changes of tables.
+        The last of them is left to `apply`, and so is every event of a batch in which some carry changes of tables.
         """
         status = batch.strings("status")
         stop = at
@@ -301,6 +301,6 @@ def _zero(array: npt.NDArray[Any]) -> None:
     """Zero what is not zero, page by page, so that memory which nobody touched stays untouched."""
     flat = array.reshape(-1).view(np.uint8)
     for begin in range(0, len(flat), 1 << 20):
-        piece = flat[begin : begin + (1 << 20)]
-        if piece.any():
-            piece[:] = 0
+        chunk = flat[begin : begin + (1 << 20)]
+        if chunk.any():
+            chunk[:] = 0

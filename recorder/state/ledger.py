@@ -35,7 +35,7 @@ from .pools import GroupPool
 from .tables import StateTables
 
 NOBODY: Final = -1
-# Later than any event: content that came in a copy, in a trace that may tell of the copy before the allocation.
+# Later than any event: content that came in a copy, in a trace that may report the copy before the allocation.
 TIMELESS: Final = 1 << 62
 
 
@@ -108,7 +108,7 @@ class SlotLedger:
                     rows[part.slots, CONTENT] = number if self.complete else TIMELESS
 
     def held_slots(self, request_id: int) -> list[GroupSlots]:
-        """Return the slots that a request holds alone, group by group; a search of the pools where there are any."""
+        """Return the slots that a request holds alone, group by group; a search of the pools if there are any."""
         if not self.held_by.get(request_id):
             return []
         found = []

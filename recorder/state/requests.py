@@ -46,7 +46,7 @@ class RequestTable:
             self.facts[request_id] = RequestFacts(name=name, prompt_len=prompt_len, room=room)
 
     def name(self, request_id: int) -> str:
-        """Return a request's name, or its number where no request event named it; of a name of pages its beginning."""
+        """Return a request's name, or its number if no request event named it; of a name of pages its beginning."""
         known = self.facts.get(request_id)
         name = (known.name if known else "") or (str(request_id) if request_id >= 0 else "")
         if len(name) > MOST_CHARACTERS:
@@ -59,7 +59,7 @@ class RequestTable:
         return pa.array([self.name(int(i)) for i in unique], type=pa.utf8()).take(pa.array(inverse))
 
     def rooms_and_prompts(self, request_ids: Int64Array) -> tuple[Int64Array, Int64Array, npt.NDArray[np.bool_]]:
-        """Return room and prompt length of each request, -1 where unknown, and whether anything told of it; `[n]` each."""
+        """Return room and prompt length of each request, -1 where unknown, and whether any event named it; `[n]` each."""
         found = [self.facts.get(i) for i in request_ids.tolist()]
         rooms = np.array([-1 if f is None else f.room for f in found], dtype=np.int64)
         prompts = np.array([-1 if f is None else f.prompt_len for f in found], dtype=np.int64)

@@ -225,7 +225,7 @@ class Segments(SingleFile):
         """Apply the event to the state; a fault of it costs knowledge, never events."""
         try:
             for view in batch:
-                self._recorded.take(view)
+                self._recorded.apply(view)
                 time.sleep(0)  # a batch takes long: the engine's threads get the interpreter in between
         except Exception as error:  # noqa: BLE001  # the engine's recording must go on
             self._forget(error)

@@ -22,14 +22,14 @@ class CheckSet(HistoryCheck):
     def forward(self, view: ForwardView) -> list[Finding]:
         """Judge a forward, then move on by it."""
         findings = [finding for check in self._of_forwards for finding in check.forward(view)]
-        self.history.take_view(view)
+        self.history.apply_view(view)
         return findings
 
     def event(self, view: EventView) -> list[Finding]:
         """Judge another event, then move on by it; raise `UnusableEventError` before anything has changed."""
         self.history.open(view)
         findings = [finding for check in self._of_events.get(view.kind, ()) for finding in check.event(view)]
-        self.history.take_event(view)
+        self.history.apply_event(view)
         return findings
 
     def pending(self) -> bool:

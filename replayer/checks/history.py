@@ -142,9 +142,9 @@ class History(SlotHistory):
             group=group, ledger=ledger, reads=reads, read_bits=read_bits, writes=writes, write_bits=write_bits
         )
 
-    def take_view(self, view: ForwardView) -> None:
+    def apply_view(self, view: ForwardView) -> None:
         """Move on by a forward that was judged."""
-        self.take_forward(
+        self.apply_forward(
             view.forward, [(group.pool.index, group.written, len(group.request_slots)) for group in view.groups]
         )
         self._drop_view()

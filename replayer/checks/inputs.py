@@ -68,7 +68,7 @@ class InputNotSampled(_InputCheck):
             return []
         tokens = self.history.tokens(view)
         findings = self._judge(forward, tokens)
-        self.history.samples.take_forward(forward, tokens)
+        self.history.samples.apply_forward(forward, tokens)
         return findings
 
     def event(self, view: EventView) -> list[Finding]:
@@ -80,7 +80,7 @@ class InputNotSampled(_InputCheck):
         event = self.history.known
         if not isinstance(event, SampleEvent):
             return []
-        fed = self.history.samples.take_sample(event)
+        fed = self.history.samples.apply_sample(event)
         return [finding for one in fed for finding in self._judge(one.forward, one.tokens, only=event.event)]
 
     def _judge(self, forward: Forward, tokens: BatchTokens, *, only: int = -1) -> list[Finding]:

@@ -38,11 +38,11 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = ("HEAD", "TAIL")
 class StepwiseExecutor(EventApplier[GroupStep]):
     """Steps forwards and sweeps through plan, verify and write on rebuilt pools, in the order of `EventApplier`.
 
-    `launcher` holds the canary's own health counters; `verified` and `written` count what those launches looked at;
+    `launcher` holds the canary's own health counters; `verified` and `written` count the entries of those launches;
     `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot,
     `entries_read` all entries of prefixes and sweeps, once for a pool group;
     `history` is what the history checks share, None without any; `num_on_host` counts the forwards that a replay on a GPU
-    left to the CPU, None where there is no GPU; `name` is what a summary calls the executor that ran. `transfers` judges
+    left to the CPU, None if there is no GPU; `name` is what a summary calls the executor that ran. `transfers` judges
     transfers between engines; whoever replays sets it.
     """
 
@@ -120,7 +120,7 @@ class StepwiseExecutor(EventApplier[GroupStep]):
     def _verify(self, endpoint: Endpoint, half: str, step: GroupStep, forward: Forward) -> None:
         pool, plan = step.pool, step.verify_plan
         log = self.launcher.verify(endpoint, half, pool, plan, check_tokens=forward.truth_lens is not None)
-        # What need not be looked at again is verified all the same.
+        # What need not be verified again counts all the same.
         self.launcher.slot_counters[launch_tag(endpoint, half, pool.group.kind)] += step.reads - int(plan.num_valid[0])
         self.verified += step.reads - step.unknown_entries
         if log.write_index[0]:

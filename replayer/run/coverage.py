@@ -1,6 +1,6 @@
 """What a verdict speaks for: how much of each thing was watched, of how much, and why the rest was not.
 
-The one place that works it out, of what the header tells and of what the replay counted. Screen, summary, SQL and page
+The one place that works it out, of what the header says and of what the replay counted. Screen, summary, SQL and page
 show these rows. A row is not watched in full where fewer were watched than there are, or where nobody knows how many
 there are.
 """
@@ -47,8 +47,8 @@ class Watched:
     """How much of one thing was watched.
 
     `what` says what kind of thing, `name` which one: a pool group, a runner, or the engine's own name for it. `total` is
-    None where nobody knows how many there are. `reason` says why the rest was not watched, and may be empty. `words` are
-    the screen's for what was not watched, without `name`; empty where everything was.
+    None if nobody knows how many there are. `reason` says why the rest was not watched, and may be empty. `words` are
+    the screen's for what was not watched, without `name`; empty if everything was.
     """
 
     what: str
@@ -60,7 +60,7 @@ class Watched:
 
     @property
     def share(self) -> float | None:
-        """The part that was watched, 0 to 1; None where nobody knows how many there are."""
+        """The part that was watched, 0 to 1; None if nobody knows how many there are."""
         return None if not self.total else self.watched / self.total
 
     def to_json(self) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class SwaDivergence:
             self._rows.append((event, forward, runner, index, self._verify["full"], self._verify["swa"], *found))
 
     def take_table(self, *, at_least: int) -> pa.Table | None:
-        """Return the rows since the last call, None where there are fewer than `at_least`."""
+        """Return the rows since the last call, None if there are fewer than `at_least`."""
         if len(self._rows) < at_least:
             return None
         columns = zip(*self._rows, strict=True)
@@ -88,7 +88,7 @@ class SwaDivergence:
         return table
 
     def to_json(self) -> dict[str, Any] | None:
-        """Return the totals for the summary, None where the trace has no such group."""
+        """Return the totals for the summary, None if the trace has no such group."""
         if not self._groups:
             return None
         return {

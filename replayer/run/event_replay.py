@@ -71,7 +71,7 @@ class EventReplay:
         # A keyframe is taken where the state before it is not known; else the replay's own is the same.
         self._wants_keyframe = False
         self._at_first = True
-        self._goes_on = self._frozen = False
+        self._continues = self._frozen = False
         self._trailing = 0  # gaps and losses by which a recording ends that was cut
         self._schedule = schedule
         self._all_there = all_there
@@ -128,7 +128,7 @@ class EventReplay:
             return at
         reached = self._lane.run(batch, at)
         if reached > at:
-            self._goes_on = self._at_first = False
+            self._continues = self._at_first = False
             self._trailing = 0
             self._results.divergence(self._executor.divergence)
         return reached
@@ -137,7 +137,7 @@ class EventReplay:
         """Take the requests that a keyframe names, of which there may be thousands; return the row of what comes next."""
         if not self._keyframes.loading or at == batch.num_events:
             return at
-        reached = self._keyframes.take_requests(batch, at)
+        reached = self._keyframes.apply_requests(batch, at)
         if reached > at:
             summary, times = self._summary, batch.scalar_ints("time_ns")[at:reached]
             summary.events["keyframe"] = summary.events.get("keyframe", 0) + reached - at
@@ -157,18 +157,18 @@ class EventReplay:
         # Judged at the end, and there only by who has seen a forward.
         silent = self._health.silent_runners()
         pending = executor.panel is not None and executor.panel.pending()
-        return self._goes_on and not executor.unknown_entries and not missing and not silent and not pending
+        return self._continues and not executor.unknown_entries and not missing and not silent and not pending
 
     def finish(self) -> None:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""
         summary, executor = self._summary, self._executor
         executor.collect()
-        summary.goes_on = self._goes_on
+        summary.goes_on = self._continues
         summary.whole_before_end = self._trailing == summary.num_gaps + summary.num_losses
-        if self._goes_on and self._all_there and not self._frozen:
+        if self._continues and self._all_there and not self._frozen:
             where = f"segment {summary.segments[-1]}" if summary.segments else "its end"
             summary.cut_short = f"the recording goes on behind {where}, in a file that is not here"
-        if summary.complete and not summary.stopped and not self._goes_on:
+        if summary.complete and not summary.stopped and not self._continues:
             executor.finish()
             history = executor.history
             # What was lost before the first segment given was lost all the same.
@@ -192,7 +192,7 @@ class EventReplay:
 
     def _event(self, view: EventView) -> None:
         summary, kind = self._summary, view.kind
-        self._goes_on = False
+        self._continues = False
         self._trailing = self._trailing + 1 if kind == "loss" and view.scalar("status") == CUT else 0
         summary.events[kind] = summary.events.get(kind, 0) + 1
         time_ns = int(view.scalar("time_ns"))
@@ -300,10 +300,10 @@ class EventReplay:
             if not self._at_first:
                 self._executor.forget()
             self._wants_keyframe = self._at_first = False
-            self._keyframes.take(view)
+            self._keyframes.apply(view)
             self._executor.loads_state()
         elif self._keyframes.loading:
-            self._keyframes.take(view)
+            self._keyframes.apply(view)
             self._executor.loads_state()
             if status == KEYFRAME_END:  # it is whole
                 self._summary.unknown_before = any(pool.any_unknown for pool in self._executor.pools)
@@ -311,7 +311,7 @@ class EventReplay:
             self._health.resume()
 
     def _segment(self, view: EventView) -> None:
-        self._goes_on = view.scalar("status") == SEGMENT_CONTINUES
+        self._continues = view.scalar("status") == SEGMENT_CONTINUES
         self._frozen = view.scalar("note") == FROZEN
 
     def _mark(self, view: EventView) -> None:

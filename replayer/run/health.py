@@ -33,7 +33,7 @@ class Health:
 
     @property
     def stall_limit(self) -> int:
-        """How many forwards of the first runner may go by without a walk; 0 for any number, or when a stall was told."""
+        """How many forwards of the first runner may go by without a walk; 0 for any number, or once a stall was reported."""
         return 0 if self._stalled else 2 * self._header.sweep_interval
 
     def forward(self, forward: Forward) -> list[Finding]:
@@ -80,7 +80,7 @@ class Health:
             self._stalled = False
 
     def resume(self) -> None:
-        """Go on from an activity that was set: a stall that lasts was told before."""
+        """Continue from an activity that was set: a stall that lasts was reported before."""
         limit = 2 * self._header.sweep_interval
         self._stalled = 0 < limit < self._activity.since_sweep
 

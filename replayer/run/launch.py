@@ -121,7 +121,7 @@ def verify_violations(
 def sweep_violations(
     log: ViolationLog, *, plan: VerifyPlan, sweep: Sweep, pool: GroupPool, half: str
 ) -> LaunchViolations:
-    """Return the violations that a sweep launch left in `log`; no request reads what it looks at."""
+    """Return the violations that a sweep launch left in `log`; no request reads what it verifies."""
     rows, entries = log.rows[: log.num_rows].copy(), log.entries[: log.num_rows]
     nobody = np.full(len(rows), -1, dtype=np.int64)
     return LaunchViolations(

@@ -116,7 +116,7 @@ def expect_stored_tokens(pool: GroupPool, verify_plan: VerifyPlan) -> None:
 def expected_tokens(
     forward: Forward, header: TraceHeader, request_table: RequestTable, *, backend: str
 ) -> Int64Array | None:
-    """Return the token that each of a forward's inputs must be, `[T] int64`; None where nothing can be asserted.
+    """Return the token that each of a forward's inputs must be, `[T] int64`; None if nothing can be asserted.
 
     A draft's input at position p is the token of p + 1 (`token_offset`). Requests go by their room where they have one.
     """
@@ -127,23 +127,23 @@ def expected_tokens(
     tokens = batch_tokens(forward)
     if not len(tokens.request):
         return None
-    rooms, prompts, told = request_table.rooms_and_prompts(forward.request_ids)
+    rooms, prompts, known_requests = request_table.rooms_and_prompts(forward.request_ids)
     ids = np.empty(len(forward.request_ids), np.int64)
     generalized_ids(request_ids=forward.request_ids, rooms=rooms, out=ids)
     # The model goes by the positions that it is fed; where those are wrong, the chain says so.
     at = forward.positions[: len(tokens.request)] + offset
-    foretold = np.empty(len(at), np.int64)
+    predicted = np.empty(len(at), np.int64)
     oracle_tokens(
         request_ids=ids[tokens.request],
         positions=at,
         vocab_size=header.oracle.vocab_size,
-        out=foretold,
+        out=predicted,
         backend=backend,
     )
-    known = told[tokens.request]
+    known = known_requests[tokens.request]
     if forward.mode == "draft_extend":  # its inputs may be the prompt's
         known &= (prompts >= 0)[tokens.request] & (at >= prompts[tokens.request])
     expected = forward.input_ids.copy()
     known &= expected[: len(at)] != UNKNOWN_TOKEN
-    expected[: len(at)][known] = foretold[known]
+    expected[: len(at)][known] = predicted[known]
     return expected

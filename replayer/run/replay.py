@@ -93,7 +93,7 @@ class ReplayRun:
             self._resources = stack.pop_all()
 
     def _opened(self) -> Generator[TraceBatch | TraceGap, None, None] | ReadAhead[TraceBatch | TraceGap]:
-        """Return what is left to read. How far an early end has read is told, so nothing is read ahead of one."""
+        """Return what is left to read. How far an early end has read is reported, so nothing is read ahead of one."""
         stream = self._reader.stream()
         return stream if self._early else ReadAhead(self._prepared(stream))
 
@@ -238,7 +238,7 @@ def replay_joined(
         settings: how to replay.
         reports: a report directory each, or None.
         on_progress: called after every batch of events, of whichever trace.
-        schedules: what compares each one's forwards with another rank's; nothing where left out.
+        schedules: what compares each one's forwards with another rank's; nothing if left out.
         all_there: whether the segments given are all that should be there.
 
     Returns:
@@ -260,7 +260,7 @@ def replay_joined(
         exchange.senders = [run.step for run in runs]
         receivers = [run for run in runs if run.summary.header.role != PREFILL]
         exchange.wanted = lambda: len(runs) > 1 and not all(run.ended for run in receivers)
-        # The receiving side leads: it lets the others go on as far as it needs them.
+        # The receiving side leads: it lets the others continue as far as it needs them.
         _run_all(sorted(runs, key=lambda run: run.summary.header.role != DECODE), on_progress)
         return [run.finish() for run in runs]
 

@@ -1,4 +1,4 @@
-"""What the ranks of one engine were told to run must be the same on each: forward by forward, field by field.
+"""What the ranks of one engine were given to run must be the same on each: forward by forward, field by field.
 
 Tensor-parallel ranks run the same requests at the same positions in the same slots. Of each forward a digest a field is
 kept of the first rank replayed; the others are held against it as they are replayed.
@@ -32,7 +32,7 @@ _PAGE: Final = 64
 
 
 class ScheduleLog:
-    """The digests of one rank's forwards, in pages of `[64, 8] uint64` by the forward's number, 0 where there is none.
+    """The digests of one rank's forwards, in pages of `[64, 8] uint64` by the forward's number, 0 if there is none.
 
     `name` is how findings call the rank; a forward takes 64 bytes. `requests` holds the ids of all that it ran.
     """
@@ -52,7 +52,7 @@ class ScheduleLog:
         self.requests |= requests_of(forward)
 
     def of(self, number: int) -> npt.NDArray[np.uint64] | None:
-        """Return the digests of a forward, None where this rank has none of that number."""
+        """Return the digests of a forward, None if this rank has none of that number."""
         page, row = divmod(number, _PAGE)
         if page not in self._pages or not self._pages[page][row].any():
             return None

@@ -27,7 +27,7 @@ class SegmentStream:
         self._left = list(paths)
         self._last: int | None = None  # the number of the segment read last, and how it ended
         self._expected = 0
-        self._goes_on = True
+        self._continues = True
         self.bytes_done = 0
         self.size_bytes = sum(file_size(path) for path in paths)
         self.numbers: list[int] = []
@@ -57,10 +57,10 @@ class SegmentStream:
             except UnreadableTraceError as error:
                 if len(self.paths) == 1:
                     raise
-                self.complete = self._goes_on = False
+                self.complete = self._continues = False
                 named = split_segment_name(path)
                 if self._last is not None and named is not None and named[1] == self._last + 1:
-                    self._last, self._goes_on = named[1], True  # told here, so not again at the segment behind it
+                    self._last, self._continues = named[1], True  # reported here, so not again at the segment behind it
                 yield TraceGap(after_event=self._expected - 1, missing_events=None, kind="damaged", cause=str(error))
                 continue
             with reader:
@@ -69,21 +69,23 @@ class SegmentStream:
                     raise TraceError(f"{path}: is of another recording than {self.paths[0]}; replay them apart")
                 number = header.segment.number if header.segment is not None else 0
                 if self._last is not None:
-                    yield from _between(path, self._last, number, self._expected, header.first_event, self._goes_on)
+                    yield from _between(path, self._last, number, self._expected, header.first_event, self._continues)
                 self.numbers.append(number)
-                self._last, self._goes_on, self._expected = number, False, header.first_event
+                self._last, self._continues, self._expected = number, False, header.first_event
                 for item in reader.stream():
                     if isinstance(item, TraceBatch):
                         self._expected = item.first_event + item.num_events
-                        self._goes_on = item.kinds[-1] == "segment"
+                        self._continues = item.kinds[-1] == "segment"
                     yield item
                 self.complete &= reader.complete
                 self.bytes_done += reader.size_bytes
 
 
-def _between(path: Path, last: int, number: int, expected: int, first_event: int, goes_on: bool) -> Iterator[TraceGap]:
+def _between(
+    path: Path, last: int, number: int, expected: int, first_event: int, continues: bool
+) -> Iterator[TraceGap]:
     """Say what is missing between segment `last`, whose events end before `expected`, and this one."""
-    if number == last + 1 and (goes_on or first_event == expected):
+    if number == last + 1 and (continues or first_event == expected):
         return
     if number == last + 1:
         cause = f"{path.name}: the segment before it has no end"
@@ -100,7 +102,7 @@ def _between(path: Path, last: int, number: int, expected: int, first_event: int
 
 
 def file_size(path: Path) -> int:
-    """Return a file's bytes, 0 where it is not there."""
+    """Return a file's bytes, 0 if it is not there."""
     try:
         return path.stat().st_size
     except OSError:  # a flight recorder deletes while we read

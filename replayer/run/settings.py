@@ -17,8 +17,8 @@ class ReplaySettings:
 
     `kv_hash` is "auto" (every captured byte), "none", "partial" (the first 16, as the published canary does by default)
     or "all" (every byte of a slot, refused where the trace holds fewer); `checks` names the history checks to run;
-    `executor` is "interval", which looks at a prefix position again only where something may have changed, or "stepwise",
-    which looks at every one in every forward, and finds the same; `device` is "cpu", or "cuda" or "cuda:N", which steps
+    `executor` is "interval", which verifies a prefix position again only if something may have changed, or "stepwise",
+    which verifies every one in every forward, and finds the same; `device` is "cpu", or "cuda" or "cuda:N", which steps
     whatever `executor` says; `merge_rows` says whether violations that last are one row, None for what the executor has;
     `all_rows` keeps every row of a slot that has very many.
     """

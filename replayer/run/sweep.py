@@ -68,7 +68,7 @@ def _plan(slots: Int64Array, positions: Int64Array, prevs: Int64Array) -> Verify
 
 
 def explain_sweep(sweep: Sweep, group: int, num_slots: int) -> list[Finding]:
-    """Return a finding for the slots of a sweep that the pool does not have, none where it has all."""
+    """Return a finding for the slots of a sweep that the pool does not have, none if it has all."""
     plan = sweep.plans[group]
     beyond = np.flatnonzero((plan.slots < 0) | (plan.slots >= num_slots) | (plan.prev_slots >= num_slots))
     if not len(beyond):

@@ -1,6 +1,6 @@
 """Transfers between a prefill and a decode engine: what was sent, what landed, and which side went wrong.
 
-A sender's slots are looked at when the transfer begins and again when it ends; what they held then travels to the
+A sender's slots are verified when the transfer begins and again when it ends; what they held then travels to the
 receiver's replay through the exchange, canary records and bytes. The receiver's bytes are those that it saw land, so
 that a decode forward's TAIL verify compares them with what the prefill side wrote.
 """
@@ -46,7 +46,7 @@ class Parcel:
 class Exchange:
     """Parcels on their way.
 
-    `senders` make a sender's replay go on; they return False when there is nothing left to do. `wanted` says whether a
+    `senders` make a sender's replay continue; they return False when there is nothing left to do. `wanted` says whether a
     receiver may still come: without one, parcels would pile up for nobody.
     """
 
@@ -71,7 +71,7 @@ class Exchange:
         self._parcels.pop(key, None)
 
     def receive(self, key: ParcelKey) -> Parcel | None:
-        """Hand out a parcel, once; None where no sender has it."""
+        """Hand out a parcel, once; None if no sender has it."""
         waiting = list(self.senders)
         while key not in self._parcels and waiting:
             waiting = [sender for sender in waiting if key not in self._parcels and sender()]

@@ -38,7 +38,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedState:
     with TraceReader(trace) as reader:
         found = RecordedState(reader.header)
     for view in read_trace(trace):
-        found.take(view)
+        found.apply(view)
     return found
 
 
@@ -50,7 +50,7 @@ def load(recorded: RecordedState, events: list[TraceEvent]) -> RecordedState:
     fresh = RecordedState(recorded.state.header)
     loader = KeyframeLoader(fresh.state, kv_hash_mode=KvHashMode.PARTIAL)
     for view in TraceBatch(encode_events(events, 0, header_schema(recorded.state.header)), first_event=0):
-        loader.take(view)
+        loader.apply(view)
     return fresh
 
 
@@ -89,7 +89,7 @@ def test_the_names_of_requests_that_are_gone_are_dropped(tmp_path: Path, monkeyp
     with TraceReader(trace) as reader:
         recorded = RecordedState(reader.header)
     for view in read_trace(trace):
-        recorded.take(view)
+        recorded.apply(view)
     told = set(recorded.state.request_table.facts)
     keyframe.forget_old_requests(recorded.state)
     kept = set(recorded.state.request_table.facts)
@@ -215,7 +215,7 @@ def test_a_segment_without_a_whole_keyframe_is_inconclusive_and_finds_nothing(
         header = reader.header
     before = RecordedState(header)
     for view in whole[:150]:
-        before.take(view)
+        before.apply(view)
     later = [told(view) for view in whole[150:]]
     keyframe_ = events_of(before)
     write_segment(tmp_path / "good.arrow", header, [*keyframe_, *later])
@@ -238,7 +238,7 @@ def test_what_was_lost_before_a_segment_is_no_runner_that_never_ran(had_gap: boo
     events = list(read_trace(trace))
     last = max(n for n, view in enumerate(events) if view.kind == "forward" and not view.scalar("runner"))
     for view in events[:last]:
-        recorded.take(view)
+        recorded.apply(view)
     recorded.state.activity.ran[1] = 0
     recorded.state.activity.decoded = True
     recorded.history.had_gap = had_gap

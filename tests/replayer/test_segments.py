@@ -136,8 +136,8 @@ def test_the_machine_holds_what_a_replay_holds_and_a_keyframe_gives_it_back(conf
         for view in read_trace(trace):
             if view.number == stop:
                 break
-            recorded.take(view)
-            with_loss.take(view)
+            recorded.apply(view)
+            with_loss.apply(view)
             if view.number == stop // 2:
                 with_loss.forget()
             events._event(view)
@@ -152,7 +152,7 @@ def _restored(recorded: RecordedState) -> ReplayState:
     batch = encode_events(told, 0, header_schema(recorded.state.header))
     loader = KeyframeLoader(fresh.state, kv_hash_mode=KvHashMode.PARTIAL)
     for view in TraceBatch(batch, first_event=0):
-        loader.take(view)
+        loader.apply(view)
     assert not loader.loading
     for mine, theirs in zip(recorded.state.pools, fresh.state.pools, strict=True):
         for half, hashes in mine.pool.whole_hashes.items():

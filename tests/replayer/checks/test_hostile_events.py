@@ -123,7 +123,7 @@ def test_a_million_requests_that_come_and_go_leave_nothing_behind(tmp_path: Path
         for kind, scalars in (("alloc", {"request_id": number}), ("free", {"request_id": number})):
             view = event_view(tmp_path / f"{number}{kind}.arrow", kind, scalars, **runs([0], [1 + number], [2]))
             history.open(view)
-            history.take_event(view)
+            history.apply_event(view)
     assert history.ledger.held_by == {}
 
 

@@ -1,0 +1,121 @@
+"""The state tables against dictionaries, past every size at which a row's memory or a loop's block ends."""
+
+import numpy as np
+import pytest
+from kvcanary.recorder.state.forward import UnusableEventError
+from kvcanary.recorder.state.tables import StateListener, StateTables, TableUse
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+
+ROWS, WIDTH, LUT = 6, 16_384, 9_000
+HEADER = TraceHeader(
+    groups=(PoolGroup(name="full", num_slots=64),),
+    tables=(StateTable(rows=ROWS, width=WIDTH), StateTable(name="other", rows=ROWS, width=WIDTH)),
+    lut_lens=(LUT,),
+    truth_table=StateTable(name="truth", rows=ROWS, width=WIDTH),
+)
+EDGES = [0, 1, 4095, 4096, 4097, 8191, 8192, 8193, WIDTH - 3]
+
+
+class Columns(dict):
+    def ints(self, name: str) -> np.ndarray:
+        return np.array(self.get(name, ()), np.int64)
+
+
+class Heard(StateListener):
+    """Keeps what each entry held when its change was announced."""
+
+    def __init__(self) -> None:
+        self.before: list[tuple] = []
+
+    def table_runs(self, tables, *, index, indices, rows, starts, lens, values) -> None:
+        del values
+        for number, row, start, count in zip(indices, rows, starts, lens, strict=True):
+            if number == index:
+                found = tables.req_to_token[index][row, start : start + count].tolist()
+                self.before.append(("table", index, int(row), int(start), found))
+
+    def truth_runs(self, tables, *, rows, starts, lens, values) -> None:
+        del values
+        for row, start, count in zip(rows, starts, lens, strict=True):
+            self.before.append(("truth", int(row), int(start), tables.truth[row, start : start + count].tolist()))
+
+    def lut_entries(self, tables, *, index, places, values) -> None:
+        del values
+        self.before.append(("lut", index, places.tolist(), tables.luts[index][places].tolist()))
+
+
+def runs(start: int, index: int) -> Columns:
+    """Return runs of two and three entries in two rows of table `index`, with one of the other table between."""
+    return Columns(
+        table_index=[index, 1 - index, index],
+        table_row=[2, 3, 5],
+        table_start=[start, start, start],
+        table_count=[2, 1, 3],
+        table_slots=[11, 12, 99, 21, 22, 23],
+        truth_row=[4],
+        truth_start=[start],
+        truth_count=[3],
+        truth_tokens=[7, 8, 9],
+    )
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("start", EDGES)
+def test_runs_end_up_where_they_belong_and_nowhere_else(start: int, index: int) -> None:
+    heard, use = Heard(), TableUse(HEADER)
+    for listener in (heard, use):
+        tables = StateTables(HEADER, backend="cpu", listener=listener)
+        tables.apply_changes(runs(start, index))
+        expected = np.zeros((2, ROWS, WIDTH), np.int32)
+        expected[index, 2, start : start + 2] = [11, 12]
+        expected[index, 5, start : start + 3] = [21, 22, 23]
+        expected[1 - index, 3, start] = 99
+        for table, should in zip(tables.req_to_token, expected, strict=True):
+            np.testing.assert_array_equal(table, should)
+        assert np.flatnonzero(tables.truth).tolist() == [4 * WIDTH + start + i for i in range(3)]
+    assert ("table", index, 5, start, [0, 0, 0]) in heard.before
+    assert heard.before[-1] == ("truth", 4, start, [0, 0, 0])
+    assert use.ends[index].tolist() == [0, 0, start + 2, 0, 0, start + 3]
+    assert use.ends[1 - index].tolist() == [0, 0, 0, start + 1, 0, 0]
+    assert use.truth_ends.tolist() == [0, 0, 0, 0, start + 3, 0]
+
+
+@pytest.mark.parametrize("start", EDGES)
+def test_a_forwards_own_slots_and_samples_follow_its_prefixes(start: int) -> None:
+    tables = StateTables(HEADER, backend="cpu")
+    ints = np.array
+    tables.apply_writes(
+        ints([3, 0, 1]), ints([start, 0, 8]), ints([2, 1, 1]), (ints([5, 6, 7, 0]), ints([15, 16, 17, 0])),
+        ints([1, 0, 1]), ints([71, 72]),
+    )  # fmt: skip
+    for table, (one, two, three) in zip(tables.req_to_token, ((5, 6, 7), (15, 16, 17)), strict=True):
+        assert table[3, start : start + 2].tolist() == [one, two]
+        assert table[1, 8] == three  # a padding row takes no values, and its tokens come last
+        assert np.count_nonzero(table) == 3
+    assert tables.truth[3, start + 2] == 71
+    assert tables.truth[1, 9] == 72
+
+
+def test_a_listener_is_told_of_a_lut_entry_before_it_changes() -> None:
+    heard = Heard()
+    tables = StateTables(HEADER, backend="cpu", listener=heard)
+    for slots in ([1, 2], [3, 4]):
+        tables.apply_changes(Columns(lut_index=[0], lut_start=[8191], lut_count=[2], lut_slots=slots))
+    assert heard.before == [("lut", 0, [8191, 8192], [0, 0]), ("lut", 0, [8191, 8192], [1, 2])]
+    assert tables.luts[0][8191:8193].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"table_index": [0], "table_row": [1], "table_start": [WIDTH - 1], "table_count": [2], "table_slots": [1, 2]},
+        {"table_index": [2], "table_row": [1], "table_start": [0], "table_count": [1], "table_slots": [1]},
+        {"table_index": [0], "table_row": [1, 2], "table_start": [0], "table_count": [1], "table_slots": [1]},
+        {"table_index": [0], "table_row": [1], "table_start": [0], "table_count": [1], "table_slots": [1 << 31]},
+        {"truth_row": [1], "truth_start": [0], "truth_count": [2], "truth_tokens": [1]},
+        {"lut_index": [0], "lut_start": [LUT - 1], "lut_count": [2], "lut_slots": [1, 2]},
+    ],
+)
+def test_changes_that_do_not_fit_are_refused(columns: dict) -> None:
+    with pytest.raises(UnusableEventError):
+        StateTables(HEADER, backend="cpu").apply_changes(Columns(columns))
