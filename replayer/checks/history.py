@@ -60,7 +60,7 @@ class NamedSlots:
 
 
 class History(SlotHistory):
-    """Everything that was told so far, as the checks need it.
+    """Everything that was recorded so far, as the checks need it.
 
     `named` holds the slots that the event being judged names, where the trace is complete or has transfers; `serial` is
     the last number that slots of the ledger were stamped with.

@@ -12,8 +12,6 @@ import click
 from ...recorder.cli.program import GivenPath
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..lab.claims import Claim
     from ..lab.trial import Trial, TrialRun
 
@@ -69,7 +67,9 @@ def list_command(as_json: bool) -> None:
         return
     from rich.table import Table
 
-    out = _console(sys.stdout)
+    from .incident_blocks import console_for
+
+    out = console_for(sys.stdout)
     table = Table("fault", "seen in", "what happens", box=None, pad_edge=False)
     for fault in FAULTS.values():
         table.add_row(fault.name, fault.reference, fault.summary)
@@ -111,9 +111,9 @@ def run_command(fault_name: str, config: str | None, seed: int, output: Path, fo
         import json
 
         effect = dataclasses.asdict(outcome.effect) if outcome.effect is not None else None
-        told = {"fault": fault_name, "config": trial.config, "seed": seed, "forwards": outcome.forwards}
-        told |= {"traces": [str(trace) for trace in outcome.traces], "injected": outcome.label or None}
-        click.echo(json.dumps({**told, "effect": effect, "broke_down": outcome.broke_down}, indent=2))
+        known = {"fault": fault_name, "config": trial.config, "seed": seed, "forwards": outcome.forwards}
+        known |= {"traces": [str(trace) for trace in outcome.traces], "injected": outcome.label or None}
+        click.echo(json.dumps({**known, "effect": effect, "broke_down": outcome.broke_down}, indent=2))
         return
     for line in _story(trial, outcome):
         click.echo(printable(line))
@@ -237,8 +237,8 @@ def matrix_command(
     if as_json:
         import json
 
-        told = {"seeds": seeds, "clean_seeds": clean_seeds, "holds": all(claim.holds for claim in claims)}
-        click.echo(json.dumps({**told, "claims": [claim.to_json() for claim in claims]}, indent=2))
+        known = {"seeds": seeds, "clean_seeds": clean_seeds, "holds": all(claim.holds for claim in claims)}
+        click.echo(json.dumps({**known, "claims": [claim.to_json() for claim in claims]}, indent=2))
     else:
         _show(claims, output)
     if markdown is not None:
@@ -268,9 +268,10 @@ def _run_shown(planned: list[tuple[str, str, int]], output: Path, *, jobs: int, 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..lab.matrix import run_matrix
+    from .incident_blocks import console_for
 
     columns = (TextColumn("matrix"), BarColumn(), MofNCompleteColumn(), TextColumn("trials"))
-    err = _console(sys.stderr)
+    err = console_for(sys.stderr)
     with Progress(
         *columns, TimeRemainingColumn(), TextColumn("{task.description}"), console=err, disable=not err.is_terminal
     ) as bar:
@@ -286,8 +287,9 @@ def _show(claims: list[Claim], output: Path) -> None:
     from rich.table import Table
 
     from ..lab.claims import HEADINGS, cells
+    from .incident_blocks import console_for
 
-    out = _console(sys.stdout)
+    out = console_for(sys.stdout)
     # A narrow terminal does without the names of what saw each fault; they are in the output file.
     wide = out.width >= WIDE
     shown = len(HEADINGS) if wide else len(HEADINGS) - 1
@@ -307,10 +309,3 @@ def _show(claims: list[Claim], output: Path) -> None:
     verdict = "every claim holds" if not failures else "1 trial contradicts a claim" if len(failures) == 1 else several
     trials = sum(claim.runs for claim in claims)
     out.print(f"{verdict}   {trials:,} {'trial' if trials == 1 else 'trials'}   {output}", markup=False)
-
-
-def _console(stream: Any) -> Console:
-    from rich.console import Console
-
-    # A pipe has no width of its own; lines must not be cut at 80 columns there.
-    return Console(file=stream, emoji=False, highlight=False, width=None if stream.isatty() else 180)

@@ -7,15 +7,15 @@ import click
 
 def list_checks(context: click.Context) -> None:
     """Print every check with what it finds, and end the command."""
-    from rich.console import Console
     from rich.table import Table
 
     from ..checks import CHECKS
+    from .incident_blocks import console_for
 
     table = Table.grid(padding=(0, 2))
     for name, check in CHECKS.items():
         table.add_row(name, check.finds)
-    Console(width=None if sys.stdout.isatty() else 160, emoji=False, highlight=False).print(table)
+    console_for(sys.stdout).print(table)
     context.exit()
 
 

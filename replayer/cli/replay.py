@@ -202,6 +202,7 @@ def _replay(  # one parameter an option
     from ..workers.group_replay import GroupTask
     from ..workers.jobs import Job, plan_jobs
     from ..workers.server import start_server
+    from .incident_blocks import console_for
     from .printer import ResultPrinter
     from .report_places import report_folders, reports_held
 
@@ -222,9 +223,7 @@ def _replay(  # one parameter an option
     )
     if (jobs or len(places)) > 1:
         start_server(finish)  # loads while the traces are looked through
-    # A pipe has no width of its own; lines must not be cut at 80 columns there.
-    out = Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160)
-    err = Console(stderr=True, emoji=False, highlight=False)
+    out, err = console_for(sys.stdout), Console(stderr=True, emoji=False, highlight=False)
     folders = any(trace.is_dir() for trace in traces)
     wanted = not (quiet or as_json) if page is None else page
     shown = partial(add_page, wanted=wanted) if add_page is not None else None

@@ -65,7 +65,7 @@ def reports_held(jobs: Sequence[Job], settings: ReplaySettings, *, explicit: boo
 
 
 def _can_be_judged(job: Job, settings: ReplaySettings) -> bool:
-    """Whether a report will be written: what cannot be judged is told where it is replayed, and leaves no folder."""
+    """Whether a report will be written: what cannot be judged is reported where it is replayed, and leaves no folder."""
     if job.recording.header is None:
         return False
     try:
@@ -81,7 +81,7 @@ def _hold(folder: Path, held: ExitStack, mine: set[tuple[int, int]]) -> bool:
         new = not folder.exists()
         make_folder(folder)
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:  # told where the report is written
+    except OSError as error:  # reported where the report is written
         return isinstance(error, ForeignFolderError)
     held.callback(os.close, descriptor)
     status = os.fstat(descriptor)

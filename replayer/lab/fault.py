@@ -1,7 +1,7 @@
 """A fault as a value, and the bench on which it breaks a running engine.
 
 A fault acts on the engine's state or replaces one of its decisions, as the real bug did. It never edits the trace or
-what the recorder is told: the recorder sees the broken engine as it would see a real one.
+what the recorder is given: it sees the broken engine as it would see a real one.
 """
 
 from collections.abc import Callable, Sequence

@@ -71,7 +71,7 @@ def run_matrix(
 
 
 def try_one(key: Key) -> Row:
-    """Run and judge one trial; what fails in the lab itself is told in the row."""
+    """Run and judge one trial; what fails in the lab itself stands in the row."""
     begin = time.perf_counter()
     fault, config, seed = key
     trial = Trial(fault=None if fault == CLEAN else FAULTS[fault], config=config, seed=seed)

@@ -101,14 +101,14 @@ def load(path: Path, *, force: bool) -> list[Row]:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: expected a results file of kvcanary lab matrix, {error}; name another") from None
-    told = (table.schema.metadata or {}).get(_META)
-    if told is None or table.schema.names != SCHEMA.names:
+    known = (table.schema.metadata or {}).get(_META)
+    if known is None or table.schema.names != SCHEMA.names:
         raise ResultsError(f"{path}: expected a results file of kvcanary lab matrix, it is another table; name another")
-    if json.loads(told)["build"] != build_id():
+    if json.loads(known)["build"] != build_id():
         if force:
             return []
         raise ResultsError(
-            f"{path}: its results are of build {json.loads(told)['build']}, this is {build_id()}; name another file, or "
+            f"{path}: its results are of build {json.loads(known)['build']}, this is {build_id()}; name another file, or "
             "start anew with --force"
         )
     return [Row(**row) for row in table.to_pylist()]

@@ -28,13 +28,13 @@ class TokenTruth:
 
     def __init__(self, config: EngineConfig) -> None:
         self._sampler = Sampler(config)
-        self._foretold = config.sampler != "content"
+        self._predictable = config.sampler != "content"
         self._tokens: dict[int, Int64Array] = {}
         self._content: dict[tuple[int, int], WordArray] = {}
 
     def tokens(self, request: Request) -> Int64Array:
-        """Return a request's tokens, `[n] int64`: all that it will ever have, or where they cannot be told, so far."""
-        if not self._foretold:
+        """Return a request's tokens, `[n] int64`: all that it will ever have, or if they cannot be known, so far."""
+        if not self._predictable:
             return request.tokens[: request.num_tokens].astype(np.int64)
         tokens = self._tokens.get(request.request_id)
         if tokens is None:
@@ -52,7 +52,7 @@ class TokenTruth:
         content = self._content.get((request.request_id, runner))
         if content is None:
             content = _content(self.tokens(request), runner)
-            if self._foretold:
+            if self._predictable:
                 self._content[request.request_id, runner] = content
         return content[:length]
 

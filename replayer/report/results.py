@@ -45,7 +45,7 @@ class ResultCollector:
             self._sinks.merging.done()
 
     def part(self) -> None:
-        """Let no row go on over what comes now: an event that cannot be told of, a gap."""
+        """Let no row go on over what comes now: an event that cannot be judged, a gap."""
         if self._sinks.merging is not None:
             self._sinks.merging.part()
 

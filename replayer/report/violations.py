@@ -54,7 +54,7 @@ VIOLATION_SCHEMA = pa.schema(
         ("group", pa.int16()),
         ("endpoint", pa.utf8()),
         ("half", pa.utf8()),
-        # whose
+        # of which request
         ("request_id", pa.int64()),
         ("request", pa.utf8()),
         ("req_pool_idx", pa.int64()),

@@ -1,6 +1,6 @@
 """The stretches of a recording as one: the summary and the report that a replay of all segments in turn would give.
 
-Every part but the last found nothing and lost nothing, so what the last one tells is told of all; counts are summed, and
+Every part but the last found nothing and lost nothing, so what the last one says holds for all; counts are summed, and
 the running totals of the divergence figures go on from part to part.
 """
 

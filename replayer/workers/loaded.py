@@ -9,7 +9,7 @@ from .worker import load
 
 
 def _silent(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A server that ends says nothing: workers are started without it then, and tell what keeps them from it."""
+    """A server that ends says nothing: workers are started without it then, and report what keeps them from it."""
 
 
 sys.excepthook = _silent

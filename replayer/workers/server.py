@@ -63,13 +63,13 @@ def _starting() -> Iterator[None]:
 def _same_modules() -> Iterator[None]:
     """Have processes that are started meanwhile find the modules that this one finds.
 
-    Not every version of Python tells a server where to look: it would look into the current folder first, which may hold
+    Not every version of Python gives a server the places to look in: it would look into the current folder first, which may hold
     anybody's files.
     """
     path = [str(folder) for folder in spawn.get_preparation_data("")["sys_path"] if folder]
-    told = {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
+    given = {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 What a keyframe holds is what a replay of all before it would hold, so stretches are replayed side by side. Of a
 recording with neither damage nor losses, violations or findings that is the whole story. Where a stretch comes upon
-something, what follows may depend on what was told of it: whoever replays it goes on to the recording's end, and what the
+something, what follows may depend on it: whoever replays it goes on to the recording's end, and what the
 stretches behind it gave is not used (`stretch_replay`, `joining`).
 """
 

@@ -62,10 +62,10 @@ def replay_stretch(
         folder = report / _PART.format(stretch.number)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
-    paths, last, told = stretch.paths, not stretch.behind, False
+    paths, last, reported = stretch.paths, not stretch.behind, False
     if not last and not _any_readable(paths):
-        # A flight recorder has deleted them since: a gap, behind which the others tell what there is.
-        paths, last, told = paths + stretch.behind, True, True
+        # A flight recorder has deleted them since: a gap, behind which the others say what there is.
+        paths, last, reported = paths + stretch.behind, True, True
         on_trouble()
     with ReplayRun(paths, settings=settings, report=folder, all_there=all_there) as run:
         try:
@@ -73,12 +73,12 @@ def replay_stretch(
                 more = run.step()
                 on_progress(run.progress())
                 troubled = not (run.is_ordinary if more else last or run.leaves_nothing)
-                if troubled and not told:
-                    told = True
+                if troubled and not reported:
+                    reported = True
                     on_trouble()
                 if more:
                     continue
-                if last or not told:
+                if last or not reported:
                     break
                 last = True
                 run.go_on(stretch.behind)
@@ -89,7 +89,7 @@ def replay_stretch(
     return Part(
         summary=summary,
         request_ids=ids,
-        to_end=last or told or bool(summary.stopped),
+        to_end=last or reported or bool(summary.stopped),
         began=began,
         ended=time.perf_counter(),
     )

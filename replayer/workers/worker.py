@@ -1,4 +1,4 @@
-"""What a worker process does: it replays the groups that it is given, one after another, until it is told to end."""
+"""What a worker process does: it replays the groups that it is given, one after another, until it is sent the end."""
 
 import gc
 import time
@@ -83,13 +83,13 @@ def load(threads: int | None = None) -> str:
 
 
 def _replay(jobs: list[Job], task: GroupTask, connection: Connection) -> Done:
-    told = 0.0
+    reported = 0.0
     connection.send(Begun())
 
     def on_progress(progress: Progress) -> None:
-        nonlocal told
-        if time.monotonic() >= told + _PROGRESS_SECONDS:
-            told = time.monotonic()
+        nonlocal reported
+        if time.monotonic() >= reported + _PROGRESS_SECONDS:
+            reported = time.monotonic()
             connection.send(progress)
         while connection.poll():
             if connection.recv() == STOP:

@@ -46,7 +46,7 @@ def pad_slot_wraps(bench: Bench) -> None:
     """The padding slot -1 wraps to the pool's last slot.
 
     A forward that writes the last slot itself is spared: its bytes are recorded when both have been written, and which
-    of them was right nobody can tell.
+    of them was right nobody knows.
     """
     memory = bench.engine.memory
     last = memory.pools[0].group.num_slots - 1

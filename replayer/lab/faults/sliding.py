@@ -56,7 +56,7 @@ def swa_window_off_by_one(bench: Bench) -> None:
 def window_read_wrong(bench: Bench) -> None:
     """A decode reads two positions too few of its sliding window, or one too many."""
     engine = bench.engine
-    shift = (2, -1)[int(bench.random.integers(2))]  # one less looks like a window told without its predecessor
+    shift = (2, -1)[int(bench.random.integers(2))]  # one less looks like a window recorded without its predecessor
     window = max(pool.group.window for pool in engine.memory.pools)
     victims: list[int] = []
 

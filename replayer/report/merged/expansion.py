@@ -1,7 +1,7 @@
 """Merged violations back to one row a forward: exactly the rows, in exactly the order, that stepwise replay writes.
 
 A merged row says since which event it was found and in how many forwards. They are the next forwards of its runner that
-hold its request on its row (of a sweep's row: the next sweeps of the runner), so that the trace's batches tell the rest;
+hold its request on its row (of a sweep's row: the next sweeps of the runner), so that the trace's batches say the rest;
 `merging` merges nothing that this would not give back. The trace is read once, a batch of events at a time.
 """
 

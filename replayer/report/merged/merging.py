@@ -141,7 +141,7 @@ class MergingSink:
         self._turns.pass_by(runner, rows)
 
     def part(self) -> None:
-        """Let no row go on over what comes now: an event that cannot be told of, a gap."""
+        """Let no row go on over what comes now: an event that cannot be judged, a gap."""
         self._now = None
         self._turns.part_all()
 
