@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..diff.compare import Progress
+    from ..diff.settings import DiffSettings
 
 EXIT_FAILED = 2
 EXIT_NOT_COMPARABLE = 125
@@ -76,21 +78,7 @@ docs/guide/diff.md says what each kind means.
 @click.option("--any-model", is_flag=True, help="Compare although the headers name different models.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", "-q", is_flag=True, help="Print one line.")
-def diff_command(
-    a: Path,
-    b: Path,
-    align: str,
-    only: str | None,
-    ignore: str | None,
-    strict: bool,
-    no_kv: bool,
-    kv_tolerance: float | None,
-    kv_dtype: str | None,
-    requests: str | None,
-    any_model: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def diff_command(a: Path, b: Path, as_json: bool, quiet: bool, **options: Any) -> None:
     """Compare two traces of the same workload: A, taken for right, and B.
 
     Requests are aligned by id or prompt, positions by request, slots by what they hold: another allocation order,
@@ -98,45 +86,23 @@ def diff_command(
     """
     from ...recorder.text import printable, printable_message
     from ..diff.compare import diff_traces
-    from ..diff.settings import DiffSettings, NotComparableError
+    from ..diff.settings import NotComparableError
     from ..errors import AnalysisError
 
-    if no_kv and kv_tolerance is not None:
-        raise click.UsageError("--no-kv and --kv-tolerance exclude one another")
-    if kv_tolerance is not None and not math.isfinite(kv_tolerance):
-        raise click.UsageError(f"--kv-tolerance is {kv_tolerance}, expected a number; --no-kv leaves KV bytes out")
-    kinds = _kinds(only, ignore, strict)
-    names = tuple(name.strip() for name in (requests or "").split(",") if name.strip())
-    if requests is not None and not names:
-        raise click.UsageError("--requests names none; expected names or ids joined by commas")
-    if no_kv and not kinds - {"kv", "kv_changed"}:
-        raise click.UsageError("nothing is left to compare: --only names KV bytes, --no-kv leaves them out")
-    settings = DiffSettings(
-        align=align,
-        kinds=kinds,
-        kv=not no_kv and bool(kinds & {"kv", "kv_changed"}),
-        kv_tolerance=kv_tolerance,
-        kv_dtype=kv_dtype or "",
-        requests=names,
-        any_model=any_model,
-    )
+    settings = _settings(**options)
     try:
         with _progress(quiet or as_json) as on_progress:
             result = diff_traces(a, b, settings=settings, on_progress=on_progress)
     except AnalysisError as error:
-        code = EXIT_NOT_COMPARABLE if isinstance(error, NotComparableError) else EXIT_FAILED
+        comparable = not isinstance(error, NotComparableError)
+        code = EXIT_FAILED if comparable else EXIT_NOT_COMPARABLE
         if as_json:
-            import json
-
-            verdict = "not comparable" if code == EXIT_NOT_COMPARABLE else "unreadable"
+            verdict = "unreadable" if comparable else "not comparable"
             click.echo(json.dumps({"verdict": verdict, "exit_code": code, "error": str(error)}, indent=2))
         else:
-            prefix = "not comparable" if code == EXIT_NOT_COMPARABLE else "Error"
-            click.echo(printable_message(f"{prefix}: {error}"), err=True)
+            click.echo(printable_message(f"{'Error' if comparable else 'not comparable'}: {error}"), err=True)
         sys.exit(code)
     if as_json:
-        import json
-
         click.echo(json.dumps(result.to_json(), indent=2))
     elif quiet:
         first = result.first
@@ -151,6 +117,41 @@ def diff_command(
 
         show(Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160), result)
     sys.exit(result.exit_code)
+
+
+def _settings(
+    *,
+    align: str,
+    only: str | None,
+    ignore: str | None,
+    strict: bool,
+    no_kv: bool,
+    kv_tolerance: float | None,
+    kv_dtype: str | None,
+    requests: str | None,
+    any_model: bool,
+) -> DiffSettings:
+    from ..diff.settings import DiffSettings
+
+    if no_kv and kv_tolerance is not None:
+        raise click.UsageError("--no-kv and --kv-tolerance exclude one another")
+    if kv_tolerance is not None and not math.isfinite(kv_tolerance):
+        raise click.UsageError(f"--kv-tolerance is {kv_tolerance}, expected a number; --no-kv leaves KV bytes out")
+    kinds = _kinds(only, ignore, strict)
+    names = tuple(name.strip() for name in (requests or "").split(",") if name.strip())
+    if requests is not None and not names:
+        raise click.UsageError("--requests names none; expected names or ids joined by commas")
+    if no_kv and not kinds - {"kv", "kv_changed"}:
+        raise click.UsageError("nothing is left to compare: --only names KV bytes, --no-kv leaves them out")
+    return DiffSettings(
+        align=align,
+        kinds=kinds,
+        kv=not no_kv and bool(kinds & {"kv", "kv_changed"}),
+        kv_tolerance=kv_tolerance,
+        kv_dtype=kv_dtype or "",
+        requests=names,
+        any_model=any_model,
+    )
 
 
 def _kinds(only: str | None, ignore: str | None, strict: bool) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -57,15 +57,7 @@ Exit codes: 0 answered, 2 wrong usage, an unreadable file, or an SQL error. docs
     help="Let the SQL read and write files, load extensions and change DuckDB's settings.",
 )
 def sql_command(
-    arguments: tuple[str, ...],
-    form: str,
-    script: Path | None,
-    output: Path | None,
-    rows: int,
-    trace: Path | None,
-    save: bool,
-    live: bool,
-    unlocked: bool,
+    arguments: tuple[str, ...], form: str, script: Path | None, output: Path | None, **options: Any
 ) -> None:
     """Ask traces and reports anything, in SQL.
 
@@ -81,7 +73,7 @@ def sql_command(
     if form in ("parquet", "arrow") and output is None and sys.stdout.isatty():
         raise click.UsageError(f"--format {form} is not for a terminal; name a file with -o")
     try:
-        _run(paths, query, script, output, form, rows, trace, save, live, unlocked)
+        _run(paths, query, script, output, form, **options)
     except AnalysisError as error:
         click.echo(f"Error: {printable_message(str(error))}", err=True)
         if "disabled by configuration" in str(error) or "has been locked" in str(error):
@@ -114,6 +106,7 @@ def _run(
     script: Path | None,
     output: Path | None,
     form: str,
+    *,
     rows: int,
     trace: Path | None,
     save: bool,

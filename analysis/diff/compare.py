@@ -14,6 +14,7 @@ from ...recorder.trace.recordings import group_recordings, recording_name, trace
 from ...replayer.run.segment_stream import SegmentStream
 from ..errors import AnalysisError
 from ..store.live import private_folder, quoted
+from ..store.session import connect
 from .comparability import ComparisonPlan, plan_comparison
 from .differences import find_differences
 from .facts import FACTS, Sinks
@@ -59,7 +60,7 @@ def diff_traces(
                 _walk(files[1], headers[1], plan, 1, folder, on_progress),
             )
             on_progress("joining", 0, 0)
-            connection = resources.enter_context(_connect(folder))
+            connection = _connect(folder, resources)
             named = (_named(a), _named(b))
             return _join(connection, named, headers, plan, settings, totals)
     except TraceError as error:
@@ -110,12 +111,8 @@ def _walk(
     return walk.summary
 
 
-def _connect(folder: Path) -> Any:
-    connection: Any = duckdb.connect(
-        ":memory:", config={"autoinstall_known_extensions": False, "python_enable_replacements": False}
-    )
-    connection.execute(f"set temp_directory = {quoted(str(folder / 'spill'))}")
-    connection.execute(f"set memory_limit = '{MEMORY_LIMIT}'")
+def _connect(folder: Path, resources: ExitStack) -> Any:
+    connection = connect(":memory:", resources, MEMORY_LIMIT)
     connection.execute("set preserve_insertion_order = false")
     for side in ("a", "b"):
         for name in FACTS:

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.ops.hash.reference import splitmix64_words
 from ...recorder.capture.host_arrays import ragged_index
 
 Int64Array = npt.NDArray[np.int64]
@@ -27,16 +28,9 @@ _SHIFT: Final = np.uint64(32)
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
-def scramble(words: Names) -> Names:
-    """Return well-mixed 64-bit words (the finalizer of splitmix64)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
 def token_words(tokens: Int64Array, positions: Int64Array) -> Names:
     """Return the word of each token at its position, `[n]`."""
-    return scramble((tokens.astype(np.uint64) << _SHIFT) + positions.astype(np.uint64) + _ODD)
+    return splitmix64_words((tokens.astype(np.uint64) << _SHIFT) + positions.astype(np.uint64) + _ODD)
 
 
 def weights(positions: Int64Array) -> Names:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...kernels.arrays import Int64Array
+from ...kernels.ops.hash.reference import splitmix64_words
 from ...replayer.report.findings import FINDING_SCHEMA
 from ...replayer.report.violations import PARQUET_ERRORS, VIOLATION_SCHEMA
 from ..errors import AnalysisError
@@ -56,6 +57,7 @@ _FINDING_COLUMNS: Final = {
     "runners": "runner",
 }
 _NAME: Final = "request"
+_GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 _KEYS: Final = ("source", "what", "group", "slot", "request", "position")
 _FIRST: Final = (*_KEYS, "row", "forward", "time_ns")
 
@@ -178,16 +180,8 @@ def place_keys(columns: dict[str, Int64Array], shift: int) -> npt.NDArray[np.uin
         values = columns[name]
         if shift and name in ("slot", "position"):
             values = values >> shift
-        key = _mixed(key ^ values.view(np.uint64))
+        key = splitmix64_words((key ^ values.view(np.uint64)) + _GAMMA)
     return key
-
-
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64, which maps no two numbers to one."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def _within(held: list[dict[str, Int64Array]], shift: int, limit: int) -> tuple[list[dict[str, Int64Array]], int]:

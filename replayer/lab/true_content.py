@@ -7,8 +7,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.ops.hash.reference import splitmix64_words
 from ...recorder.engines.simulated.config import EngineConfig
-from ...recorder.engines.simulated.pools import TARGET, KvPool, WordArray, scramble
+from ...recorder.engines.simulated.pools import TARGET, KvPool, WordArray
 from ...recorder.engines.simulated.radix import NO_PAGE, Node, RadixTree
 from ...recorder.engines.simulated.requests import Request
 from ...recorder.engines.simulated.runner import Sampler
@@ -108,5 +109,5 @@ def _content(tokens: Int64Array, runner: int, *, first: int = 0) -> WordArray:
     """
     tokens = tokens[int(runner != TARGET) :]
     positions = np.arange(first, first + tokens.size, dtype=np.int64)
-    words = scramble((tokens.view(np.uint64) << np.uint64(32)) ^ positions.view(np.uint64))
+    words = splitmix64_words((tokens.view(np.uint64) << np.uint64(32)) ^ positions.view(np.uint64))
     return np.cumsum(words, dtype=np.uint64)

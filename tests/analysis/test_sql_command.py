@@ -131,7 +131,7 @@ def test_a_file_that_others_could_read_is_this_users_afterwards(trace, tmp_path)
 def test_ctrl_c_ends_a_query_wherever_it_is_and_leaves_no_file(trace, tmp_path, query):
     code = """
 import sys
-from kvcanary.analysis import session
+from kvcanary.analysis.store import session
 from kvcanary.cli import kvcanary_main
 begun = session.SqlSession._begin
 session.SqlSession._begin = lambda self, query: (print("begun", flush=True) if "range" in query else 0, begun(self, query))[1]

@@ -7,6 +7,7 @@ through `as_u64` and `as_i64`. Masks cost nothing in compiled code.
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ...constants import ANCHOR, RECORD_POSITION, RECORD_PREV_HASH, RECORD_TOKEN
 from ...dispatch import In64x2, Out64, primitive
@@ -58,6 +59,13 @@ def splitmix64(word: int) -> int:
     x = x ^ (x >> 27)
     x = (x * _MULTIPLIER_2) & MASK64
     return x ^ (x >> 31)
+
+
+def splitmix64_words(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return s(word) of each word, `[n] uint64`, in numpy."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(_MULTIPLIER_1)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(_MULTIPLIER_2)
+    return words ^ (words >> np.uint64(31))
 
 
 @primitive()

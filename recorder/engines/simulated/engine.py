@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ....kernels.arrays import BoolArray, Int64Array
+from ....kernels.ops.hash.reference import splitmix64_words
 from ...capture.recorder import Recorder
 from ...capture.recording import WRITER_STOPPED
 from .batch import Batch, BatchBuilder
@@ -14,7 +15,7 @@ from .config import BrokenEngineError, Counters, EngineConfig
 from .eagle import Eagle
 from .history import SlotEvents
 from .memory import KvMemory, Sweeper
-from .pools import KvPool, WordArray, make_layout, scramble
+from .pools import KvPool, WordArray, make_layout
 from .requests import NEVER, NO_FUTURE, NO_ROOM, NO_ROW, Request, RequestSpec
 from .runner import ForwardRunner, FutureMap, InFlight, Launched, Model, Sampler
 from .scheduler import Prefill, Scheduler
@@ -142,7 +143,7 @@ class SimulatedEngine:
     ) -> Request:
         """Return a request with an id of its own, which is recorded."""
         seed = np.array([self.config.seed & 0xFFFFFFFF], np.uint64)
-        word = scramble(scramble(seed + np.uint64(1)) ^ np.uint64(self._order))
+        word = splitmix64_words(splitmix64_words(seed + np.uint64(1)) ^ np.uint64(self._order))
         request = Request.of(spec, request_id=int(word[0] >> np.uint64(1)), order=self._order, room=room)
         self._order += 1
         self.counters.requests += 1

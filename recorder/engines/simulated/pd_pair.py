@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ....kernels.ops.hash.reference import splitmix64_words
 from .config import BrokenEngineError, EngineConfig
 from .engine import SimulatedEngine
-from .pools import scramble
 from .requests import NEVER, Request, RequestSpec
 from .transfers import Link, Transfer
 
@@ -216,7 +216,7 @@ class PdPair:
     def submit(self, spec: RequestSpec) -> None:
         """Take in one request, on both sides."""
         seed = np.array([self.prefill.config.seed & 0xFFFFFFFF], np.uint64)
-        word = scramble(scramble(seed + np.uint64(0x4007)) ^ np.uint64(self.prefill.counters.requests))
+        word = splitmix64_words(splitmix64_words(seed + np.uint64(0x4007)) ^ np.uint64(self.prefill.counters.requests))
         number = int(word[0] >> np.uint64(2))
         room = Room(
             number=number,

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
+from ....kernels.ops.hash.reference import splitmix64_words
 from ...trace.header import (
     EngineInfo,
     KvStream,
@@ -118,17 +119,6 @@ def make_layout(config: EngineConfig) -> SimulatedLayout:
 WordArray = npt.NDArray[np.uint64]
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX2 = np.uint64(0x94D049BB133111EB)
-
-
-def scramble(words: WordArray) -> WordArray:
-    """Return the splitmix64 finaliser of each word."""
-    words = words ^ (words >> np.uint64(30))
-    words = words * _MIX1
-    words = words ^ (words >> np.uint64(27))
-    words = words * _MIX2
-    return words ^ (words >> np.uint64(31))
 
 
 class KvPool:
@@ -145,7 +135,7 @@ class KvPool:
         self._host_words = [np.zeros((group.host_num_slots, s.bytes_per_token // 8), np.uint64) for s in group.streams]
         self.submitted: dict[int, WordArray] = {}  # what was handed in last, `[n, words]` for each stream
         self._salts = [
-            scramble((np.arange(words.shape[1], dtype=np.uint64) + np.uint64(1 + 97 * number)) * _GAMMA)
+            splitmix64_words((np.arange(words.shape[1], dtype=np.uint64) + np.uint64(1 + 97 * number)) * _GAMMA)
             for number, words in enumerate(self._words)
         ]
 
@@ -173,7 +163,7 @@ class KvPool:
         """
         self.content[slots] = content
         for number, (words, salt) in enumerate(zip(self._words, self._salts, strict=True)):
-            rows = scramble(content[:, None] ^ salt)
+            rows = splitmix64_words(content[:, None] ^ salt)
             self.submitted[number] = words[slots] = rows if noise is None else rows ^ noise[:, None]
 
     def copy(self, src: Int64Array, dst: Int64Array) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ....kernels.arrays import BoolArray, Int32Array, Int64Array
+from ....kernels.ops.hash.reference import splitmix64_words
 from ....kernels.ops.oracle.reference import oracle_tokens
 from ...capture.forward_event import Submitted
 from ...capture.forward_input import AttentionInput, ForwardInput, TruthTokens
@@ -14,7 +15,7 @@ from ...capture.recorder import Recorder
 from .batch import AttentionBackend, AttentionMetadata, Batch
 from .config import Counters, EngineConfig
 from .memory import KvMemory
-from .pools import TARGET, KvPool, WordArray, scramble
+from .pools import TARGET, KvPool, WordArray
 
 _LOW_BITS = np.uint64(4)
 
@@ -36,7 +37,7 @@ class Model:
         Returns:
             `[T] uint64`, the content word of each token in the runner's first pool.
         """
-        words = scramble((batch.input_ids.view(np.uint64) << np.uint64(32)) ^ batch.positions.view(np.uint64))
+        words = splitmix64_words((batch.input_ids.view(np.uint64) << np.uint64(32)) ^ batch.positions.view(np.uint64))
         computed: WordArray | None = None
         for pool in self._memory.pools:
             if pool.group.runner == batch.runner:
@@ -70,7 +71,7 @@ class Sampler:
     def __init__(self, config: EngineConfig) -> None:
         self._kind = config.sampler
         self._vocab_size = config.vocab_size
-        self._salt = scramble(np.array([config.seed & 0xFFFFFFFF], np.uint64) + np.uint64(0x5EED))
+        self._salt = splitmix64_words(np.array([config.seed & 0xFFFFFFFF], np.uint64) + np.uint64(0x5EED))
 
     def tokens(self, request_ids: Int64Array, positions: Int64Array, content: WordArray | None) -> Int64Array:
         """Return the token of each `(request id, position)`, all `[n]`; `content` is what the model made of the
@@ -81,9 +82,11 @@ class Sampler:
             oracle_tokens(request_ids=request_ids, positions=positions, vocab_size=self._vocab_size, out=out)
             return out
         if self._kind == "content" and content is not None:
-            words = scramble(content ^ self._salt)
+            words = splitmix64_words(content ^ self._salt)
         else:
-            words = scramble(scramble(request_ids.view(np.uint64) ^ self._salt) ^ positions.view(np.uint64))
+            words = splitmix64_words(
+                splitmix64_words(request_ids.view(np.uint64) ^ self._salt) ^ positions.view(np.uint64)
+            )
         return (words % np.uint64(self._vocab_size)).astype(np.int64)
 
 

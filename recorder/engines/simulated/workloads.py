@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from ....kernels.arrays import Int32Array, Int64Array
+from ....kernels.ops.hash.reference import splitmix64_words
 from .config import WorkloadError
-from .pools import scramble
 from .requests import NEVER, RequestSpec
 
 MAX_PRIORITIES: Final = 1 << 20
@@ -244,8 +244,8 @@ class FileWorkload:
 def block_tokens(hashes: Int64Array, *, seed: int, vocab_size: int) -> Int32Array:
     """Return the tokens of blocks, 512 for each hash, `[512 * n] int32`."""
     offsets = np.arange(BLOCK_TOKENS, dtype=np.uint64)
-    base = scramble(hashes.view(np.uint64) ^ (np.uint64(seed & 0xFFFFFFFF) << np.uint64(24)))
-    words = scramble(base[:, None] + offsets)
+    base = splitmix64_words(hashes.view(np.uint64) ^ (np.uint64(seed & 0xFFFFFFFF) << np.uint64(24)))
+    words = splitmix64_words(base[:, None] + offsets)
     return (words % np.uint64(vocab_size)).astype(np.int32).reshape(-1)
 
 
