@@ -30,8 +30,8 @@ class StepCost:
 
     def __init__(self, apart: Sequence[str] = ()) -> None:
         self._apart = tuple(apart)
-        self._log = array("q")
-        self.spent: Callable[[int], None] = self._log.append
+        self.log = array("q")
+        self.spent: Callable[[int], None] = self.log.append
         self._kinds: dict[tuple[str, int], int] = {}
         self._mode: Any = None
         self._rows = -1
@@ -55,13 +55,13 @@ class StepCost:
 
     def same_step(self) -> None:
         """Begin another step of the last one's kind."""
-        if len(self._log) > 2 * ENTRIES_KEPT:
-            del self._log[:-ENTRIES_KEPT]
+        if len(self.log) > 2 * ENTRIES_KEPT:
+            del self.log[:-ENTRIES_KEPT]
         self.spent(self._begins)
 
     def forget(self) -> None:
         """Keep nothing of what was spent so far: no step is counted, since nothing is recorded."""
-        del self._log[:]
+        del self.log[:]
 
     def summary(self) -> dict[str, Any]:
         """Return steps, and the nanoseconds of engine thread that the median and the slowest hundredth of them took.
@@ -72,7 +72,7 @@ class StepCost:
         """
         import numpy as np
 
-        log = self._log[:]  # the engine's thread may go on, and cannot append to what numpy is reading
+        log = self.log[:]  # the engine's thread may go on, and cannot append to what numpy is reading
         values, places = np.divmod(np.array(log, np.int64), PLACES)
         begins = np.flatnonzero(places == BEGINS)
         if len(begins) < 2:

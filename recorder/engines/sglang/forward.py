@@ -121,8 +121,10 @@ def _written(batch: Any, size: int) -> Int64Array:
     return written
 
 
-def lens_of(batch: Any, mode: str) -> Lens:
-    """Return how much of each request is in the cache and how much is added, of a mode that goes by lengths."""
+def lens_of(batch: Any, mode: str, positions: Any) -> Lens:
+    """Return how much of each request is in the cache and how much is added; as `prefix_and_extend`, on the device."""
+    if mode in ("decode", "idle"):
+        return Lens(positions, None, None, 1)
     if mode == "target_verify":
         return Lens(batch.seq_lens.contiguous(), None, None, int(batch.spec_info.draft_token_num))
     extend = batch.extend_seq_lens.contiguous()
@@ -135,13 +137,12 @@ class DeviceForwards:
     """Records what a forward is about to read and write, in the engine's own tensors, of which nothing is read here."""
 
     def __init__(self, capture: DeviceCapture) -> None:
-        self._before = capture.before
+        self.before = capture.before
         self._where = capture.frames.device
         self._device: int = capture.frames.get_device()  # -1 for the CPU
         self._modes: dict[int, tuple[Any, str]] = {}  # by the id of an engine's mode, of which there are few
         self._engine_mode: Any = None  # the last one
         self._mode = ""
-        self._by_position = False
 
     def record(self, runner: int, batch: Any, known: KnownBatch, truth_lens: bytes) -> int:
         """Have a forward captured and return its number.
@@ -158,11 +159,11 @@ class DeviceForwards:
             ids, positions, loc = _present(rows, None if has_embeddings(batch) else ids, positions, loc)
         if not (rows.is_contiguous() and ids.is_contiguous() and positions.is_contiguous() and loc.is_contiguous()):
             rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
-        lens = Lens(positions, None, None, 1) if self._by_position else lens_of(batch, mode)
+        lens = lens_of(batch, mode, positions)
         for part in (rows, ids, loc, positions, *lens[:3]):
             if part is not None and part.get_device() != self._device:
                 raise ValueError(f"a tensor of the batch is on {part.device}, the tables on {self._where}")
-        return self._before(
+        return self.before(
             DeviceForward(
                 mode=mode,
                 runner=runner,
@@ -190,8 +191,6 @@ class DeviceForwards:
                 self._modes.clear()
             known = self._modes[id(mode)] = (mode, found)
         self._engine_mode, self._mode = known
-        # EAGLE's draft leaves seq_lens as they were before the first of its steps.
-        self._by_position = self._mode in ("decode", "idle")
 
 
 def _present(rows: Any, ids: Any, positions: Any, loc: Any) -> tuple[Any, Any, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.capture import DeviceCapture
-from ...capture.device.forward import FrameInFlight, Lens
+from ...capture.device.forward import FrameInFlight
 from ..common.hooking import Finish, OnFault, then
 from .forward import MODES, has_embeddings, lens_of
 from .layers import backend_around
@@ -140,7 +140,7 @@ class InsideModels:
             return original(*args, **kwargs)
         end: Callable[[], None] | None = None
         try:
-            end = self._begin(runner, device, args, kwargs)
+            end = self.begin(runner, device, args, kwargs)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
             self._fail(error)
         self._depth += 1
@@ -159,7 +159,7 @@ class InsideModels:
         self.off = True
         self._on_fault("on_inside", error)
 
-    def _begin(
+    def begin(
         self, runner: Any, device: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], None] | None:
         """Launch what belongs before a model's first layer, and return what launches the rest; None for nothing."""
@@ -248,7 +248,7 @@ def model_input(batch: Any, mode: str, args: tuple[Any, ...], kwargs: dict[str, 
     if ids is None or positions is None or loc is None or not rows.numel() or ids.ndim != 1 or positions.ndim != 1:
         return None
     rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
-    lens = Lens(positions, None, None, 1) if mode in ("decode", "idle") else lens_of(batch, mode)
+    lens = lens_of(batch, mode, positions)
     lens.check(int(rows.numel()))
     return ModelInput(
         rows=rows,

@@ -58,7 +58,7 @@ class SglangRecording:
         if not on_gpu(self.layout.tables[0]):
             unread = not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
             header = dataclasses.replace(header, not_watched=(*header.not_watched, *unread))
-        self._requests = SglangRequests(exact_ids=header.oracle is not None)
+        self.requests = SglangRequests(exact_ids=header.oracle is not None)
         tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
         settings.folder.mkdir(parents=True, exist_ok=True)
         self.recorder = begin_new(
@@ -71,8 +71,8 @@ class SglangRecording:
         self.transfers = SglangTransfers(self.layout, self.recorder, self.histories)
         self.retracting = False
         self.restores = True  # whether what is retracted meanwhile gets its KV back
-        self._batches = BatchLookup(self._requests)
-        self.results = StepResults(self.recorder, self._batches)
+        self.batches = BatchLookup(self.requests)
+        self.results = StepResults(self.recorder, self.batches)
         self._capture = self.recorder.capture if isinstance(self.recorder, DeviceRecorder) else None
         # Bound once: each step would make it anew otherwise, and leave it to the collector of garbage.
         self._on_device = None if self._capture is None else DeviceForwards(self._capture).record
@@ -83,7 +83,7 @@ class SglangRecording:
         self.reqs: list[Any] = []
         # Of the batch that runs, what says that its last rows are beams, and whose; and whose beam each row was last.
         self.beam_tail: Any = None
-        self._members: list[str] = []
+        self.members: list[str] = []
         self._beams: dict[int, SglangRequest] = {}
         logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
 
@@ -139,7 +139,7 @@ class SglangRecording:
 
     def see(self, req: Any) -> SglangRequest:
         """Return a request of the engine's; a new one is recorded."""
-        known, new = self._requests.see(req)
+        known, new = self.requests.see(req)
         if new:
             prompt_len, room = len(req.origin_input_ids), room_of(req)
             self.recorder.request(request_id=known.request_id, name=req.rid, prompt_len=prompt_len, room=room)
@@ -151,8 +151,8 @@ class SglangRecording:
         Raises:
             ValueError: a batch that cannot be recorded.
         """
-        rids = batch.rids if not self._members else [*(batch.rids or ()), *self._members]
-        known = self._batches.of(rids, bs)
+        rids = batch.rids if not self.members else [*(batch.rids or ()), *self.members]
+        known = self.batches.of(rids, bs)
         if getattr(batch, "spec_info", batch) is not None:  # a speculative worker may append what it has verified
             self.results.moment += 1
         if self._on_device is not None:
@@ -220,7 +220,7 @@ class SglangRecording:
             runner=layout,
             layout=self.layout,
             request_ids=known.ids,
-            truth=self._requests.truth(known.rids, known.rows),
+            truth=self.requests.truth(known.rids, known.rows),
             forward_mode=forward_mode,
         )
         for history in self.histories:
@@ -231,7 +231,7 @@ class SglangRecording:
         """Record a forward whose model has been called with `batch`; return what completes it after the last layer."""
         recorder: Any = self.recorder
         self._outside, self._begun_inside = None, True
-        self._on_host(batch, layout, self._batches.of(outer.rids, batch.req_pool_indices.numel()), forward_mode)
+        self._on_host(batch, layout, self.batches.of(outer.rids, batch.req_pool_indices.numel()), forward_mode)
         mode = mode_of(forward_mode)
 
         def look() -> None:
@@ -283,11 +283,11 @@ class SglangRecording:
     def runs_beams(self, batch: Any) -> None:
         """Get to know the rows behind those of a batch's requests: beams, which have no name but their leader's."""
         self.beam_tail = batch.beam_tail
-        self._members = []
+        self.members = []
         for entry in () if self.beam_tail is None else self.beam_tail.entries:
             leader = self.see(batch.reqs[entry.leader_idx])
             rows = entry.group.member_rows_cpu.tolist()
-            self._members += [leader.req.rid] * len(rows)
+            self.members += [leader.req.rid] * len(rows)
             for row in rows:
                 if self._beams.get(row) is not leader:
                     self._beams[row] = leader
@@ -304,10 +304,10 @@ class SglangRecording:
         if finished or ends is not None:
             reason = type(req.finished_reason if finished else ends).__name__
             status = "aborted" if "ABORT" in reason else "finished"
-            self._requests.drop(req)
+            self.requests.drop(req)
         else:
             status, reason = ("retracted", "") if self.retracting else ("aborted", "row freed before the end")
-        self.recorder.request_status(request_id=self._requests.id_of(req), status=status, row=row, note=reason)
+        self.recorder.request_status(request_id=self.requests.id_of(req), status=status, row=row, note=reason)
         if status == "retracted" and self.restores and self.recorder.header.role == "decode":
             self.recorder.lost("a decode engine restores a retracted request's KV from the host, which is not recorded")
 

@@ -164,11 +164,11 @@ class KnownBatch:
         "_ids",
         "_prompt_lens",
         "_prompts",
-        "_requests",
         "_truth",
         "lens",
         "moment",
         "outputs",
+        "requests",
         "rids",
         "rows",
         "version",
@@ -180,9 +180,9 @@ class KnownBatch:
         self.version = requests.version
         found = list(map(requests.get, self.rids[:rows]))
         known = None not in found
-        self._requests: list[SglangRequest] = found if known else []  # type: ignore[assignment]  # no None in it
-        self._prompts = list(map(_PROMPT, self._requests))
-        self.outputs: list[Any] | None = list(map(_OUTPUT, self._requests)) if known else None
+        self.requests: list[SglangRequest] = found if known else []  # type: ignore[assignment]  # no None in it
+        self._prompts = list(map(_PROMPT, self.requests))
+        self.outputs: list[Any] | None = list(map(_OUTPUT, self.requests)) if known else None
         self._ids: Int64Array | None = None if known else requests.ids(self.rids, rows)
         self._truth: list[TokenLists] | None = None
         self._prompt_lens: Int64Array | None = None
@@ -205,7 +205,7 @@ class KnownBatch:
         """`[rows]`, -1 for padding."""
         if self._ids is None:
             self._ids = np.full(self.rows, -1, np.int64)
-            self._ids[: len(self._requests)] = [request.request_id for request in self._requests]
+            self._ids[: len(self.requests)] = [request.request_id for request in self.requests]
         return self._ids
 
     @property
@@ -216,7 +216,7 @@ class KnownBatch:
         return self._truth
 
     def _parts(self) -> Iterable[tuple[SglangRequest, Any, Any]]:
-        return zip(self._requests, self._prompts, self.outputs or (), strict=True)
+        return zip(self.requests, self._prompts, self.outputs or (), strict=True)
 
     @property
     def known_lens(self) -> Int64Array:
@@ -229,7 +229,7 @@ class KnownBatch:
         """Say whether the scheduler keeps tokens in other lists than it did."""
         if self.outputs is None:
             return False
-        prompts, outputs = map(_PROMPT, self._requests), map(_OUTPUT, self._requests)
+        prompts, outputs = map(_PROMPT, self.requests), map(_OUTPUT, self.requests)
         kept = zip(prompts, self._prompts, outputs, self.outputs, strict=True)
         return any(prompt is not had or output is not grew for prompt, had, output, grew in kept)
 

@@ -38,7 +38,7 @@ class StepResults:
         self._taken: tuple[int, KnownBatch, bytes] | None = None
         # By id of the result, oldest first. The weak reference tells a result from a later one at the same address, and
         # keeps no tensor alive.
-        self._results: dict[int, tuple[ref[Any], RunForward]] = {}
+        self.by_result: dict[int, tuple[ref[Any], RunForward]] = {}
         self.moment = 0  # between two, the scheduler appends no token to any request's
         # Micro-batches without a result yet, by id of the batch, which is held, so that ids stay its own.
         self._launched: dict[int, tuple[Any, RunForward | None]] = {}
@@ -51,7 +51,7 @@ class StepResults:
         self.last_target = None
         if result is None:
             return
-        results = self._results
+        results = self.by_result
         results[id(result)] = (ref(result), last)
         if len(results) > MAX_OUTSTANDING:
             del results[next(iter(results))]
@@ -61,7 +61,7 @@ class StepResults:
 
         Nothing is known of a result that no forward of this process is known to have.
         """
-        ran = self._results.pop(id(result), None)
+        ran = self.by_result.pop(id(result), None)
         moment = self.moment
         self.moment = moment + 1
         if ran is None or ran[0]() is not result:
@@ -97,7 +97,7 @@ class StepResults:
         """Note which forward a micro-batch ran."""
 
         def note(returned: Any) -> None:
-            ran = self._results.pop(id(returned[0]), None)
+            ran = self.by_result.pop(id(returned[0]), None)
             if ran is None or ran[0]() is not returned[0]:
                 return
             copied = None if mb_metadata is None else getattr(mb_metadata[mb_id], "fwd_batch", None)
@@ -113,5 +113,5 @@ class StepResults:
         """Note that a result is the one of the forward that this batch ran."""
         _, ran = self._launched.pop(id(batch), (None, None))
         if ran is not None and result is not None:
-            self._results[id(result)] = (ref(result), ran)
+            self.by_result[id(result)] = (ref(result), ran)
         return None

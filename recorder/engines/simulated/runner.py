@@ -101,7 +101,7 @@ class ForwardRunner:
     def __init__(self, recorder: Recorder, memory: KvMemory, model: Model, counters: Counters) -> None:
         self._recorder = recorder
         self._memory = memory
-        self._model = model
+        self.model = model
         self.attention = AttentionBackend(memory)
         self._counters = counters
 
@@ -133,7 +133,7 @@ class ForwardRunner:
         self._recorder.attention(
             AttentionInput(seq_lens=attention.seq_lens, query_lens=attention.query_lens, slots=attention.reads)
         )
-        return self._model.run(batch, attention)
+        return self.model.run(batch, attention)
 
     def begin(self, batch: Batch) -> None:
         """Record what is about to run."""

@@ -113,9 +113,7 @@ def test_no_kernel_gets_the_address_of_a_tensor_that_is_elsewhere() -> None:
         forwards.record(0, batch, KnownBatch, b"")
     assert not launched
     frames.get_device = lambda: -1
-    assert (
-        DeviceForwards(SimpleNamespace(before=forwards._before, frames=frames)).record(0, batch, KnownBatch, b"") == 7
-    )
+    assert DeviceForwards(SimpleNamespace(before=forwards.before, frames=frames)).record(0, batch, KnownBatch, b"") == 7
 
 
 def test_a_frame_that_cannot_be_read_leaves_the_engine_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +135,8 @@ def test_a_frame_that_cannot_be_read_leaves_the_engine_alone(tmp_path: Any, monk
 
 def test_a_list_that_the_scheduler_replaces_is_looked_up_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     attachment, _ = record(monkeypatch, tmp_path, history="off")
-    batches = attachment.recording._batches
-    req = batches.last._requests[0].req
+    batches = attachment.recording.batches
+    req = batches.last.requests[0].req
     attachment.recording.see(req)  # it was over
     args = ([req.rid], 1)
     last = batches.of(*args)

@@ -281,12 +281,12 @@ def test_what_changes_after_the_model_and_before_the_forward_ends_is_no_write(
 def test_a_graph_that_is_not_looked_into_is_taken_down_outside(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_inside, "MAX_TICKETS", 3)  # one is nobody's, the last are of what runs outside of graphs
     monkeypatch.setattr(sglang_inside.InsideModels, "in_graphs", lambda self, backend: False)
-    first = sglang_inside.InsideModels._begin
+    first = sglang_inside.InsideModels.begin
 
     def no_graph(self: Any, *told: Any) -> Any:
         return None if self._capturing is not None else first(self, *told)
 
-    monkeypatch.setattr(sglang_inside.InsideModels, "_begin", no_graph)
+    monkeypatch.setattr(sglang_inside.InsideModels, "begin", no_graph)
     path, forwards = serve(monkeypatch, tmp_path, width=4)
     assert verdict(path) == "clean"
     assert [event.scalar("attention_watched") for event in forwards] == [3, 3, 3, 0, 0, 0, 0, 0, 0]

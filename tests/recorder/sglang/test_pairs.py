@@ -175,18 +175,18 @@ def test_what_lands_in_the_hosts_memory_is_said_to_be_lost(sides: Callable[[str]
 
 def test_an_idle_side_keeps_nothing_of_what_its_rounds_cost(sides: Callable[[str], Side]) -> None:
     decode = sides("decode")
-    kept = len(decode.attachment.cost._log)
+    kept = len(decode.attachment.cost.log)
     for _ in range(50):
         decode.scheduler.disagg_decode_transfer_queue.extend([])
-    assert len(decode.attachment.cost._log) == kept
+    assert len(decode.attachment.cost.log) == kept
     prefill = sides("prefill")
     req = prefill.request(42, SimpleNamespace(poll=lambda: 3))
     prefill.scheduler.step([req])
     prefill.scheduler.send_kv_chunk(req, last_chunk=True)
-    kept = len(prefill.attachment.cost._log)
+    kept = len(prefill.attachment.cost.log)
     for _ in range(50):
         req.disagg_kv_sender.poll()  # type: ignore[attr-defined]
-    assert len(prefill.attachment.cost._log) == kept
+    assert len(prefill.attachment.cost.log) == kept
 
 
 def test_what_lies_before_a_window_is_received_from_nobody() -> None:

@@ -124,7 +124,7 @@ def test_hooks_that_are_called_without_a_recording_keep_nothing() -> None:
     for _ in range(100):
         model(lambda *_: None, None, None)
         other(lambda: None)
-    assert len(attachment.cost._log) < 5
+    assert len(attachment.cost.log) < 5
 
 
 def test_each_hook_adds_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:

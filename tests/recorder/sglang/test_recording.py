@@ -201,9 +201,9 @@ def test_a_result_of_another_stage_tells_no_sample(tmp_path: Path, monkeypatch: 
     session = attachment.recording
     own, other, req = Result(None), Result(None), Request("r9", [1, 2], 3)
     session.see(req)
-    target = session.results.last_target = (11, session._batches.of(["r9"], 1))
+    target = session.results.last_target = (11, session.batches.of(["r9"], 1))
     session.results.ran(own, None)
-    results = session.results._results
+    results = session.results.by_result
     results[id(other)] = results.pop(id(own))  # the address is used again
     assert not session.results.takes(other)
     session.results.took(other, None)

@@ -70,7 +70,7 @@ def test_who_gives_a_row_back_does_not_take_the_place_of_who_has_its_name(attach
     session = attached.recording
     session.got_row(new)
     session.gave_row_back(old, 1)
-    assert session._requests.get("r").req is new
+    assert session.requests.get("r").req is new
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,11 @@ def test_a_beams_tokens_are_unknown_and_its_rows_are_its_leaders(attached: Any) 
     session = attached.recording
     tail = SimpleNamespace(entries=[SimpleNamespace(group=group, leader_idx=0)])
     batch = SimpleNamespace(reqs=[leader, other], beam_tail=tail)
-    before = session._batches.of(["wide", "other"], 2).output_lens(7)
+    before = session.batches.of(["wide", "other"], 2).output_lens(7)
     for _ in range(2):
         attached.on_run(scheduler, batch)
-    rids = ["wide", "other", *session._members]
-    known = session._batches.of(rids, 3)
+    rids = ["wide", "other", *session.members]
+    known = session.batches.of(rids, 3)
     ids = [request_id_of(name, signed=False) for name in ("wide", "other", "wide")]
     assert known.ids.tolist() == ids
     assert [source.tokens(0, 4).tolist() for source in known.truth or ()] == [
@@ -157,7 +157,7 @@ def test_a_beams_tokens_are_unknown_and_its_rows_are_its_leaders(attached: Any) 
     tokens, lens = known.sampled(np.zeros(3, np.int64).tobytes(), known.output_lens(8))
     assert (tokens.tolist(), lens.tolist()) == ([-1, other.output_ids[0], -1], [1, 1, 1])
     attached.on_run(scheduler, SimpleNamespace(reqs=[leader, other], beam_tail=None))
-    assert session._members == []
+    assert session.members == []
     _, events = judged(attached)
     given = [view for view in events if view.kind == "status" and view.scalar("note") == "beam"]
     assert [(view.scalar("request_id"), view.ints("req_pool_indices").tolist()) for view in given] == [(ids[0], [ROW])]

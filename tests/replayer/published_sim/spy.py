@@ -57,7 +57,7 @@ class Spy:
             self._hook_copies(pool)
 
     def _hook_forwards(self, engine: SimulatedEngine) -> None:
-        runner, model, seen = engine.runner, engine.runner._model, self.seen
+        runner, model, seen = engine.runner, engine.runner.model, self.seen
         begin, run = runner.begin, model.run
 
         def spied_begin(batch: Batch) -> None:
