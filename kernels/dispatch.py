@@ -44,14 +44,6 @@ class ArraySpec:
     packed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TupleSpec:
-    """What a loop's parameter of several arrays of one kind must be; who has fewer passes empty ones behind them."""
-
-    item: ArraySpec
-    length: int
-
-
 In64 = Annotated[npt.NDArray[np.int64], ArraySpec("int64", 1, False)]
 Out64 = Annotated[npt.NDArray[np.int64], ArraySpec("int64", 1, True)]
 In64x2 = Annotated[npt.NDArray[np.int64], ArraySpec("int64", 2, False)]
@@ -70,8 +62,8 @@ Out8x2 = Annotated[npt.NDArray[np.uint8], ArraySpec("uint8", 2, True)]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Each primitive with the body that replaces it in compiled code (None: its own), and whether its callers take it in.
-_PRIMITIVES: Final[list[tuple[Callable[..., Any], Callable[..., Any] | None, bool]]] = []
+# What makes each primitive callable from compiled code, given numba.
+_PRIMITIVES: Final[list[Callable[[Any], None]]] = []
 _PACKED: Final[set[Callable[..., Any]]] = set()
 _registered = 0
 _telling: Final[dict[Callable[..., Any], Callable[[], None]]] = {}
@@ -89,10 +81,21 @@ def primitive(compiled: Callable[..., Any] | None = None, *, inlined: bool = Fal
     """
 
     def mark(function: _F) -> _F:
-        _PRIMITIVES.append((function, compiled, inlined))
+        def register(numba: Any) -> None:
+            if compiled is None:
+                numba.extending.register_jitable(forceinline=inlined)(function)
+            else:
+                numba.extending.overload(function, strict=False)(_always(compiled))
+
+        _PRIMITIVES.append(register)
         return function
 
     return mark
+
+
+def register_with_numba(register: Callable[[Any], None]) -> None:
+    """Have `register(numba)` called before loops are compiled, for a primitive that says how it is compiled itself."""
+    _PRIMITIVES.append(register)
 
 
 def packed(loops: _F) -> _F:
@@ -153,11 +156,11 @@ def _compile(loops: Callable[..., Any]) -> Callable[..., Any]:
         path = _machine_code_path(loops)
         function = None
         if path is not None:
-            function = native.load(path, path.stem, _parameters(loops), lambda: _numba_form(loops))
+            function = native.load(path, path.stem, _parameters(loops), lambda: _numba_caller(loops))
         if function is None:
-            function = _numba_form(loops)
             if path is not None:
-                native.keep(path, path.stem, function, _parameters(loops))
+                native.keep(path, path.stem, _numba_form(loops), _parameters(loops))
+            function = _numba_caller(loops)
         _compiled[loops] = function
         return function
 
@@ -183,6 +186,31 @@ def _numba_form(loops: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             config.CACHE_DIR = before
         return function
+
+
+def _numba_caller(loops: Callable[..., Any]) -> Callable[..., Any]:
+    """Return numba's form, called with named tuples of arrays of any layout: numba converts arrays, but none in a tuple."""
+    function, parameters = _numba_form(loops), _parameters(loops)
+    if not any(isinstance(parameter, list) for parameter in parameters):
+        return function
+
+    def run(*args: Any) -> None:
+        given = list(args)
+        for index, parameter in enumerate(parameters):
+            if isinstance(parameter, list):
+                arrays = zip(args[index], parameter, strict=True)
+                given[index] = type(args[index])(*(_as_declared(array, spec) for array, spec in arrays))
+        function(*given)
+
+    return run
+
+
+def _as_declared(array: npt.NDArray[Any], spec: native.Array) -> npt.NDArray[Any]:
+    """Return a field of a named tuple as its type says: contiguous, and read-only if it is not written."""
+    if not spec.written:
+        array = np.ascontiguousarray(array).view()
+        array.flags.writeable = False
+    return array
 
 
 def _import_numba() -> Any:
@@ -252,11 +280,7 @@ def _register_primitives(numba: Any) -> None:
     """Make every primitive that was marked since the last call callable from compiled code."""
     global _registered
     while _registered < len(_PRIMITIVES):
-        function, compiled, inlined = _PRIMITIVES[_registered]
-        if compiled is None:
-            numba.extending.register_jitable(forceinline=inlined)(function)
-        else:
-            numba.extending.overload(function, strict=False)(_always(compiled))
+        _PRIMITIVES[_registered](numba)
         _registered += 1
 
 
@@ -277,21 +301,30 @@ def _parameters(loops: Callable[..., Any]) -> list[native.Parameter]:
             parameters.append(None)
         elif isinstance(spec, ArraySpec):
             parameters.append(replace(spec, packed=loops in _PACKED))
-        elif isinstance(spec, TupleSpec):
-            parameters.append((replace(spec.item, packed=loops in _PACKED), spec.length))
+        elif isinstance(hint, type) and issubclass(hint, tuple):  # a NamedTuple of arrays
+            parameters.append([replace(one, packed=True) for one in _array_specs(hint)])
         else:
             raise TypeError(f"{loops.__name__}: parameter {name} has type {hint}, expected int or an array type")
     return parameters
 
 
+def _array_specs(named_tuple: type) -> list[ArraySpec]:
+    hints = typing.get_type_hints(named_tuple, include_extras=True)
+    return [hint.__metadata__[0] for hint in hints.values()]
+
+
 def _signature(loops: Callable[..., Any], types: Any) -> Any:
     """Build the compiled signature from the parameters; any stride unless packed, read-only where not written."""
     arguments = []
-    for parameter in _parameters(loops):
+    hints = typing.get_type_hints(loops, include_extras=True)
+    for parameter, hint in zip(_parameters(loops), hints.values(), strict=False):  # the last hint is what it returns
         if parameter is None:
             arguments.append(types.int64)
-        elif isinstance(parameter, tuple):
-            arguments.append(types.UniTuple(_array_type(parameter[0], types), parameter[1]))
+        elif isinstance(parameter, list):
+            fields = [_array_type(one, types) for one in parameter]
+            alike = len(set(fields)) == 1  # numba has a type of its own for those
+            named = types.NamedUniTuple(fields[0], len(fields), hint) if alike else types.NamedTuple(fields, hint)
+            arguments.append(named)
         else:
             arguments.append(_array_type(parameter, types))
     return types.void(*arguments)

@@ -58,8 +58,8 @@ class Array(Protocol):
         """Whether it must be C-contiguous."""
 
 
-# A parameter: None for an int64, an array, or a tuple of as many arrays of a kind.
-Parameter = Array | None | tuple[Array, int]
+# A parameter: None for an int64, an array, or those of a named tuple.
+Parameter = Array | None | list[Array]
 
 
 def usable() -> bool:
@@ -123,6 +123,7 @@ def _caller(
     places = [index for index, parameter in enumerate(parameters) if parameter is None]
     pack = struct.Struct(f"={len(places)}q").pack
     count, types = len(parameters), _types()
+    named_tuples = [index for index, parameter in enumerate(parameters) if isinstance(parameter, list)]
     one = places[0] if len(places) == 1 else -1
     pick: Callable[..., Any] = itemgetter(*places) if len(places) > 1 else lambda _: ()
 
@@ -132,11 +133,22 @@ def _caller(
                 numbers = pack(args[one]) if one >= 0 else pack(*pick(args))
             except struct.error:  # no integer, or none of 64 bits
                 numbers = None
-            if numbers is not None and entry(types, args, numbers) in _DONE:
+            if numbers is not None and entry(types, _plain(args, named_tuples), numbers) in _DONE:
                 return
         other()(*args, **named)
 
     return run
+
+
+def _plain(args: tuple[Any, ...], named_tuples: list[int]) -> tuple[Any, ...]:
+    """Return the arguments with named tuples as tuples, which is the type that an entry knows."""
+    if not named_tuples:
+        return args
+    plain = list(args)
+    for index in named_tuples:
+        if isinstance(plain[index], tuple):
+            plain[index] = tuple(plain[index])
+    return tuple(plain)
 
 
 @functools.cache
@@ -276,13 +288,12 @@ def entry_source(function: str, entry: str, parameters: Sequence[Parameter]) -> 
             numbers += 1
             continue
         thing = load_at("%args", _TUPLE_ITEMS + 8 * index, "ptr")
-        if not isinstance(parameter, tuple):
+        if not isinstance(parameter, list):
             array(parameter, thing)
             continue
-        spec, length = parameter
         require_type(thing, _HEADER - 8, "tuple")
-        require("i64", load_at(thing, _TUPLE_SIZE, "i64"), str(length))
-        for item in range(length):
+        require("i64", load_at(thing, _TUPLE_SIZE, "i64"), str(len(parameter)))
+        for item, spec in enumerate(parameter):
             array(spec, load_at(thing, _TUPLE_ITEMS + 8 * item, "ptr"))
     declared = [text.split()[0] for text in given]
     return "\n".join(

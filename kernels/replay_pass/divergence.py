@@ -3,19 +3,20 @@
 import numpy as np
 import numpy.typing as npt
 
-from ..dispatch import In32x2, In64, Out8x2, Out32, Out32x2, Out64, Out64x2, primitive, select
-from .cells import (
+from ..dispatch import In32x2, In64, Out8x2, Out64, primitive, select
+from .entries import (
     FIRST,
     HI,
     LO,
     NO_SLOTS,
     OTHER_SLOTS,
-    Cells,
+    EntryStates,
+    SlotTable,
     drop_range,
     link,
-    next_pending,
-    push_range,
-    settle,
+    make_range_due,
+    mark_verified,
+    next_due,
 )
 
 Int64Array = npt.NDArray[np.int64]
@@ -58,96 +59,73 @@ def swa_divergence(
 
 
 @primitive()
-def leave_cells(kinds: Out8x2, book: Out64x2, row: int, start: int, end: int) -> None:
+def uncount(kinds: Out8x2, states: EntryStates, row: int, start: int, end: int) -> None:
     """Take the cells `start .. end - 1` out of their row's figures."""
     for position in range(start, end):
         kind = int(kinds[row, position])
         if kind != 0:
-            book[row, NO_SLOTS + kind - 1] -= 1
+            states.rows[row, NO_SLOTS + kind - 1] -= 1
             kinds[row, position] = 0
 
 
+@primitive()
 def watched_divergence_loops(
-    rows: In64,
-    starts: In64,
-    ends: In64,
-    req_to_token: In32x2,
-    lut: In64,
-    heads: Out32,
-    links: Out32x2,
-    pending: Out8x2,
-    counts: Out32x2,
-    book: Out64x2,
-    kinds: Out8x2,
-    figures: Out64,
+    rows: In64, starts: In64, ends: In64, table: SlotTable, states: EntryStates, kinds: Out8x2, figures: Out64
 ) -> None:
-    """Count as `swa_divergence_loops` does, looking only at cells that are new or whose full slot's entry changed."""
+    """Add up what `swa_divergence_loops` counts, of cells that are new or whose full slot's entry changed."""
+    width, lut = table.req_to_token.shape[1], table.lut
     for r in range(rows.shape[0]):
         row = int(rows[r])
-        if row <= 0 or row >= book.shape[0]:
+        if row <= 0 or row >= states.rows.shape[0]:
             continue
-        end = max(0, min(int(ends[r]), req_to_token.shape[1]))
+        end = max(0, min(int(ends[r]), width))
         start = min(max(int(starts[r]), 0), end)
-        lo, hi = int(book[row, LO]), int(book[row, HI])
+        lo, hi = int(states.rows[row, LO]), int(states.rows[row, HI])
         if start >= hi or end <= lo:
-            drop_range(pending, counts, book, row, lo, hi)
-            leave_cells(kinds, book, row, lo, hi)
+            drop_range(states, row, lo, hi)
+            uncount(kinds, states, row, lo, hi)
             lo, hi = start, start
-        drop_range(pending, counts, book, row, lo, start)
-        leave_cells(kinds, book, row, lo, min(start, hi))
-        drop_range(pending, counts, book, row, end, hi)
-        leave_cells(kinds, book, row, end, hi)
-        book[row, LO] = start
-        book[row, HI] = end
-        push_range(pending, counts, book, row, start, lo)
-        push_range(pending, counts, book, row, hi, end)
-        position = next_pending(pending, counts, row, max(start, int(book[row, FIRST])), end)
+        drop_range(states, row, lo, start)
+        uncount(kinds, states, row, lo, min(start, hi))
+        drop_range(states, row, end, hi)
+        uncount(kinds, states, row, end, hi)
+        states.rows[row, LO] = start
+        states.rows[row, HI] = end
+        make_range_due(states, row, start, lo)
+        make_range_due(states, row, hi, end)
+        position = next_due(states, row, max(start, int(states.rows[row, FIRST])), end)
         while position < end:
-            settle(pending, counts, book, row, position)
-            leave_cells(kinds, book, row, position, position + 1)
-            slot = int(req_to_token[row, position])
+            mark_verified(states, row, position)
+            uncount(kinds, states, row, position, position + 1)
+            slot = int(table.req_to_token[row, position])
             if 0 <= slot < lut.shape[0]:
-                link(heads, links, row * req_to_token.shape[1] + position, slot)
+                link(states, row * width + position, slot)
                 if lut[slot] == 0:
                     kinds[row, position] = 1
-                    book[row, NO_SLOTS] += 1
+                    states.rows[row, NO_SLOTS] += 1
                 elif lut[slot] != slot:
                     kinds[row, position] = 2
-                    book[row, OTHER_SLOTS] += 1
-            position = next_pending(pending, counts, row, position + 1, end)
-        figures[0] += book[row, NO_SLOTS]
-        figures[1] += book[row, OTHER_SLOTS]
+                    states.rows[row, OTHER_SLOTS] += 1
+            position = next_due(states, row, position + 1, end)
+        figures[0] += states.rows[row, NO_SLOTS]
+        figures[1] += states.rows[row, OTHER_SLOTS]
 
 
 def watched_divergence(
-    cells: Cells,
+    states: EntryStates,
     *,
     rows: Int64Array,
     starts: Int64Array,
     ends: Int64Array,
-    req_to_token: npt.NDArray[np.int32],
-    lut: Int64Array,
+    table: SlotTable,
     kinds: npt.NDArray[np.uint8],
     backend: str = "cpu",
 ) -> tuple[int, int]:
     """Return what `swa_divergence` does, keeping what is known of each cell from call to call.
 
-    `cells` are linked by full slot (`len(lut)` of them) and must be told of every change of the two tables; `kinds`
+    `states` are linked by full slot (`len(table.lut)` of them), and every change of the two tables makes them due; `kinds`
     `[rows, width] uint8`, kept between calls: 1 for a cell without a sliding-window slot, 2 for one of another index.
     """
     figures = np.zeros(2, np.int64)
-    select(watched_divergence_loops, backend)(
-        rows,
-        starts,
-        ends,
-        req_to_token,
-        lut,
-        cells.heads,
-        cells.links,
-        cells.pending,
-        cells.counts,
-        cells.book,
-        kinds,
-        figures,
-    )
+    select(watched_divergence_loops, backend)(rows, starts, ends, table, states, kinds, figures)
     return int(figures[0]), int(figures[1])

@@ -1,100 +1,109 @@
-"""The parts of one ordinary forward that no pool group has for itself: its lists, its requests, its rows afterwards."""
+"""Whether a forward is ordinary: its lists fit, its requests run where they should, and no op or check finds anything.
 
-from ..dispatch import In32x2, In64, In64x2, Out64, Out64x2, primitive
-from ..ops.plan.reference import MAX_PLAN_ENTRIES
-from .changes import are_32_bits
-from .layout import COMPLETE, NUM_TABLES
-from .rows import inputs_ordinary, note_row, note_sample, row_ordinary, same_request
+What an op finds is asked of the op: the loops that stepwise replay runs on whole plans run here on what is due.
+"""
+
+from ..constants import RECORD_POSITION, RECORD_TOKEN
+from ..dispatch import In64, InU64x2, Out64, Out64x2, primitive
+from ..ops.hash.kv_source import fold_source_loops
+from ..ops.hash.reference import as_u64
+from ..ops.plan.reference import MAX_PLAN_ENTRIES, plan_writes_loops
+from ..ops.verify.reference import verify_loops
+from ..tokens import contradicts
+from .array_views import int32_rows, int64_rows, uint64_rows
+from .context import Context, ForwardLists, GroupState, RowState, group_state, readers_of, work_of
+from .due import DueEntries, plan_due_loops, watch_forward_loops
+from .entries import EVENT
+from .invalidation import invalidate_slots_loops
+from .layout import (
+    BUFFERS,
+    COMPLETE,
+    FIRST_STREAM,
+    FOUND_COUNT,
+    FROM_START,
+    GROUP_ARRAYS,
+    GROUP_RUNNER,
+    GROUP_TABLE,
+    KV_WORDS,
+    LAUNCHES,
+    MOST_DUE,
+    NUM_BUFFERS,
+    NUM_GROUPS,
+    NUM_STREAMS,
+    NUM_TABLES,
+    NUM_VIOLATIONS,
+    OUT_OF_RANGE,
+    PARTNER_SERIAL,
+    PARTNERS,
+    ROW_ARRAYS,
+    SLOTS_COUNTED,
+    STREAM_BEFORE,
+    STREAM_BUFFER,
+    TABLE_ARRAYS,
+    TOTALS,
+)
+from .ledger import (
+    ALLOC,
+    CONTENT,
+    HELD,
+    OWNER,
+    PADDED_WRITTEN,
+    STAMP,
+    STATE,
+    WRITES_AGAIN,
+    WRITTEN_TWICE,
+    judge_reads_loops,
+    judge_writes_loops,
+)
+from .rows import SEEN, fresh_from, inputs_ordinary, row_ordinary, same_request
+from .state import translate_loops
+from .swa_partners import shared_halves_loops
+from .table_changes import are_32_bits
+
+for _op in (fold_source_loops, plan_writes_loops, verify_loops):
+    primitive()(_op)
 
 
 @primitive()
-def lists_fit(
-    rows: In64,
-    requests: In64,
-    prefixes: In64,
-    extends: In64,
-    known: In64,
-    sampled_lens: In64,
-    sampled: In64,
-    inputs: In64,
-    positions: In64,
-    written: In64,
-    kv_words: int,
-    words_a_token: int,
-    settings: In64,
-) -> int:
+def lists_fit(context: Context, forward: ForwardLists, words_a_token: int) -> int:
     """Say whether a forward's lists have the lengths that they must have, and there is a request at all; 0 or 1."""
-    bs = rows.shape[0]
-    tokens = inputs.shape[0]
-    if bs == 0 or kv_words != tokens * words_a_token:
+    bs, tokens = forward.rows.shape[0], forward.inputs.shape[0]
+    if bs == 0 or forward.kv.shape[0] != tokens * words_a_token:
         return 0
-    if requests.shape[0] != bs or prefixes.shape[0] != bs or extends.shape[0] != bs:
+    if forward.requests.shape[0] != bs or forward.prefixes.shape[0] != bs or forward.extends.shape[0] != bs:
         return 0
-    if positions.shape[0] != tokens or written.shape[0] != tokens * settings[NUM_TABLES]:
+    if forward.positions.shape[0] != tokens or forward.written.shape[0] != tokens * context.settings[NUM_TABLES]:
         return 0
-    if (known.shape[0] != 0 and known.shape[0] != bs) or (sampled_lens.shape[0] != 0 and sampled_lens.shape[0] != bs):
-        return 0
-    left = sampled.shape[0]
-    for r in range(sampled_lens.shape[0]):
-        if sampled_lens[r] < 0 or sampled_lens[r] > left:
+    for lens in (forward.known, forward.sampled_lens):
+        if lens.shape[0] != 0 and lens.shape[0] != bs:
             return 0
-        left -= sampled_lens[r]
-    if left != 0 or are_32_bits(sampled) == 0:
+    left = forward.sampled.shape[0]
+    for r in range(forward.sampled_lens.shape[0]):
+        if forward.sampled_lens[r] < 0 or forward.sampled_lens[r] > left:
+            return 0
+        left -= forward.sampled_lens[r]
+    if left != 0 or are_32_bits(forward.sampled) == 0:
         return 0
-    return are_32_bits(written)
+    return are_32_bits(forward.written)
 
 
 @primitive()
-def runs_are_read(rows: In64, prefixes: In64, run_rows: In64, run_starts: In64, run_counts: In64) -> int:
-    """Say whether every cell that a forward's event tells is of the prefix that its row's request reads; 0 or 1."""
-    for i in range(run_rows.shape[0]):
-        for r in range(rows.shape[0]):
-            if rows[r] == run_rows[i] and run_starts[i] + run_counts[i] > prefixes[r]:
-                return 0
-    return 1
-
-
-@primitive()
-def requests_ordinary(
-    rows: In64,
-    requests: In64,
-    prefixes: In64,
-    extends: In64,
-    known: In64,
-    sampled_lens: In64,
-    inputs: In64,
-    positions: In64,
-    runner: int,
-    offset: int,
-    mode: int,
-    width: int,
-    serial: int,
-    settings: In64,
-    truth: In32x2,
-    last: In64x2,
-    status: In64x2,
-    samples: In64x2,
-    facts: In64x2,
-    told: In64,
-    row_stamps: Out64,
-    lens: Out64,
-) -> int:
+def requests_ordinary(context: Context, forward: ForwardLists, rows: RowState, width: int, lens: Out64) -> int:
     """Say whether each request runs where and how far it should, on the tokens it should; 0 or 1.
 
-    `lens` takes how many tokens of the batch each request has; `width` is that of the narrowest table. `known` is empty
-    where there are no truth tokens.
+    `lens` takes how many tokens of the batch each request has; `width` is that of the narrowest table.
     """
-    tokens = inputs.shape[0]
+    tokens = forward.inputs.shape[0]
     at = 0
     entries = 0
-    for r in range(rows.shape[0]):
-        row = rows[r]
-        request = requests[r]
+    for r in range(forward.rows.shape[0]):
+        row, request, prefix = forward.rows[r], forward.requests[r], forward.prefixes[r]
         lens[r] = 0
-        for i in range(told.shape[0]):  # of padding, too: a check goes by the ids of a batch, whatever their rows
-            if told[i] == request:
+        for i in range(
+            rows.reported.shape[0]
+        ):  # of padding, too: a check goes by the ids of a batch, whatever their rows
+            if rows.reported[i] == request:
                 return 0
-        prefix = prefixes[r]
         if (
             prefix < 0 or prefix > width or prefix > MAX_PLAN_ENTRIES - entries
         ):  # absurd ones are refused, padding's too
@@ -102,26 +111,20 @@ def requests_ordinary(
         entries += prefix
         if row == 0:
             continue
-        extend = extends[r]
-        if row < 0 or row >= row_stamps.shape[0] or row_stamps[row] == serial or request < 0:
+        extend = forward.extends[r]
+        if row < 0 or row >= rows.row_stamps.shape[0] or rows.row_stamps[row] == forward.serial or request < 0:
             return 0
-        row_stamps[row] = serial
+        rows.row_stamps[row] = forward.serial
         if extend < 0 or extend > width - prefix or extend > tokens - at:
             return 0
-        truth_len = known[r] if known.shape[0] > 0 else 0
-        if truth_len < 0 or truth_len > truth.shape[1]:
+        known = forward.known[r] if forward.known.shape[0] > 0 else 0
+        if known < 0 or known > rows.truth.shape[1]:
             return 0
-        sampled = sampled_lens[r] if sampled_lens.shape[0] > 0 else 0
-        if row_ordinary(last, status, row, request, prefix, prefix + extend, sampled, runner, settings[COMPLETE]) == 0:
+        sampled = forward.sampled_lens[r] if forward.sampled_lens.shape[0] > 0 else 0
+        complete = context.settings[COMPLETE]
+        if row_ordinary(rows, forward.runner, row, request, prefix, prefix + extend, sampled, complete) == 0:
             return 0
-        fed = inputs[at : at + extend]
-        placed = positions[at : at + extend]
-        if (
-            inputs_ordinary(
-                fed, placed, row, request, prefix, truth_len, offset, mode, runner, settings, truth, samples, facts
-            )
-            == 0
-        ):
+        if inputs_ordinary(context.settings, forward, rows, r, at, extend, known) == 0:
             return 0
         lens[r] = extend
         at += extend
@@ -129,36 +132,387 @@ def requests_ordinary(
 
 
 @primitive()
-def note_rows(
-    rows: In64,
-    requests: In64,
-    prefixes: In64,
-    lens: In64,
-    sampled_lens: In64,
-    sampled: In64,
-    runner: int,
-    mode: int,
-    forward: int,
-    event: int,
-    last: Out64x2,
-    samples: Out64x2,
-    new_ids: Out64,
-    num_ids: int,
+def due_entries(context: Context, g: int, bs: int, start: int) -> DueEntries:
+    """Return room for a group's plan behind the `start` entries of the groups before it."""
+    memory = work_of(context)
+    counts = memory.counts32
+    return DueEntries(
+        memory.due_slots[start:],
+        memory.due_tokens[start:],
+        memory.due_positions[start:],
+        memory.due_prev_slots[start:],
+        memory.due_marks[start:],
+        counts[:1],
+        counts[1:2],
+        memory.request_offsets[g, : bs + 1],
+    )
+
+
+@primitive()
+def translate_slots(context: Context, forward: ForwardLists, group: GroupState, slots: Out64) -> None:
+    """Give where a forward's tokens go in a group, in the pool's own numbering; beyond the pool if that is unknown."""
+    tokens, number = forward.inputs.shape[0], context.groups[group.number, GROUP_TABLE]
+    named = forward.written[number * tokens : (number + 1) * tokens]
+    if len(group.table.lut) == 0:
+        for i in range(tokens):
+            slots[i] = named[i]
+    else:
+        outside = work_of(context).counters[OUT_OF_RANGE : OUT_OF_RANGE + 1]
+        translate_loops(named, group.table.lut, slots, outside)
+
+
+@primitive()
+def targets_ordinary(
+    context: Context, forward: ForwardLists, group: GroupState, records: Out64x2, slots: In64, seeds: In64
 ) -> int:
-    """Move rows and samples on by a forward; return how many ids `new_ids` holds, those of requests new to their rows."""
-    at = 0
-    for r in range(rows.shape[0]):
-        count = sampled_lens[r] if sampled_lens.shape[0] > 0 else 0
-        at += count
-        row = rows[r]
-        if row == 0:
+    """Say whether tokens go to slots that are theirs, padding to none; -1, or how many slots hold another token by now.
+
+    Tokens of a sliding group may go to no slot, or through a full-to-SWA table to slot 0, if nobody will read them.
+    """
+    memory = work_of(context)
+    offsets, others = memory.write_offsets, memory.others
+    has_lut, found, nowhere = len(group.table.lut) > 0, 0, 0
+    for r in range(forward.rows.shape[0]):
+        for i in range(offsets[r], offsets[r + 1]):
+            slot = slots[i]
+            if slot >= group.num_slots:
+                return -1
+            if slot < 0:
+                if group.window == 0 or has_lut or seeds[r] >= 0 or slots[offsets[r]] >= 0:
+                    return -1
+                continue
+            if slot < group.padding:
+                if slot != 0 or not has_lut:
+                    return -1
+                nowhere += 1
+                continue
+            if group.ledger[slot, ALLOC] > forward.event:
+                return -1
+            if group.writers[slot, 0] > 0 and records[slot, RECORD_TOKEN] != forward.inputs[i]:
+                others[found] = i
+                found += 1
+    for i in range(offsets[forward.rows.shape[0]], slots.shape[0]):
+        if slots[i] > 0 or nowhere > 0:  # nor may padding overwrite what a token left in slot 0
+            return -1
+    return found
+
+
+@primitive()
+def stream_stays(words: InU64x2, forward: ForwardLists, at: int, slots: In64, others: In64, count: int) -> int:
+    """Say whether a write would leave a slot's bytes as they are, and not all zero; 0 or 1.
+
+    `forward.kv` from `at` on holds one stream's bytes of every token. A write that changes nothing may have been lost.
+    """
+    width = words.shape[1]
+    for k in range(count):
+        slot = slots[others[k]]
+        first = at + others[k] * width
+        w = 0
+        anything = 0
+        while w < width and words[slot, w] == forward.kv[first + w]:
+            if forward.kv[first + w] != as_u64(0):
+                anything = 1
+            w += 1
+        if w == width and anything == 1:
+            return 1
+    return 0
+
+
+@primitive()
+def nothing_dropped(context: Context, forward: ForwardLists, group: GroupState, records: Out64x2, slots: In64) -> int:
+    """Say whether no request loses a slot that it holds out of its row, as `DroppedSlots.note` asks; 0 or 1."""
+    memory = work_of(context)
+    offsets, ledger = memory.write_offsets, group.ledger
+    for r in range(forward.rows.shape[0]):
+        for i in range(offsets[r], offsets[r + 1]):
+            position = forward.prefixes[r] + i - offsets[r]
+            before = int(group.table.req_to_token[forward.rows[r], position])
+            if before <= 0 or before >= ledger.shape[0] or before == slots[i]:
+                continue
+            if (
+                ledger[before, OWNER] == forward.requests[r]
+                and ledger[before, STATE] == HELD
+                and ledger[before, STAMP] != forward.serial
+                and ledger[before, CONTENT] > ledger[before, ALLOC]
+                and records[before, RECORD_POSITION] == position
+            ):
+                return 0
+    return 1
+
+
+@primitive()
+def seeds_ordinary(
+    context: Context, forward: ForwardLists, group: GroupState, records: Out64x2, slots: In64, seeds: Out64
+) -> int:
+    """Say whether every chain goes on from a record of the position before; 0 or 1.
+
+    Verify says so of what was due, but never looks at slot 0, from which a chain of the reference goes on all the same.
+    Chains of a sliding group's own table begin anew if their first token goes to no slot.
+    """
+    memory = work_of(context)
+    offsets = memory.write_offsets
+    for r in range(forward.rows.shape[0]):
+        if offsets[r + 1] == offsets[r]:
             continue
-        if same_request(last, row, requests[r]) == 0:
-            new_ids[num_ids] = requests[r]
-            num_ids += 1
-        end = prefixes[r] + lens[r]
-        if runner == 0 and sampled_lens.shape[0] > 0:
-            token = sampled[at - 1] if count > 0 else 0
-            note_sample(samples, row, requests[r], end, count, token, forward, event, mode)
-        note_row(last, row, requests[r], prefixes[r], end, count, event, mode, runner)
-    return num_ids
+        if group.window > 0 and len(group.table.lut) == 0 and slots[offsets[r]] < 0:
+            seeds[r] = -1
+        if forward.prefixes[r] == 0 or (seeds[r] == -1 and slots[offsets[r]] < 0):
+            continue
+        if seeds[r] <= 0 or seeds[r] >= records.shape[0]:
+            return 0
+        if records[seeds[r], RECORD_POSITION] != forward.prefixes[r] - 1:
+            return 0
+    return 1
+
+
+@primitive()
+def stream_array(context: Context, g: int, stream: int) -> int:
+    """Return the number of the array of a stream's captured words, [slots, words]."""
+    group = context.groups[g]
+    return int(group[GROUP_ARRAYS] + BUFFERS + group[NUM_BUFFERS] + stream - group[FIRST_STREAM])
+
+
+@primitive()
+def hash_slots(context: Context, g: int, buffer: int, slots: In64, hashes: Out64) -> None:
+    """Hash the bytes that slots hold now, of the streams that one TAIL buffer covers."""
+    group = context.groups[g]
+    for i in range(slots.shape[0]):
+        hashes[i] = 0
+    if context.settings[KV_WORDS] == 0:
+        return
+    for s in range(group[FIRST_STREAM], group[FIRST_STREAM] + group[NUM_STREAMS]):
+        if context.streams[s, STREAM_BUFFER] == buffer:
+            words = uint64_rows(context.arrays, stream_array(context, g, s))
+            width = words.shape[1]
+            fold_source_loops(words, 1, 0, width, min(width, context.settings[KV_WORDS]), words.shape[0], slots, hashes)
+
+
+@primitive()
+def entries_ordinary(context: Context, forward: ForwardLists, group: GroupState, plan: DueEntries) -> int:
+    """Say whether the canary verifies every entry that is due, in each of the group's buffers; 0 or 1."""
+    memory = work_of(context)
+    count, room = plan.num_valid[0], memory.counters
+    slots = plan.slots[:count]
+    for i in range(count):  # what a forward writes, others of its tokens see half written, but in a ring
+        if group.ring == 0 and group.ledger[slots[i], STAMP] == forward.serial:
+            return 0
+    hashes = memory.hashes[:count]
+    log = memory.log
+    for buffer in range(context.groups[group.number, NUM_BUFFERS] if count > 0 else 0):
+        hash_slots(context, group.number, buffer, slots, hashes)
+        room[NUM_VIOLATIONS] = 0
+        room[OUT_OF_RANGE] = 0
+        verify_loops(
+            int64_rows(context.arrays, group.first + BUFFERS + buffer),
+            0,
+            slots,
+            plan.expected_tokens[:count],
+            plan.expected_positions[:count],
+            plan.prev_slots[:count],
+            hashes,
+            1,
+            log[:1],
+            log[1, :1],
+            room[NUM_VIOLATIONS : NUM_VIOLATIONS + 1],
+            room[OUT_OF_RANGE : OUT_OF_RANGE + 1],
+            room[SLOTS_COUNTED : SLOTS_COUNTED + 1],
+            room[LAUNCHES : LAUNCHES + 1],
+        )
+        if room[NUM_VIOLATIONS] != 0 or room[OUT_OF_RANGE] != 0:
+            return 0
+    return 1
+
+
+@primitive()
+def ledger_ordinary(
+    context: Context, forward: ForwardLists, group: GroupState, records: Out64x2, plan: DueEntries, slots: In64
+) -> int:
+    """Say whether the ledger lets every request write and read as it does, and stamp what is written; 0 or 1."""
+    memory = work_of(context)
+    settings, bs, count = context.settings, forward.rows.shape[0], plan.num_valid[0]
+    found, bits = memory.found, memory.bits
+    counter = memory.counters[FOUND_COUNT : FOUND_COUNT + 1]
+    offsets = memory.write_offsets[: bs + 1]
+    judge_writes_loops(
+        slots, offsets, forward.requests, forward.serial, settings[FROM_START], group.ledger, found, bits, counter
+    )
+    always = WRITTEN_TWICE | WRITES_AGAIN | PADDED_WRITTEN
+    for i in range(counter[0]):
+        if settings[COMPLETE] != 0 or bits[i] & always != 0:
+            return 0
+    judge_reads_loops(
+        plan.slots[:count],
+        plan.expected_positions[:count],
+        plan.expected_tokens[:count],
+        plan.request_offsets,
+        forward.requests,
+        memory.fresh_from[:bs],
+        memory.seen[:bs],
+        forward.serial,
+        settings[COMPLETE],
+        settings[FROM_START],
+        group.ledger,
+        group.writers,
+        records,
+        found,
+        bits,
+        counter,
+    )
+    return 1 if counter[0] == 0 else 0
+
+
+@primitive()
+def partners_ordinary(context: Context, forward: ForwardLists, group: GroupState, plan: DueEntries, slots: In64) -> int:
+    """Say whether no two full slots that a forward uses lead to one SWA slot; 0 or 1."""
+    memory = work_of(context)
+    bs, tokens, count = forward.rows.shape[0], forward.inputs.shape[0], plan.num_valid[0]
+    number = context.groups[group.number, GROUP_TABLE]
+    counter = memory.counters[FOUND_COUNT : FOUND_COUNT + 1]
+    context.progress[PARTNER_SERIAL] += 1
+    shared_halves_loops(
+        plan.slots[:count],
+        plan.expected_positions[:count],
+        plan.request_offsets,
+        forward.rows,
+        group.table.req_to_token,
+        slots,
+        forward.written[number * tokens : (number + 1) * tokens],
+        int(memory.write_offsets[bs]),
+        context.progress[PARTNER_SERIAL],
+        int64_rows(context.arrays, group.first + PARTNERS),
+        memory.found,
+        counter,
+    )
+    return 1 if counter[0] == 0 else 0
+
+
+@primitive()
+def watch_group(
+    context: Context, forward: ForwardLists, group: GroupState, records: Out64x2, plan: DueEntries, room: int
+) -> int:
+    """Plan what is due in a group for a forward; 0 if that is more than there is `room` for, or leads to no slot."""
+    memory = work_of(context)
+    bs, counters = forward.rows.shape[0], memory.counters
+    how = memory.how[group.number, :bs]
+    totals = counters[TOTALS : TOTALS + 2]
+    outside = counters[OUT_OF_RANGE : OUT_OF_RANGE + 1]
+    readers = readers_of(forward)
+    watch_forward_loops(
+        readers, forward.event - 1, forward.serial, group.table, group.window, forward.offset, group.states, how, totals
+    )
+    memory.reads[group.number] = totals[0]
+    if totals[1] > room:
+        return 0
+    outside[0] = 0
+    truth = int32_rows(context.arrays, context.settings[ROW_ARRAYS])
+    plan_due_loops(
+        readers, group.table, group.window, truth, forward.offset, how, group.states, group.num_slots, plan, outside
+    )
+    if outside[0] != 0:
+        return 0
+    for i in range(plan.num_valid[0]):
+        slot, expected = plan.slots[i], plan.expected_tokens[i]
+        if plan.marks[i] != 0 or slot < group.padding:
+            return 0
+        if expected != -1 and contradicts(expected, records[slot, RECORD_TOKEN]) == 0:
+            plan.expected_tokens[i] = records[slot, RECORD_TOKEN]  # a truth table has 32 bits of a token
+    return 1
+
+
+@primitive()
+def group_ordinary(
+    context: Context, forward: ForwardLists, group: GroupState, plan: DueEntries, slots: Out64, room: int
+) -> int:
+    """Say whether nothing is to be found about a forward in one of its groups; 0 or 1. Its entries are watched then."""
+    memory = work_of(context)
+    bs, counters = forward.rows.shape[0], memory.counters
+    records = int64_rows(context.arrays, group.first + BUFFERS + 1)  # of the first TAIL buffer
+    seeds = memory.seeds[group.number, :bs]
+    offsets = memory.write_offsets[: bs + 1]
+    table, has_lut = group.table.req_to_token, 1 if len(group.table.lut) > 0 else 0
+    requests = memory.counts32[2:3]
+    outside = counters[OUT_OF_RANGE : OUT_OF_RANGE + 1]
+    if watch_group(context, forward, group, records, plan, room) == 0:
+        return 0
+    outside[0] = 0
+    plan_writes_loops(
+        forward.rows,
+        forward.prefixes,
+        forward.extends,
+        table,
+        group.table.lut,
+        has_lut,
+        offsets,
+        seeds,
+        requests,
+        outside,
+    )
+    if outside[0] != 0 or seeds_ordinary(context, forward, group, records, slots, seeds) == 0:
+        return 0
+    others = targets_ordinary(context, forward, group, records, slots, seeds)
+    if others < 0:
+        return 0
+    columns = context.groups[group.number]
+    for s in range(columns[FIRST_STREAM], columns[FIRST_STREAM] + columns[NUM_STREAMS] if others > 0 else 0):
+        at = context.streams[s, STREAM_BEFORE] * forward.inputs.shape[0]
+        words = uint64_rows(context.arrays, stream_array(context, group.number, s))
+        if stream_stays(words, forward, at, slots, memory.others, others) == 1:
+            return 0
+    if ledger_ordinary(context, forward, group, records, plan, slots) == 0:
+        return 0
+    if has_lut == 1 and partners_ordinary(context, forward, group, plan, slots) == 0:
+        return 0
+    judged = has_lut == 0 and context.settings[COMPLETE] != 0
+    if judged and nothing_dropped(context, forward, group, records, slots) == 0:
+        return 0
+    return entries_ordinary(context, forward, group, plan)
+
+
+@primitive()
+def restore_events(context: Context, forward: ForwardLists, end: int) -> None:
+    """Put back when the rows were read last, in the groups before `end`, for a forward that others will take."""
+    memory = work_of(context)
+    old = memory.old_events
+    for g in range(end):
+        if context.groups[g, GROUP_RUNNER] == forward.runner:
+            states = group_state(context, g).states
+            for r in range(forward.rows.shape[0]):
+                states.rows[forward.rows[r], EVENT] = old[g, r]
+
+
+@primitive()
+def forward_ordinary(context: Context, forward: ForwardLists, rows: RowState, words_a_token: int) -> int:
+    """Say whether nothing is to be found about a forward whose changes are in the tables already; 0 or 1.
+
+    Then each group's plan of what was due lies in the memory to work with; else what it watched is as it was.
+    """
+    memory = work_of(context)
+    settings, bs = context.settings, forward.rows.shape[0]
+    if forward.offset < 0 or lists_fit(context, forward, words_a_token) == 0:
+        return 0
+    width = int32_rows(context.arrays, settings[TABLE_ARRAYS]).shape[1]
+    for number in range(1, settings[NUM_TABLES]):
+        width = min(width, int32_rows(context.arrays, settings[TABLE_ARRAYS] + number).shape[1])
+    if requests_ordinary(context, forward, rows, width, memory.lens) == 0:
+        return 0
+    fresh, seen, old = memory.fresh_from, memory.seen, memory.old_events
+    for r in range(bs):
+        row, request = forward.rows[r], forward.requests[r]
+        fresh[r] = fresh_from(rows.last, row, request, forward.prefixes[r], forward.runner)
+        seen[r] = rows.last[row, SEEN] if same_request(rows.last, row, request) == 1 else 0
+    start = 0
+    for g in range(settings[NUM_GROUPS]):
+        if context.groups[g, GROUP_RUNNER] != forward.runner:
+            continue
+        group = group_state(context, g)
+        for r in range(bs):
+            old[g, r] = group.states.rows[forward.rows[r], EVENT]
+        plan = due_entries(context, g, bs, start)
+        slots = memory.own_slots[g, : forward.inputs.shape[0]]
+        translate_slots(context, forward, group, slots)
+        invalidate_slots_loops(slots, group.states)
+        if group_ordinary(context, forward, group, plan, slots, settings[MOST_DUE] - start) == 0:
+            restore_events(context, forward, g + 1)
+            return 0
+        start += plan.num_valid[0]
+    return 1

@@ -1,13 +1,8 @@
-"""Where things lie in what the lane is given: columns of a batch, codes of events, numbers of a call and of a group."""
+"""Where things lie in what the compiled pass is given: columns of a batch, codes of events, arrays of a trace's state."""
 
-from typing import Annotated, Final
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from ..dispatch import ArraySpec, TupleSpec
-
-# List columns of a record batch, in the order in which the lane gets their values and offsets.
+# List columns of a record batch, in the order in which the pass gets their values and offsets.
 LISTS: Final = (
     "req_pool_indices",
     "request_ids",
@@ -24,6 +19,10 @@ LISTS: Final = (
     "table_start",
     "table_count",
     "table_slots",
+    "lut_index",
+    "lut_start",
+    "lut_count",
+    "lut_slots",
     "truth_row",
     "truth_start",
     "truth_count",
@@ -31,7 +30,9 @@ LISTS: Final = (
     "slot_group",
     "slot_start",
     "slot_count",
+    "kv_bytes",  # as 8-byte words
 )
+NUM_LISTS: Final = len(LISTS)
 (
     ROWS,
     REQUESTS,
@@ -48,6 +49,10 @@ LISTS: Final = (
     TABLE_START,
     TABLE_COUNT,
     TABLE_SLOTS,
+    LUT_INDEX,
+    LUT_START,
+    LUT_COUNT,
+    LUT_SLOTS,
     TRUTH_ROW,
     TRUTH_START,
     TRUTH_COUNT,
@@ -55,7 +60,8 @@ LISTS: Final = (
     SLOT_GROUP,
     SLOT_START,
     SLOT_COUNT,
-) = range(len(LISTS))
+    KV,
+) = range(NUM_LISTS)
 
 # Scalars of the events, [events] int64 each.
 KIND, STATUS, MODE, RUNNER, FORWARD, REQUEST, PROMPT, ROOM = range(8)
@@ -63,7 +69,7 @@ NUM_SCALARS: Final = 8
 
 KINDS: Final = ("forward", "alloc", "free", "evict", "status", "request")
 FORWARD_EVENT, ALLOC_EVENT, FREE_EVENT, EVICT_EVENT, STATUS_EVENT, REQUEST_EVENT = range(len(KINDS))
-UNUSUAL: Final = -1  # an event that is not for the lane
+UNUSUAL: Final = -1  # an event that is not for the pass
 
 ALLOC_CODES: Final = ("", "shared", "cached")
 FRESH_ALLOC, SHARED_ALLOC, CACHED_ALLOC = range(3)
@@ -73,62 +79,70 @@ ADMITTED: Final = 0
 MODES: Final = ("decode", "draft_extend", "target_verify")
 DECODE, DRAFT_EXTEND, TARGET_VERIFY = range(len(MODES))
 
-# What does not change during a call, [12] int64. Switches are 0 or 1.
+# What does not change during a call, [NUM_SETTINGS] int64. Switches are 0 or 1.
 (
     FIRST_EVENT,  # number of the batch's first event
     START,  # index of the first event to take
     STOP,  # index behind the last
-    COMPLETE,  # whether the trace tells of every slot
+    COMPLETE,  # whether the trace has every event of every slot
     FROM_START,  # whether slots that no event has named are free
     HAS_TRUTH,
     VOCAB,  # of the oracle that sampled, 0 without one
     KV_WORDS,  # 8-byte words hashed of each stream at most; 0: no KV hash
     STALL_LIMIT,  # forwards of the first runner without a walk of the prefix cache, 0 for any number
-    PADDING_TOLD,  # whether padding was reported in the forward before
+    PADDING_REPORTED,  # whether padding was reported in the forward before
     NUM_GROUPS,
     NUM_TABLES,
-) = range(12)
-NUM_SETTINGS: Final = 12
+    NUM_LUTS,
+    NUM_RUNNERS,
+    MOST_DUE,  # a forward with more entries due is refused
+    # Numbers of arrays in the table of addresses: the first of several.
+    SCALAR_ARRAYS,
+    LIST_ARRAYS,  # values of each, then offsets of each
+    TABLE_ARRAYS,
+    LUT_ARRAYS,
+    RUNNER_ARRAYS,  # rows of each runner, see `rows.py`
+    ROW_ARRAYS,  # truth, status, samples, row stamps
+    REQUEST_ARRAYS,  # slots held, facts for the oracle, requests reported
+    WORK_ARRAYS,  # see `context.Work`
+) = range(23)
+NUM_SETTINGS: Final = 23
 
-# What moves on during a call, [3] int64.
-AT, SERIAL, SINCE_SWEEP, NEW_IDS = range(4)
-NUM_PROGRESS: Final = 4
+# What moves on during a call, [NUM_PROGRESS] int64.
+AT, SERIAL, SINCE_SWEEP, NEW_IDS, PARTNER_SERIAL = range(5)
+NUM_PROGRESS: Final = 5
 
-# A pool group, [groups, 8] int64.
+# A pool group, [groups, GROUP_COLUMNS] int64.
 (
     GROUP_RUNNER,
     GROUP_TABLE,
+    GROUP_LUT,  # -1 if the table's slots are the pool's own
     GROUP_SLOTS,
-    FIRST_BUFFER,  # its canary buffers: HEAD and TAIL of the first half, of the second, ...
-    NUM_BUFFERS,
+    GROUP_WINDOW,  # 0 for full
+    GROUP_RING,  # whether a forward reads its prefix before its own writes land
+    GROUP_PADDING,  # slots below it are padding
+    GROUP_COUNTED_WHOLE,  # whether divergence figures count positions before the window
+    GROUP_OFFSET,  # token_offset of its runner
+    GROUP_ARRAYS,  # number of its first array, see `STATE`
+    NUM_BUFFERS,  # canary buffers: HEAD and TAIL of the first half, of the second, ...
     FIRST_STREAM,
     NUM_STREAMS,
-    GROUP_OFFSET,  # token_offset of its runner
-) = range(8)
+) = range(13)
+GROUP_COLUMNS: Final = 13
 
-# A stream, [streams, 3] int64.
-STREAM_BUFFER, STREAM_WORDS, STREAM_BEFORE = range(
-    3
-)  # TAIL buffer, captured words, words of the runner's streams before
+# The arrays of a group, from GROUP_ARRAYS on: ledger, transfers, writers, the five of its entry states and, for the
+# divergence figures, the five by full slot and their kinds; `swa_mapping_stale`'s partners; then buffers, then streams.
+LEDGER, TRANSFERS, WRITERS, STATES, FULL_STATES, CELL_KINDS, PARTNERS, BUFFERS = 0, 1, 2, 3, 8, 13, 14, 15
 
-# What the lane counted, [groups, 3] int64.
+# A stream, [streams, 3] int64: TAIL buffer among its group's, captured words, words of the runner's streams before it.
+STREAM_BUFFER, STREAM_WORDS, STREAM_BEFORE = range(3)
+
+# What the pass counted, [groups, 3] int64.
 COUNT_VERIFIED, COUNT_WRITTEN, COUNT_FORWARDS = range(3)
 
-# Compiled code grows with these.
-MAX_GROUPS: Final = 2
-MAX_BUFFERS: Final = 8
-MAX_STREAMS: Final = 8
-MAX_TABLES: Final = 2
-MAX_RUNNERS: Final = 2
+# Of each forward and group, for the divergence figures, [events, groups, 3] int64 flattened to two axes.
+FIGURE_READS, FIGURE_NO_SLOTS, FIGURE_OTHER_SLOTS, NUM_FIGURES = range(4)
 
-ListValues = Annotated[tuple[npt.NDArray[np.int64], ...], TupleSpec(ArraySpec("int64", 1, False), len(LISTS))]
-Scalars = Annotated[tuple[npt.NDArray[np.int64], ...], TupleSpec(ArraySpec("int64", 1, False), NUM_SCALARS)]
-GroupRows = Annotated[tuple[npt.NDArray[np.int64], ...], TupleSpec(ArraySpec("int64", 2, True), MAX_GROUPS)]
-GroupSlots = Annotated[tuple[npt.NDArray[np.int64], ...], TupleSpec(ArraySpec("int64", 1, True), MAX_GROUPS)]
-GroupLinks = Annotated[tuple[npt.NDArray[np.int32], ...], TupleSpec(ArraySpec("int32", 2, True), MAX_GROUPS)]
-GroupPending = Annotated[tuple[npt.NDArray[np.uint8], ...], TupleSpec(ArraySpec("uint8", 2, True), MAX_GROUPS)]
-GroupHeads = Annotated[tuple[npt.NDArray[np.int32], ...], TupleSpec(ArraySpec("int32", 1, True), MAX_GROUPS)]
-Buffers = Annotated[tuple[npt.NDArray[np.int64], ...], TupleSpec(ArraySpec("int64", 2, True), MAX_BUFFERS)]
-Streams = Annotated[tuple[npt.NDArray[np.uint64], ...], TupleSpec(ArraySpec("uint64", 2, True), MAX_STREAMS)]
-Tables = Annotated[tuple[npt.NDArray[np.int32], ...], TupleSpec(ArraySpec("int32", 2, True), MAX_TABLES)]
-RunnerRows = Annotated[tuple[npt.NDArray[np.int64], ...], TupleSpec(ArraySpec("int64", 2, True), MAX_RUNNERS)]
+# Of the counters to work with.
+TOTALS, FOUND_COUNT, OUT_OF_RANGE, NUM_VIOLATIONS, SLOTS_COUNTED, LAUNCHES, FIGURES = 0, 2, 3, 4, 5, 6, 7
+NUM_COUNTERS: Final = 9

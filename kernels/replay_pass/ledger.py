@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..constants import RECORD_POSITION, RECORD_TOKEN
-from ..dispatch import In64, In64x2, Out64, Out64x2, select
+from ..dispatch import In64, In64x2, Out64, Out64x2, primitive, select
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -55,7 +55,8 @@ PADDED_WRITTEN: Final = 32  # padding writes what a request of the same forward 
 WRITES_AGAIN: Final = 64  # another token of the same request went there before, in the same forward
 
 
-def _judge_writes_loops(
+@primitive()
+def judge_writes_loops(
     slots: In64,
     offsets: In64,
     request_ids: In64,
@@ -66,6 +67,7 @@ def _judge_writes_loops(
     bits: Out64,
     count: Out64,
 ) -> None:
+    """Note what is wrong with each write, and stamp its slot; see `judge_writes`."""
     bs = request_ids.shape[0]
     total = 0
     for r in range(bs):
@@ -136,12 +138,13 @@ def judge_writes(
     """
     found, bits = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
     count = np.zeros(1, np.int64)
-    loops = select(_judge_writes_loops, backend)
+    loops = select(judge_writes_loops, backend)
     loops(slots, offsets, request_ids, serial, int(from_start), ledger, found, bits, count)
     return found[: count[0]], bits[: count[0]]
 
 
-def _judge_reads_loops(
+@primitive()
+def judge_reads_loops(
     slots: In64,
     positions: In64,
     tokens: In64,
@@ -159,6 +162,7 @@ def _judge_reads_loops(
     bits: Out64,
     count: Out64,
 ) -> None:
+    """Note what is wrong with each read; see `judge_reads`."""
     total = 0
     for r in range(request_ids.shape[0]):
         request = request_ids[r]
@@ -242,7 +246,7 @@ def judge_reads(
     """
     found, bits = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
     count = np.zeros(1, np.int64)
-    loops = select(_judge_reads_loops, backend)
+    loops = select(judge_reads_loops, backend)
     loops(
         slots,
         positions,
@@ -264,7 +268,9 @@ def judge_reads(
     return found[: count[0]], bits[: count[0]]
 
 
-def _note_writes_loops(slots: In64, end: int, event: int, ledger: Out64x2) -> None:
+@primitive()
+def note_writes_loops(slots: In64, end: int, event: int, ledger: Out64x2) -> None:
+    """Note the event of each write; see `note_writes`."""
     for i in range(min(end, slots.shape[0])):
         slot = slots[i]
         if 0 < slot < ledger.shape[0]:
@@ -273,9 +279,9 @@ def _note_writes_loops(slots: In64, end: int, event: int, ledger: Out64x2) -> No
 
 def note_writes(*, slots: Int64Array, end: int, event: int, ledger: Int64Array, backend: str = "cpu") -> None:
     """Note that event `event` (+ 1) wrote the first `end` of `slots` `[tokens] int64`; ledger changed in place."""
-    select(_note_writes_loops, backend)(slots, end, event, ledger)
+    select(note_writes_loops, backend)(slots, end, event, ledger)
 
 
 def prepare_notes(backend: str) -> None:
     """Compile `note_writes` now, so that nobody waits for it later."""
-    select(_note_writes_loops, backend)
+    select(note_writes_loops, backend)

@@ -6,9 +6,10 @@ The columns are those of `recorder.state.history`, which owns these arrays.
 from typing import Final
 
 from ..constants import UNKNOWN_TOKEN
-from ..dispatch import In32x2, In64, In64x2, Out64x2, primitive
+from ..dispatch import In64, In64x2, Out64, Out64x2, primitive
 from ..ops.hash.reference import as_i64, as_u64, splitmix64
 from ..tokens import contradicts
+from .context import ForwardLists, RowState
 from .layout import (
     ADMITTED,
     DECODE,
@@ -23,7 +24,7 @@ SEEN, REQUEST, PREFIX, END, SAMPLED_END, VERIFY = range(6)
 STATUS_EVENT, HOLDER, GIVEN = range(3)
 SAMPLE_REQUEST, SAMPLE_POSITION, SAMPLE_TOKEN, SAMPLE_FORWARD, SAMPLE_TOLD = range(5)
 
-# Beside `lane_slots.VALUE`, the generalised id, in the book of requests: the prompt's length.
+# Beside `slots.VALUE`, the generalised id, in the facts of requests: the prompt's length.
 PROMPT_LEN: Final = VALUE + 1
 
 
@@ -45,17 +46,10 @@ def fresh_from(last: In64x2, row: int, request: int, prefix: int, runner: int) -
 
 @primitive()
 def row_ordinary(
-    last: In64x2,
-    status: In64x2,
-    row: int,
-    request: int,
-    prefix: int,
-    end: int,
-    sampled: int,
-    runner: int,
-    complete: int,
+    rows: RowState, runner: int, row: int, request: int, prefix: int, end: int, sampled: int, complete: int
 ) -> int:
     """Say whether a row is its request's, and the request no shorter than it was; 0 or 1."""
+    last, status = rows.last, rows.status
     its_own = status[row, GIVEN] != 0 and status[row, HOLDER] == request
     if complete != 0 and status[row, STATUS_EVENT] > 0 and not its_own:
         return 0
@@ -71,44 +65,37 @@ def row_ordinary(
 
 @primitive()
 def inputs_ordinary(
-    inputs: In64,
-    positions: In64,
-    row: int,
-    request: int,
-    prefix: int,
-    known: int,
-    offset: int,
-    mode: int,
-    runner: int,
-    settings: In64,
-    truth: In32x2,
-    samples: In64x2,
-    facts: In64x2,
+    settings: In64, forward: ForwardLists, rows: RowState, r: int, at: int, count: int, known: int
 ) -> int:
-    """Say whether a request's tokens `[n]` are those sampled, known and foretold, in their place; 0 or 1."""
-    count = inputs.shape[0]
+    """Say whether the `count` tokens of request number `r` are those sampled, known and predicted, in their place; 0 or 1.
+
+    They begin at token `at` of the batch; `known` is how many truth tokens the request has.
+    """
+    row, request, prefix, offset = forward.rows[r], forward.requests[r], forward.prefixes[r], forward.offset
+    inputs, positions = forward.inputs[at : at + count], forward.positions[at : at + count]
     others = 0  # counted without a way out, so that several tokens are looked at at once
     for i in range(count):
         others += 1 if positions[i] != prefix + i else 0
     if settings[HAS_TRUTH] != 0:
         first = prefix + offset
         for i in range(min(count, known - first)):
-            others += contradicts(int(truth[row, first + i]), inputs[i])
+            others += contradicts(int(rows.truth[row, first + i]), inputs[i])
     if others != 0:
         return 0
-    if runner == 0 and samples[row, SAMPLE_TOLD] > 0 and samples[row, SAMPLE_REQUEST] == request:
-        i = samples[row, SAMPLE_POSITION] - prefix
-        token = samples[row, SAMPLE_TOKEN]
+    if forward.runner == 0 and rows.samples[row, SAMPLE_TOLD] > 0 and rows.samples[row, SAMPLE_REQUEST] == request:
+        i = rows.samples[row, SAMPLE_POSITION] - prefix
+        token = rows.samples[row, SAMPLE_TOKEN]
         if 0 <= i < count and token != UNKNOWN_TOKEN and inputs[i] not in (UNKNOWN_TOKEN, token):
             return 0
-    if settings[VOCAB] > 0 and (mode == DRAFT_EXTEND or (mode == DECODE and offset == 0)):
-        place = place_of(facts, request)
-        if facts[place, USED] != 0 and facts[place, KEY] == request:
+    if settings[VOCAB] > 0 and (forward.mode == DRAFT_EXTEND or (forward.mode == DECODE and offset == 0)):
+        place = place_of(rows.facts, request)
+        if rows.facts[place, USED] != 0 and rows.facts[place, KEY] == request:
             begin = 0
-            if mode == DRAFT_EXTEND:  # its inputs may be the prompt's
-                begin = count if facts[place, PROMPT_LEN] < 0 else max(0, facts[place, PROMPT_LEN] - prefix - offset)
+            if forward.mode == DRAFT_EXTEND:  # its inputs may be the prompt's
+                prompt_len = rows.facts[place, PROMPT_LEN]
+                begin = count if prompt_len < 0 else max(0, prompt_len - prefix - offset)
             for i in range(begin, count):
-                word = splitmix64(as_u64(facts[place, VALUE]) ^ as_u64(prefix + i + offset))
+                word = splitmix64(as_u64(rows.facts[place, VALUE]) ^ as_u64(prefix + i + offset))
                 if inputs[i] not in (UNKNOWN_TOKEN, as_i64(word % as_u64(settings[VOCAB]))):
                     return 0
     return 1
@@ -151,6 +138,27 @@ def note_sample(
         samples[row, SAMPLE_TOKEN] = token
         samples[row, SAMPLE_FORWARD] = forward
         samples[row, SAMPLE_TOLD] = event
+
+
+@primitive()
+def note_rows(forward: ForwardLists, rows: RowState, lens: In64, new_ids: Out64, num_ids: int) -> int:
+    """Move rows and samples on by a forward; return how many ids `new_ids` holds, those of requests new to their rows."""
+    at = 0
+    for r in range(forward.rows.shape[0]):
+        count = forward.sampled_lens[r] if forward.sampled_lens.shape[0] > 0 else 0
+        at += count
+        row, request, prefix = forward.rows[r], forward.requests[r], forward.prefixes[r]
+        if row == 0:
+            continue
+        if same_request(rows.last, row, request) == 0:
+            new_ids[num_ids] = request
+            num_ids += 1
+        end, mode, event = prefix + lens[r], forward.mode, forward.event
+        if forward.runner == 0 and forward.sampled_lens.shape[0] > 0:
+            token = forward.sampled[at - 1] if count > 0 else 0
+            note_sample(rows.samples, row, request, end, count, token, forward.number, event, mode)
+        note_row(rows.last, row, request, prefix, end, count, event, mode, forward.runner)
+    return num_ids
 
 
 @primitive()

@@ -1,8 +1,8 @@
 """What ordinary allocs, frees, evictions and statuses do to the ledger, and which of them are ordinary."""
 
-from ..dispatch import In64, In64x2, Out8x2, Out32, Out32x2, Out64, Out64x2, primitive
+from ..dispatch import In64, In64x2, Out64, Out64x2, primitive
 from ..ops.hash.reference import as_i64, as_u64, splitmix64
-from .cells import invalidate_slot
+from .entries import EntryStates, invalidate_slot
 from .layout import ADMITTED, ALLOC_EVENT, EVICT_EVENT, FRESH_ALLOC, SHARED_ALLOC
 from .ledger import ALLOC, CACHED, FREE, HELD, JOINER, LEFT, OWNER, SHARED, STAMP, STATE
 
@@ -141,11 +141,7 @@ def move_slot(
 def take_run(
     ledger: Out64x2,
     moving: Out64,
-    heads: Out32,
-    links: Out32x2,
-    pending: Out8x2,
-    counts: Out32x2,
-    book: Out64x2,
+    states: EntryStates,
     start: int,
     count: int,
     kind: int,
@@ -172,20 +168,20 @@ def take_run(
         if changes_hands:
             if moving[slot] != 0:  # else its page of memory need not be touched
                 moving[slot] = 0
-            if heads[slot] != 0:
-                invalidate_slot(heads, links, pending, counts, book, slot)
+            if states.heads[slot] != 0:
+                invalidate_slot(states, slot)
     add_to(held, loser, -lost)
     if kind == ALLOC_EVENT and status == FRESH_ALLOC and request >= 0 and start + count > first:
         add_to(held, request, start + count - first)
 
 
 @primitive()
-def status_ordinary(code: int, request: int, rows: In64, complete: int, held: In64x2, told: In64) -> int:
+def status_ordinary(code: int, request: int, rows: In64, complete: int, held: In64x2, reported: In64) -> int:
     """Say whether a request comes or goes without leaving anything behind; 0 or 1."""
     if code < 0 or rows.shape[0] > 1:
         return 0
-    for i in range(told.shape[0]):
-        if told[i] == request:
+    for i in range(reported.shape[0]):
+        if reported[i] == request:
             return 0
     return 0 if code != ADMITTED and complete != 0 and value_of(held, request) != 0 else 1
 

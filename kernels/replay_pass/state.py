@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..constants import SLOT_OUT_OF_RANGE
-from ..dispatch import In8x2, In64, Out8x2, Out32x2, Out64, Out64x2, select
+from ..dispatch import In8x2, In64, Out8x2, Out32x2, Out64, Out64x2, primitive, select
 
 INT32_MIN = -(1 << 31)
 INT32_MAX = (1 << 31) - 1
@@ -21,16 +21,16 @@ ByteArray = npt.NDArray[np.uint8]
 def prepare(backend: str) -> None:
     """Compile what there is to compile now, so that nobody waits for it later."""
     for loops in (
-        _apply_runs_loops,
-        _apply_forward_loops,
-        _translate_loops,
-        _store_bytes_loops,
-        _mark_writer_loops,
+        apply_runs_loops,
+        apply_forward_loops,
+        translate_loops,
+        store_bytes_loops,
+        mark_writer_loops,
     ):
         select(loops, backend)
 
 
-def _apply_runs_loops(
+def apply_runs_loops(
     index: int,
     indices: In64,
     rows: In64,
@@ -40,6 +40,7 @@ def _apply_runs_loops(
     table: Out32x2,
     outside: Out64,
 ) -> None:
+    """Write runs into a table; see `apply_runs`."""
     at = 0
     for run in range(rows.shape[0]):
         count = counts[run]
@@ -89,11 +90,13 @@ def apply_runs(
         How many values fell outside the table or are no int32, or -1 when `counts` and `values` do not fit one another.
     """
     outside = np.zeros(1, dtype=np.int64)
-    select(_apply_runs_loops, backend)(index, indices, rows, starts, counts, values, table, outside)
+    select(apply_runs_loops, backend)(index, indices, rows, starts, counts, values, table, outside)
     return int(outside[0])
 
 
-def _apply_forward_loops(rows: In64, prefix_lens: In64, lens: In64, values: In64, table: Out32x2) -> None:
+@primitive()
+def apply_forward_loops(rows: In64, prefix_lens: In64, lens: In64, values: In64, table: Out32x2) -> None:
+    """Write each request's run; see `apply_forward`."""
     at = 0
     for r in range(rows.shape[0]):
         # Never past the values: hostile lengths must add up neither to an overflow nor to an endless loop.
@@ -125,10 +128,12 @@ def apply_forward(
         table: `[rows, width] int32`, changed in place.
         backend: see `dispatch.select`.
     """
-    select(_apply_forward_loops, backend)(rows, prefix_lens, lens, values, table)
+    select(apply_forward_loops, backend)(rows, prefix_lens, lens, values, table)
 
 
-def _translate_loops(slots: In64, lut: In64, out: Out64, outside: Out64) -> None:
+@primitive()
+def translate_loops(slots: In64, lut: In64, out: Out64, outside: Out64) -> None:
+    """Translate each slot; see `translate`."""
     for i in range(slots.shape[0]):
         slot = slots[i]
         if slot < 0:
@@ -153,11 +158,12 @@ def translate(*, slots: Int64Array, lut: Int64Array, out: Int64Array, backend: s
         How many slots were beyond `lut`.
     """
     outside = np.zeros(1, dtype=np.int64)
-    select(_translate_loops, backend)(slots, lut, out, outside)
+    select(translate_loops, backend)(slots, lut, out, outside)
     return int(outside[0])
 
 
-def _store_bytes_loops(slots: In64, data: In8x2, pool: Out8x2) -> None:
+def store_bytes_loops(slots: In64, data: In8x2, pool: Out8x2) -> None:
+    """Store each slot's bytes; see `store_bytes`."""
     width = pool.shape[1]
     for i in range(slots.shape[0]):
         slot = slots[i]
@@ -175,12 +181,14 @@ def store_bytes(*, slots: Int64Array, data: ByteArray, pool: ByteArray, backend:
         pool: `[num_slots, capture_bytes] uint8`, changed in place.
         backend: see `dispatch.select`.
     """
-    select(_store_bytes_loops, backend)(slots, data, pool)
+    select(store_bytes_loops, backend)(slots, data, pool)
 
 
-def _mark_writer_loops(
+@primitive()
+def mark_writer_loops(
     slots: In64, offsets: In64, request_ids: In64, event: int, forward: int, writers: Out64x2
 ) -> None:
+    """Note who wrote each slot; see `mark_writers`."""
     for r in range(request_ids.shape[0]):
         for i in range(offsets[r], min(offsets[r + 1], slots.shape[0])):
             slot = slots[i]
@@ -210,4 +218,4 @@ def mark_writers(
         writers: `[num_slots, 3] int64`, changed in place.
         backend: see `dispatch.select`.
     """
-    select(_mark_writer_loops, backend)(slots, offsets, request_ids, event, forward, writers)
+    select(mark_writer_loops, backend)(slots, offsets, request_ids, event, forward, writers)

@@ -3,13 +3,14 @@
 import numpy as np
 import numpy.typing as npt
 
-from ..dispatch import In32x2, In64, Out64, Out64x2, select
+from ..dispatch import In32x2, In64, Out64, Out64x2, primitive, select
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 
 
-def _shared_halves_loops(
+@primitive()
+def shared_halves_loops(
     slots: In64,
     positions: In64,
     offsets: In64,
@@ -23,6 +24,7 @@ def _shared_halves_loops(
     found: Out64,
     count: Out64,
 ) -> None:
+    """Note each entry and token whose SWA slot is another's; see `shared_halves`."""
     total = 0
     for r in range(rows.shape[0]):
         row = rows[r]
@@ -83,6 +85,6 @@ def shared_halves(
     """
     found = np.empty(len(slots) + len(written), np.int64)
     count = np.zeros(1, np.int64)
-    loops = select(_shared_halves_loops, backend)
+    loops = select(shared_halves_loops, backend)
     loops(slots, positions, offsets, rows, table, written, written_full, end, serial, partners, found, count)
     return found[: count[0]]

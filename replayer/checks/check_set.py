@@ -10,14 +10,16 @@ from .view import ForwardView
 
 
 class CheckSet(HistoryCheck):
-    """Asks each check about the forwards and the kinds of event that it judges; `history` is what they share."""
+    """Asks each check about the forwards and the kinds of event that it judges; `checks` are they, `history`
+    is what they share.
+    """
 
     def __init__(self, history: History, checks: Sequence[type[HistoryCheck]]) -> None:
         super().__init__(history)
-        self._checks = [check(history) for check in checks if history.complete or not check.needs_complete]
-        self._of_forwards = [check for check in self._checks if type(check).forward is not HistoryCheck.forward]
-        kinds = {kind for check in self._checks for kind in check.events}
-        self._of_events = {kind: [check for check in self._checks if kind in check.events] for kind in kinds}
+        self.checks = [check(history) for check in checks if history.complete or not check.needs_complete]
+        self._of_forwards = [check for check in self.checks if type(check).forward is not HistoryCheck.forward]
+        kinds = {kind for check in self.checks for kind in check.events}
+        self._of_events = {kind: [check for check in self.checks if kind in check.events] for kind in kinds}
 
     def forward(self, view: ForwardView) -> list[Finding]:
         """Judge a forward, then move on by it."""
@@ -34,19 +36,19 @@ class CheckSet(HistoryCheck):
 
     def pending(self) -> bool:
         """Say whether a check remembers something that whatever comes next may contradict, and no keyframe holds."""
-        return any(check.pending() for check in self._checks)
+        return any(check.pending() for check in self.checks)
 
     def requests_reported(self) -> set[int]:
         """Return the requests of which a check remembers that their last forward was reported."""
-        repeats = [part for check in self._checks for part in vars(check).values() if isinstance(part, Repeats)]
+        repeats = [part for check in self.checks for part in vars(check).values() if isinstance(part, Repeats)]
         return set[int]().union(*(one.requests for one in repeats))
 
     def finish(self) -> list[Finding]:
         """Judge what is left at the whole end of a complete trace."""
-        return [finding for check in self._checks for finding in check.finish()]
+        return [finding for check in self.checks for finding in check.finish()]
 
     def forget(self) -> None:
         """Take all that was remembered for unknown."""
         self.history.forget()
-        for check in self._checks:
+        for check in self.checks:
             check.forget()

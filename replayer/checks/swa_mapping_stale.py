@@ -27,9 +27,9 @@ class SwaMappingStale(HistoryCheck):
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
-        self._serial = 0
+        self.serial = 0
         groups = history.header.groups
-        self._partners = {
+        self.partners = {
             index: np.zeros((group.num_slots, 2), np.int64) for index, group in enumerate(groups) if group.lut >= 0
         }
         self.nowhere = Repeats()
@@ -38,7 +38,7 @@ class SwaMappingStale(HistoryCheck):
         """Return a finding for each request that uses a stale entry."""
         findings = []
         for group in view.groups:
-            if group.pool.index in self._partners:
+            if group.pool.index in self.partners:
                 findings += self._shared_slots(view, group)
                 # After a gap the rebuilt table may lack entries that the engine's has.
                 if not self.history.had_gap:
@@ -47,7 +47,7 @@ class SwaMappingStale(HistoryCheck):
 
     def _shared_slots(self, view: ForwardView, group: GroupReads) -> list[Finding]:
         forward, index = view.forward, group.pool.index
-        self._serial += 1
+        self.serial += 1
         written_full = forward.out_cache_loc[group.pool.group.table]
         slots, table = group.slots, view.tables.req_to_token[group.pool.group.table]
         found = shared_halves(
@@ -59,8 +59,8 @@ class SwaMappingStale(HistoryCheck):
             written=group.written,
             written_full=written_full,
             end=len(group.request_slots),
-            serial=self._serial,
-            partners=self._partners[index],
+            serial=self.serial,
+            partners=self.partners[index],
             backend=self.history.backend,
         )
         reads, writes = found[found < len(slots)], found[found >= len(slots)] - len(slots)
@@ -72,7 +72,7 @@ class SwaMappingStale(HistoryCheck):
         )
 
         def explain(n: int) -> Explained:
-            other = int(self._partners[index][at[n], 1])
+            other = int(self.partners[index][at[n], 1])
             detail = f"full slots {other} and {int(full[n])} lead to SWA slot {int(at[n])}"
             return detail, happened(self.history.ledger.rows[index][at[n]]), Cause("swa_slot_shared")
 

@@ -1,4 +1,4 @@
-"""Which executor steps a replay, and which lane takes what is ordinary past it."""
+"""Which executor steps a replay, and which compiled pass takes what is ordinary past it."""
 
 import logging
 
@@ -11,8 +11,8 @@ from ..report.results import ResultCollector
 from ..report.summary import Summary
 from ..run.health import Health
 from ..run.settings import ReplaySettings
-from .incremental.executor import IntervalExecutor
-from .incremental.lane import Lane, open_lane
+from .incremental.compiled_pass import CompiledPass, open_pass
+from .incremental.executor import IncrementalExecutor
 from .stepwise import StepwiseExecutor
 
 _log = logging.getLogger("kvcanary")
@@ -51,7 +51,7 @@ def make_executor(
             device=settings.device,
             at_once=settings.merges_rows or settings.fail_fast or settings.max_violations is not None,
         )
-    kind = IntervalExecutor if settings.executor == "interval" and not uncovered else StepwiseExecutor
+    kind = IncrementalExecutor if settings.executor == "interval" and not uncovered else StepwiseExecutor
     return kind(
         header,
         kv_hash_mode=kv_hash_mode,
@@ -63,7 +63,7 @@ def make_executor(
     )
 
 
-def make_lane(
+def make_pass(
     executor: StepwiseExecutor,
     settings: ReplaySettings,
     *,
@@ -73,9 +73,9 @@ def make_lane(
     request_ids: set[int],
     sinks: ReportSinks,
     compared: bool,
-) -> Lane | None:
-    """Return the lane of an executor, None where it has none; `compared`: whether every forward is another rank's, too."""
-    return open_lane(
+) -> CompiledPass | None:
+    """Return the compiled pass of an executor, None if it has none; `compared`: whether every forward is another rank's, too."""
+    return open_pass(
         executor,
         health,
         summary,
@@ -88,6 +88,6 @@ def make_lane(
 
 
 def _passes_by(checks: tuple[str, ...]) -> bool:
-    """Whether a lane may take events past the chosen checks; it stops where any of its own finds something."""
+    """Whether a pass may take events past the chosen checks; it stops where any of its own finds something."""
     ways = covered_by(checks)
     return set(CHECK_NAMES) <= set(ways) and min(ways.values()) is Covered.COMPILED

@@ -109,7 +109,7 @@ class StepwiseExecutor(EventApplier[GroupStep]):
                 plan=step.verify_plan,
                 written=step.slots,
                 write_offsets=step.write_plan.offsets[: bs + 1],
-                marks=None if step.look is None else step.look.marks,
+                marks=None if step.due is None else step.due.marks,
             )
             for step in steps
         ]
@@ -124,8 +124,8 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         self.launcher.slot_counters[launch_tag(endpoint, half, pool.group.kind)] += step.reads - int(plan.num_valid[0])
         self.verified += step.reads - step.unknown_entries
         if log.write_index[0]:
-            if step.look is not None:
-                step.look.marks[log.entries[: log.num_rows]] = 1
+            if step.due is not None:
+                step.due.marks[log.entries[: log.num_rows]] = 1
             self._on_violations(
                 verify_violations(log, plan=plan, forward=forward, pool=pool, endpoint=endpoint, half=half)
             )

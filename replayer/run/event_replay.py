@@ -18,7 +18,7 @@ from ...recorder.state.requests import RequestTable
 from ...recorder.trace.batch import CUT, LIVE
 from ...recorder.trace.reader import EventView, TraceBatch, TraceGap
 from ...recorder.trace.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_CONTINUES, SLOTS_LISTED
-from ..executors.executors import make_executor, make_lane
+from ..executors.executors import make_executor, make_pass
 from ..report.report import ReportSinks
 from ..report.results import ResultCollector
 from ..report.summary import MAX_LISTED, Summary
@@ -83,7 +83,7 @@ class EventReplay:
             "keyframe": self._keyframe,
             "segment": self._segment,
         }
-        self._lane = make_lane(
+        self._pass = make_pass(
             self._executor,
             settings,
             health=self._health,
@@ -99,8 +99,8 @@ class EventReplay:
 
     def prepare(self, batch: TraceBatch) -> None:
         """Work out what `take` needs of a batch alone; for the thread that reads ahead of it."""
-        if self._lane is not None:
-            self._lane.prepare(batch)
+        if self._pass is not None:
+            self._pass.prepare(batch)
 
     def take(self, item: TraceBatch | TraceGap) -> None:
         """Replay one batch of events, or note a gap."""
@@ -116,17 +116,17 @@ class EventReplay:
             return
         at = 0
         while at < item.num_events:
-            at = self._through_requests(item, self._through_lane(item, at))
+            at = self._through_requests(item, self._through_pass(item, at))
             if at < item.num_events:
                 self._event(item.event(at))
                 at += 1
         self.bytes_read = item.end_byte
 
-    def _through_lane(self, batch: TraceBatch, at: int) -> int:
+    def _through_pass(self, batch: TraceBatch, at: int) -> int:
         """Take a batch's events from row `at` on as far as they are ordinary; return the row of the first that is not."""
-        if self._lane is None or self._keyframes.loading or (self._at_first and self._wants_keyframe):
+        if self._pass is None or self._keyframes.loading or (self._at_first and self._wants_keyframe):
             return at
-        reached = self._lane.run(batch, at)
+        reached = self._pass.run(batch, at)
         if reached > at:
             self._continues = self._at_first = False
             self._trailing = 0

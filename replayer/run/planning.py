@@ -9,7 +9,7 @@ from ...kernels.arrays import Int64Array, record_words
 from ...kernels.constants import PADDING_SLOT, UNKNOWN_TOKEN
 from ...kernels.ops.oracle.reference import generalized_ids, oracle_tokens
 from ...kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
-from ...kernels.replay_pass.looks import ForwardLook
+from ...kernels.replay_pass.due import ForwardReads
 from ...kernels.tokens import expect_stored
 from ...recorder.state.apply import WriteStep
 from ...recorder.state.forward import Forward, batch_tokens
@@ -32,7 +32,7 @@ class GroupStep(WriteStep):
 
     `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot;
     `looked_beyond` says that something asked for a slot or a table entry that there is not; `reads` counts the prefix
-    entries that the forward reads, of which an interval replay plans those of `look` (None: all). `touched` `[n] int64`
+    entries that the forward reads, of which an incremental replay plans those of `due` (None: all). `touched` `[n] int64`
     are the slots that the forward writes, or in which it saw bytes change.
     """
 
@@ -40,7 +40,7 @@ class GroupStep(WriteStep):
     looked_beyond: bool = False
     unknown_entries: int = 0
     reads: int = 0
-    look: ForwardLook | None = None
+    due: ForwardReads | None = None
     touched: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...recorder.process.endings import ENDINGS
-from ..executors.incremental.lane import LARGE_BYTES, compile_lane
+from ..executors.incremental.compiled_pass import LARGE_BYTES, compile_pass
 from ..run.settings import Progress
 from .group_replay import GroupResult, GroupTask
 from .jobs import Job, ReplayPlan, group_bytes
@@ -108,7 +108,7 @@ class _Pool:
         start_server(task.finish)
         settings, large = task.settings, any(group_bytes(group) >= LARGE_BYTES for group in plan.groups)
         if large and settings.executor == "interval" and settings.backend == "cpu":
-            compile_lane()
+            compile_pass()
 
     def __enter__(self) -> "_Pool":
         return self

@@ -2,16 +2,15 @@
 
 import struct
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from kvcanary.kernels import dispatch, native
-from kvcanary.kernels.dispatch import ArraySpec, In64, Out64, TupleSpec
+from kvcanary.kernels.dispatch import In64, Out64, Out64x2
 from kvcanary.kernels.ops.hash.kv_source import fold_source_loops
 from kvcanary.kernels.ops.oracle.reference import oracle_tokens_loops
-from kvcanary.kernels.replay_pass.state import _translate_loops
+from kvcanary.kernels.replay_pass.state import translate_loops
 
 
 def handed_on(*_: Any, **__: Any) -> None:
@@ -108,29 +107,50 @@ def test_names_are_numbas_to_judge(tmp_path: Path) -> None:
         loaded(tmp_path / "a.o", oracle_tokens_loops)(GOOD, GOOD, 9, out=GOOD)
 
 
-Pair = Annotated[tuple[npt.NDArray[np.int64], ...], TupleSpec(ArraySpec("int64", 1, False), 2)]
+class Pair(NamedTuple):
+    first: In64
+    second: In64
+
+
+class Mixed(NamedTuple):
+    values: In64
+    rows: Out64x2
 
 
 def pair_loops(several: Pair, out: Out64) -> None:
-    for each in several:
-        for index in range(len(each)):
-            out[index] += each[index]
+    for index in range(len(several.first)):
+        out[index] += several.first[index] + several.second[index]
 
 
-def test_tuples_of_arrays(tmp_path: Path) -> None:
+def mixed_loops(several: Mixed) -> None:
+    for index in range(len(several.values)):
+        several.rows[index, 1] = several.values[index]
+
+
+def test_named_tuples_of_arrays(tmp_path: Path) -> None:
     run = loaded(tmp_path / "a.o", pair_loops)
     out = np.zeros(2, np.int64)
-    run((GOOD[:2], GOOD[::2]), out)
+    run(Pair(GOOD[:2], GOOD[2:]), out)
     assert out.tolist() == [2, 2]
-    for wrong in ((GOOD,), (GOOD, GOOD, GOOD), [GOOD, GOOD], (GOOD, None), GOOD):
+    for wrong in ((GOOD,), (GOOD, GOOD, GOOD), [GOOD, GOOD], (GOOD, None), (GOOD, GOOD[::2]), GOOD):
         with pytest.raises(LookupError):
             run(wrong, out)
+
+
+def test_numba_takes_named_tuples_of_any_layout() -> None:
+    out, rows = np.zeros(2, np.int64), np.zeros((2, 2), np.int64)
+    dispatch._numba_caller(pair_loops)(Pair(GOOD[::2], GOOD[:2]), out)
+    assert out.tolist() == [2, 2]
+    dispatch._numba_caller(mixed_loops)(Mixed(np.array([3, 4]), rows))
+    assert rows.tolist() == [[0, 3], [0, 4]]
+    with pytest.raises(TypeError):
+        dispatch._numba_caller(pair_loops)(Pair(GOOD, GOOD.astype(np.int32)), out)
 
 
 @dispatch.packed
 def packed_loops(values: In64, several: Pair, out: Out64) -> None:
     for index in range(len(values)):
-        out[index] += values[index] + several[0][index] + several[1][index]
+        out[index] += values[index] + several.first[index] + several.second[index]
 
 
 def test_packed_loops_hand_strides_on(tmp_path: Path) -> None:
@@ -159,17 +179,17 @@ def test_numba_made_otherwise_inside_keeps_nothing(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_whole(tmp_path: Path) -> None:
-    path, parameters = tmp_path / "a.o", dispatch._parameters(_translate_loops)
-    assert native.load(path, "_translate_loops", parameters, lambda: handed_on) is None
-    loaded(path, _translate_loops)
+    path, parameters = tmp_path / "a.o", dispatch._parameters(translate_loops)
+    assert native.load(path, "translate_loops", parameters, lambda: handed_on) is None
+    loaded(path, translate_loops)
     whole = path.read_bytes()
     for bad in (b"", whole[:40], whole[:-1], whole[:-1] + struct.pack("B", whole[-1] ^ 1)):
         path.write_bytes(bad)
-        assert native.load(path, "_translate_loops", parameters, lambda: handed_on) is None
+        assert native.load(path, "translate_loops", parameters, lambda: handed_on) is None
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    form = dispatch._numba_form(_translate_loops)
-    native.keep(tmp_path / "file" / "a.o", "_translate_loops", form, dispatch._parameters(_translate_loops))
+    form = dispatch._numba_form(translate_loops)
+    native.keep(tmp_path / "file" / "a.o", "translate_loops", form, dispatch._parameters(translate_loops))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -9,7 +9,7 @@ import pytest
 from kvcanary.recorder.capture.forward_input import ForwardInput, TruthTokens
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import Oracle, PoolGroup, StateTable, TraceHeader
-from kvcanary.replayer.executors.incremental import lane
+from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -24,7 +24,7 @@ Change = Callable[[list[int]], list[int]]
 
 @pytest.fixture(autouse=True)
 def _lane_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
+    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
 
 
 def record(

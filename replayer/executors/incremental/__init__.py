@@ -1,1 +1,1 @@
-"""The interval executor: replay that looks at a prefix position again only after something it depends on changed."""
+"""The incremental executor: replay that verifies a prefix position again only after something it depends on changed."""

@@ -1,11 +1,11 @@
-"""The interval executor: the stepwise one, on plans without the entries that nothing has happened to.
+"""The incremental executor: the stepwise one, on plans without the entries that nothing has happened to.
 
 Most of what a forward reads was read by the forward before it, and gave nothing. An entry (row, position) that was
-looked at without a finding is looked at again only when something that it depends on has changed: its cell of the block
+verified without a finding is verified again only after something that it depends on has changed: its cell of the block
 table or the one before it, where they lead to, a truth token, the record, bytes, owner or allocation of either slot, or
-the request that reads the row. What did give something is looked at in every forward, since it gives a row in each.
-So the same kernels yield the same rows in the same order, and cost grows with tokens and changes, not with forwards
-times context. `kernels/replay_pass/cells.py` keeps what is looked at; `Watch` is told of every change.
+the request that reads the row. What did give something is due in every forward, since it gives a row in each. So the same
+kernels yield the same rows in the same order, and cost grows with tokens and changes, not with forwards times context.
+`kernels/replay_pass/entries.py` keeps what is due; `Watch` notes every change.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ....kernels.constants import KvHashMode
 from ....kernels.replay_pass.divergence import watched_divergence
+from ....kernels.replay_pass.entries import SlotTable
 from ....recorder.state.forward import Forward
 from ....recorder.state.pools import GroupPool
 from ....recorder.state.requests import RequestTable
@@ -27,16 +28,16 @@ from ...report.violations import LaunchViolations
 from ...run.divergence import SwaDivergence
 from ...run.planning import GroupStep
 from ..stepwise import StepwiseExecutor
-from .planning import IntervalPlanner
+from .planning import IncrementalPlanner
 from .watch import Watch
 
 Int64Array = npt.NDArray[np.int64]
 
 
-class IntervalExecutor(StepwiseExecutor):
+class IncrementalExecutor(StepwiseExecutor):
     """Takes what `StepwiseExecutor` takes, and finds the same.
 
-    `watch` knows which entries are clean: it is told of every way in which pools, tables or the ledger change.
+    `watch` knows which entries are verified: it is called before every change of pools, tables or the ledger.
     """
 
     name = "interval"
@@ -64,35 +65,34 @@ class IntervalExecutor(StepwiseExecutor):
             listener=self.watch,
             divergence=WatchedDivergence(header, self.watch, backend=backend),
         )
-        self._looks = IntervalPlanner(header, self.tables, self.watch, backend=backend)
+        self._incremental = IncrementalPlanner(header, self.tables, self.watch, backend=backend)
 
     def _plan(self, pool: GroupPool, forward: Forward, changes: KvChanges) -> GroupStep:
-        return self._looks.plan_pending(pool, forward, changes)
+        return self._incremental.plan_pending(pool, forward, changes)
 
     def _finish(self, step: GroupStep, forward: Forward) -> None:
         super()._finish(step, forward)
         ledger = None if self.history is None else self.history.ledger.rows[step.pool.index]
-        self._looks.settle(step, forward, ledger=ledger)
+        self._incremental.mark_verified(step, forward, ledger=ledger)
 
 
 class WatchedDivergence(SwaDivergence):
-    """SwaDivergence figures that look only at cells which are new, or whose full slot's entry has changed."""
+    """Divergence figures that count only cells which are new, or whose full slot's entry has changed."""
 
     def __init__(self, header: TraceHeader, watch: Watch, *, backend: str) -> None:
         super().__init__(header, backend=backend)
         self._watch = watch
 
     def _count(self, step: GroupStep, forward: Forward, tables: StateTables) -> tuple[int, int]:
-        group, cells = step.pool.group, self._watch.full_cells[step.pool.index]
-        if not cells.book.shape[0]:
+        group, states = step.pool.group, self._watch.full_states[step.pool.index]
+        if not states.rows.shape[0]:
             return super()._count(step, forward, tables)
         return watched_divergence(
-            cells,
+            states,
             rows=forward.req_pool_indices,
             starts=self._starts(step, forward),
             ends=forward.prefix_lens + np.maximum(forward.extend_lens, 0),
-            req_to_token=tables.req_to_token[group.table],
-            lut=tables.luts[group.lut],
+            table=SlotTable(tables.req_to_token[group.table], tables.luts[group.lut]),
             kinds=self._watch.kinds[step.pool.index],
             backend=self._backend,
         )

@@ -9,7 +9,7 @@ from kvcanary.replayer import checks
 from kvcanary.replayer.checks.check import HistoryCheck
 from kvcanary.replayer.checks.view import ForwardView
 from kvcanary.replayer.executors import executors
-from kvcanary.replayer.executors.incremental import lane
+from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.report.findings import Finding
 
 NAME = "fires_everywhere"
@@ -57,7 +57,7 @@ def register() -> None:
     checks.CHECKS[NAME] = FiresEverywhere
     checks.CHECK_NAMES = executors.CHECK_NAMES = (*checks.CHECK_NAMES, NAME)
     checks.FINDING_KINDS[NAME] = FiresEverywhere.finds
-    lane.WARM_UP_EVENTS = 0
+    compiled_pass.WARM_UP_EVENTS = 0
 
 
 if __name__ in ("__main__", "__mp_main__"):

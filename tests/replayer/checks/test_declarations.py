@@ -9,8 +9,8 @@ import pytest
 from kvcanary.replayer import checks
 from kvcanary.replayer.checks import CHECK_NAMES, Covered
 from kvcanary.replayer.executors import executors
-from kvcanary.replayer.executors.incremental import lane
-from kvcanary.replayer.executors.incremental.lane import Lane
+from kvcanary.replayer.executors.incremental import compiled_pass
+from kvcanary.replayer.executors.incremental.compiled_pass import CompiledPass
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
 from kvcanary.replayer.run.replay import ReplaySettings, replay
@@ -49,7 +49,7 @@ FIRES = {
 
 @pytest.fixture(autouse=True)
 def _lane_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
+    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
 
 
 @pytest.fixture
@@ -107,8 +107,8 @@ def test_a_check_is_called_as_it_declares(
 ) -> None:
     monkeypatch.setattr(FiresEverywhere, "covered", ways)
     taken = []
-    run = Lane.run
-    monkeypatch.setattr(Lane, "run", lambda self, batch, at: taken.append(at) or run(self, batch, at))
+    run = CompiledPass.run
+    monkeypatch.setattr(CompiledPass, "run", lambda self, batch, at: taken.append(at) or run(self, batch, at))
     rows = found(DATA / "clean_llama.arrow", tmp_path / "r", added)
     assert bool(taken) == (ways is Covered.COMPILED)
     assert bool(rows) == (ways is not Covered.COMPILED)

@@ -10,8 +10,8 @@ from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.writing.writer import TraceWriter
-from kvcanary.replayer.executors.incremental import lane
-from kvcanary.replayer.executors.incremental.lane import Lane
+from kvcanary.replayer.executors.incremental import compiled_pass
+from kvcanary.replayer.executors.incremental.compiled_pass import CompiledPass
 
 from ..equality.both_ways import check
 
@@ -98,7 +98,7 @@ HEALTHY = {
 
 @pytest.fixture(autouse=True)
 def _lane_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
+    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
 
 
 def found(events: list[TraceEvent], folder: Path) -> list[tuple]:
@@ -125,14 +125,14 @@ def test_a_cell_that_nobody_told_for_this_request_says_nothing(how: str, tmp_pat
 
 def test_the_compiled_pass_goes_on_once_the_cells_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    run = Lane.run
+    run = CompiledPass.run
 
-    def counted(self: Lane, batch, at: int) -> int:
+    def counted(self: CompiledPass, batch, at: int) -> int:
         stop = run(self, batch, at)
         taken.extend(range(at, stop))
         return stop
 
-    monkeypatch.setattr(Lane, "run", counted)
+    monkeypatch.setattr(CompiledPass, "run", counted)
     events = [_AHEAD, forward(1, 7, 6, [10]), forward(2, 7, 7, [11]), alloc(7, 12, 4), forward(3, 7, 8, [12])]
     assert found(events, tmp_path) == []
     assert taken == [0, 1, 5, 6]

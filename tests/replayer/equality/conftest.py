@@ -1,7 +1,7 @@
 """How much of the fault lab, and how many random histories, the equality tests go through."""
 
 import pytest
-from kvcanary.replayer.executors.incremental import lane
+from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.lab.faults import FAULTS
 
 NORMAL_CASES = 500
@@ -27,5 +27,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def _lane_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the lane take these traces, which are too small for it; what it leaves goes through the executor."""
-    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
+    """Have the pass take these traces, which are too small for it; what it leaves goes through the executor."""
+    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)

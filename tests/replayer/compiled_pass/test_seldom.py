@@ -1,4 +1,4 @@
-"""What an engine seldom says, and the lane must know all the same: each history held against stepwise replay."""
+"""What an engine seldom says, and the pass must know all the same: each history held against stepwise replay."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from kvcanary.kernels.ops.oracle.reference import oracle_tokens
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import Oracle, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.writing.writer import TraceWriter
-from kvcanary.replayer.executors.incremental import lane
+from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.lab.trial import Trial, run_trial
 
 from ...recorder.segmented import cut
@@ -26,8 +26,8 @@ DAMAGED, SOUND = 5, 6
 
 @pytest.fixture(autouse=True)
 def _from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the lane take these traces, which are too small for it."""
-    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
+    """Have the pass take these traces, which are too small for it."""
+    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
 
 
 def ints(**columns: Sequence[int]) -> dict[str, np.ndarray]:
@@ -80,7 +80,7 @@ def test_padding_that_bears_the_name_of_who_was_reported(damaged: int, tmp_path:
 
 
 def test_a_request_that_is_told_of_anew_while_the_lane_rests(tmp_path: Path) -> None:
-    """Its room, and so its tokens, are others from then on; the lane rests behind two events that it could not take."""
+    """Its room, and so its tokens, are others from then on; the pass rests behind two events that it could not take."""
     header = replace(HEADER, oracle=Oracle(vocab_size=50))
     tokens = np.empty(4, np.int64)
     oracle_tokens(request_ids=np.full(4, SOUND), positions=np.arange(4), vocab_size=50, out=tokens)

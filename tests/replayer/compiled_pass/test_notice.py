@@ -1,4 +1,4 @@
-"""The user is told why nothing moves while the lane is compiled, which is once on a machine."""
+"""The user is told why nothing moves while the pass is compiled, which is once on a machine."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 from kvcanary.kernels.dispatch import select
 from kvcanary.replayer.cli.replay import replay_command
-from kvcanary.replayer.executors.incremental import lane
+from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.workers import pool
 
 TRACE = Path(__file__).parents[3] / "data" / "clean_llama.arrow"
@@ -21,15 +21,15 @@ def stderr(*options: str) -> str:
 
 @pytest.fixture
 def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the lane take a small trace, and begin as if it had never been compiled."""
+    """Have the pass take a small trace, and begin as if it had never been compiled."""
 
     def tell_and_select(loops, backend, tell):
         tell()
         return select(loops, backend)
 
-    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
-    monkeypatch.setattr(lane, "select_telling", tell_and_select)
-    monkeypatch.setattr(lane, "is_kept", lambda _: False)
+    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
+    monkeypatch.setattr(compiled_pass, "select_telling", tell_and_select)
+    monkeypatch.setattr(compiled_pass, "is_kept", lambda _: False)
 
 
 @pytest.mark.usefixtures("compiled_anew")
@@ -52,6 +52,6 @@ def test_not_where_notes_are_not_wanted(option: str) -> None:
 
 
 def test_nothing_is_said_of_what_is_compiled_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
+    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
     stderr("--quiet")
     assert SAID not in stderr()

@@ -1,24 +1,29 @@
-"""What is not looked at has not changed since it was looked at, and what has not changed is not looked at.
+"""What is not due has not changed since it was verified, and what has not changed is not due.
 
-A model keeps, of each entry, everything that its answer depends on; cells are told of changes as the executor tells
+A model keeps, of each entry, everything that its answer depends on; the states are told of changes as the executor tells
 them, and may leave out only entries of which all that is still the same.
 """
 
 import numpy as np
 import pytest
 from kvcanary.kernels.ops.plan.reference import VerifyPlan
-from kvcanary.kernels.replay_pass.cells import MAX_CELLS, Cells
 from kvcanary.kernels.replay_pass.divergence import swa_divergence, watched_divergence
-from kvcanary.kernels.replay_pass.looks import plan_looks, watch_forward
-from kvcanary.kernels.replay_pass.settling import settle_forward
-from kvcanary.kernels.replay_pass.touches import touch_lut, touch_slots, touch_table, touch_truth
+from kvcanary.kernels.replay_pass.due import Readers, mark_forward_verified, plan_due, watch_forward
+from kvcanary.kernels.replay_pass.entries import MAX_CELLS, SlotTable, allocate_states
+from kvcanary.kernels.replay_pass.invalidation import (
+    Runs,
+    invalidate_lut,
+    invalidate_slots,
+    invalidate_table,
+    invalidate_truth,
+)
 
 ROWS, WIDTH, SLOTS, FULL = 5, 200, 40, 50
 BACKENDS = ["cpu", "reference"]
 
 
 class Model:
-    """Tables, versions of slots, and cells that are told of every change."""
+    """Tables, versions of slots, and states that are told of every change."""
 
     def __init__(self, seed: int, *, window: int, sliding: bool, backend: str) -> None:
         self.rng = np.random.default_rng(seed)
@@ -27,7 +32,7 @@ class Model:
         self.lut = np.zeros(FULL, np.int64) if sliding else None
         self.truth = np.zeros((ROWS, WIDTH), np.int32)
         self.versions = np.zeros(SLOTS, np.int64)
-        self.cells = Cells.allocate(rows=ROWS, width=WIDTH, slots=SLOTS)
+        self.states = allocate_states(rows=ROWS, width=WIDTH, slots=SLOTS)
         self.seen: dict[tuple[int, int], tuple] = {}
 
     def ints(self, low: int, high: int, count: int) -> np.ndarray:
@@ -36,25 +41,31 @@ class Model:
     def change(self) -> None:
         """Change something, and tell the cells."""
         what = int(self.rng.integers(4))
-        run = {"rows": self.ints(0, ROWS, 1), "starts": self.ints(0, 20, 1), "lens": np.array([2])}
+        row, start = int(self.rng.integers(ROWS)), int(self.rng.integers(20))
+        where = np.zeros(1, np.int64), np.array([row]), np.array([start]), np.array([2])
         if what == 0:
             slots = self.ints(1, SLOTS, 2)
-            touch_slots(self.cells, slots, backend=self.backend)
+            invalidate_slots(self.states, slots, backend=self.backend)
             self.versions[slots] += 1
         elif what == 1:
             values = self.ints(-1, FULL + 2 if self.lut is not None else SLOTS + 2, 2)
-            touch_table(self.cells, index=0, indices=np.zeros(1, np.int64), values=values, table=self.table,
-                        backend=self.backend, **run)  # fmt: skip
-            self.table[run["rows"][0], run["starts"][0] : run["starts"][0] + 2] = values
+            runs = Runs(*where, values)
+            invalidate_table(self.states, index=0, runs=runs, table=self.table, backend=self.backend)
+            self.table[row, start : start + 2] = values
         elif what == 2:
             values = self.ints(0, 3, 2)
-            touch_truth(self.cells, values=values, truth=self.truth, token_offset=1, backend=self.backend, **run)
-            self.truth[run["rows"][0], run["starts"][0] : run["starts"][0] + 2] = values
+            runs = Runs(*where, values)
+            invalidate_truth(self.states, runs=runs, truth=self.truth, token_offset=1, backend=self.backend)
+            self.truth[row, start : start + 2] = values
         elif self.lut is not None:
             places = self.ints(0, FULL, 1)
-            touch_lut(self.cells, places=places, before=self.lut[places], req_to_token=self.table,
-                      backend=self.backend)  # fmt: skip
+            before = self.lut[places]
+            invalidate_lut(self.states, places=places, before=before, table=self.slots, backend=self.backend)
             self.lut[places] = self.ints(-1, SLOTS, 1)
+
+    @property
+    def slots(self) -> SlotTable:
+        return SlotTable(self.table, np.zeros(0, np.int64) if self.lut is None else self.lut)
 
     def slot(self, row: int, position: int) -> int | None:
         slot = int(self.table[row, position])
@@ -76,13 +87,12 @@ class Model:
         """Look at a forward of (row, request, prefix, truth_len); return what was looked at."""
         self.serial += 1
         rows, requests, prefix, truth_lens = (np.array(column, np.int64) for column in zip(*batch, strict=True))
-        shared = {"req_pool_indices": rows, "req_to_token": self.table, "full_to_swa": self.lut,
-                  "truth_lens": truth_lens, "token_offset": 1, "backend": self.backend}  # fmt: skip
-        look = watch_forward(self.cells, request_ids=requests, prefix_lens=prefix, event=event, serial=self.serial,
-                             window=self.window, **shared)  # fmt: skip
+        readers = Readers(rows, requests, prefix, truth_lens)
+        shared = {"table": self.slots, "token_offset": 1, "backend": self.backend}
+        look = watch_forward(self.states, readers, event=event, serial=self.serial, window=self.window, **shared)
         plan = VerifyPlan.allocate(capacity=look.entries, request_capacity=len(batch))
-        plan_looks(self.cells, look, prefix_lens=prefix, window=self.window, truth_tokens=self.truth, num_slots=SLOTS,
-                   verify_plan=plan, out_of_range=np.zeros(1, np.int64), **shared)  # fmt: skip
+        plan_due(self.states, look, readers, window=self.window, truth_tokens=self.truth, num_slots=SLOTS,
+                 verify_plan=plan, out_of_range=np.zeros(1, np.int64), **shared)  # fmt: skip
         assert plan.num_valid[0] == look.entries
         looked: set[tuple[int, int]] = set()
         for r, (row, request, end, truth_len) in enumerate(batch):
@@ -106,7 +116,7 @@ class Model:
         assert look.reads == sum(min(p, self.window) if self.window else p for p in prefix.tolist())
         wrong = self.rng.random(look.entries) < self.wrong
         look.marks[wrong] = 1
-        settle_forward(self.cells, look, event=event, verify_plan=plan, ledger=None, **shared)
+        mark_forward_verified(self.states, look, readers, event=event, verify_plan=plan, ledger=None, **shared)
         return looked
 
 
@@ -146,7 +156,7 @@ def test_only_what_is_new_is_looked_at(backend: str) -> None:
     for event in range(1, 20):
         assert model.forward([(1, 7, 150 + event, 151 + event)], event) == {(1, 149 + event)}
     assert model.forward([(1, 7, 169, 170)], 20) == set()
-    touch_slots(model.cells, np.array([1, 0, -4, SLOTS + 1]), backend=backend)
+    invalidate_slots(model.states, np.array([1, 0, -4, SLOTS + 1]), backend=backend)
     held = [position for position in range(169) if model.table[1, position] == 1]
     assert model.forward([(1, 7, 169, 170)], 21) == {(1, p + d) for p in held for d in (0, 1) if p + d < 169}
     assert model.forward([(1, 7, 169, 0)], 22) == set()
@@ -157,12 +167,11 @@ def test_only_what_is_new_is_looked_at(backend: str) -> None:
 
 
 def test_tables_of_too_many_cells_are_not_watched() -> None:
-    cells = Cells.allocate(rows=2, width=MAX_CELLS, slots=4)
-    assert cells.book.shape[0] == 0
-    look = watch_forward(
-        cells, req_pool_indices=np.array([1]), request_ids=np.array([5]), prefix_lens=np.array([3]), event=0, serial=1,
-        req_to_token=np.ones((2, 4), np.int32), window=0, full_to_swa=None, truth_lens=None, token_offset=0,
-    )  # fmt: skip
+    states = allocate_states(rows=2, width=MAX_CELLS, slots=4)
+    assert states.rows.shape[0] == 0
+    readers = Readers(np.array([1]), np.array([5]), np.array([3]), np.zeros(0, np.int64))
+    table = SlotTable(np.ones((2, 4), np.int32), np.zeros(0, np.int64))
+    look = watch_forward(states, readers, event=0, serial=1, table=table, window=0, token_offset=0)
     assert (look.reads, look.entries) == (3, 3)
 
 
@@ -171,18 +180,48 @@ def test_tables_of_too_many_cells_are_not_watched() -> None:
 def test_watched_divergence_counts_what_a_walk_counts(seed: int, backend: str) -> None:
     rng = np.random.default_rng(seed)
     table, lut = np.zeros((ROWS, WIDTH), np.int32), np.zeros(FULL, np.int64)
-    cells, kinds = Cells.allocate(rows=ROWS, width=WIDTH, slots=FULL), np.zeros((ROWS, WIDTH), np.uint8)
+    states, kinds = allocate_states(rows=ROWS, width=WIDTH, slots=FULL), np.zeros((ROWS, WIDTH), np.uint8)
     for _ in range(60):
         rows, starts = rng.integers(0, ROWS, 2), rng.integers(0, 30, 2)
         values = rng.integers(-1, FULL + 3, 8)
-        touch_table(cells, index=0, indices=np.zeros(2, np.int64), rows=rows, starts=starts, lens=np.array([5, 3]),
-                    values=values, table=table, backend=backend)  # fmt: skip
+        runs = Runs(np.zeros(2, np.int64), rows, starts, np.array([5, 3]), values)
+        invalidate_table(states, index=0, runs=runs, table=table, backend=backend)
         for row, start, part in zip(rows, starts, (values[:5], values[5:]), strict=True):
             table[row, start : start + len(part)] = part
         places = rng.integers(0, FULL, 3)
-        touch_lut(cells, places=places, before=places, req_to_token=table, backend=backend)
+        invalidate_lut(states, places=places, before=places, table=SlotTable(table, lut), backend=backend)
         lut[places] = np.where(rng.random(3) < 0.5, places, rng.integers(0, FULL, 3))
         batch = {"rows": rng.integers(-1, ROWS + 1, 3), "starts": rng.integers(-2, 25, 3)}
         batch["ends"] = batch["starts"] + rng.integers(-2, 20, 3)
-        came = watched_divergence(cells, **batch, req_to_token=table, lut=lut, kinds=kinds, backend=backend)
+        came = watched_divergence(states, **batch, table=SlotTable(table, lut), kinds=kinds, backend=backend)
         assert came == swa_divergence(**batch, req_to_token=table, lut=lut)
+
+
+def test_entries_are_found_past_blocks_and_chunks() -> None:
+    """A row is gone over by blocks of 64 positions and chunks of 4,096; every entry that is due is found behind them."""
+    width, places = 3 * 4096 + 70, [0, 63, 64, 127, 4095, 4096, 4097, 8191, 8192, 8256, 12287, 12288, 12357]
+    states = allocate_states(rows=2, width=width, slots=width + 1)
+    table = np.zeros((2, width), np.int32)
+    table[1] = np.arange(1, width + 1)
+    readers = Readers(np.array([1]), np.array([5]), np.array([width]), np.zeros(0, np.int64))
+    slots = SlotTable(table, np.zeros(0, np.int64))
+    event = 0
+
+    def due() -> list[int]:
+        nonlocal event
+        event += 1
+        shared = {"table": slots, "token_offset": 0, "backend": "reference"}
+        look = watch_forward(states, readers, event=event, serial=event, window=0, **shared)
+        plan = VerifyPlan.allocate(capacity=look.entries, request_capacity=1)
+        plan_due(states, look, readers, window=0, truth_tokens=None, num_slots=width + 1, verify_plan=plan,
+                 out_of_range=np.zeros(1, np.int64), **shared)  # fmt: skip
+        mark_forward_verified(states, look, readers, event=event, verify_plan=plan, ledger=None, **shared)
+        return plan.expected_positions[: look.entries].tolist()
+
+    assert due() == list(range(width))
+    for place in places:
+        invalidate_slots(states, np.array([table[1, place]]), backend="reference")
+        assert due() == [at for at in (place, place + 1) if at < width]
+    invalidate_slots(states, table[1, places].astype(np.int64), backend="reference")
+    assert due() == sorted({at for place in places for at in (place, place + 1) if at < width})
+    assert due() == []

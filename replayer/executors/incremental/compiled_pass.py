@@ -1,18 +1,20 @@
-"""Taking a batch's ordinary events through the compiled lane, and keeping the books of what it took.
+"""Taking a batch's ordinary events through the compiled pass, and catching up on what it took.
 
-The lane (`kernels/lane`) takes events until one is unusual; that one goes through the executor and the checks, and
-then the lane goes on. What it cannot work with in compiled code, names above all, is caught up on here.
+The pass (`kernels/replay_pass/events.py`) takes events until one is not ordinary; that one goes through the executor and
+the checks, and then the pass goes on. What it cannot work with in compiled code, names above all, is caught up on here.
 """
 
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ....kernels.dispatch import is_kept, select_telling
+from ....kernels.replay_pass.array_views import AddressTable
+from ....kernels.replay_pass.events import replay_events_loops
 from ....kernels.replay_pass.layout import (
     ALLOC_EVENT,
     AT,
@@ -20,17 +22,25 @@ from ....kernels.replay_pass.layout import (
     COUNT_FORWARDS,
     COUNT_VERIFIED,
     COUNT_WRITTEN,
+    FIGURE_NO_SLOTS,
+    FIGURE_OTHER_SLOTS,
+    FIGURE_READS,
     FIRST_EVENT,
     FORWARD_EVENT,
     FROM_START,
     HAS_TRUTH,
     KV_WORDS,
+    MOST_DUE,
     NEW_IDS,
+    NUM_FIGURES,
     NUM_GROUPS,
+    NUM_LUTS,
     NUM_PROGRESS,
+    NUM_RUNNERS,
     NUM_SETTINGS,
     NUM_TABLES,
-    PADDING_TOLD,
+    PADDING_REPORTED,
+    PARTNER_SERIAL,
     REQUEST_EVENT,
     REQUESTS,
     ROWS,
@@ -44,47 +54,52 @@ from ....kernels.replay_pass.layout import (
     VOCAB,
 )
 from ....kernels.replay_pass.ledger import PADDING_WRITER
-from ....kernels.replay_pass.loops import lane_loops
 from ....kernels.replay_pass.slots import KEY, VALUE
 from ....recorder.state.forward import read_forward
 from ....recorder.state.requests import RequestTable
 from ....recorder.trace.batch import TraceBatch
 from ...checks.check_set import CheckSet
 from ...checks.history import History
+from ...checks.swa_mapping_stale import SwaMappingStale
 from ...report.merged.merging import MergingSink
 from ...report.summary import Summary
 from ...run.coverage import count_forwards
 from ...run.health import Health
-from .executor import IntervalExecutor
-from .lane_columns import LaneColumns, lane_columns
-from .lane_state import LaneShape, covers, hashed_words, number_book, rows_covered, state_arrays
+from .batch_columns import BatchColumns, batch_columns
+from .executor import IncrementalExecutor
+from .state_arrays import (
+    HeaderArrays,
+    WorkMemory,
+    covers,
+    fill_addresses,
+    hashed_words,
+    numbers_by_request,
+    rows_covered,
+)
 
 Int64Array = npt.NDArray[np.int64]
 
 _IN_BETWEEN: Final = frozenset({"request", "keyframe"})  # what may change what is known of requests
-# A forward that must look at more prefix entries goes through the executor. The first one behind a keyframe looks at all
-# that its requests have; memory that no forward needs is never touched.
-_MOST_LOOKS: Final = 1 << 22
-# To load the compiled lane takes longer than a small trace does without it: it waits for so many events, or for a batch
+# To load the compiled pass takes longer than a small trace does without it: it waits for so many events, or for a batch
 # that ends so far behind the file's beginning.
 WARM_UP_EVENTS: Final = 1000
 LARGE_BYTES: Final = 1 << 20
 # Batches that are prepared and not taken yet: one that waits, one that is being read, and what nobody asked for.
 _MOST_AHEAD: Final = 4
-# A lane that is left at once is not tried again for so many events, at most.
+# A pass that is left at once is not tried again for so many events, at most.
 _MOST_PATIENCE: Final = 64
 
 _log = logging.getLogger("kvcanary")
 
 
-class Lane:
-    """Takes ordinary events of a trace; make one with `open_lane`."""
+class CompiledPass:
+    """Takes ordinary events of a trace; make one with `open_pass`."""
 
     def __init__(
         self,
-        executor: IntervalExecutor,
+        executor: IncrementalExecutor,
         history: History,
-        panel: CheckSet,
+        check_set: CheckSet,
         health: Health,
         summary: Summary,
         request_table: RequestTable,
@@ -95,7 +110,7 @@ class Lane:
     ) -> None:
         self._executor = executor
         self._history = history
-        self._panel = panel
+        self._check_set = check_set
         self._health = health
         self._summary = summary
         self._request_table = request_table
@@ -104,25 +119,28 @@ class Lane:
         self._backend = backend
         header = executor.header
         self._header = header
-        self._shape = LaneShape(header)
+        self._shape = HeaderArrays(header)
         self._loops: Callable[..., None] | None = None
         self._passed_by = 0
-        self._columns: LaneColumns | None = None
-        self._ahead: deque[LaneColumns] = deque(maxlen=_MOST_AHEAD)
-        self._facts = number_book({}, 2, 64, backend=backend)
+        self._columns: BatchColumns | None = None
+        self._ahead: deque[BatchColumns] = deque(maxlen=_MOST_AHEAD)
+        self._facts = numbers_by_request({}, 2, 64, backend=backend)
         self._facts_known = 0
         self._facts_stale = True
         self._next_event = -1
         self._patience = self._wait = 0
         self._tally = np.zeros((len(header.groups), 3), np.int64)
         self._row_stamps = np.zeros(0, np.int64)
-        self._scratch: tuple[Int64Array, ...] = ()
-        self._room = (-1, -1, -1)
+        self._work = WorkMemory(len(header.groups))
+        sliding = any(group.lut >= 0 for group in header.groups)
+        self._partners = next((check for check in check_set.checks if isinstance(check, SwaMappingStale)), None)
+        self._num_figures = NUM_FIGURES * len(header.groups) if sliding else 0
+        self._figures = np.zeros((0, self._num_figures), np.int64)
 
     def prepare(self, batch: TraceBatch) -> None:
         """Work out what `run` needs of a batch alone; for the thread that reads ahead, which has time for it."""
         if self._loops is not None or batch.end_byte >= LARGE_BYTES:
-            self._ahead.append(lane_columns(batch))
+            self._ahead.append(batch_columns(batch))
 
     def run(self, batch: TraceBatch, at: int) -> int:
         """Take events from row `at` of a batch on, and return the row of the first that was not taken."""
@@ -130,16 +148,16 @@ class Lane:
             if batch.end_byte < LARGE_BYTES and self._passed_by < WARM_UP_EVENTS:
                 self._passed_by += 1
                 return at
-            self._loops = select_telling(lane_loops, self._backend, _tell_of_compiling)
+            self._loops = select_telling(replay_events_loops, self._backend, _report_compiling)
         others = batch.first_event + at != self._next_event
         self._facts_stale |= others and (at == 0 or batch.kinds[at - 1] in _IN_BETWEEN)
         if self._wait:
             self._wait -= 1
             return at
-        if any(pool.any_unknown for pool in self._executor.pools) or self._panel.pending():
+        if any(pool.any_unknown for pool in self._executor.pools) or self._check_set.pending():
             return at
         if self._columns is None or self._columns.batch is not batch:
-            self._columns = self._prepared(batch) or lane_columns(batch)
+            self._columns = self._prepared(batch) or batch_columns(batch)
         columns = self._columns
         if columns.kind[at] < 0:
             return at
@@ -155,63 +173,76 @@ class Lane:
         self._next_event = batch.first_event + stop
         return stop
 
-    def _prepared(self, batch: TraceBatch) -> LaneColumns | None:
+    def _prepared(self, batch: TraceBatch) -> BatchColumns | None:
         while self._ahead and self._ahead[0].batch.first_event <= batch.first_event:
             columns = self._ahead.popleft()
             if columns.batch is batch:
                 return columns
         return None
 
-    def _call(self, loops: Callable[..., None], columns: LaneColumns, at: int) -> int:
+    def _call(self, loops: Callable[..., None], columns: BatchColumns, at: int) -> int:
         history, executor = self._history, self._executor
         unusual = np.flatnonzero(columns.kind[at:] < 0)
         stop = at + int(unusual[0]) if len(unusual) else len(columns.kind)
         settings, progress = self._settings(columns, at, stop), np.zeros(NUM_PROGRESS, np.int64)
         progress[SERIAL] = history.serial
         progress[SINCE_SWEEP] = self._health.activity.since_sweep
-        told = self._panel.requests_reported() | set(history.dropped.by_request)
-        if PADDING_WRITER in told:
-            settings[PADDING_TOLD] = 1
+        reported = self._check_set.requests_reported() | set(history.dropped.by_request)
+        if PADDING_WRITER in reported:
+            settings[PADDING_REPORTED] = 1
         held_by = history.ledger.held_by
         kinds = columns.kind[at:stop]
-        held = number_book(
+        held = numbers_by_request(
             {request: (count,) for request, count in held_by.items()},
             1,
             int((kinds == ALLOC_EVENT).sum()),
             backend=self._backend,
         )
         self._learn_facts(int((kinds == REQUEST_EVENT).sum()))
-        self._make_room(columns)
+        rows = rows_covered(executor, history)
+        if len(self._row_stamps) != rows:
+            self._row_stamps = np.zeros(rows, np.int64)
+        self._work.make_room(columns, 2 * len(columns.lists[ROWS]))
+        settings[MOST_DUE] = self._work.most_due
         self._tally[:] = 0
-        arguments: tuple[Any, ...] = (
-            columns.scalars,
-            columns.lists,
-            columns.offsets,
-            columns.kv,
-            columns.kv_offsets,
+        if self._num_figures:
+            self._figures = np.zeros((len(columns.kind), self._num_figures), np.int64)
+        if self._partners is not None:
+            progress[PARTNER_SERIAL] = self._partners.serial
+        addresses, shape = AddressTable(), self._shape
+        fill_addresses(
+            addresses,
             settings,
-            self._shape.groups,
-            self._shape.streams,
-            self._shape.words_of,
+            shape,
+            columns,
+            executor,
+            history,
+            self._partners,
+            by_request=(held, self._facts, np.array(sorted(reported), np.int64)),
+            row_stamps=self._row_stamps,
+            work=self._work,
+        )
+        loops(
+            addresses.rows,
+            shape.groups,
+            shape.streams,
+            shape.words_of,
+            settings,
             progress,
             self._tally,
-            *state_arrays(executor, history),
-            held,
-            self._facts,
-            np.array(sorted(told), np.int64),
-            self._row_stamps,
-            *self._scratch,
+            self._figures,
         )
-        loops(*arguments)
         history.serial = int(progress[SERIAL])
         self._health.activity.since_sweep = int(progress[SINCE_SWEEP])
-        self._request_ids.update(self._scratch[-1][: int(progress[NEW_IDS])].tolist())
+        if self._partners is not None:
+            self._partners.serial = int(progress[PARTNER_SERIAL])
+        self._request_ids.update(self._work.new_requests[: int(progress[NEW_IDS])].tolist())
         left = held[held[:, VALUE] > 0]
         held_by.clear()
         held_by.update(zip(left[:, KEY].tolist(), left[:, VALUE].tolist(), strict=True))
         return int(progress[AT])
 
-    def _settings(self, columns: LaneColumns, at: int, stop: int) -> Int64Array:
+    def _settings(self, columns: BatchColumns, at: int, stop: int) -> Int64Array:
         history, header = self._history, self._header
         settings = np.zeros(NUM_SETTINGS, np.int64)
         settings[FIRST_EVENT] = columns.batch.first_event
@@ -224,6 +255,8 @@ class Lane:
         settings[STALL_LIMIT] = self._health.stall_limit
         settings[NUM_GROUPS] = len(header.groups)
         settings[NUM_TABLES] = len(header.tables)
+        settings[NUM_LUTS] = len(header.lut_lens)
+        settings[NUM_RUNNERS] = len(header.runners)
         return settings
 
     def _learn_facts(self, more: int) -> None:
@@ -233,35 +266,10 @@ class Lane:
             facts = {}
         if self._facts_stale or len(facts) != self._facts_known or 2 * (len(facts) + more + 1) > len(self._facts):
             values = {i: (i if f.room < 0 else f.room, f.prompt_len) for i, f in facts.items()}
-            self._facts = number_book(values, 2, len(facts) + more, backend=self._backend)
+            self._facts = numbers_by_request(values, 2, len(facts) + more, backend=self._backend)
         self._facts_known, self._facts_stale = len(facts), False
 
-    def _make_room(self, columns: LaneColumns) -> None:
-        rows = rows_covered(self._executor, self._history)
-        if len(self._row_stamps) != rows:
-            self._row_stamps = np.zeros(rows, np.int64)
-        asked = (columns.most_tokens, columns.most_requests, columns.most_changes)
-        ids = len(columns.lists[ROWS])
-        if any(have < want for have, want in zip(self._room, asked, strict=True)) or ids > len(self._scratch[-1]):
-            tokens, requests, changes = self._room = tuple(  # type: ignore[assignment]  # of three, as asked
-                max(have, 2 * want) for have, want in zip(self._room, asked, strict=True)
-            )
-            groups, looks = len(self._header.groups), max(2 * tokens, _MOST_LOOKS)
-            self._scratch = (
-                np.empty(changes, np.int64),
-                np.empty(changes, np.int64),
-                np.empty((groups, requests), np.int64),
-                np.empty((groups, requests), np.int64),
-                np.empty(requests, np.int64),
-                np.empty(tokens, np.int64),
-                np.empty(looks, np.int64),
-                np.empty((groups, looks), np.int64),
-                np.empty((groups, looks), np.int64),
-                np.empty((groups, looks), np.int64),
-                np.empty(2 * ids, np.int64),
-            )
-
-    def _take_note(self, columns: LaneColumns, at: int, stop: int) -> None:
+    def _take_note(self, columns: BatchColumns, at: int, stop: int) -> None:
         """Catch up on what events `at .. stop - 1` mean outside compiled code."""
         batch, history = columns.batch, self._history
         kinds = columns.kind[at:stop]
@@ -279,14 +287,14 @@ class Lane:
         if len(forwards):
             self._take_forwards(columns, forwards)
 
-    def _take_forwards(self, columns: LaneColumns, forwards: Int64Array) -> None:
+    def _take_forwards(self, columns: BatchColumns, forwards: Int64Array) -> None:
         batch, header, executor = columns.batch, self._header, self._executor
         runners = columns.scalars[RUNNER][forwards]
         modes = batch.strings("mode")
         last = read_forward(batch.event(int(forwards[-1])), header)
         self._history.last_forward = last.forward
         offsets, rows = columns.offsets[ROWS], columns.lists[ROWS]
-        if "keyframe" in self._summary.events:  # who ran before it is known to its rows, and so not new to the lane
+        if "keyframe" in self._summary.events:  # who ran before it is known to its rows, and so not new to the pass
             ids, at = columns.lists[REQUESTS], columns.offsets[REQUESTS]
             for i in forwards.tolist():
                 live = rows[offsets[i] : offsets[i + 1]] != 0
@@ -300,6 +308,7 @@ class Lane:
                 )
             if runner == 0:
                 self._history.samples.put_off(batch, mine, header)
+        self._add_figures(columns, forwards)
         for pool, counted in zip(executor.pools, self._tally.tolist(), strict=True):
             executor.launched(
                 pool,
@@ -308,7 +317,23 @@ class Lane:
                 written=counted[COUNT_WRITTEN],
             )
 
-    def _summarize(self, columns: LaneColumns, at: int, stop: int) -> None:
+    def _add_figures(self, columns: BatchColumns, forwards: Int64Array) -> None:
+        """Add what the pass counted of each forward to the divergence figures."""
+        if not self._num_figures:
+            return
+        groups, divergence = self._header.groups, self._executor.divergence
+        first, numbers = columns.batch.first_event, columns.batch.scalar_ints("forward")
+        for index in forwards.tolist():
+            runner = int(columns.scalars[RUNNER][index])
+            counted = self._figures[index].reshape(-1, NUM_FIGURES).tolist()
+            mine = [g for g, group in enumerate(groups) if group.runner == runner]
+            reads = {g: counted[g][FIGURE_READS] for g in mine}
+            found = {
+                g: (counted[g][FIGURE_NO_SLOTS], counted[g][FIGURE_OTHER_SLOTS]) for g in mine if groups[g].lut >= 0
+            }
+            divergence.add(first + index, int(numbers[index]), runner, reads, found)
+
+    def _summarize(self, columns: BatchColumns, at: int, stop: int) -> None:
         summary, batch = self._summary, columns.batch
         for kind, count in Counter(batch.kinds[at:stop]).items():
             summary.events[kind] = summary.events.get(kind, 0) + count
@@ -326,17 +351,17 @@ class Lane:
         summary.tokens += int(np.diff(batch.offsets("input_ids"))[forwards].sum())
 
 
-def compile_lane() -> None:
-    """Compile the lane where that was never done on this machine: once, for several processes that are about to use it."""
-    if not is_kept(lane_loops):
-        select_telling(lane_loops, "cpu", _tell_of_compiling)
+def compile_pass() -> None:
+    """Compile the pass if that was never done on this machine: once, for several processes that are about to use it."""
+    if not is_kept(replay_events_loops):
+        select_telling(replay_events_loops, "cpu", _report_compiling)
 
 
-def _tell_of_compiling() -> None:
+def _report_compiling() -> None:
     _log.info("compiling the fast path for large traces, once on this machine: about half a minute")
 
 
-def open_lane(
+def open_pass(
     executor: object,
     health: Health,
     summary: Summary,
@@ -346,13 +371,13 @@ def open_lane(
     *,
     every_check: bool,
     backend: str,
-) -> Lane | None:
-    """Return a lane for a replay, None where it has nothing to offer: another executor or backend, too few checks."""
-    if not isinstance(executor, IntervalExecutor) or backend != "cpu" or not every_check:
+) -> CompiledPass | None:
+    """Return a pass for a replay, None if it has nothing to offer: another executor or backend, too few checks."""
+    if not isinstance(executor, IncrementalExecutor) or backend != "cpu" or not every_check:
         return None
     history, panel = executor.history, executor.panel
     if not isinstance(history, History) or panel is None or not covers(executor.header):
         return None
     if not rows_covered(executor, history):
         return None
-    return Lane(executor, history, panel, health, summary, request_table, request_ids, merging, backend=backend)
+    return CompiledPass(executor, history, panel, health, summary, request_table, request_ids, merging, backend=backend)

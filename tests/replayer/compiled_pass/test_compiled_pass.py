@@ -1,33 +1,35 @@
-"""The lane gives what the executor and the checks give, wherever it begins and ends, and takes what is ordinary."""
+"""The pass gives what the executor and the checks give, wherever it begins and ends, and takes what is ordinary."""
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.kernels.constants import RECORD_POSITION
 from kvcanary.kernels.ops.plan.reference import MAX_PLAN_ENTRIES
-from kvcanary.kernels.replay_pass.forward import requests_ordinary
-from kvcanary.kernels.replay_pass.loops import lane_loops
-from kvcanary.kernels.replay_pass.writes import seeds_ordinary
+from kvcanary.kernels.replay_pass.events import replay_events_loops
 from kvcanary.recorder.trace.batch import TraceBatch
+from kvcanary.recorder.trace.header import StateTable
 from kvcanary.replayer.executors import executors
-from kvcanary.replayer.executors.incremental import lane
-from kvcanary.replayer.executors.incremental.lane import Lane
+from kvcanary.replayer.executors.incremental import compiled_pass
+from kvcanary.replayer.executors.incremental.compiled_pass import CompiledPass
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings, replay
 from kvcanary.replayer.run.segment_stream import SegmentStream
 
-from ..interval.test_unruly_engines import write
+from ..incremental.test_unruly_engines import write
+from .test_seldom import HEADER, both, forward, ints
 
 DATA = Path(__file__).parents[3] / "data"
-# Each with the least share of its events that must go through the lane.
+# Each with the least share of its events that must go through the pass.
 CLEAN = {
     "clean_llama": 1.0,
     "clean_fork_dedup_evict": 0.9,
     "simulated/clean_eagle": 0.95,
     "simulated/clean_overlap": 0.7,
+    "simulated/clean_swa": 0.98,
+    "clean_hybrid": 0.95,
 }
 FAULTY = (
     "free_too_early",
@@ -38,6 +40,8 @@ FAULTY = (
     "simulated/eagle_chunk_tail_predicted_token",
     "simulated/mla_free_too_early",
     "simulated/overlap_future_map_overrun",
+    "simulated/swa_stale_mapping",
+    "kv_flip_sliding",
 )
 
 
@@ -52,43 +56,43 @@ def answer(trace: Path, folder: Path) -> dict:
 
 @pytest.fixture(autouse=True)
 def _from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the lane take these traces, which are too small for it."""
-    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 0)
+    """Have the pass take these traces, which are too small for it."""
+    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The events that the lane took, a number a call."""
+    """The events that the pass took, a number a call."""
     counts: list[int] = []
-    run = Lane.run
+    run = CompiledPass.run
 
-    def counted(self: Lane, batch: TraceBatch, at: int) -> int:
+    def counted(self: CompiledPass, batch: TraceBatch, at: int) -> int:
         stop = run(self, batch, at)
         counts.append(stop - at)
         return stop
 
-    monkeypatch.setattr(Lane, "run", counted)
+    monkeypatch.setattr(CompiledPass, "run", counted)
     return counts
 
 
 @pytest.fixture
-def without_lane(tmp_path: Path) -> Callable[[Path], dict]:
-    """Replay without the lane."""
+def without_pass(tmp_path: Path) -> Callable[[Path], dict]:
+    """Replay without the pass."""
 
     def without(trace: Path) -> dict:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(executors, "open_lane", lambda *_, **__: None)
+            patch.setattr(executors, "open_pass", lambda *_, **__: None)
             return answer(trace, tmp_path / "without")
 
     return without
 
 
 @pytest.mark.parametrize("name", [*CLEAN, *FAULTY])
-def test_the_answer_is_that_without_the_lane(
-    name: str, tmp_path: Path, taken: list[int], without_lane: Callable[[Path], dict]
+def test_the_answer_is_that_without_the_pass(
+    name: str, tmp_path: Path, taken: list[int], without_pass: Callable[[Path], dict]
 ) -> None:
     trace = DATA / f"{name}.arrow"
-    expected = without_lane(trace)
+    expected = without_pass(trace)
     assert not taken
     assert answer(trace, tmp_path / "with") == expected
     assert sum(taken) >= CLEAN.get(name, 0.05) * sum(expected["events"].values())
@@ -97,34 +101,34 @@ def test_the_answer_is_that_without_the_lane(
 def test_columns_are_worked_out_by_who_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = DATA / "simulated" / "clean_overlap.arrow"
     threads: set[int] = set()
-    columns = lane.lane_columns
+    columns = compiled_pass.batch_columns
 
-    def noted(batch: TraceBatch) -> lane.LaneColumns:
+    def noted(batch: TraceBatch) -> compiled_pass.BatchColumns:
         threads.add(threading.get_ident())
         return columns(batch)
 
-    monkeypatch.setattr(lane, "lane_columns", noted)
-    monkeypatch.setattr(lane, "LARGE_BYTES", 0)
+    monkeypatch.setattr(compiled_pass, "batch_columns", noted)
+    monkeypatch.setattr(compiled_pass, "LARGE_BYTES", 0)
     ahead = answer(trace, tmp_path / "ahead")
     here = threading.get_ident()
     assert threads and here not in threads
     threads.clear()
-    monkeypatch.setattr(Lane, "prepare", lambda *_: None)
+    monkeypatch.setattr(CompiledPass, "prepare", lambda *_: None)
     assert answer(trace, tmp_path / "late") == ahead
     assert threads == {here}
 
 
 def test_what_nobody_takes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches that the lane is never given, as where a keyframe is loaded, do not heap up; nor are they mistaken."""
-    monkeypatch.setattr(lane, "LARGE_BYTES", 0)
+    """Batches that the pass is never given, as where a keyframe is loaded, do not heap up; nor are they mistaken."""
+    monkeypatch.setattr(compiled_pass, "LARGE_BYTES", 0)
     with ReplayRun(DATA / "clean_llama.arrow", settings=ReplaySettings(executor="interval"), report=None) as run:
-        taker = run._events._lane
-        assert isinstance(taker, Lane)
+        taker = run._events._pass
+        assert isinstance(taker, CompiledPass)
         batch = next(item for item in SegmentStream([DATA / "clean_llama.arrow"]).stream())
         assert isinstance(batch, TraceBatch)
         for _ in range(9):
             taker.prepare(batch)
-        assert len(taker._ahead) == lane._MOST_AHEAD
+        assert len(taker._ahead) == compiled_pass._MOST_AHEAD
         later = TraceBatch(batch.record_batch, first_event=batch.first_event + 1)
         assert taker._prepared(later) is None and not taker._ahead
 
@@ -136,11 +140,11 @@ def test_batches_may_begin_and_end_anywhere(
     most: int,
     tmp_path: Path,
     taken: list[int],
-    without_lane: Callable[[Path], dict],
+    without_pass: Callable[[Path], dict],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trace = DATA / f"{name}.arrow"
-    expected = without_lane(trace)
+    expected = without_pass(trace)
     sizes, whole = np.random.default_rng(most), SegmentStream.stream
 
     def cut(self: SegmentStream) -> Iterator:
@@ -159,18 +163,18 @@ def test_batches_may_begin_and_end_anywhere(
 
 @pytest.mark.parametrize("name", ["clean_llama", "kv_flip", "token_swap"])
 def test_the_loops_as_they_stand_agree(
-    name: str, tmp_path: Path, without_lane: Callable[[Path], dict], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, without_pass: Callable[[Path], dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = DATA / f"{name}.arrow"
-    expected = without_lane(trace)
+    expected = without_pass(trace)
     ran = []
-    call = Lane._call
+    call = CompiledPass._call
 
-    def plain(self: Lane, _loops, columns, at: int) -> int:
+    def plain(self: CompiledPass, _loops, columns, at: int) -> int:
         ran.append(at)
-        return call(self, lane_loops, columns, at)
+        return call(self, replay_events_loops, columns, at)
 
-    monkeypatch.setattr(Lane, "_call", plain)
+    monkeypatch.setattr(CompiledPass, "_call", plain)
     assert answer(trace, tmp_path / "plain") == expected
     assert ran
 
@@ -192,20 +196,20 @@ def test_where_it_has_nothing_to_offer_there_is_none(settings: dict, taken: list
 
 
 def test_a_small_trace_does_without(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "WARM_UP_EVENTS", 50)
+    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 50)
     summary = replay(DATA / "clean_llama.arrow", settings=ReplaySettings(executor="interval"), report=None)
     assert taken[:50] == [0] * 50
     assert sum(taken) == sum(summary.events.values()) - 50
 
 
-@pytest.mark.parametrize("shape", ["full", "draft"])
+@pytest.mark.parametrize("shape", ["full", "draft", "sliding", "hybrid", "all"])
 @pytest.mark.parametrize("seed", range(100, 106))
 def test_an_engine_that_does_what_it_likes(
-    seed: int, shape: str, tmp_path: Path, taken: list[int], without_lane: Callable[[Path], dict]
+    seed: int, shape: str, tmp_path: Path, taken: list[int], without_pass: Callable[[Path], dict]
 ) -> None:
     trace = tmp_path / "t.arrow"
     write(trace, seed, shape)
-    expected = without_lane(trace)
+    expected = without_pass(trace)
     assert answer(trace, tmp_path / "with") == expected
     assert any(taken)
 
@@ -222,61 +226,38 @@ def test_it_stops_at_the_first_bad_event_as_ever(taken: list[int]) -> None:
     assert sum(taken) < sum(summary.events.values())
 
 
-def test_a_chain_goes_on_from_the_position_before() -> None:
-    records = np.zeros((4, 4), np.int64)
-    records[2, RECORD_POSITION], records[3, RECORD_POSITION] = 6, 9
-    # Row 1 goes on from slot 2 at position 7, row 2 from slot 0, which nobody verifies, row 3 from a record of elsewhere.
-    table = np.zeros((4, 16), np.int32)
-    table[1, 6], table[3, 6] = 2, 3
-
-    def ordinary(row: int, prefix: int, tokens: int = 1) -> int:
-        return seeds_ordinary(records, table, np.array([row]), np.array([prefix]), np.array([tokens]))
-
-    assert ordinary(1, 7) == 1
-    assert ordinary(1, 0) == 1
-    assert ordinary(2, 7) == 0
-    assert ordinary(3, 7) == 0
-    assert ordinary(3, 7, tokens=0) == 1
+@pytest.mark.parametrize(("before", "violations"), [(6, False), (0, True), (9, True)])
+def test_a_chain_goes_on_from_the_position_before(before: int, violations: bool, tmp_path: Path) -> None:
+    """Row 1 goes on at position 7 from slot 6, or from slot 0, which nobody verifies, or from a record of elsewhere."""
+    first = forward([1, 2], [7, 8], [0, 0], [7, 3], [*range(30, 40)], [*range(1, 6), 7, 6, 10, 9, 11])
+    again = forward([1], [7], [7], [1], [50], [12])
+    again.ints.update(ints(table_index=[0], table_row=[1], table_start=[6], table_count=[1], table_slots=[before]))
+    header = replace(HEADER, slot_history="")
+    found = both([first, again], tmp_path, header)
+    assert bool(found.summary.violations) == violations
 
 
-def test_a_forward_that_reads_absurdly_much_is_left_to_the_executor() -> None:
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_forward_that_reads_absurdly_much_is_left_to_the_executor(more: int, tmp_path: Path) -> None:
     """Which refuses it, whether requests or padding read so much."""
-    width, nothing, wide = 1 << 20, np.zeros(0, np.int64), np.zeros((2, 8), np.int64)
-
-    def ordinary(requests: int) -> int:
-        rows = np.zeros(requests, np.int64)
-        lists = (rows, rows - 1, np.full(requests, width), rows, nothing, nothing, nothing, nothing)
-        return requests_ordinary(
-            *lists,
-            0,
-            0,
-            0,
-            width,
-            1,
-            nothing,
-            wide.astype(np.int32),
-            wide,
-            wide,
-            wide,
-            wide,
-            nothing,
-            rows,
-            rows.copy(),
-        )
-
-    assert ordinary(MAX_PLAN_ENTRIES // width) == 1
-    assert ordinary(MAX_PLAN_ENTRIES // width + 1) == 0
+    width = 1 << 20
+    header = replace(HEADER, tables=(StateTable(rows=2, width=width),), slot_history="")
+    bs = MAX_PLAN_ENTRIES // width + more
+    sound = forward([1], [7], [0], [1], [30], [1])
+    huge = forward([0] * bs, [-1] * bs, [width] * bs, [0] * bs, [], [])
+    found = both([sound, huge], tmp_path, header)
+    assert found.summary.num_gaps == more
 
 
 def test_requests_are_kept_for_the_oracle_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes: list[Lane] = []
-    note = Lane._take_note
+    lanes: list[CompiledPass] = []
+    note = CompiledPass._take_note
 
-    def noted(self: Lane, *arguments) -> None:
+    def noted(self: CompiledPass, *arguments) -> None:
         lanes.append(self)
         note(self, *arguments)
 
-    monkeypatch.setattr(Lane, "_take_note", noted)
+    monkeypatch.setattr(CompiledPass, "_take_note", noted)
     summary = replay(DATA / "clean_llama.arrow", settings=ReplaySettings(executor="interval"), report=None)
     assert lanes
     assert summary.header.oracle is None

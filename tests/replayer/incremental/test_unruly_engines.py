@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.cli.replay import replay_command
-from kvcanary.replayer.executors.incremental.planning import IntervalPlanner
+from kvcanary.replayer.executors.incremental.planning import IncrementalPlanner
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .shapes import SHAPES, header
@@ -47,14 +47,14 @@ def test_the_answer_is_stepwises(seed: int, shape: str, tmp_path: Path, monkeypa
     trace = tmp_path / "t.arrow"
     fuss = write(trace, seed, shape)
     looked = []
-    plan = IntervalPlanner.plan_pending
+    plan = IncrementalPlanner.plan_pending
 
     def counted(*arguments):
         step = plan(*arguments)
-        looked.append((step.look.entries, step.reads))
+        looked.append((step.due.entries, step.reads))
         return step
 
-    monkeypatch.setattr(IntervalPlanner, "plan_pending", counted)
+    monkeypatch.setattr(IncrementalPlanner, "plan_pending", counted)
     options = {"kv_hash": ("auto", "none", "all")[seed % 3]} | ({"checks": ()} if seed == 3 else {})
     expected = answer(trace, tmp_path / "stepwise", executor="stepwise", **options)
     assert not looked

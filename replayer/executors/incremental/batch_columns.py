@@ -1,4 +1,4 @@
-"""A record batch as the lane takes it: scalars as numbers, list columns as values and offsets, without a copy."""
+"""A record batch as the compiled pass takes it: scalars as numbers, list columns as values and offsets, without a copy."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -30,12 +30,8 @@ _MODE_OF: Final = {name: code for code, name in enumerate(MODES)}
 _ALLOC_OF: Final = {name: code for code, name in enumerate(ALLOC_CODES)}
 _STATUS_OF: Final = {name: code for code, name in enumerate(STATUS_CODES)}
 
-# An event that has values in one of these is none for the lane.
+# An event that has values in one of these is none for the pass.
 _UNUSUAL_LISTS: Final = (
-    "lut_index",
-    "lut_start",
-    "lut_count",
-    "lut_slots",
     "kv_change_stream",
     "kv_change_slot",
     "kv_change_phase",
@@ -48,23 +44,20 @@ _UNUSUAL_LISTS: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneColumns:
-    """A batch's columns in the lane's order; `kind` `[events] int64` is -1 for what the lane must not take."""
+class BatchColumns:
+    """A batch's columns in the pass's order; `kind` `[events] int64` is -1 for what the pass must not take."""
 
     batch: TraceBatch
     kind: Int64Array
     scalars: tuple[Int64Array, ...]
-    lists: tuple[Int64Array, ...]
+    lists: tuple[npt.NDArray[np.int64 | np.uint64], ...]
     offsets: tuple[Int64Array, ...]
-    kv: npt.NDArray[np.uint64]
-    kv_offsets: Int64Array
     most_tokens: int
     most_requests: int
-    most_changes: int
 
 
-def lane_columns(batch: TraceBatch) -> LaneColumns:
-    """Return a batch's columns; `kind` says which events are of a kind that the lane takes."""
+def batch_columns(batch: TraceBatch) -> BatchColumns:
+    """Return a batch's columns; `kind` says which events are of a kind that the pass takes."""
     kind = _codes(batch.kinds, _KIND_OF)
     for name in _UNUSUAL_LISTS:
         ends = batch.offsets(name)
@@ -72,51 +65,50 @@ def lane_columns(batch: TraceBatch) -> LaneColumns:
             kind[np.diff(ends) > 0] = UNUSUAL
     kind[_attention_differs(batch)] = UNUSUAL
     offsets = {name: batch.offsets(name) for name in LISTS}
+    lists = {name: batch.values(name) for name in LISTS}
     kind[(np.diff(offsets["table_row"]) > 0) & (kind != FORWARD_EVENT)] = UNUSUAL  # cells told ahead of their forward
-    kv_offsets, kv = batch.offsets("kv_bytes"), batch.values("kv_bytes")
+    kv_offsets, kv = offsets["kv_bytes"], lists["kv_bytes"]
     if len(kv) % 8 or bool((kv_offsets % 8).any()):
         kind[:] = UNUSUAL
         kv, kv_offsets = kv[:0], np.zeros_like(kv_offsets)
     words = kv.view(np.uint64)
-    if not words.flags.aligned:
-        words = words.copy()
+    lists["kv_bytes"], offsets["kv_bytes"] = words if words.flags.aligned else words.copy(), kv_offsets // 8
+    if not all(_fit(offsets[name], len(lists[name])) for name in LISTS):
+        kind[:] = UNUSUAL
     ints = (batch.scalar_ints(name) for name in ("runner", "forward", "request_id", "prompt_len", "room"))
-    return LaneColumns(
+    return BatchColumns(
         batch=batch,
         kind=kind,
         scalars=(kind, _statuses(batch, kind), _codes(batch.strings("mode"), _MODE_OF), *ints),
-        lists=tuple(batch.values(name) for name in LISTS),
+        lists=tuple(lists.values()),
         offsets=tuple(offsets.values()),
-        kv=words,
-        kv_offsets=kv_offsets // 8,
         most_tokens=_most(offsets["input_ids"]),
         most_requests=_most(offsets["req_pool_indices"]),
-        most_changes=max(_most(offsets["table_slots"]), _most(offsets["truth_tokens"])),
     )
+
+
+def _fit(offsets: Int64Array, count: int) -> bool:
+    """Whether offsets lead to values that there are: compiled code does not look again."""
+    return bool(offsets[0] >= 0 and offsets[-1] <= count and (np.diff(offsets) >= 0).all())
 
 
 def _attention_differs(batch: TraceBatch) -> npt.NDArray[np.bool_]:
     """Say in which events attention got other lengths than the batch's, or lengths that do not fit it, `[events] bool`."""
-    bs, last = batch.offsets("req_pool_indices"), batch.num_events
-    found = np.zeros(last, np.bool_)
-    prefix, extend = batch.values("prefix_lens"), batch.values("extend_lens")
-    wholly = bool(np.array_equal(bs, batch.offsets("prefix_lens")) and np.array_equal(bs, batch.offsets("extend_lens")))
-    for name, expected in (
-        ("attention_seq_lens", prefix + extend if wholly else prefix),
-        ("attention_query_lens", extend),
-    ):
+    found = np.zeros(batch.num_events, np.bool_)
+    columns = [(batch.offsets(name), batch.values(name)) for name in ("req_pool_indices", "prefix_lens", "extend_lens")]
+    for name in ("attention_seq_lens", "attention_query_lens"):
         offsets, got = batch.offsets(name), batch.values(name)
-        if not len(got):
-            continue
         lens = np.diff(offsets)
-        found |= (lens > 0) & ((lens != np.diff(bs)) | (not wholly))
-        if found.all():
+        if not lens.any():
             continue
-        places = np.flatnonzero((lens > 0) & ~found)
-        at = ragged_index(bs[places], lens[places])
-        mine = got[ragged_index(offsets[places], lens[places])]
-        wrong = (mine >= 0) & (mine != expected[at]) & (batch.values("req_pool_indices")[at] != 0)
-        found[np.repeat(places, lens[places])[wrong]] = True
+        fits = np.logical_and.reduce([np.diff(others) == lens for others, _ in columns])
+        found |= (lens > 0) & ~fits
+        places = np.flatnonzero((lens > 0) & fits)  # other events have rows and no lengths
+        counts = lens[places]
+        rows, prefix, extend = (values[ragged_index(others[places], counts)] for others, values in columns)
+        mine, extend = got[ragged_index(offsets[places], counts)], np.maximum(extend, 0)
+        expected = prefix + extend if name == "attention_seq_lens" else extend
+        found[np.repeat(places, counts)[(mine >= 0) & (mine != expected) & (rows != 0)]] = True
     return found
 
 

@@ -1,0 +1,222 @@
+"""What an ordinary forward changes, once it is known to be one: nothing is asked here.
+
+All buffers of a group take the same records but for the KV hash, so the write op runs once, on the first HEAD.
+"""
+
+from ..constants import RECORD_KV_HASH, RECORD_POSITION, RECORD_PREV_HASH, RECORD_TOKEN
+from ..dispatch import In64, Out64, Out64x2, OutU64x2, primitive
+from ..ops.hash.reference import as_i64, as_u64, splitmix64
+from ..ops.write.reference import write_loops
+from .array_views import int64_rows, uint8_rows, uint64_rows
+from .context import Context, ForwardLists, GroupState, RowState, group_state, readers_of, states_at, work_of
+from .divergence import watched_divergence_loops
+from .due import mark_verified_loops
+from .entries import HI, TRUTH, link_cell, make_due
+from .forward import due_entries, stream_array
+from .invalidation import invalidate_slots_loops
+from .layout import (
+    BUFFERS,
+    CELL_KINDS,
+    COUNT_FORWARDS,
+    COUNT_VERIFIED,
+    COUNT_WRITTEN,
+    FIGURE_NO_SLOTS,
+    FIGURE_OTHER_SLOTS,
+    FIGURE_READS,
+    FIGURES,
+    FIRST_STREAM,
+    FULL_STATES,
+    GROUP_COUNTED_WHOLE,
+    GROUP_RUNNER,
+    KV_WORDS,
+    LAUNCHES,
+    NEW_IDS,
+    NUM_BUFFERS,
+    NUM_FIGURES,
+    NUM_GROUPS,
+    NUM_STREAMS,
+    NUM_VIOLATIONS,
+    OUT_OF_RANGE,
+    SINCE_SWEEP,
+    SLOTS_COUNTED,
+    STREAM_BEFORE,
+    STREAM_BUFFER,
+)
+from .ledger import note_writes_loops
+from .rows import note_rows
+from .state import mark_writer_loops
+from .table_changes import apply_own_changes
+
+primitive()(write_loops)
+
+
+@primitive()
+def store_stream(words: OutU64x2, forward: ForwardLists, at: int, slots: In64, hashed: int, hashes: Out64) -> None:
+    """Put one stream's bytes of every token into the pool, and fold those that are hashed into the tokens' KV hashes.
+
+    `forward.kv` from `at` on holds them; `fold_source_loops` says what a hash is.
+    """
+    width = words.shape[1]
+    for i in range(slots.shape[0]):
+        slot, first = slots[i], at + i * width
+        if slot < 0:
+            continue
+        acc = as_u64(0)
+        for w in range(width):
+            word = forward.kv[first + w]
+            words[slot, w] = word
+            if w < hashed:
+                acc = splitmix64(acc ^ as_u64(word))
+        if hashed > 0:
+            hashes[i] = as_i64(splitmix64(as_u64(hashes[i]) ^ acc))
+
+
+@primitive()
+def copy_records(records: Out64x2, head: Out64x2, slots: In64, end: int, hashes: In64) -> None:
+    """Write one buffer's records: those of the first HEAD, with their own KV hashes."""
+    for i in range(end):
+        slot = slots[i]
+        if slot >= 0:
+            records[slot, RECORD_TOKEN] = head[slot, RECORD_TOKEN]
+            records[slot, RECORD_POSITION] = head[slot, RECORD_POSITION]
+            records[slot, RECORD_PREV_HASH] = head[slot, RECORD_PREV_HASH]
+            records[slot, RECORD_KV_HASH] = hashes[i]
+
+
+@primitive()
+def write_group(context: Context, forward: ForwardLists, group: GroupState, slots: Out64, end: int) -> int:
+    """Write a group's records and bytes, and who wrote them; return how many records that were, a buffer."""
+    memory = work_of(context)
+    bs, counters, columns = forward.rows.shape[0], memory.counters, context.groups[group.number]
+    hashes = memory.hashes[: slots.shape[0]]
+    offsets = memory.write_offsets[: bs + 1]
+    log = memory.log
+    head = int64_rows(context.arrays, group.first + BUFFERS)
+    for i in range(slots.shape[0]):
+        hashes[i] = 0
+    counters[SLOTS_COUNTED] = 0
+    write_loops(
+        head,
+        0,
+        offsets,
+        memory.seeds[group.number, :bs],
+        bs,
+        forward.inputs,
+        forward.positions,
+        slots,
+        0,
+        forward.inputs,
+        forward.positions,
+        0,
+        hashes,
+        log[:1],
+        log[1, :1],
+        counters[NUM_VIOLATIONS : NUM_VIOLATIONS + 1],
+        counters[OUT_OF_RANGE : OUT_OF_RANGE + 1],
+        counters[SLOTS_COUNTED : SLOTS_COUNTED + 1],
+        counters[LAUNCHES : LAUNCHES + 1],
+    )
+    first = columns[FIRST_STREAM]
+    for buffer in range(1, columns[NUM_BUFFERS]):
+        if buffer > 1:
+            for i in range(slots.shape[0]):
+                hashes[i] = 0
+        for s in range(first, first + columns[NUM_STREAMS]):
+            if context.streams[s, STREAM_BUFFER] == buffer:
+                words = uint64_rows(context.arrays, stream_array(context, group.number, s))
+                at = context.streams[s, STREAM_BEFORE] * forward.inputs.shape[0]
+                store_stream(words, forward, at, slots, context.settings[KV_WORDS], hashes)
+        copy_records(int64_rows(context.arrays, group.first + BUFFERS + buffer), head, slots, end, hashes)
+    mark_writer_loops(slots, offsets, forward.requests, forward.event, forward.number, group.writers)
+    note_writes_loops(slots, end, forward.event, group.ledger)
+    return counters[SLOTS_COUNTED]
+
+
+@primitive()
+def watch_written(context: Context, forward: ForwardLists, group: GroupState, slots: In64) -> None:
+    """Watch what was written as verified: nothing but what was just checked is in it. The tables name the new slots."""
+    memory = work_of(context)
+    offsets, states = memory.write_offsets, group.states
+    for r in range(forward.rows.shape[0]):
+        row, prefix = forward.rows[r], forward.prefixes[r]
+        count = offsets[r + 1] - offsets[r]
+        if count == 0:
+            continue
+        states.rows[row, HI] = prefix + count
+        whole = slots[offsets[r]] >= 0  # else its chain began anew, somewhere
+        linked = prefix == 0 or link_cell(states, group.table, row, prefix - 1) == 1
+        for i in range(count):
+            position = prefix + i
+            before_linked = linked
+            linked = link_cell(states, group.table, row, position) == 1
+            if not (whole and linked and before_linked and slots[offsets[r] + i] >= group.padding):
+                make_due(states, row, position)
+        known = forward.known[r] if forward.known.shape[0] > 0 else 0
+        unchecked = max(prefix + forward.offset, known)
+        if unchecked - forward.offset < prefix + count and unchecked < states.rows[row, TRUTH]:
+            states.rows[row, TRUTH] = max(0, unchecked)
+
+
+@primitive()
+def count_divergence(context: Context, forward: ForwardLists, group: GroupState) -> None:
+    """Count how far a sliding-window pool has diverged from the full one, over what the batch has cached now."""
+    memory = work_of(context)
+    bs, lens = forward.rows.shape[0], memory.lens
+    starts, ends = memory.run_starts[:bs], memory.run_lens[:bs]
+    for r in range(bs):
+        counted_whole = context.groups[group.number, GROUP_COUNTED_WHOLE] != 0
+        starts[r] = 0 if counted_whole else max(0, forward.prefixes[r] - group.window - 1)
+        ends[r] = forward.prefixes[r] + lens[r]
+    figures = memory.counters[FIGURES : FIGURES + 2]
+    figures[0] = 0
+    figures[1] = 0
+    watched_divergence_loops(
+        forward.rows,
+        starts,
+        ends,
+        group.table,
+        states_at(context.arrays, group.first + FULL_STATES),
+        uint8_rows(context.arrays, group.first + CELL_KINDS),
+        figures,
+    )
+    context.figures[forward.place, group.number * NUM_FIGURES + FIGURE_NO_SLOTS] = figures[0]
+    context.figures[forward.place, group.number * NUM_FIGURES + FIGURE_OTHER_SLOTS] = figures[1]
+
+
+@primitive()
+def apply_forward(context: Context, forward: ForwardLists, rows: RowState) -> None:
+    """Carry out a forward that `forward_ordinary` has found to be one."""
+    memory = work_of(context)
+    settings, bs, tokens = context.settings, forward.rows.shape[0], forward.inputs.shape[0]
+    end = int(memory.write_offsets[bs])
+    readers = readers_of(forward)
+    start = 0
+    for g in range(settings[NUM_GROUPS]):
+        if context.groups[g, GROUP_RUNNER] != forward.runner:
+            continue
+        group = group_state(context, g)
+        slots = memory.own_slots[g, :tokens]
+        how = memory.how[g, :bs]
+        plan = due_entries(context, g, bs, start)
+        start += memory.request_offsets[g, bs]
+        mark_verified_loops(
+            readers, forward.event - 1, group.table, forward.offset, how, plan, group.ledger, group.states
+        )
+        if group.window > 0:  # what stands before the window was linked just now, and may be what is written
+            invalidate_slots_loops(slots, group.states)
+        context.tally[g, COUNT_WRITTEN] += write_group(context, forward, group, slots, end)
+        context.tally[g, COUNT_VERIFIED] += memory.reads[g]
+        context.tally[g, COUNT_FORWARDS] += 1
+        if context.figures.shape[0] > 0:
+            context.figures[forward.place, g * NUM_FIGURES + FIGURE_READS] = memory.reads[g]
+    apply_own_changes(context, forward, rows)
+    for g in range(settings[NUM_GROUPS]):
+        if context.groups[g, GROUP_RUNNER] == forward.runner:
+            group = group_state(context, g)
+            watch_written(context, forward, group, memory.own_slots[g, :tokens])
+            if len(group.table.lut) > 0:
+                count_divergence(context, forward, group)
+    new_ids = memory.new_requests
+    context.progress[NEW_IDS] = note_rows(forward, rows, memory.lens, new_ids, context.progress[NEW_IDS])
+    if forward.runner == 0:
+        context.progress[SINCE_SWEEP] += 1
