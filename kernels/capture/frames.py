@@ -11,7 +11,7 @@ loops of `changes` and `gather`, which the host's recorder uses; tests compare t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 MAX_GROUPS: Final = 4
@@ -143,7 +143,6 @@ class RunnerOnDevice:
         return words
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # looked up by identity, on the engine's thread
 class FrameLayout:
     """The sections of one frame, in words; made once for forwards of a size, since an engine's thread reads it.
 
@@ -169,51 +168,31 @@ class FrameLayout:
         sections: what a ticket says of them.
     """
 
-    bs: int
-    tokens: int
-    stream_words: tuple[int, ...]
-    table_capacity: int
-    lut_capacity: int
-    kv_capacity: int
-    tile: int
-    attention_capacity: int = 0
-    inputs: int = field(init=False)
-    lens_at: int = field(init=False)
-    fixed: int = field(init=False)
-    table_at: int = field(init=False)
-    table_entry: int = field(init=False)
-    lut_at: int = field(init=False)
-    kv_at: int = field(init=False)
-    kv_entry: int = field(init=False)
-    attention_at: int = field(init=False)
-    words: int = field(init=False)
-    sections: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Lay the sections out one after another."""
-        inputs = 3 * self.bs + 3 * self.tokens
-        lens_at = inputs + self.tokens * sum(self.stream_words)
-        fixed = lens_at + 2 * self.bs
-        table_entry = TABLE_ENTRY + self.tile
-        lut_at = fixed + table_entry * self.table_capacity
-        kv_at = lut_at + LUT_ENTRY * self.lut_capacity
-        kv_entry = KV_ENTRY + max(self.stream_words, default=0)
-        attention_at = kv_at + kv_entry * self.kv_capacity
-        sections = {
-            "inputs": inputs,
-            "lens_at": lens_at,
-            "fixed": fixed,
-            "table_at": fixed,
-            "table_entry": table_entry,
-            "lut_at": lut_at,
-            "kv_at": kv_at,
-            "kv_entry": kv_entry,
-            "attention_at": attention_at,
-            "words": attention_at + ATTENTION_ENTRY * self.attention_capacity,
-            "sections": (
-                *(fixed, self.table_capacity, lut_at, self.lut_capacity, kv_at, self.kv_capacity, kv_entry),
-                *(lens_at, attention_at, self.attention_capacity),
-            ),
-        }
-        for name, value in sections.items():
-            object.__setattr__(self, name, value)
+    def __init__(
+        self,
+        *,
+        bs: int,
+        tokens: int,
+        stream_words: tuple[int, ...],
+        table_capacity: int,
+        lut_capacity: int,
+        kv_capacity: int,
+        tile: int,
+        attention_capacity: int = 0,
+    ) -> None:
+        self.bs, self.tokens, self.stream_words = bs, tokens, stream_words
+        self.table_capacity, self.lut_capacity = table_capacity, lut_capacity
+        self.kv_capacity, self.attention_capacity = kv_capacity, attention_capacity
+        self.inputs = 3 * bs + 3 * tokens
+        self.lens_at = self.inputs + tokens * sum(stream_words)
+        self.fixed = self.table_at = self.lens_at + 2 * bs
+        self.table_entry = TABLE_ENTRY + tile
+        self.lut_at = self.table_at + self.table_entry * table_capacity
+        self.kv_at = self.lut_at + LUT_ENTRY * lut_capacity
+        self.kv_entry = KV_ENTRY + max(stream_words, default=0)
+        self.attention_at = self.kv_at + self.kv_entry * kv_capacity
+        self.words = self.attention_at + ATTENTION_ENTRY * attention_capacity
+        self.sections = (
+            *(self.table_at, table_capacity, self.lut_at, lut_capacity, self.kv_at, kv_capacity, self.kv_entry),
+            *(self.lens_at, self.attention_at, attention_capacity),
+        )
