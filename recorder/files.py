@@ -26,6 +26,11 @@ class ForeignFolderError(PermissionError):
 
 
 def new_private_file(path: Path) -> IO[bytes]:
+    """Make a file for writing as `new_private_descriptor` does."""
+    return os.fdopen(new_private_descriptor(path), "wb")
+
+
+def new_private_descriptor(path: Path) -> int:
     """Make a file for writing that only this user can read, in place of a file or link that is there.
 
     What is there is removed and never written to; its folder is opened first, and is no link.
@@ -37,7 +42,7 @@ def new_private_file(path: Path) -> IO[bytes]:
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path.name, dir_fd=folder)
-        return os.fdopen(os.open(path.name, _NEW_FILE, 0o600, dir_fd=folder), "wb")
+        return os.open(path.name, _NEW_FILE, 0o600, dir_fd=folder)
     finally:
         os.close(folder)
 

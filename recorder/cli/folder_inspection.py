@@ -105,7 +105,7 @@ def show_folder(console: "Console", found: FolderInspection) -> None:
                 _rank(one),
                 segment,
                 f"{one.num_events:,}",
-                f"{one.events_by_kind['forward']:,}",
+                f"{one.forwards:,}",
                 _seconds(one),
                 f"{one.size_bytes:,}",
                 _lost(one),

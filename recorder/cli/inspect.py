@@ -163,8 +163,8 @@ def _event_rows(found: "TraceInspection") -> list[tuple[str, str]]:
     return [
         ("file", f"{found.path}   {_bytes(found.size_bytes)}   {found.num_batches:,} batches   {found.state}"),
         ("events", f"{found.num_events:,}{_counts(found.events_by_kind)}"),
-        ("forwards", f"{found.events_by_kind['forward']:,}{_counts(found.forwards_by_mode)}"),
-        ("requests", f"{found.events_by_kind['request']:,}"),
+        ("forwards", f"{found.forwards:,}{_counts(found.forwards_by_mode)}"),
+        ("requests", f"{found.requests:,}"),
         ("tokens", f"{found.input_tokens:,} in, {found.sampled_tokens:,} sampled"),
         ("time", span),
     ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..text import printable
 from .program import GivenPath
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ def recover_command(torn: Path, output: Path | None, force: bool, as_json: bool)
     Of a folder, every file that is torn or damaged is recovered to one beside it.
     """
     from ..errors import TraceError
-    from ..text import printable
     from ..trace.recordings import RECOVERED
     from ..writing.recovery import recover
 
@@ -73,7 +73,6 @@ def recover_command(torn: Path, output: Path | None, force: bool, as_json: bool)
 def _recover_folder(folder: Path, *, force: bool, as_json: bool) -> int:
     """Recover what is not whole in a folder, a line a file; return the exit code."""
     from ..errors import TraceError
-    from ..text import printable
     from ..trace.batch import TraceBatch
     from ..trace.files import is_being_written
     from ..trace.reader import TraceReader

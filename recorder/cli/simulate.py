@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from ..text import printable
 from .program import GivenPath
 
 if TYPE_CHECKING:
@@ -141,7 +142,6 @@ def simulate_command(  # one parameter an option
     from ..engines.simulated.engine import SimulatedEngine
     from ..engines.simulated.pd_pair import PairSettings, PdPair
     from ..errors import TraceError
-    from ..text import printable
 
     privacy = Privacy(new_salt()) if tokens == "hashed" else None
     recording: dict[str, Any] = {"kv_watch_every": kv_watch_every, "overwrite": force, "privacy": privacy}
@@ -183,8 +183,6 @@ def simulate_command(  # one parameter an option
 
 
 def _fail(message: str) -> NoReturn:
-    from ..text import printable
-
     click.echo(f"Error: {printable(message)}", err=True)
     sys.exit(2)
 
@@ -198,8 +196,6 @@ def _as_json(engine: SimulatedEngine, seconds: float, files: list[Path]) -> dict
 
 
 def _show(engine: SimulatedEngine, seconds: float, files: list[Path]) -> None:
-    from ..text import printable
-
     stats, counters, path = engine.recorder.stats(), engine.counters, engine.recorder.path
     cut = f"   {len(files):,} segments" if files != [path] else ""
     click.echo(f"wrote   {printable(str(path))}   {_size(files) / 1e6:,.1f} MB{cut}   {counters.forwards:,} forwards")

@@ -16,6 +16,12 @@ from ..errors import TraceError
 from ..trace.files import split_segment_name
 from ..trace.inspect import inspect_trace
 
+# What is taken over from an inspection.
+_SEEN: Final = (
+    *("size_bytes", "state", "forwards", "requests", "input_tokens", "sampled_tokens"),
+    *("lost_events", "unknown_losses"),
+)
+
 Stamps = dict[Path, tuple[int, int]]
 
 # engine: (entry point group of its plugins, variable that names the plugins wanted)
@@ -75,19 +81,7 @@ def read_recorded(paths: Sequence[Path], on_trace: Callable[[Path], None]) -> li
             size = path.stat().st_size if path.exists() else 0
             found.append(RecordedTrace(path=path, size_bytes=size, state="unreadable", error=str(error)))
             continue
-        found.append(
-            RecordedTrace(
-                path=path,
-                size_bytes=seen.size_bytes,
-                state=seen.state,
-                forwards=seen.events_by_kind["forward"],
-                requests=seen.events_by_kind["request"],
-                input_tokens=seen.input_tokens,
-                sampled_tokens=seen.sampled_tokens,
-                lost_events=seen.lost_events,
-                unknown_losses=seen.unknown_losses,
-            )
-        )
+        found.append(RecordedTrace(path=path, **{name: getattr(seen, name) for name in _SEEN}))
     return found
 
 

@@ -68,6 +68,11 @@ class TraceInspection:
         return f"kvcanary recover {path}" if self.num_gaps and not self.being_recorded else f"kvcanary-replay {path}"
 
     @property
+    def forwards(self) -> int:
+        """How many forwards there are."""
+        return self.events_by_kind["forward"]
+
+    @property
     def requests(self) -> int:
         """How many requests became known."""
         return self.events_by_kind["request"]

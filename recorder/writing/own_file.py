@@ -70,8 +70,21 @@ class OwnFile:
         """Whether `found` is this file's state."""
         return (found.st_dev, found.st_ino) == self._identity
 
+    def write(self, data: Any, at: int = -1) -> None:
+        """Write all of `data`, at the end or at byte `at`; raises as `check` does, and `OSError`."""
+        left = memoryview(data)
+        while left:
+            self.check()
+            written = os.write(self.descriptor, left) if at < 0 else os.pwrite(self.descriptor, left, at)
+            left, at = left[written:], at + written if at >= 0 else at
+
+    def truncate(self, size: int) -> None:
+        """Cut the file off at `size` bytes; raises as `check` does, and `OSError`."""
+        self.check()
+        os.ftruncate(self.descriptor, size)
+
     def close(self) -> None:
-        """Close the file, and no other one; nothing is raised but what closing it raises."""
+        """Close the file, and no other one; raises `OSError` as closing does."""
         descriptor, ours = self.descriptor, False
         with contextlib.suppress(OSError):
             self.check()

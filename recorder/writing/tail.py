@@ -11,7 +11,6 @@ import ctypes
 import json
 import logging
 import os
-import stat
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Final
 
 from crc32c import crc32c
 
+from ..files import new_private_descriptor
 from ..trace.event import TraceEvent
 from ..trace.files import tail_paths
 from ..trace.schema import SCALARS
@@ -55,9 +55,7 @@ def open_tail(trace: Path, trace_id: str) -> "Tail | None":
     paths = tail_paths(trace)
     try:
         for path in paths:
-            _clear_the_way(path)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            made.append(os.open(path, flags, 0o600))
+            made.append(new_private_descriptor(path))  # in place of an earlier trace's of this name, which is gone
             os.pwrite(made[-1], tail_header(trace_id) + STATE.pack(-1), 0)
     except OSError as error:
         for descriptor, path in zip(made, paths, strict=False):
@@ -71,13 +69,6 @@ def open_tail(trace: Path, trace_id: str) -> "Tail | None":
         )
         return None
     return Tail(trace, paths, made)
-
-
-def _clear_the_way(path: Path) -> None:
-    """Remove the tail of an earlier trace of this name, which is gone."""
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISDIR(path.lstat().st_mode):
-            path.unlink()
 
 
 class Tail:
@@ -123,7 +114,7 @@ class Tail:
         except Exception as error:  # noqa: BLE001  # nothing may reach the engine
             self._off = True
             with contextlib.suppress(OSError):
-                _truncate(self._files[now], self._sizes[now])
+                self._files[now].truncate(self._sizes[now])
             self._say_state(number)
             _log.warning(
                 "kvcanary: %s: from here on a process that dies loses what it has not flushed: its tail cannot be "
@@ -154,8 +145,7 @@ class Tail:
     def _say_state(self, first_missing: int) -> None:
         for own in self._files:
             with contextlib.suppress(OSError):
-                own.check()
-                os.pwrite(own.descriptor, STATE.pack(first_missing), STATE_AT)
+                own.write(STATE.pack(first_missing), STATE_AT)
 
     def _body(self, event: TraceEvent) -> list[Any]:
         """Return an event's bytes in pieces."""
@@ -190,7 +180,7 @@ class Tail:
     def empty(self, which: int) -> None:
         """Empty an outdated file; without the lock, since `put` does not take it before."""
         with contextlib.suppress(OSError):
-            _truncate(self._files[which], HEADER_BYTES)
+            self._files[which].truncate(HEADER_BYTES)
             self._sizes[which] = HEADER_BYTES
             self._empty[which] = True
 
@@ -241,7 +231,7 @@ def _append(own: OwnFile, at: int, number: int, parts: list[Any], *, small: bool
         record = RECORD.pack(RECORD_MAGIC, crc, number, len(body)) + body
         own.check()
         if _write_now(own.descriptor, record, len(record), at) != len(record):
-            _write_all(own, record, at)
+            own.write(record, at)
         return len(record)
     views = [memoryview(_contiguous(part)).cast("B") for part in parts if len(part)]
     size = sum(view.nbytes for view in views)
@@ -252,7 +242,7 @@ def _append(own: OwnFile, at: int, number: int, parts: list[Any], *, small: bool
         crc = crc32c(view, crc)
     views.insert(0, memoryview(RECORD.pack(RECORD_MAGIC, crc, number, size)))
     for view in views:
-        _write_all(own, view, at)
+        own.write(view, at)
         at += view.nbytes
     return RECORD.size + size
 
@@ -266,19 +256,6 @@ def _joined(parts: list[Any]) -> bytes:
 
 def _contiguous(part: Any) -> Any:
     return part if isinstance(part, bytes) or part.flags.c_contiguous else part.tobytes()
-
-
-def _truncate(own: OwnFile, size: int) -> None:
-    own.check()
-    os.ftruncate(own.descriptor, size)
-
-
-def _write_all(own: OwnFile, data: Any, at: int) -> None:
-    left = memoryview(data)
-    while left:
-        own.check()
-        written = os.pwrite(own.descriptor, left, at)
-        left, at = left[written:], at + written
 
 
 def _pwrite() -> Callable[[int, bytes, int, int], int]:

@@ -144,15 +144,11 @@ class TraceFile:
         self._put(data)
 
     def _put(self, data: memoryview) -> None:
-        left, own = data, self._file
         try:
-            while left:
-                own.check()
-                left = left[os.write(own.descriptor, left) :]
+            self._file.write(data)
         except OSError:
-            with contextlib.suppress(OSError):  # a pipe cannot be cut, and another's file must not be
-                own.check()
-                os.ftruncate(own.descriptor, self.size_bytes)
+            with contextlib.suppress(OSError):  # a pipe cannot be cut
+                self._file.truncate(self.size_bytes)
             raise
         self.size_bytes += len(data)
 
