@@ -18,7 +18,7 @@ class UnreadableTraceError(TraceError):
 
 
 def error_text(error: BaseException) -> str:
-    """Return an exception's type and what it says; the type alone where it cannot say it, as of a device that failed."""
+    """Return an exception's type and what it says; the type alone if it cannot say it, as of a device that failed."""
     kind = type(error).__name__
     try:
         said = str(error)

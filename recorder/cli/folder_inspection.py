@@ -31,7 +31,7 @@ class FolderInspection:
 
     @property
     def exit_code(self) -> int:
-        """0 where all is whole, 125 where something is torn, damaged, lossy, missing or being recorded, 2 where a file is unreadable."""
+        """0 if all is whole, 125 if something is torn, damaged, lossy, missing or being recorded, 2 if a file is unreadable."""
         if self.unreadable:
             return 2
         whole = all(not r.missing and all(f.state == "complete" for f in r.files) for r in self.recordings)
@@ -66,7 +66,7 @@ class RecordingInspection:
 
 
 def inspect_folder(folder: Path) -> FolderInspection:
-    """Inspect every trace of a folder; raise `TraceError` where it holds none or cannot be read."""
+    """Inspect every trace of a folder; raise `TraceError` if it holds none or cannot be read."""
     recordings, notes = group_recordings(traces_in(folder))
     found = FolderInspection(folder=folder, notes=notes)
     for recording in recordings:

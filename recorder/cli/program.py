@@ -103,7 +103,7 @@ def _interrupted() -> int:
 def loaded() -> None:
     """Say that a program's libraries are loaded: the collector leaves them alone, and looks as often as ever at the rest.
 
-    For commands that go on for long; does nothing where no program runs, as in a test.
+    For commands that go on for long; does nothing if no program runs, as in a test.
     """
     if gc.get_threshold()[0] == _OBJECTS_WHILE_LOADING:
         gc.freeze()
@@ -112,7 +112,7 @@ def loaded() -> None:
 
 def _leave_alone() -> None:
     """Spare the interpreter its last look at all that was imported, which takes a fifth of a short replay."""
-    if "duckdb" not in sys.modules:  # which prints what it takes for leaks, where its classes outlive that look
+    if "duckdb" not in sys.modules:  # which prints what it takes for leaks, if its classes outlive that look
         gc.freeze()
 
 

@@ -31,7 +31,7 @@ Examples:
       a flight recorder: the last ten minutes stay
   kvcanary record -o traces --tokens hashed --json run.json -- ./serve.sh
 
-Ctrl-C and SIGTERM go to the engine. The exit code is the engine's; 2 where it could not be started.
+Ctrl-C and SIGTERM go to the engine. The exit code is the engine's; 2 if it could not be started.
 """
 
 

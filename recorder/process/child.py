@@ -82,7 +82,7 @@ def _alive(group: int) -> bool:
 
 @contextlib.contextmanager
 def _terminal() -> Iterator[int | None]:
-    """Yield the controlling terminal, where this process is in its foreground, and be there again afterwards."""
+    """Yield the controlling terminal, if this process is in its foreground, and be there again afterwards."""
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

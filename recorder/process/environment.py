@@ -22,13 +22,13 @@ _made_by = -1  # the process that made the run id, if that is this one or its pa
 def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether a recording may be asked for; looks at two variables and imports nothing.
 
-    A file of settings alone asks for one where it names a folder, which `read_environment` finds out.
+    A file of settings alone asks for one if it names a folder, which `read_environment` finds out.
     """
     return bool(environ.get(TRACE, "").strip() or environ.get(CONFIG, "").strip())
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> RecordingSettings | None:
-    """Return the settings, or None where no recording is asked for; variables go before the file.
+    """Return the settings, or None if no recording is asked for; variables go before the file.
 
     Raises:
         ValueError: a value out of range, a `KVCANARY_` variable or a key of the file that does not exist, a file that
@@ -61,7 +61,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RecordingSettin
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the fields that a TOML file sets: its table `[kvcanary]`, or where it has none its top level.
+    """Return the fields that a TOML file sets: its table `[kvcanary]`, or if it has none its top level.
 
     Relative paths in it are taken from the file's own folder.
 

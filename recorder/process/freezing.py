@@ -32,7 +32,7 @@ class FreezeFile:
         self._known: set[_Identity | None] = {None, _identity(self._taken)}
 
     def asked(self) -> str | None:
-        """Return the note of a file that was not seen before, None where there is none."""
+        """Return the note of a file that was not seen before, None if there is none."""
         for path in (self._path, self._taken):
             identity = _identity(path)
             if identity in self._known:
@@ -73,7 +73,7 @@ class FreezeSignal:
             _log.warning("kvcanary: signal %d freezes nothing: %s", number, error)
 
     def asked(self) -> str | None:
-        """Return a note where the signal came since the last call, else None."""
+        """Return a note if the signal came since the last call, else None."""
         count = self._count
         if count == self._seen:
             return None

@@ -1,4 +1,4 @@
-"""What a run left in its folder, and, where it left nothing, why that may be."""
+"""What a run left in its folder, and, if it left nothing, why that may be."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ ENGINES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTrace:
-    """One trace of the run. `lost_events` is what is known to be missing, `unknown_losses` where nobody knows how much.
+    """One trace of the run. `lost_events` is what is known to be missing, `unknown_losses` counts the places of which nobody knows how much.
 
     `state` is complete, lossy, torn, damaged, or unreadable, of which `error` says why.
     """
@@ -95,7 +95,7 @@ def by_recording(traces: Sequence[RecordedTrace]) -> dict[str, list[RecordedTrac
 
 
 def replay_command(traces: Sequence[RecordedTrace]) -> str:
-    """Return the command that replays what was recorded: the folder, where nothing else is in it; empty for nothing."""
+    """Return the command that replays what was recorded: the folder, if nothing else is in it; empty for nothing."""
     paths = [trace.path for trace in traces if trace.state != "unreadable"]
     if not paths:
         return ""
@@ -162,7 +162,7 @@ print(json.dumps({
 
 
 def _ask(python: str, environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return versions and plugins in a Python's environment, None where it does not say."""
+    """Return versions and plugins in a Python's environment, None if it does not say."""
     code = _ASK % (("kvcanary", *ENGINES), tuple(group for group, _ in ENGINES.values()))
     try:
         ran = subprocess.run(

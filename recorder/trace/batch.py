@@ -24,7 +24,7 @@ class TraceBatch:
 
     Arrays are read-only views of what was read and checked: never write to them. They stay good after the reader is
     closed, whatever becomes of the file. `end_byte` is the batch's end in the file, for progress bars. `engine_events` is how
-    many of the engine's events the recording holds up to the batch's end, None where it does not say.
+    many of the engine's events the recording holds up to the batch's end, None if it does not say.
     """
 
     __slots__ = (

@@ -21,7 +21,7 @@ _OFFSET = {4: struct.Struct("<i"), 8: struct.Struct("<q")}
 
 @dataclass(frozen=True, slots=True)
 class ColumnForm:
-    """What the walk must know of a column: widths in bytes; `offset_bytes` is 0 where it has no offsets.
+    """What the walk must know of a column: widths in bytes; `offset_bytes` is 0 if it has no offsets.
 
     `num_buffers` is how many buffers it has in a record batch message.
     """
@@ -69,7 +69,7 @@ def batch_crc32c(batch: pa.RecordBatch, first_event: int, forms: Sequence[Column
 
 
 def stored_crc32c(body: memoryview, frame: Frame, first_event: int, forms: Sequence[ColumnForm]) -> int | None:
-    """Return what `batch_crc32c` does, from the bytes of a batch that is not compressed; None where those do not show it.
+    """Return what `batch_crc32c` does, from the bytes of a batch that is not compressed; None if those do not show it.
 
     `body` is the message's; the batch must be validated, and its buffers must lie in there.
     """

@@ -64,7 +64,7 @@ def check_schema(schema: pa.Schema) -> TraceHeader:
         raise UnreadableTraceError("an Arrow file, but its schema has no kvcanary.header: not a kvcanary trace")
     text = metadata[HEADER_KEY]
     if metadata.get(HEADER_CRC_KEY) != b"%d" % text_crc32c(text):
-        # A major version from the future may have changed this very rule, so say so first where that is the case.
+        # A major version from the future may have changed this very rule, so say so first if that is the case.
         TraceHeader.from_json(text)
         raise UnreadableTraceError("its header fails its CRC: the header is damaged")
     header = TraceHeader.from_json(text)

@@ -25,7 +25,7 @@ def all_segments(path: Path) -> Path:
 
 
 def split_segment_name(path: Path) -> tuple[str, int] | None:
-    """Return the recording's name and the segment's number that a file name speaks of, None where it does not."""
+    """Return the recording's name and the segment's number that a file name speaks of, None if it does not."""
     found = _NUMBERED.search(path.name)
     return (path.name[: found.start()], int(found[1])) if found else None
 
@@ -48,7 +48,7 @@ def tail_paths(trace: Path) -> tuple[Path, Path]:
 
 
 def is_locked(descriptor: int, *, unknown: bool = False) -> bool:
-    """Say whether somebody else, a recording process as a rule, has locked an open file; `unknown` where no lock is."""
+    """Say whether somebody else, a recording process as a rule, has locked an open file; `unknown` if no lock is."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -61,7 +61,7 @@ def is_locked(descriptor: int, *, unknown: bool = False) -> bool:
 
 
 def is_being_written(path: Path) -> bool:
-    """Say whether a process is writing a trace at this moment; False where it cannot be opened."""
+    """Say whether a process is writing a trace at this moment; False if it cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

@@ -196,7 +196,7 @@ def read_footer(source: TraceBytes, size: int) -> Footer | None:
 
 
 def parse_footer(tail: memoryview, size: int) -> Footer | None:
-    """Return the footer of a file of `size` bytes that ends with `tail`, None where there is none in there."""
+    """Return the footer of a file of `size` bytes that ends with `tail`, None if there is none in there."""
     if len(tail) < _FOOTER_END_BYTES or bytes(tail[-len(MAGIC) :]) != MAGIC:
         return None
     (length,) = struct.unpack_from("<i", tail, len(tail) - _FOOTER_END_BYTES)

@@ -15,7 +15,7 @@ RECOVERED: Final = ".recovered.arrow"  # how the name of a file ends that `kvcan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What one process recorded: `paths` in the order of their segments. `header` is None where none can be read."""
+    """What one process recorded: `paths` in the order of their segments. `header` is None if none can be read."""
 
     paths: tuple[Path, ...]
     header: TraceHeader | None

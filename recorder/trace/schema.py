@@ -81,7 +81,7 @@ _INT_LIST_GROUPS: Final = {
         "copy_group copy_src_tier copy_src copy_dst_tier copy_dst copy_count"
     ),
     "rows of the array that a part of a keyframe holds, as runs; their bytes are in state_bytes": "state_start state_count",
-    "what the attention kernels of a forward got, [bs] each, or nothing where it was not observed": (
+    "what the attention kernels of a forward got, [bs] each, or nothing if they were not observed": (
         "attention_seq_lens attention_query_lens"
     ),
     "where the slots that attention got differ from what the forward was to read and write, as runs over a request's "
@@ -102,7 +102,7 @@ BYTE_LISTS: Final = (
     "kv_bytes",  # written slots: [stream][token][capture_bytes], streams in header order, the runner's own only
     "kv_change_bytes",
     "state_bytes",  # a part of a keyframe: rows of the array named by `note`, one after another
-    "kv_submitted_bytes",  # what the model handed to the cache, laid out as kv_bytes, where that differs
+    "kv_submitted_bytes",  # what the model handed to the cache, laid out as kv_bytes, if that differs
 )
 
 # Columns that came after 1.0, with the minor version: an older trace does not have them, and no event of it uses them.
@@ -156,7 +156,7 @@ KEYFRAME_REQUEST: Final = "request"
 KEYFRAME_FORWARD: Final = "forward"
 KEYFRAME_END: Final = "end"
 
-# `status` of a segment event: the recording goes on in the next file; its `note` where that is so by a freeze.
+# `status` of a segment event: the recording goes on in the next file; its `note` is FROZEN if a freeze cut it.
 SEGMENT_CONTINUES: Final = "goes_on"
 FROZEN: Final = "frozen"
 

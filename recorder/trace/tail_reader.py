@@ -117,7 +117,7 @@ class TailReader:
 
 
 class _TailFile:
-    """One of the two files, or nothing where it is not usable; `whole` says whether nothing was left out of it."""
+    """One of the two files, or nothing if it is not usable; `whole` says whether nothing was left out of it."""
 
     def __init__(self, path: Path, trace_id: str) -> None:
         self.whole = False
@@ -161,7 +161,7 @@ class _TailFile:
             at += size
 
     def _head(self, at: int) -> tuple[int, int, int] | None:
-        """Return CRC, number and size of the record at `at`, None where there is none whose body is in the file."""
+        """Return CRC, number and size of the record at `at`, None if there is none whose body is in the file."""
         if self._descriptor < 0:
             return None
         try:

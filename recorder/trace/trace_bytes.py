@@ -1,6 +1,6 @@
 """A trace's bytes, read into memory of our own: what was checked is what is used, whatever becomes of the file.
 
-A mapped file shows what somebody writes into it after it was checked, and ends the process where it was cut short.
+A mapped file shows what somebody writes into it after it was checked, and ends the process if it was cut short.
 """
 
 import errno
@@ -39,7 +39,7 @@ class TraceBytes:
         return min(found.st_size, 512 * getattr(found, "st_blocks", found.st_size))
 
     def data_from(self, start: int) -> int | None:
-        """Return where there is something else than a hole from `start` on, None where there is nothing."""
+        """Return where there is something else than a hole from `start` on, None if there is nothing."""
         try:
             return os.lseek(self._descriptor, start, os.SEEK_DATA)
         except (OSError, AttributeError) as error:

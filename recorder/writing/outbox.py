@@ -116,7 +116,7 @@ class Outbox:
         return True
 
     def _lost_runs(self, group: GroupKvShadow) -> tuple[Int64Array, Int64Array]:
-        """Return a group's lost slots as runs; where the queue would never hold so many, with slots between them."""
+        """Return a group's lost slots as runs; if the queue would never hold so many, with slots between them."""
         starts, counts = group.lost_runs()
         most = max(1, self.writer.max_queued_bytes // (4 * BYTES_OF_A_RUN * len(self._groups)))
         if starts.size > most:

@@ -47,7 +47,7 @@ class OwnFile:
             self._begins = b""
 
     def check(self) -> None:
-        """Raise `ForeignFileError` where the descriptor leads to another file, `OSError` where it leads to none."""
+        """Raise `ForeignFileError` if the descriptor leads to another file, `OSError` if it leads to none."""
         if not self._begins or not self._is_seen_at_once():
             self.stat()
 

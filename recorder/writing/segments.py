@@ -141,7 +141,7 @@ class Segments(SingleFile):
         return file
 
     def write(self, events: list[TraceEvent]) -> None:
-        """Append a batch of events, in a new segment where the current one is full or old."""
+        """Append a batch of events, in a new segment if the current one is full or old."""
         if self._is_due():
             self._cut("")
             self._drop_the_oldest()

@@ -50,7 +50,7 @@ _Layout = tuple[bytes, struct.Struct, tuple[str, ...], tuple[str, ...]]
 
 
 def open_tail(trace: Path, trace_id: str) -> "Tail | None":
-    """Begin the tail of a trace that was just begun; None, with a line in the log, where it cannot be."""
+    """Begin the tail of a trace that was just begun; None, with a line in the log, if it cannot be."""
     made: list[int] = []
     paths = tail_paths(trace)
     try:
@@ -126,7 +126,7 @@ class Tail:
         self._mind(begin, number)
 
     def _mind(self, begin: int, number: int) -> None:
-        """Take a rest where the engine has waited for the disk several times in a row."""
+        """Take a rest if the engine has waited for the disk several times in a row."""
         now = time.perf_counter_ns()
         if now - begin < _SLOW_NS:
             self._slow = 0

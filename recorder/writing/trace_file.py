@@ -44,7 +44,7 @@ class TraceFile:
 
     The schema message is written at once. A batch that fails half way is cut off again, so that the file ends with
     a whole one. Raises `TraceError` when it cannot be made, `ValueError` for an unknown `compression`. `named` is how
-    errors name the file, where the user gave another name than `path`.
+    errors name the file, if the user gave another name than `path`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TraceFile:
 
     def write(self, batch: pa.RecordBatch, metadata: dict[bytes, bytes]) -> None:
         """Append a batch; on return the operating system has its bytes. Raises `OSError`."""
-        bytes(_ROOM_BYTES)  # raises where there is no memory; Arrow would end the process
+        bytes(_ROOM_BYTES)  # raises if there is no memory; Arrow would end the process
         self._writer.write_batch(batch, custom_metadata=metadata)
         self._drain()
         self.batches += 1
@@ -190,7 +190,7 @@ def _create(path: Path, overwrite: bool) -> int:
 
 
 def begin_new(path: Path, begin: Callable[[Path], _T]) -> _T:
-    """Return what `begin` makes of a path, or where that is taken, of the first of `NAME-1.arrow` and so on that is not.
+    """Return what `begin` makes of a path, or if that is taken, of the first of `NAME-1.arrow` and so on that is not.
 
     A process's trace is named after the second and the process's id: containers that share a folder may have both alike.
 

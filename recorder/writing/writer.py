@@ -186,7 +186,7 @@ class TraceWriter:
     def freeze(self, note: str) -> bool:
         """Ask for what is there to be kept from deletion, with everything appended so far; waits for nothing.
 
-        Return False where the writer writes no more.
+        Return False if the writer writes no more.
         """
         if self._forked():
             return False
