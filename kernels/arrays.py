@@ -47,6 +47,11 @@ def is_tensor(array: Any) -> bool:
 
 
 @functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return np.dtype(dtype).name
+
+
+@functools.cache
 def _torch_dtype(name: str) -> Any:
     import torch
 
@@ -80,7 +85,7 @@ def require_either(
 ) -> None:
     """`require` for a numpy array, `require_tensor` for a torch tensor: for what travels to any backend."""
     if is_tensor(array):
-        require_tensor(name, array, np.dtype(dtype).name, ndim, length=length)
+        require_tensor(name, array, _dtype_name(dtype), ndim, length=length)
     else:
         require(name, array, dtype, ndim, length=length, written=written)
 

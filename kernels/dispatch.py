@@ -106,6 +106,7 @@ def packed(loops: _F) -> _F:
     return loops
 
 
+@functools.cache
 def device_form(name: str) -> Any:
     """Return the module `ops.<name>`, which does for torch tensors what the op's `reference` does for arrays.
 

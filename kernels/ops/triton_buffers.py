@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import triton
 import triton.language as tl
@@ -11,6 +11,12 @@ import triton.language as tl
 from ..arrays import record_stride, require_tensor
 from .hash.triton_kv import Geometry, source_words
 from .plan_verify.reference import CanaryBuffer
+from .triton_launch import Prepared
+
+_ENDS: Final = (
+    *("rows", "entries", "capacities", "tags", "write_indexes"),
+    *("failed", "slot_counters", "kernel_counters"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,11 @@ class BufferPointers:
     slot_counters: tuple[Any, ...]
     kernel_counters: tuple[Any, ...]
 
+    def __post_init__(self) -> None:
+        """Have what is launched with prepared."""
+        for name in ("canaries", "kv", "kv_slots", *_ENDS):
+            object.__setattr__(self, name, Prepared(getattr(self, name)))
+
     @property
     def folds_rows(self) -> bool:
         """Whether as much of a slot is hashed as makes that the larger part of the work."""
@@ -44,10 +55,7 @@ class BufferPointers:
     @property
     def ends(self) -> tuple[tuple[Any, ...], ...]:
         """Where findings and counts go, in the order in which kernels that write take them."""
-        return (
-            self.rows, self.entries, self.capacities, self.tags, self.write_indexes, self.failed, self.slot_counters,
-            self.kernel_counters,
-        )  # fmt: skip
+        return tuple(getattr(self, name) for name in _ENDS)
 
     @classmethod
     def of(cls, buffers: Sequence[CanaryBuffer]) -> "BufferPointers":

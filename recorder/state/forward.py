@@ -161,6 +161,10 @@ def _attention(view: EventView, header: TraceHeader, bs: int) -> Attention | Non
     if len({len(column) for column in runs}) > 1:
         raise UnusableEventError("the attention_* columns of runs differ in length")
     groups, requests, starts, counts = runs
+    if not len(groups) and not len(slots):  # by far the most frequent
+        return Attention(
+            seq_lens=seq_lens, query_lens=query_lens, groups=groups, requests=groups, positions=groups, slots=slots
+        )
     runner = int(view.scalar("runner"))
     known = {number for number, group in enumerate(header.groups) if group.runner == runner}
     if not set(np.unique(groups).tolist()) <= known:

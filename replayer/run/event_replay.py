@@ -4,6 +4,7 @@ This is the one place that knows the kinds. Whatever cannot be judged is counted
 silence.
 """
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,7 @@ class EventReplay:
         self._settings = settings
         self._request_table = RequestTable()
         self._request_ids: set[int] = set()
+        self._counted: list[int] = []  # rows of the batch under way: forwards that were judged
         self._results = ResultCollector(summary, sinks, self._request_table, all_rows=settings.all_rows)
         self._executor = make_executor(
             header, settings, kv_hash_mode=kv_hash_mode, request_table=self._request_table, results=self._results
@@ -115,11 +117,19 @@ class EventReplay:
                 self._wants_keyframe, self._at_first = True, False
             return
         at = 0
-        while at < item.num_events:
-            at = self._through_requests(item, self._through_pass(item, at))
-            if at < item.num_events:
-                self._event(item.event(at))
-                at += 1
+        collects = gc.isenabled()
+        gc.disable()  # a collection looks at all that a batch holds, which is no garbage before its end
+        try:
+            while at < item.num_events:
+                at = self._through_requests(item, self._through_pass(item, at))
+                if at < item.num_events:
+                    self._event(item.event(at))
+                    at += 1
+        finally:  # all that a batch had, or had until somebody stopped
+            count_forwards(self._summary.figures, item, np.array(self._counted, np.int64), self._summary.header)
+            self._counted.clear()
+            if collects:
+                gc.enable()
         self.bytes_read = item.end_byte
 
     def _through_pass(self, batch: TraceBatch, at: int) -> int:
@@ -256,7 +266,7 @@ class EventReplay:
         summary.last_forward = forward.forward
         summary.forwards_by_mode[forward.mode] = summary.forwards_by_mode.get(forward.mode, 0) + 1
         summary.forwards_watched += forward.kv_watched
-        count_forwards(summary.figures, view.batch, np.array([view.index]), summary.header)
+        self._counted.append(view.index)
         summary.tokens += forward.num_tokens
         self._request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
         self._results.findings(self._health.forward(forward))

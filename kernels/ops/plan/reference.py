@@ -106,7 +106,7 @@ def _require_capacity(name: str, capacity: int) -> None:
 
 def plan_capacity(prefix_lens: npt.NDArray[np.int64], window: int) -> int:
     """Return how many verify entries `plan` may want for these prefixes ([bs] int64); window 0 means FULL."""
-    counts = np.clip(prefix_lens, 0, window if window > 0 else 1 << 40)
+    counts = np.minimum(np.maximum(prefix_lens, 0), window if window > 0 else 1 << 40)
     return int(counts.sum(dtype=np.int64))
 
 

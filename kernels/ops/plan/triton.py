@@ -177,7 +177,7 @@ def plan_inputs(
         rows, prefix_lens, table, truth, truth_lens, full_to_swa; rows, width and stride of both tables; the length of
         full_to_swa; window; token_offset.
     """
-    bs = len(req_pool_indices)
+    bs = req_pool_indices.shape[0]
     require_tensor("req_pool_indices", req_pool_indices, "int64", 1)
     require_tensor("prefix_lens", prefix_lens, "int64", 1, length=bs)
     require_tensor("req_to_token", req_to_token, "int32", 2)
@@ -198,7 +198,7 @@ def plan_inputs(
     require_tensor("full_to_swa", lut, "int64", 1)
     return (
         req_pool_indices, prefix_lens, req_to_token, truth, lens, lut,
-        *req_to_token.shape, req_to_token.stride(0), *truth.shape, truth.stride(0), len(lut), window, token_offset,
+        *req_to_token.shape, req_to_token.stride(0), *truth.shape, truth.stride(0), lut.shape[0], window, token_offset,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from ...constants import PADDING_ROW
 from ..plan.reference import MAX_LEN
 from ..plan.triton import plan_inputs
 from ..triton_buffers import BufferPointers
-from ..triton_launch import launch
+from ..triton_launch import cdiv, launch
 from ..triton_violations import add_where_any, sum_before
 from .reference import CanaryBuffer
 from .triton_tile import check_unit
@@ -166,11 +166,11 @@ def plan_verify(
     )
     many = BufferPointers.of(buffers)
     tile, warps, most = ROW_SHAPE if many.folds_rows else WORD_SHAPE
-    bs = len(req_pool_indices)
-    tiles = triton.cdiv(req_to_token.shape[1], tile - 1)
+    bs = req_pool_indices.shape[0]
+    tiles = cdiv(req_to_token.shape[1], tile - 1)
     # All units of a long request have as many tiles.
-    share = triton.cdiv(tiles, max(1, most // max(bs, 1)))
-    splits = max(1, triton.cdiv(tiles, max(share, 1)))
+    share = cdiv(tiles, max(1, most // max(bs, 1)))
+    splits = max(1, cdiv(tiles, max(share, 1)))
     units = bs * splits
     if not units:
         for buffer in buffers:
@@ -199,7 +199,7 @@ def plan_verify(
     )
     launch(
         _emit_kernel,
-        triton.cdiv(units, 32),
+        cdiv(units, 32),
         (
             *read, many.write_indexes, counts, starts, many.rows, many.entries, many.capacities, many.tags,
             many.kernel_counters, units,

@@ -150,7 +150,7 @@ def verify(
     begin = torch.empty(1, dtype=torch.int64, device=canary.device)
     read = (
         plan.slots, plan.expected_tokens, plan.expected_positions, plan.prev_slots, plan.num_valid, plan.enable,
-        len(plan.slots), one.canaries[0], one.kv, one.kv_slots[0], one.num_slots,
+        len(plan.slots), one.canaries[0], tuple(one.kv), one.kv_slots[0], one.num_slots,
     )  # fmt: skip
     constants = {
         "CHECK_TOKENS": check_tokens,

@@ -13,7 +13,7 @@ import triton.language as tl
 from ..hash.triton import CHAIN_SEED, hash_chain, load_pair, signed, store_pair, unsigned
 from ..hash.triton_kv import fold_slots
 from ..triton_buffers import BufferPointers
-from ..triton_launch import launch
+from ..triton_launch import cdiv, launch
 from ..triton_violations import add_where_any
 from .triton_order import write_in_order
 from .triton_steps import active_requests
@@ -266,8 +266,8 @@ def write_few(
 ) -> None:
     """Launch; arguments as for `write_many.write_many`."""
     capacity, tokens = requests[3], inputs[0].shape[0]
-    lanes = max(32, triton.next_power_of_2(capacity))
-    folding = triton.cdiv(tokens, FOLD_TILE) if many.sources else 0
+    lanes = max(32, 1 << (capacity - 1).bit_length())
+    folding = cdiv(tokens, FOLD_TILE) if many.sources else 0
     launch(
         _few_kernel,
         1 + folding,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..triton_buffers import BufferPointers
-from ..triton_launch import launch
+from ..triton_launch import cdiv, launch
 from ..triton_violations import add_where_any
 from .triton_lay import lay_records
 from .triton_order import write_in_order
@@ -135,8 +135,8 @@ def write_many(
     capacity, tokens, slots = requests[3], inputs[0].shape[0], many.num_slots
     tile = 32 if many.folds_rows else 128
     wanted = MOST_PROGRAMS if many.folds_rows else max(LEAST_PROGRAMS, capacity // REQUESTS_PER_PROGRAM)
-    laying = max(1, min(wanted, MOST_PROGRAMS, triton.cdiv(tokens, tile)))
-    bit_words = triton.cdiv(slots, 32)
+    laying = max(1, min(wanted, MOST_PROGRAMS, cdiv(tokens, tile)))
+    bit_words = cdiv(slots, 32)
     device = inputs[0].device
     # Of each seed token, position, prev_hash, and what goes on from it; of each chain its last token's of slot 0; tallies.
     scratch = torch.empty(5 * capacity + 4, dtype=torch.int64, device=device)
@@ -144,7 +144,7 @@ def write_many(
     read = (*requests, scratch, taken, *inputs, many.canaries, many.kv, many.kv_slots, tokens, slots)
     launch(
         _begin_kernel,
-        max(1, triton.cdiv(bit_words, 1024)),
+        max(1, cdiv(bit_words, 1024)),
         (*requests, scratch, taken, bit_words, many.canaries[0], slots),
         {"STRIDE": many.strides[0]},
         num_warps=4,

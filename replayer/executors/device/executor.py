@@ -39,9 +39,10 @@ from .cuda import find_device, reported
 from .event_slots import slots_of_event
 from .launches import ForwardLaunches
 from .logs import FoundRows
-from .mirror import TableNotes
+from .mirror import TableNotes, leaves
 
 _HOST_KINDS: Final = frozenset({"kv_copy", "loss", "sweep", "transfer"})  # they change or read what slots hold
+_MAX_WIDTH: Final = 1 << 62
 _NO_VERIFY_PLAN: Final = VerifyPlan.allocate(capacity=0, request_capacity=0)
 
 
@@ -92,6 +93,9 @@ class DeviceExecutor(StepwiseExecutor):
         self._launched_forwards: list[_Launched] = []
         self._loading = False
         self._beyond = np.zeros(1, np.int64)
+        self._prefix_lens = [
+            np.zeros(0, np.int64) for _ in self.pools
+        ]  # of the forward that is stepped, as it can be read
         self._host_log = ViolationLog.allocate(0)
         where = find_device(device)
         with reported(device, header):
@@ -113,6 +117,7 @@ class DeviceExecutor(StepwiseExecutor):
                 forward,
                 changes,
                 steps,
+                self._prefix_lens,
                 self._expected,
                 self.tables,
                 on_stored=lambda: self._keep_on_host(forward, steps),
@@ -170,9 +175,10 @@ class DeviceExecutor(StepwiseExecutor):
 
     def _plan(self, pool: GroupPool, forward: Forward, changes: KvChanges) -> GroupStep:
         """Plan what a group writes; what it reads only where the host needs it, the device plans that itself."""
+        prefix_lens, _ = readable_prefixes(pool, forward, self.tables)
+        self._prefix_lens[pool.index] = prefix_lens
         if self._checks or pool.any_unknown:
             return super()._plan(pool, forward, changes)
-        prefix_lens, _ = readable_prefixes(pool, forward, self.tables)
         bs = len(prefix_lens)
         step = GroupStep(
             pool,
@@ -197,18 +203,19 @@ class DeviceExecutor(StepwiseExecutor):
         return step
 
     def _looks_beyond(self, forward: Forward, steps: list[GroupStep]) -> bool:
-        """Whether a forward may ask for a slot or a table entry that there is not, or leave such a slot in a table."""
-        for step in steps:
-            slots = step.slots
-            if step.looked_beyond or (len(slots) and (slots.min() < 0 or slots.max() >= step.pool.num_slots)):
-                return True
+        """Whether a forward may ask for a slot or a table entry that there is not; it may say so too often."""
+        if any(step.looked_beyond or leaves(step.slots, step.pool.num_slots) for step in steps):
+            return True
+        rows, prefix, extend = forward.req_pool_indices, forward.prefix_lens, forward.extend_lens
+        if not len(rows):
+            return False
         shapes = [table.shape for table in self.tables.req_to_token]
-        if self.tables.truth is not None and forward.truth_lens is not None and len(forward.truth_lens):
-            if forward.truth_lens.max() > self.tables.truth.shape[1]:
+        if self.tables.truth is not None and forward.truth_lens is not None:
+            if leaves(forward.truth_lens, self.tables.truth.shape[1] + 1):
                 return True
-            shapes.append((self.tables.truth.shape[0], 1 << 62))
-        shape = tuple(min(lens) for lens in zip(*shapes, strict=True))
-        return bool(shape) and bool(beyond_table(forward, shape).any())
+            shapes.append((len(self.tables.truth), _MAX_WIDTH))
+        num_rows, width = (min(lens) for lens in zip(*shapes, strict=True))
+        return leaves(rows, num_rows) or leaves(prefix, width + 1) or leaves(prefix + extend, width + 1)
 
     def _keep_on_host(self, forward: Forward, steps: list[GroupStep]) -> None:
         """Keep what history checks read on the host, too: a forward's bytes, and of records tokens and positions."""
@@ -264,11 +271,14 @@ class DeviceExecutor(StepwiseExecutor):
                 self._report_rows(forward, steps, found, number)
         for step in steps:
             self._mark_writers(step, forward)
-            self._finish(step, forward)
+            if self._at_once:  # else it asked for nothing that there is not
+                self._finish(step, forward)
 
     def _count(self, step: GroupStep, forward: Forward) -> None:
-        slots = step.slots[: int(step.write_plan.offsets[len(forward.req_pool_indices)])]
-        written = int(((slots >= 0) & (slots < step.pool.num_slots)).sum())
+        written = int(step.write_plan.offsets[len(forward.req_pool_indices)])
+        if self._at_once:
+            slots = step.slots[:written]
+            written = int(((slots >= 0) & (slots < step.pool.num_slots)).sum())
         for endpoint in ENDPOINTS:
             for half in step.pool.group.halves:
                 tag = launch_tag(endpoint, half, step.pool.group.kind)

@@ -17,7 +17,7 @@ from ....kernels.ops.verify.reference import verify
 from ....recorder.state.forward import Forward
 from ....recorder.state.pools import GroupPool
 from ....recorder.state.tables import StateTables
-from ....recorder.state.writes import KvChanges, readable_prefixes
+from ....recorder.state.writes import KvChanges
 from ....recorder.trace.header import TraceHeader
 from ....recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE
 from ...run.planning import GroupStep
@@ -100,6 +100,7 @@ class ForwardLaunches:
         forward: Forward,
         changes: KvChanges,
         steps: list[GroupStep],
+        prefix_lens: list[Int64Array],
         expected: Int64Array | None,
         tables: StateTables,
         *,
@@ -109,13 +110,14 @@ class ForwardLaunches:
 
         Args:
             forward, changes, steps: what it is, which bytes changed in it, what it writes and how much it reads.
+            prefix_lens: of each group, `[bs] int64`, as far as its table reaches.
             expected: `[T] int64`, what its inputs must be, None where nobody knows.
             tables: the host's, as the forward finds them.
             on_stored: called where the forward's bytes land in the pools.
         """
         arena, mirror = self._arena, self.mirror
         cells = mirror.send_noted(tables, arena, backend=self._backend)
-        sent = self._send(forward, steps, expected, tables)
+        sent = self._send(forward, steps, prefix_lens, expected)
         arena.send()
         mirror.put_cells(cells)
         steps_sent = sent.steps if len(forward.req_pool_indices) else []
@@ -137,37 +139,42 @@ class ForwardLaunches:
         self.logs.mark()
 
     def _send(
-        self, forward: Forward, steps: list[GroupStep], expected: Int64Array | None, tables: StateTables
+        self, forward: Forward, steps: list[GroupStep], prefix_lens: list[Int64Array], expected: Int64Array | None
     ) -> _SentForward:
-        put = self._arena.put
-        steps_sent = [self._send_step(step, forward, tables) for step in steps]
+        put_rows = self._arena.put_rows
+        steps_sent = [self._send_step(step, prefix_lens[step.pool.index]) for step in steps]
+        rows, *truth_lens = put_rows(forward.req_pool_indices, *_given(forward.truth_lens))
+        input_ids, positions, *wanted = put_rows(forward.input_ids, forward.positions, *_given(expected))
         return _SentForward(
-            rows=put(forward.req_pool_indices),
-            input_ids=put(forward.input_ids),
-            positions=put(forward.positions),
-            truth_lens=None if forward.truth_lens is None else put(forward.truth_lens),
-            expected=None if expected is None else put(expected),
+            rows=rows,
+            input_ids=input_ids,
+            positions=positions,
+            truth_lens=truth_lens[0] if truth_lens else None,
+            expected=wanted[0] if wanted else None,
             token_offset=self._header.runners[forward.runner].token_offset,
             steps=steps_sent,
             stores=self._send_bytes(forward, steps_sent),
         )
 
-    def _send_step(self, step: GroupStep, forward: Forward, tables: StateTables) -> _SentStep:
+    def _send_step(self, step: GroupStep, prefix_lens: Int64Array) -> _SentStep:
         import torch
 
-        bs, plan, put = len(forward.req_pool_indices), step.write_plan, self._arena.put
-        prefix_lens, _ = readable_prefixes(step.pool, forward, tables)
-        count, there = self._arena.take(1)
-        count[0] = bs
+        bs, plan = len(prefix_lens), step.write_plan
+        prefix, seeds = self._arena.put_rows(prefix_lens, plan.seed_slots[:bs])
+        # The prefix sums, and behind them how many requests there are.
+        offsets, offsets_there = self._arena.take(bs + 4)
+        offsets[: bs + 1] = plan.offsets[: bs + 1]
+        count_at = bs + 2 + bs % 2
+        offsets[count_at] = bs
         return _SentStep(
             step=step,
-            prefix_lens=put(prefix_lens),
+            prefix_lens=prefix,
             longest=int(prefix_lens.max(initial=1)),
-            slots=put(step.slots),
+            slots=self._arena.put(step.slots),
             plan=WritePlan(
-                offsets=put(plan.offsets[: bs + 1]),
-                seed_slots=put(plan.seed_slots[:bs]),
-                num_valid_reqs=there.view(torch.int32)[:1],
+                offsets=offsets_there[: bs + 1],
+                seed_slots=seeds,
+                num_valid_reqs=offsets_there[count_at : count_at + 1].view(torch.int32)[:1],
             ),
         )
 
@@ -282,3 +289,7 @@ class ForwardLaunches:
                 buffers=some,
                 backend="triton",
             )
+
+
+def _given(values: Int64Array | None) -> tuple[Int64Array, ...]:
+    return () if values is None else (values,)

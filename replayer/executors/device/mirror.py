@@ -76,9 +76,9 @@ class TableNotes(StateListener):
         del tables
         mine = indices == index
         if mine.all():
-            self.odd |= _leaves(values, self._limits[index])
+            self.odd |= leaves(values, self._limits[index])
         elif mine.any():
-            self.odd |= _leaves(values, min(self._limits))
+            self.odd |= leaves(values, min(self._limits))
             rows, starts, lens = rows[mine], starts[mine], lens[mine]
         else:
             return
@@ -94,7 +94,7 @@ class TableNotes(StateListener):
     def lut_entries(self, tables: StateTables, *, index: int, places: Int64Array, values: Int64Array) -> None:
         """Note entries of a full-to-SWA table."""
         del tables
-        self.odd |= _leaves(values, self._lut_limits[index])
+        self.odd |= leaves(values, self._lut_limits[index])
         self.lut_places.append((index, places))
         self.num_cells += len(places)
 
@@ -103,8 +103,9 @@ class TableNotes(StateListener):
         self.num_cells += int(np.maximum(lens, 0).sum())
 
 
-def _leaves(slots: Int64Array, limit: int) -> bool:
-    return len(slots) > 0 and (int(slots.min()) < 0 or int(slots.max()) >= limit)
+def leaves(values: Int64Array, limit: int) -> bool:
+    """Whether any of some values, `[n] int64`, contiguous, is negative, or `limit` or more."""
+    return len(values) > 0 and int(values.view(np.uint64).max()) >= limit
 
 
 class Mirror:
