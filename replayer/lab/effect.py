@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...recorder.engines.simulated.batch import Batch
 from ...recorder.engines.simulated.engine import SimulatedEngine
 from ...recorder.engines.simulated.pools import TARGET
 from ...recorder.engines.simulated.requests import NO_ROW, Request
 from .true_content import PoolTruth, TokenTruth, true_nodes
-
-Int64Array = npt.NDArray[np.int64]
 
 _Wrong = tuple[str, int, int, int]  # kind, position, slot, group
 

@@ -5,16 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow.parquet as pq
 
+from ...kernels.arrays import Int64Array
 from ...recorder.trace.reader import TraceBatch, TraceReader
 from ..run.replay import replay, replay_joined
 from ..run.settings import ReplaySettings
 from .fault import MARK_NOTE
 from .trial import Trial, TrialRun
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

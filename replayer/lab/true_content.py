@@ -5,16 +5,14 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...kernels.arrays import Int64Array
 from ...kernels.ops.hash.reference import splitmix64_words
 from ...recorder.engines.simulated.config import EngineConfig
 from ...recorder.engines.simulated.pools import TARGET, KvPool, WordArray
 from ...recorder.engines.simulated.radix import NO_PAGE, Node, RadixTree
 from ...recorder.engines.simulated.requests import Request
 from ...recorder.engines.simulated.runner import Sampler
-
-Int64Array = npt.NDArray[np.int64]
 
 # Numeric noise may flip the bits below this one in each 8 bytes.
 _NOISE_BITS: Final = np.uint64(2)

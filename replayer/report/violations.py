@@ -15,12 +15,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...kernels.arrays import Int64Array
 from ...kernels.constants import FailReason, LaunchTag
 from ...recorder.files import new_private_file
 from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import PoolGroup
-
-Int64Array = npt.NDArray[np.int64]
 
 # What a report keeps by default of what it counts: rows of a slot for each launch tag, and rows in all.
 ROWS_PER_SLOT: Final = 1_000

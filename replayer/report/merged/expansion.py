@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ....kernels.arrays import BoolArray, Int64Array
 from ....recorder.errors import TraceError
 from ....recorder.trace.reader import TraceBatch
 from ...run.segment_stream import SegmentStream
 from ..violations import PARQUET_ERRORS, VIOLATION_SCHEMA
 from .turns import SWEEP_TAGS, are_writes, first_places, launch_ranks
-
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 # Rows that a table given has at most, but for a single event that has more.
 MAX_ROWS: Final = 1 << 18
