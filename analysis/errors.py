@@ -7,3 +7,7 @@ class AnalysisError(Exception):
 
 class SqlError(AnalysisError):
     """A statement that DuckDB refused; `str()` is DuckDB's own message."""
+
+
+class NoPlotLibraryError(AnalysisError):
+    """vl-convert is not installed."""

@@ -64,8 +64,7 @@ def add_page(summary: Summary, *, wanted: bool) -> str:
     if summary.report is None:
         return ""
     from ..replayer.report.report import PAGE_NAME
-    from .errors import AnalysisError
-    from .page.build import NoPlotLibraryError
+    from .errors import AnalysisError, NoPlotLibraryError
 
     report = Path(summary.report)
     again = f"kvcanary page {shlex.quote(summary.report)}"

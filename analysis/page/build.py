@@ -16,7 +16,7 @@ from typing import Any, Final
 from ...kernels.user_cache import user_cache
 from ...recorder.files import replace_file
 from ...replayer.report.report import PAGE_NAME
-from ..errors import AnalysisError
+from ..errors import AnalysisError, NoPlotLibraryError
 from ..store.output import private_output, spare
 from ..store.session import SqlSession, open_sources
 from ..store.sources import Source
@@ -80,10 +80,6 @@ def _session(source: Source) -> Iterator[SqlSession]:
 
 
 _SNIPPET: Final = "window.vegaEmbed = vegaEmbed;"
-
-
-class NoPlotLibraryError(AnalysisError):
-    """vl-convert is not installed."""
 
 
 def plot_library() -> str:

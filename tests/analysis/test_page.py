@@ -363,7 +363,7 @@ def test_a_page_that_cannot_be_opened_stays(report, tmp_path, monkeypatch):
 
 
 def test_without_the_plot_library_the_command_says_how_to_get_it(report, monkeypatch):
-    from kvcanary.analysis.page.build import NoPlotLibraryError
+    from kvcanary.analysis.errors import NoPlotLibraryError
 
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(NoPlotLibraryError, match=r"pip install 'kvcanary\[page\]'"):
