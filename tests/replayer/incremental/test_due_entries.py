@@ -222,6 +222,9 @@ def test_entries_are_found_past_blocks_and_chunks() -> None:
     for place in places:
         invalidate_slots(states, np.array([table[1, place]]), backend="reference")
         assert due() == [at for at in (place, place + 1) if at < width]
+    for pair in ((0, 8200), (5, 12300), (4000, 8192)):  # with nothing due in the chunks between them
+        invalidate_slots(states, table[1, list(pair)].astype(np.int64), backend="reference")
+        assert due() == [place + more for place in pair for more in (0, 1)]
     invalidate_slots(states, table[1, places].astype(np.int64), backend="reference")
     assert due() == sorted({at for place in places for at in (place, place + 1) if at < width})
     assert due() == []
