@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvcanary.recorder.engines.transformers import Attachment, attach
+from kvcanary.recorder.engines.transformers import TransformersAttachment, attach
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
@@ -75,7 +75,7 @@ class Engine:
 
     processor: Any = None
     step: int = 0
-    attachment: Attachment | None = None
+    attachment: TransformersAttachment | None = None
 
     @property
     def batch(self) -> list[Any]:

@@ -66,21 +66,21 @@ class TraceWriter:
         tail: bool = True,
         **settings: Any,
     ) -> None:
-        self._settings = WriterSettings(**settings)
+        self.settings = WriterSettings(**settings)
         self.path = Path(path)
         self.header = completed_header(
             header,
-            flush_bytes=self._settings.flush_bytes,
-            flush_interval_ns=self._settings.flush_interval_ns,
-            compression=self._settings.compression,
+            flush_bytes=self.settings.flush_bytes,
+            flush_interval_ns=self.settings.flush_interval_ns,
+            compression=self.settings.compression,
         )
-        self._file = open_files(self.path, self.header, self._settings, overwrite=overwrite)
+        self._file = open_files(self.path, self.header, self.settings, overwrite=overwrite)
         self._tail = open_tail(self.path, self.header.trace_id) if tail and self._file.regular else None
         self._triggers: list[FreezeFile | FreezeSignal] = []
-        if self._settings.freeze_file is not None:
-            self._triggers.append(FreezeFile(Path(self._settings.freeze_file)))
-        if self._settings.freeze_signal:
-            self._triggers.append(FreezeSignal(self._settings.freeze_signal))
+        if self.settings.freeze_file is not None:
+            self._triggers.append(FreezeFile(Path(self.settings.freeze_file)))
+        if self.settings.freeze_signal:
+            self._triggers.append(FreezeSignal(self.settings.freeze_signal))
         self._pid = os.getpid()
         self._changed = threading.Condition()
         # All below are guarded by `_changed`.
@@ -131,11 +131,11 @@ class TraceWriter:
     @property
     def max_queued_bytes(self) -> int:
         """What the queue holds at most."""
-        return self._settings.max_queued_bytes
+        return self.settings.max_queued_bytes
 
     def has_room(self, num_bytes: int) -> bool:
         """Say whether the queue would take so many bytes more at this moment."""
-        return self._queued_bytes + num_bytes <= self._settings.max_queued_bytes
+        return self._queued_bytes + num_bytes <= self.settings.max_queued_bytes
 
     def append(self, event: TraceEvent) -> bool:
         """Queue an event; return False when it was dropped: the queue is full, or the writer failed or is closed.
@@ -153,7 +153,7 @@ class TraceWriter:
             if problem is not None and not self._bad_event_logged:
                 self._bad_event_logged = True
                 _log.error("kvcanary: %s: an event was left out: %s (said once)", self.path, problem)
-            full = self._queued_bytes + size > self._settings.max_queued_bytes
+            full = self._queued_bytes + size > self.settings.max_queued_bytes
             if problem is not None or full or self._closing or self._failed is not None:
                 self._dropped += getattr(event, "kind", None) != "loss"
                 return False
@@ -168,7 +168,7 @@ class TraceWriter:
             if len(self._queue) == 1:
                 self._oldest = time.monotonic()
                 self._changed.notify_all()
-            elif self._waiting_bytes >= self._settings.flush_bytes:
+            elif self._waiting_bytes >= self.settings.flush_bytes:
                 self._changed.notify_all()
             return True
 
@@ -283,13 +283,13 @@ class TraceWriter:
             while not self._due():
                 left = poll
                 if self._queue:
-                    until = max(self._oldest + self._settings.flush_interval_ns / 1e9 - time.monotonic(), 0.0)
+                    until = max(self._oldest + self.settings.flush_interval_ns / 1e9 - time.monotonic(), 0.0)
                     left = until if poll is None else min(until, poll)
                 if not self._changed.wait(left) and poll is not None and not self._due():
                     return [], 0
             events: list[TraceEvent] = []
             size = 0
-            while self._queue and size < self._settings.flush_bytes:
+            while self._queue and size < self.settings.flush_bytes:
                 events.append(self._queue.popleft())
                 size += events[-1].nbytes
             self._waiting_bytes -= size
@@ -301,9 +301,9 @@ class TraceWriter:
             return self._closing or self._freeze_is_due()
         return (
             self._closing
-            or self._waiting_bytes >= self._settings.flush_bytes
+            or self._waiting_bytes >= self.settings.flush_bytes
             or self._flush_until > self._settled
-            or time.monotonic() - self._oldest >= self._settings.flush_interval_ns / 1e9
+            or time.monotonic() - self._oldest >= self.settings.flush_interval_ns / 1e9
         )
 
     def _write(self, events: list[TraceEvent]) -> None:

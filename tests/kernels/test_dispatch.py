@@ -167,7 +167,11 @@ print(repr(config.CACHE_DIR), config.DISABLE_JIT, yaml.safe_load("1"))
 
 PROBE = """
 import sys, numpy as np
-from kvcanary.kernels import oracle, plan, scatter, verify, write
+from kvcanary.kernels.ops.oracle import reference as oracle
+from kvcanary.kernels.ops.plan import reference as plan
+from kvcanary.kernels.ops.scatter import reference as scatter
+from kvcanary.kernels.ops.verify import reference as verify
+from kvcanary.kernels.ops.write import reference as write
 assert not {"numba", "torch", "triton"} & set(sys.modules), "imported too early"
 ones, out = np.ones(3, np.int64), np.zeros(3, np.int64)
 oracle.oracle_tokens(request_ids=ones, positions=ones, vocab_size=9, out=out, backend="reference")
@@ -195,7 +199,8 @@ def test_compiled_code_is_kept_on_disk(tmp_path: Path) -> None:
 
 
 TOLD = """
-from kvcanary.kernels import dispatch, oracle
+from kvcanary.kernels import dispatch
+from kvcanary.kernels.ops.oracle import reference as oracle
 if numbas:
     dispatch.native.load = lambda *_: None
 dispatch.select_telling(oracle.oracle_tokens_loops, "cpu", lambda: print("told"))

@@ -183,7 +183,7 @@ FAULTY_RUNS = {
     "chunk_tail_predicted_token": 0,
 }
 # What differs because it is a token, made of tokens, or a time.
-NOT_COMPARED = {"stored_token", "expected_token", "stored_chain_hash", "expected_aux", "time_ns", "detail"}
+NOT_COMPARED = {"token", "stored_token", "expected_token", "stored_chain_hash", "expected_aux", "time_ns", "detail"}
 
 
 def verdicts(folder: Path, trial: Trial, monkeypatch: pytest.MonkeyPatch, privacy: Privacy | None) -> list[Any]:

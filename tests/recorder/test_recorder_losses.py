@@ -1,5 +1,6 @@
 """Events that do not fit: dropped whole, said before what follows, and never taken for corruption."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,8 @@ def test_which_slots_are_lost_is_not_looked_for_while_there_is_no_room_to_say_it
     engine.add(1, "one", [3, 4], 30)
     engine.step()
     writer = engine.recorder.outbox.writer
-    writer._max_queued_bytes = writer.stats().queued_bytes
+    full = dataclasses.replace(writer.settings, max_queued_bytes=writer.stats().queued_bytes)
+    monkeypatch.setattr(writer, "settings", full)
     for _ in range(20):
         engine.step()
     assert engine.recorder.stats().dropped_events >= 20

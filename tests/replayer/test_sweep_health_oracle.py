@@ -258,7 +258,7 @@ def test_divergence_figures_of_a_sliding_window_pool(tmp_path):
     config = EngineConfig(shape="swa", page_size=4, num_pages=200, window=12)
     workload = RandomWorkload(requests=12, prompt_tokens=60, output_tokens=20, max_tokens=150, arrival_rate=500.0)
     with SimulatedEngine(config, workload, tmp_path / "t.arrow") as engine:
-        told = engine.runner.tell
+        told = engine.runner.begin
 
         def tell(batch):
             told(batch)
@@ -272,7 +272,7 @@ def test_divergence_figures_of_a_sliding_window_pool(tmp_path):
             if batch.rows.size:
                 expected.append((outside, other))
 
-        engine.runner.tell = tell
+        engine.runner.begin = tell
         engine.run()
     report = tmp_path / "report"
     report.mkdir()

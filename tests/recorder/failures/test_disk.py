@@ -1,5 +1,6 @@
 """Disks that are full, gone, closed to us, slow or stuck, under a running engine."""
 
+import dataclasses
 import os
 import shutil
 import threading
@@ -227,7 +228,10 @@ def test_a_full_queue_has_no_room_to_say_that_the_recorder_is_off(tmp_path: Path
 
     def fault(step: int, engine: SimulatedEngine) -> None:
         if step == 10:
-            writer._max_queued_bytes = writer.stats().queued_bytes  # full to the brim, and nothing dropped so far
+            brim = writer.stats().queued_bytes
+            writer.settings = dataclasses.replace(
+                writer.settings, max_queued_bytes=brim
+            )  # full to the brim, and nothing dropped so far
             engine.recorder.slots("lend", group=0, slots=[1])
 
     serve(engine, fault)
