@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.sparse import require_memory_for
 from ..capture.host_arrays import runs_to_slots
 from ..trace.header import PoolGroup
 from ..trace.reader import EventView
@@ -254,7 +255,7 @@ def _columns(view: EventView, prefix: str, names: Sequence[str]) -> list[Int64Ar
 def _slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> list[Int64Array]:
     """Return group, start and count of an event's runs of slots, which lie in their pools."""
     columns = _columns(view, "slot", _RUN)
-    _require_inside(columns, [group.num_slots for group in groups])
+    require_inside(columns, [group.num_slots for group in groups])
     return columns
 
 
@@ -292,7 +293,7 @@ def _parted(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, .
     inside = np.where(leaves, np.maximum(limits - starts, 0), counts)
     kept = ~leaves | (inside > 0)
     columns = [groups_[kept], starts[kept], inside[kept]]
-    _require_inside(columns, sizes[:-1].tolist())
+    require_inside(columns, sizes[:-1].tolist())
     parts = {part.group: part for part in _expanded(*columns)}
     for group in np.unique(groups_[leaves]).tolist():
         mine = leaves & (groups_ == group)
@@ -309,7 +310,7 @@ def _copy_event(view: EventView, groups: Sequence[PoolGroup]) -> CopyEvent:
             raise UnusableEventError(f"copy_{name} names a tier other than {TIER_POOL} and {TIER_HOST}")
     to_pool = dst_tier == TIER_POOL
     runs = [column[to_pool] for column in (group, dst, count)]
-    _require_inside(runs, [known.num_slots for known in groups])
+    require_inside(runs, [known.num_slots for known in groups])
     if bool(((group < 0) | (group >= len(groups))).any()):
         raise UnusableEventError(f"a copy in group {group.max()}, the header names {len(groups)}")
     sizes = np.array([(known.num_slots, known.host_num_slots) for known in groups], np.int64).reshape(-1, 2)
@@ -340,11 +341,12 @@ def _copy_event(view: EventView, groups: Sequence[PoolGroup]) -> CopyEvent:
     )
 
 
-def _require_inside(runs: list[Int64Array], num_slots: list[int]) -> None:
+def require_inside(runs: list[Int64Array], num_slots: list[int]) -> None:
     """Raise `UnusableEventError` where runs (group, start, count) leave their pools; nothing is expanded before."""
     groups, starts, counts = runs
     if len(groups) == 1:  # by far the most frequent: a decode's next page
         _require_run_inside(int(groups[0]), int(starts[0]), int(counts[0]), num_slots)
+        require_memory_for(int(counts[0]))
         return
     for group in np.unique(groups).tolist():
         mine = groups == group
@@ -355,6 +357,7 @@ def _require_inside(runs: list[Int64Array], num_slots: list[int]) -> None:
             _require_run_inside(group, int(starts[at]), int(counts[at]), num_slots)
         if np.count_nonzero(mine) > limit or int(counts[mine].sum()) > limit:
             raise UnusableEventError(f"runs of more slots than group {group} has, {limit}")
+    require_memory_for(int(counts.sum()))
 
 
 def _require_run_inside(group: int, start: int, count: int, num_slots: list[int]) -> None:

@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
+from ...kernels.sparse import free_memory_bytes
 from ...recorder.state.pools import pool_bytes
 from ..run.settings import ReplaySettings
 from .jobs import Job, ReplayPlan, group_bytes
@@ -45,7 +45,7 @@ def default_jobs(plan: ReplayPlan) -> int:
     sizes = sorted((group_bytes(group) for group in plan.groups), reverse=True)
     jobs = min(usable_cores(), len(sizes), sum(sizes) // WORTH_A_WORKER_BYTES)
     needed = sorted((_memory(group) for group in plan.groups), reverse=True)
-    free = _free_memory()
+    free = free_memory_bytes()
     while jobs > 1 and free is not None and sum(needed[:jobs]) > _SHARE_OF_MEMORY * free:
         jobs -= 1
     return max(1, jobs)
@@ -54,11 +54,3 @@ def default_jobs(plan: ReplayPlan) -> int:
 def _memory(group: Sequence[Job]) -> int:
     """Return about what a group's pools, tables and bookkeeping take at most."""
     return sum(2 * pool_bytes(job.recording.header) for job in group if job.recording.header is not None)
-
-
-def _free_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None

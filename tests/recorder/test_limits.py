@@ -6,10 +6,13 @@ import re
 import struct
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from kvcanary.kernels import sparse
 from kvcanary.recorder.cli.folder_inspection import _missing
 from kvcanary.recorder.errors import UnreadableTraceError
+from kvcanary.recorder.state import events
 from kvcanary.recorder.trace import framing, schema, walk
 from kvcanary.recorder.trace.encode import batch_metadata
 from kvcanary.recorder.trace.header import EngineInfo, PoolGroup, StateTable, TraceHeader
@@ -159,3 +162,16 @@ def test_a_batch_with_more_metadata_than_columns_need_is_left_out(tmp_path):
             found = list(reader.stream())
         assert [isinstance(item, TraceGap) for item in found] == [bool(gaps)]
         assert not gaps or "damaged metadata" in found[0].cause
+
+
+def test_an_event_that_names_more_slots_than_there_is_memory_for_is_one_clear_error(tmp_path, monkeypatch):
+    columns = [np.array([0]), np.array([1]), np.array([sparse.MANY_SLOTS])]
+    events.require_inside(columns, [sparse.MANY_SLOTS + 1])
+    monkeypatch.setattr(sparse, "free_memory_bytes", lambda: sparse.MANY_SLOTS * sparse.NAMED_SLOT_BYTES - 1)
+    with pytest.raises(
+        MemoryError, match=r"an event names 1048576 slots, for which 0\.1 GiB are needed; 0\.1 are free"
+    ):
+        events.require_inside(columns, [sparse.MANY_SLOTS + 1])
+    two = [np.array([0, 1]), np.array([1, 1]), np.array([sparse.MANY_SLOTS // 2] * 2)]
+    with pytest.raises(MemoryError, match="an event names 1048576 slots"):
+        events.require_inside(two, [sparse.MANY_SLOTS] * 2)
