@@ -299,7 +299,7 @@ def _ended_in_arrow(said: str) -> bool:
     What must hold then is what holds after `kill -9`: no half of a report is taken for a whole one.
     """
     frames = [line for line in said.splitlines() if line.startswith("  File ")]
-    return said.startswith("Fatal Python error") and bool(frames) and "/pyarrow/parquet/" in frames[0]
+    return "Fatal Python error" in said and bool(frames) and "/pyarrow/parquet/" in frames[0]
 
 
 def _arm(folder: Path, number: int, error: int, options: Any) -> None:
