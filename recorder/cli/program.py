@@ -62,6 +62,7 @@ def run_program(command: click.Command, program: str) -> None:
             finally:
                 sys.stdout.flush()
                 _leave_alone()
+                ignore_endings()  # the exit code stands: a signal in the interpreter's own end would replace it
         except (click.ClickException, click.exceptions.Exit):
             raise
         except SystemExit as end:

@@ -59,3 +59,10 @@ def test_an_error_goes_before_a_signal():
     with pytest.raises(OSError, match="full"), endings_deferred():
         signal.raise_signal(signal.SIGINT)
         raise OSError("full")
+
+
+def test_once_the_exit_code_stands_no_signal_replaces_it(trace):
+    late = "import atexit, os, signal; atexit.register(lambda: [os.kill(os.getpid(), n) for n in (1, 2, 15)])"
+    words = [sys.executable, "-c", f"{late}; from kvcanary.cli import kvcanary_main; kvcanary_main()", "inspect"]
+    ended = subprocess.run([*words, str(trace)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
