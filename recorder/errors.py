@@ -1,6 +1,9 @@
-"""Errors that a user may meet, each message with what was expected, what came, and what to do; and what logs call others."""
+"""What is said to people: errors, each with what was expected, what came, and what to do; and text that may hold anything,
+since names come from paths and clients, on its way to a terminal, a log, or into JSON.
+"""
 
-from typing import Final
+import json
+from typing import Any, Final
 
 MAX_ERROR_TEXT: Final = 2000  # characters: some exceptions have a whole tensor in their text
 
@@ -25,3 +28,27 @@ def error_text(error: BaseException) -> str:
     except Exception:  # noqa: BLE001  # asking an exception for its text may raise; the first one matters more
         return kind
     return f"{kind}: {said}"[:MAX_ERROR_TEXT]
+
+
+def printable(text: str) -> str:
+    """Return `text` with whatever could steer a terminal, or could not be encoded, as escapes."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text
+    )
+
+
+def printable_message(text: str) -> str:
+    """Return a message of several lines, such as DuckDB's, as `printable`; lines behind the first are set in, and so
+    never look like lines of a command's own.
+    """
+    return "\n  ".join(printable(line) for line in text.split("\n"))
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """Return a value as JSON in ASCII; what no UTF-8 text may hold, half a surrogate pair, becomes a question mark."""
+    return json.dumps(whole_text(value) if "\\ud" in json.dumps(value, **options) else value, **options)
+
+
+def whole_text(value: Any) -> Any:
+    """Return parsed JSON, or what can be made JSON of, with question marks for halves of surrogate pairs."""
+    return json.loads(json.dumps(value, ensure_ascii=False, default=str).encode("utf-8", "replace"))

@@ -222,7 +222,7 @@ def _finish(
     anew: str,
 ) -> None:
     """Bisect, print what came of it, and exit; `anew` is the option by which verdicts from before do not count."""
-    from ...recorder.text import printable, printable_message
+    from ...recorder.errors import printable, printable_message
     from ..bisect.bisection import make_criterion
     from ..errors import AnalysisError
 

@@ -84,7 +84,7 @@ def diff_command(a: Path, b: Path, as_json: bool, quiet: bool, **options: Any) -
     Requests are aligned by id or prompt, positions by request, slots by what they hold: another allocation order,
     other chunks and other batches are no difference. Says for each request, and overall, where the traces part first.
     """
-    from ...recorder.text import printable, printable_message
+    from ...recorder.errors import printable, printable_message
     from ..diff.compare import diff_traces
     from ..diff.settings import NotComparableError
     from ..errors import AnalysisError

@@ -53,8 +53,7 @@ def expand_command(report: Path, output: Path | None, trace: Path | None, as_jso
     again, row for row and in the order in which the launches found them, for tools that count rows. The trace is read
     once; of a report of a stepwise replay the rows are copied as they are.
     """
-    from ...recorder.errors import TraceError
-    from ...recorder.text import printable, printable_message
+    from ...recorder.errors import TraceError, printable, printable_message
     from ...replayer.report.merged.expansion import ExpansionError
     from ..errors import AnalysisError
     from ..store.output import spare

@@ -44,7 +44,7 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
     incidents.parquet and incident_members.parquet. Without the trace those that were found with it stay; where there
     are none, the kinds are less certain.
     """
-    from ...recorder.text import printable, printable_message
+    from ...recorder.errors import printable, printable_message
     from ..errors import AnalysisError
     from ..incidents.finding import find_incidents, read_incidents, write_incidents
     from ..store.sources import read_summary
@@ -119,7 +119,7 @@ def _torn_since(summary: dict[str, Any], traces: list[Path]) -> str:
 
 def _write(write: Any) -> None:
     """Write the tables; a report that may only be read is shown all the same."""
-    from ...recorder.text import printable_message
+    from ...recorder.errors import printable_message
     from ..errors import AnalysisError
 
     try:
@@ -148,7 +148,7 @@ def _show(
 ) -> None:
     from rich.text import Text
 
-    from ...recorder.text import printable
+    from ...recorder.errors import printable
     from ...replayer.cli.incident_blocks import show_incident
 
     noun = "incident" if total == 1 else "incidents"
@@ -168,7 +168,7 @@ def _explain(console: Console, row: dict[str, Any]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from ...recorder.text import printable
+    from ...recorder.errors import printable
     from ..incidents.rules import RULES
 
     parts = [("mechanism", row["detail"] or "no rule knows this kind")]

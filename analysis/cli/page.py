@@ -43,7 +43,7 @@ def page_command(report: Path, output: Path | None, show: bool, trace: Path | No
     Verdict and incidents, a timeline, a map of the damaged slots, the lives of requests, chains, and behind every
     number the SQL that made it. Below 5 MB however large the trace. It may hold tokens: only you can read the file.
     """
-    from ...recorder.text import printable, printable_message
+    from ...recorder.errors import printable, printable_message
     from ..errors import AnalysisError
     from ..page.build import build_page
     from ..store.sources import find_sources, read_summary

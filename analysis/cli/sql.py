@@ -64,7 +64,7 @@ def sql_command(
     Nothing is imported: DuckDB reads the files where they lie, and unless --unlocked no others. A report beside a trace (trace.report beside
     trace.arrow) goes with it. Without a query a prompt opens, or SQL is read from a pipe.
     """
-    from ...recorder.text import printable_message
+    from ...recorder.errors import printable_message
     from ..errors import AnalysisError
 
     paths, query = _split(arguments)
@@ -113,7 +113,7 @@ def _run(
     live: bool,
     unlocked: bool,
 ) -> None:
-    from ...recorder.text import printable
+    from ...recorder.errors import printable
     from ..store.output import spare
     from ..store.session import open_sources
     from ..store.sources import find_sources
@@ -176,7 +176,7 @@ def _read_script(script: Path | None) -> str | None:
 
 def _tell_problems(sources: list[Source], session: SqlSession) -> None:
     """Say on standard error what the answers cannot know."""
-    from ...recorder.text import printable
+    from ...recorder.errors import printable
     from ..store.triage import is_whole, lost_line
 
     for source in sources:

@@ -47,7 +47,7 @@ def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bo
     REPORT is the folder that kvcanary-replay wrote. The first call writes report.duckdb into it, which answers from
     then on and opens with any DuckDB client.
     """
-    from ...recorder.text import printable_message
+    from ...recorder.errors import printable_message
     from ..errors import AnalysisError
     from ..store.sources import find_sources, read_summary
     from ..store.triage import triage
@@ -71,7 +71,7 @@ def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bo
 
 def _session(source: Source) -> SqlSession:
     """Open the report's store, made first where there is none that fits; without one where it cannot be written."""
-    from ...recorder.text import printable_message
+    from ...recorder.errors import printable_message
     from ...replayer.report.report import STORE_NAME
     from ..errors import AnalysisError
     from ..store.session import open_sources
@@ -116,7 +116,7 @@ def _to_json(source: Source, found: Triage) -> dict[str, object]:
 
 
 def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
-    from ...recorder.text import printable
+    from ...recorder.errors import printable
     from ..store.output import text_table
     from ..store.triage import lost_line
 
@@ -149,7 +149,7 @@ def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
 
 def _line(text: str, most: int = MAX_LINE) -> str:
     """Text on one line, cut where it is long: whoever names a request may send any name."""
-    from ...recorder.text import printable
+    from ...recorder.errors import printable
 
     shown = printable(text)
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
@@ -157,7 +157,7 @@ def _line(text: str, most: int = MAX_LINE) -> str:
 
 def _incident_lines(source: Source, found: Triage) -> list[str]:
     """Cite the report's incidents, a line each; say how to have them where something was found and there are none."""
-    from ...recorder.text import printable
+    from ...recorder.errors import printable
 
     command = f"kvcanary incidents {shlex.quote(str(source.report))}"
     if not found.incidents:

@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ...recorder.text import printable
+from ...recorder.errors import printable
 from .result import DIFFERENT, INCONCLUSIVE, Difference, DiffResult
 from .settings import KINDS
 

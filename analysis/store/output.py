@@ -16,7 +16,7 @@ from typing import IO, Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...recorder.text import printable
+from ...recorder.errors import printable
 from ..errors import AnalysisError
 
 FORMATS: Final = ("table", "csv", "json", "parquet", "arrow")

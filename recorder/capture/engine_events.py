@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..text import json_text
+from ..errors import json_text
 from ..trace.event import TraceEvent
 from ..trace.schema import (
     ALLOC_STATUSES,

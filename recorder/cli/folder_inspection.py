@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import TraceError
-from ..text import printable
+from ..errors import TraceError, printable
 from ..trace.inspect import TraceInspection, inspect_trace
 from ..trace.recordings import group_recordings, traces_in
 from ..trace.schema import MAX_MISSING_SEGMENTS

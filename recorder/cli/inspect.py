@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..text import printable
+from ..errors import printable
 from .program import GivenPath
 
 if TYPE_CHECKING:

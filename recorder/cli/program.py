@@ -9,15 +9,18 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
 import click
 
-from ..errors import error_text
+from ..errors import error_text, printable
 from ..process.endings import ENDINGS, ignore_endings
-from ..text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXIT_FAILED: Final = 2
+PIPE_WIDTH: Final = 160
 QUERY_INTERRUPTED: Final = "Query interrupted"  # DuckDB's RuntimeError for Ctrl-C while it computes
 EXIT_BROKEN_PIPE: Final = 141  # 128 + SIGPIPE, what a shell shows of any other program whose reader left
 
@@ -171,6 +174,19 @@ def _place(error: BaseException) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return "unknown" if trace is None else f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+
+
+def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
+    """End the command with one clear error."""
+    click.echo(f"Error: {printable(message)}", err=True)
+    sys.exit(code)
+
+
+def console_for(stream: TextIO) -> "Console":
+    """Return a console on a stream; a pipe has no width of its own, and lines must not be cut at 80 columns there."""
+    from rich.console import Console
+
+    return Console(file=stream, emoji=False, highlight=False, width=None if stream.isatty() else PIPE_WIDTH)
 
 
 class GivenPath(click.Path):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
+from ..errors import printable
 from ..process.settings import FOLDER, PREFIX, SETTINGS, Setting
-from ..text import printable
 from .program import GivenPath
 
 if TYPE_CHECKING:

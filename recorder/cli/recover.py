@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..text import printable
+from ..errors import printable
 from .program import GivenPath
 
 if TYPE_CHECKING:

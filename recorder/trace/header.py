@@ -13,8 +13,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..errors import UnreadableTraceError
-from ..text import json_text, whole_text
+from ..errors import UnreadableTraceError, json_text, whole_text
 from .schema import (
     FORMAT_MAJOR,
     FORMAT_MINOR,

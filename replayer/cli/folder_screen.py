@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...recorder.text import printable
+from ...recorder.errors import printable
 from ..report.summary import Summary
 from ..run.coverage import RANKS, not_watched
 from ..run.verdict import Verdict, combined_exit_code

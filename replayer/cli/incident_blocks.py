@@ -1,19 +1,18 @@
 """Incidents on a screen: a block each, from the rows that stand in a summary (docs/reference/incidents.md has the columns)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ...recorder.text import printable
+from ...recorder.errors import printable
 
 Row = Mapping[str, Any]
 
 MOST_SHOWN: Final = 5
-PIPE_WIDTH: Final = 160
 _MOST_NAMES: Final = 6
 _STYLES: Final = {"high": "bold red", "medium": "bold yellow", "low": "bold"}
 
@@ -43,11 +42,6 @@ def show_incident(console: Console, row: Row, first_time_ns: int) -> None:
     )
     console.print(head, soft_wrap=True)
     console.print(Padding(grid(_lines(row, first_time_ns)), (0, 0, 0, 4), expand=False))
-
-
-def console_for(stream: TextIO) -> Console:
-    """Return a console on a stream; a pipe has no width of its own, and lines must not be cut at 80 columns there."""
-    return Console(file=stream, emoji=False, highlight=False, width=None if stream.isatty() else PIPE_WIDTH)
 
 
 def grid(rows: Sequence[tuple[str, str]]) -> Table:

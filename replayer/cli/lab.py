@@ -67,7 +67,7 @@ def list_command(as_json: bool) -> None:
         return
     from rich.table import Table
 
-    from .incident_blocks import console_for
+    from ...recorder.cli.program import console_for
 
     out = console_for(sys.stdout)
     table = Table("fault", "seen in", "what happens", box=None, pad_edge=False)
@@ -93,8 +93,7 @@ def run_command(fault_name: str, config: str | None, seed: int, output: Path, fo
 
     The trace carries the ground truth too, as a mark event "fault injected".
     """
-    from ...recorder.errors import TraceError
-    from ...recorder.text import printable
+    from ...recorder.errors import TraceError, printable
     from ..lab.trial import run_trial
 
     trial = _trial(fault_name, config, seed)
@@ -197,7 +196,7 @@ def matrix_command(
     """
     from concurrent.futures.process import BrokenProcessPool
 
-    from ...recorder.text import printable
+    from ...recorder.errors import printable
     from ..lab.claims import make_claims
     from ..lab.configurations import CONFIGURATIONS
     from ..lab.faults import FAULTS
@@ -267,8 +266,8 @@ def _run_shown(planned: list[tuple[str, str, int]], output: Path, *, jobs: int, 
     """Run the matrix, with a progress bar on a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from ...recorder.cli.program import console_for
     from ..lab.matrix import run_matrix
-    from .incident_blocks import console_for
 
     columns = (TextColumn("matrix"), BarColumn(), MofNCompleteColumn(), TextColumn("trials"))
     err = console_for(sys.stderr)
@@ -286,8 +285,8 @@ def _run_shown(planned: list[tuple[str, str, int]], output: Path, *, jobs: int, 
 def _show(claims: list[Claim], output: Path) -> None:
     from rich.table import Table
 
+    from ...recorder.cli.program import console_for
     from ..lab.claims import HEADINGS, cells
-    from .incident_blocks import console_for
 
     out = console_for(sys.stdout)
     # A narrow terminal does without the names of what saw each fault; they are in the output file.

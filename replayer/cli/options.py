@@ -9,8 +9,8 @@ def list_checks(context: click.Context) -> None:
     """Print every check with what it finds, and end the command."""
     from rich.table import Table
 
+    from ...recorder.cli.program import console_for
     from ..checks import CHECKS
-    from .incident_blocks import console_for
 
     table = Table.grid(padding=(0, 2))
     for name, check in CHECKS.items():

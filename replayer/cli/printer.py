@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from ...recorder.text import printable
+from ...recorder.errors import printable
 from ..run.verdict import EXIT_UNREADABLE, combined_exit_code
 from .folder_screen import overall, ranks_json, show_table
 from .screen import one_line, show, show_next

@@ -196,13 +196,12 @@ def _replay(  # one parameter an option
     """
     from rich.console import Console
 
-    from ...recorder.cli.program import loaded
+    from ...recorder.cli.program import console_for, loaded
     from ...recorder.trace.recordings import group_recordings
     from ..run.settings import ReplaySettings
     from ..workers.group_replay import GroupTask
     from ..workers.jobs import Job, plan_jobs
     from ..workers.server import start_server
-    from .incident_blocks import console_for
     from .printer import ResultPrinter
     from .report_places import report_folders, reports_held
 

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ...recorder.text import printable
+from ...recorder.errors import printable
 from ..checks import FINDING_KINDS
 from ..report.summary import Summary
 from ..run.coverage import not_watched, number_runs

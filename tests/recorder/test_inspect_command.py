@@ -7,7 +7,7 @@ import numpy as np
 from click.testing import CliRunner
 from kvcanary.recorder.cli.inspect import inspect_command
 from kvcanary.recorder.cli.recover import recover_command
-from kvcanary.recorder.text import printable
+from kvcanary.recorder.errors import printable
 from kvcanary.recorder.trace.event import TraceEvent, loss_event
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 from kvcanary.recorder.writing.writer import TraceWriter

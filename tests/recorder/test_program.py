@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.text import printable_message
+from kvcanary.recorder.errors import printable_message
 
 START = """
 import click, os, sys

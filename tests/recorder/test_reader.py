@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
-from kvcanary.recorder.errors import TraceError, UnreadableTraceError
-from kvcanary.recorder.text import json_text
+from kvcanary.recorder.errors import TraceError, UnreadableTraceError, json_text
 from kvcanary.recorder.trace.checksum import batch_crc32c, column_forms, text_crc32c
 from kvcanary.recorder.trace.encode import batch_metadata, encode_events, header_schema
 from kvcanary.recorder.trace.framing import read_frame
