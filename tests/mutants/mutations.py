@@ -1,9 +1,11 @@
 """Small changes of a program, each of which a test should notice: one changed place in one file's syntax tree."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 # A boundary moved by one is the mistake that slot arithmetic invites, so each comparison has its neighbour.
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -32,49 +34,142 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """A changed file: `line` and `change` say what was changed, `source` is the whole text."""
+    """A change of a file: the `number`-th of its places, in `function`, in the `statement`-th statement of functions."""
 
     path: str
+    number: int
+    function: str
+    statement: int
     line: int
     change: str
-    source: str
+    repeat: int  # how often the same change was made in the function before
+
+    @property
+    def name(self) -> str:
+        """Its name in `explained.toml` and among results, the same after lines have moved."""
+        return f"{self.path}::{self.function}: {self.change}" + (f" #{self.repeat + 1}" if self.repeat else "")
+
+
+class Place(NamedTuple):
+    """A node of a function, and what to put into one of its attributes."""
+
+    function: str
+    statement: int
+    node: ast.AST
+    attribute: str
+    changed: Any
 
 
 def mutants(path: str, source: str) -> Iterator[Mutant]:
     """Yield each mutant of a file's functions; what only types, documents or words an error is left alone."""
-    tree = ast.parse(source)
-    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
-        for statement in function.body:
-            for node in _executed(statement):
-                yield from _mutants_of(path, tree, node)
-
-
-def _mutants_of(path: str, tree: ast.Module, node: ast.AST) -> Iterator[Mutant]:
-    for attribute, changed in _changes(node):
-        kept, before = getattr(node, attribute), ast.unparse(node)
-        setattr(node, attribute, changed)
-        after = ast.unparse(node)
-        mutant = Mutant(
+    seen: Counter[tuple[str, str]] = Counter()
+    for number, place in enumerate(_places(ast.parse(source))):
+        change = _apply(place)
+        yield Mutant(
             path=path,
-            line=getattr(node, "lineno", 0),
-            change=f"{before.splitlines()[0]} -> {after.splitlines()[0]}",
-            source=ast.unparse(tree),
+            number=number,
+            function=place.function,
+            statement=place.statement,
+            line=getattr(place.node, "lineno", 0),
+            change=change,
+            repeat=seen[place.function, change],
         )
-        setattr(node, attribute, kept)
-        yield mutant
+        seen[place.function, change] += 1
 
 
-def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and what is below it, without inner functions (they have their turn), annotations and errors."""
-    if isinstance(node, (ast.FunctionDef, ast.Raise, ast.Import, ast.ImportFrom)):
+def mutated(mutant: Mutant, source: str) -> CodeType:
+    """Return the code of the function that a mutant changes."""
+    tree = ast.parse(source)
+    place = next(place for number, place in enumerate(_places(tree)) if number == mutant.number)
+    _apply(place, keep=True)
+    return codes(tree)[mutant.function]
+
+
+def marked(source: str, mark: str) -> tuple[dict[str, CodeType], int]:
+    """Return the code of each function with `mark[number] = 1` before every statement, and how many statements there are."""
+    tree = ast.parse(source)
+    numbers = {id(statement): number for number, (_, statement) in enumerate(_statements(tree))}
+    for node in [node for _, function in functions(tree) for node in ast.walk(function)]:
+        for block in ("body", "orelse", "finalbody"):
+            lines = getattr(node, block, None)
+            if not isinstance(lines, list):
+                continue
+            after = []
+            for line in lines:
+                if id(line) in numbers:
+                    note = ast.parse(f"{mark}[{numbers[id(line)]}] = 1").body[0]
+                    after.append(ast.fix_missing_locations(ast.copy_location(note, line)))
+                after.append(line)
+            setattr(node, block, after)
+    return codes(tree), len(numbers)
+
+
+def codes(tree: ast.Module) -> dict[str, CodeType]:
+    """Return the code of each function of a file and of its classes, by qualified name."""
+    found, left = {}, [compile(tree, "<mutant>", "exec", dont_inherit=True)]
+    names = {name for name, _ in functions(tree)}
+    while left:
+        for constant in left.pop().co_consts:
+            if isinstance(constant, CodeType):
+                left.append(constant)
+                if constant.co_qualname in names:
+                    found[constant.co_qualname] = constant
+    return found
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions of a file and the methods of its classes by qualified name, but for a GPU's."""
+    for node in tree.body:
+        for function in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if not isinstance(function, ast.FunctionDef) or any("jit" in ast.unparse(d) for d in function.decorator_list):
+                continue
+            yield (f"{node.name}.{function.name}" if isinstance(node, ast.ClassDef) else function.name), function
+
+
+def _statements(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    for name, function in functions(tree):
+        for line in function.body:
+            yield from ((name, node) for node in ast.walk(line) if isinstance(node, ast.stmt))
+
+
+def _places(tree: ast.Module) -> Iterator[Place]:
+    numbers = {id(statement): number for number, (_, statement) in enumerate(_statements(tree))}
+    for name, function in functions(tree):
+        for line in function.body:
+            yield from _within(name, line, 0, numbers)
+
+
+def _within(function: str, node: ast.AST, statement: int, numbers: dict[int, int]) -> Iterator[Place]:
+    """Yield the places of a node and of what is below it, without annotations and errors."""
+    if isinstance(node, (ast.Raise, ast.Import, ast.ImportFrom)):
         return
-    yield node
+    statement = numbers.get(id(node), statement)
+    for attribute, changed in _changes(node):
+        yield Place(function, statement, node, attribute, changed)
     for name, value in ast.iter_fields(node):
-        if name == "annotation":
+        if name in ("annotation", "returns"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from _executed(child)
+                yield from _within(function, child, statement, numbers)
+
+
+def _apply(place: Place, *, keep: bool = False) -> str:
+    """Make a change, say what it is, and take it back unless it is to be kept."""
+    before, was = _text(place.node), getattr(place.node, place.attribute)
+    setattr(place.node, place.attribute, place.changed)
+    change = f"{before} -> {_text(place.node)}"
+    if keep:
+        ast.fix_missing_locations(place.node)
+    else:
+        setattr(place.node, place.attribute, was)
+    return change
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, (ast.If, ast.While)):
+        return f"{type(node).__name__.lower()} {ast.unparse(node.test)}"
+    return ast.unparse(node).splitlines()[0]
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, Any]]:

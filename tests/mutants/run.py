@@ -1,11 +1,15 @@
 """Do the tests notice? `python -m tests.mutants.run`: change the code in one place at a time, and run its tests.
 
-Each mutant is one changed place of `kernels/` or `recorder/state` in a copy of the tree, whose own tests must then fail.
-What survives is printed, and with `--write` listed in docs/results/mutants.md, where `tests/mutants/explained.toml` says
-why a survivor is no hole. All of them take a night; `--sample N` takes N at random, the same for the same `--seed`.
+Each mutant is one changed place of the files that `tests/mutants/tests.toml` names; the tests that reach it must fail.
+What survives is printed, and with `--write` listed in docs/results/mutants.md, with the reason from
+`tests/mutants/explained.toml` why it is no hole. All of them take a night; `--sample N` takes N at random, the same for the
+same `--seed`. Results are kept in build/mutants for as long as the code stays as it is: a second run goes on from them, and
+tries again what survived.
 """
 
 import argparse
+import hashlib
+import json
 import os
 import platform
 import random
@@ -14,163 +18,151 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict
 from datetime import date
 from fnmatch import fnmatch
-from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from .mutations import Mutant, mutants
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+BUILD: Final = ROOT / "build" / "mutants"
 PAGE: Final = ROOT / "docs" / "results" / "mutants.md"
 EXPLAINED: Final = Path(__file__).with_name("explained.toml")
-# Which tests speak for which files; the first pattern that matches.
-TESTS: Final[Sequence[tuple[str, str]]] = tuple(
-    tomllib.loads(Path(__file__).with_name("tests.toml").read_text(encoding="utf-8"))["tests"].items()
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """A mutant, and what became of it: "killed", "survived" or "timeout" (which counts as killed: it loops)."""
-
-    mutant: Mutant
-    outcome: str
-
-    @property
-    def name(self) -> str:
-        """The mutant's name in `explained.toml`."""
-        return f"{self.mutant.path}: {self.mutant.change}"
-
-
-def tests_of(path: str) -> str | None:
-    """Return the arguments of pytest for a file, None for one that is not mutated."""
-    return next((tests for pattern, tests in TESTS if fnmatch(path, pattern)), None)
-
-
-def copy_tree(place: Path) -> None:
-    """Copy what git knows of the working tree, as a package that is found before the installed one."""
-    shutil.rmtree(place, ignore_errors=True)
-    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
-    for name in listed.splitlines():
-        target = place / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_file():
-            shutil.copy2(ROOT / name, target)
-    (place / ".typing").mkdir(exist_ok=True)
-    (place / ".typing" / "kvcanary").symlink_to(place)
-
-
-def environment(place: Path) -> dict[str, str]:
-    """Return the variables under which a tree's tests run: its own package, and no compiled code of another."""
-    return os.environ | {
-        "PYTHONPATH": str(place / ".typing"),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "NUMBA_CACHE_DIR": str(place / "build" / "numba"),
-    }
-
-
-def passes(place: Path, tests: str, timeout_s: float) -> str:
-    """Run a tree's tests: "survived" if they pass, else "killed" or "timeout"."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests.split()]
-    with subprocess.Popen(
-        command,
-        cwd=place,
-        env=environment(place),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            return "timeout"
-    if code not in (0, 1, 2):
-        raise SystemExit(f"pytest ended with {code} in {place}: {' '.join(command)}")
-    return "survived" if code == 0 else "killed"
+CHOICE: Final[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("tests.toml").read_text(encoding="utf-8"))
+# Loops run as they stand, slowly: fewer random cases, and none twice.
+PYTEST: Final = (
+    "-q -p no:cacheprovider -p no:xdist -p no:faulthandler -p tests.mutants.trials -o timeout=0 --rootdir=. --conformance-cases 10"
+).split()
+LEFT_OUT: Final = "not cpu and not triton and not interpret and not test_lab and not past_the_compiled_pass"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, help="try so many, at random (default: all)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="files whose path contains this")
+    parser.add_argument("--only", default="", help="mutants whose name, 'file::function: change', contains this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--timeout-s", type=float, default=900)
+    parser.add_argument("--seconds", type=float, default=120, help="processor time of tests for one mutant, at most")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     options = parser.parse_args()
     listed = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).splitlines()
-    files = [path for path in listed if options.only in path and tests_of(path)]
+    files = [path for path in listed if any(fnmatch(path, pattern) for pattern in CHOICE["files"])]
     every = [mutant for path in files for mutant in mutants(path, (ROOT / path).read_text(encoding="utf-8"))]
-    if not every:
-        raise SystemExit(
-            f"nothing to mutate in files that contain {options.only!r}; tests/mutants/tests.toml lists them"
-        )
-    chosen = random.Random(options.seed).sample(every, min(options.sample or len(every), len(every)))
-    places = [ROOT / "build" / "mutants" / str(number) for number in range(options.jobs)]
-    for place in places:
-        copy_tree(place)
-    for tests in sorted({tests for path in files if (tests := tests_of(path))}):
-        if passes(places[0], tests, options.timeout_s) != "survived":
-            raise SystemExit(f"these tests fail without any mutant: {tests}")
-    numbers = count(1)
-
-    def try_all(place: Path, own: Sequence[Mutant]) -> list[Tried]:
-        tried = []
-        for mutant in own:
-            file = place / mutant.path
-            kept = file.read_bytes()
-            file.write_text(mutant.source, encoding="utf-8")
-            tried.append(Tried(mutant=mutant, outcome=passes(place, tests_of(mutant.path) or "", options.timeout_s)))
-            file.write_bytes(kept)
-            print(
-                f"[{next(numbers)}/{len(chosen)}] {tried[-1].outcome}  {mutant.path}:{mutant.line}  {mutant.change}",
-                flush=True,
-            )
-        return tried
-
-    with ThreadPoolExecutor(options.jobs) as threads:
-        shares = [chosen[number :: options.jobs] for number in range(options.jobs)]
-        done = [tried for share in threads.map(try_all, places, shares) for tried in share]
-    text = page(done, len(every), options)
+    named = [mutant for mutant in every if options.only in mutant.name]
+    if not named:
+        raise SystemExit(f"no mutant's name contains {options.only!r}; tests/mutants/tests.toml lists the files")
+    chosen = random.Random(options.seed).sample(named, min(options.sample or len(named), len(named)))
+    place = BUILD / digest([path for path in listed if not path.startswith("tests/")])
+    place.mkdir(parents=True, exist_ok=True)
+    done = results(place)
+    left = [mutant for mutant in chosen if done.get(mutant.name, {}).get("outcome") not in ("killed", "timeout")]
+    print(f"{len(chosen)} of {len(every)} mutants, {len(left)} of them to try; results in {place}", flush=True)
+    copy_tree(place / "tree")
+    (place / "files").write_text("\n".join(files), encoding="utf-8")
+    start(place, 0, [], options.seconds).wait()  # which test reaches what is found out once, for all jobs
+    jobs = [left[number :: options.jobs] for number in range(options.jobs)]
+    started = [start(place, number, job, options.seconds) for number, job in enumerate(jobs) if job]
+    if any([process.wait() for process in started]):
+        raise SystemExit(f"a run of the tests ended; see {place}/*.log")
+    tried = results(place)
+    text = page(chosen, tried, len(every), options)
     print(text)
     if options.write:
         PAGE.write_text(text, encoding="utf-8")
 
 
-def page(done: Sequence[Tried], total: int, options: argparse.Namespace) -> str:
+def digest(paths: Sequence[str]) -> str:
+    """Return a name for the code as it is."""
+    whole = hashlib.sha256()
+    for path in paths:
+        whole.update(path.encode() + b"\0" + (ROOT / path).read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def results(place: Path) -> dict[str, dict[str, Any]]:
+    """Return the last result of each mutant that was tried."""
+    lines = [line for file in sorted(place.glob("results-*.jsonl")) for line in file.read_text().splitlines()]
+    found: dict[str, dict[str, Any]] = {}
+    for one in map(json.loads, lines):
+        if found.get(one["name"], {}).get("outcome") not in ("killed", "timeout"):
+            found[one["name"]] = one
+    return found
+
+
+def copy_tree(tree: Path) -> None:
+    """Copy what git knows of the working tree, as a package that is found before the installed one."""
+    shutil.rmtree(tree, ignore_errors=True)
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    (tree / ".typing").mkdir(exist_ok=True)
+    (tree / ".typing" / "kvcanary").symlink_to(tree)
+
+
+def start(place: Path, number: int, job: Sequence[Mutant], seconds: float) -> subprocess.Popen[bytes]:
+    """Start the run of some mutants."""
+    asked = place / f"mutants-{number}.jsonl"
+    asked.write_text("\n".join(json.dumps(asdict(mutant)) for mutant in job), encoding="utf-8")
+    own = {
+        "--mutants": asked,
+        "--mutant-files": place / "files",
+        "--mutant-results": place / f"results-{number}.jsonl",
+        "--mutant-map": place / "reached.jsonl",
+        "--mutant-seconds": seconds,
+        "--basetemp": place / f"tmp-{number}",
+    }
+    arguments = [f"{name}={value}" for name, value in own.items()]
+    with (place / f"{number}.log").open("w", encoding="utf-8") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pytest", *PYTEST, "-k", LEFT_OUT, *arguments, *CHOICE["tests"]],
+            cwd=place / "tree",
+            env=os.environ | {"PYTHONPATH": f"{place / 'tree' / '.typing'}{os.pathsep}{place / 'tree'}"},
+            stdout=log,
+            stderr=log,
+        )
+
+
+def page(chosen: Sequence[Mutant], tried: dict[str, dict[str, Any]], total: int, options: argparse.Namespace) -> str:
     """Return the page of results."""
     explained: dict[str, str] = tomllib.loads(EXPLAINED.read_text(encoding="utf-8")).get("survivors", {})
-    survivors = sorted((tried for tried in done if tried.outcome == "survived"), key=lambda tried: tried.name)
-    open_ones = [tried for tried in survivors if tried.name not in explained]
+    done = [mutant for mutant in chosen if mutant.name in tried]
+    survivors = sorted(
+        (mutant for mutant in done if tried[mutant.name]["outcome"] in ("survived", "unreached")),
+        key=lambda mutant: (mutant.path, mutant.line),
+    )
+    open_ones = [mutant for mutant in survivors if mutant.name not in explained]
     rows = [
-        f"| `{tried.mutant.path}:{tried.mutant.line}` | `{tried.mutant.change.replace('|', chr(92) + '|')}` | "
-        f"{explained.get(tried.name, '**a test is missing**')} |"
-        for tried in survivors
+        f"| `{mutant.path}` | `{mutant.function}` | `{mutant.change.replace('|', chr(92) + '|')}` | "
+        f"{explained.get(mutant.name, '**a test is missing**')} |"
+        for mutant in survivors
     ]
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
     command = f"python -m tests.mutants.run --seed {options.seed}" + (
         f" --sample {options.sample}" if options.sample else ""
     )
+    loops = sum(tried[mutant.name]["outcome"] == "timeout" for mutant in done)
     return "\n".join(
         [
             "# Mutants: do the tests notice?",
             "",
             (
-                f"Made by `{command} --write` on {date.today()}, Python {platform.python_version()}. Each mutant is one changed"
-                " place (a boundary, an operator, a constant, a condition) in `kernels/` or `recorder/state`; the tests of that file"
-                " must fail."
+                f"Made by `{command} --write` on {date.today()}, commit {commit}, Python {platform.python_version()}. Each"
+                " mutant is one changed place (a boundary, an operator, a constant, a condition) of the files in"
+                " `tests/mutants/tests.toml`: the loops of `kernels/` and `recorder/state`, run as they stand. The tests that"
+                f" reach it, up to {options.seconds:.0f} s of them, must fail."
             ),
             "",
             (
-                f"{len(done)} of {total} mutants tried: {len(done) - len(survivors)} noticed, {len(survivors)} survived,"
-                f" {len(open_ones)} of them unexplained ({100 * len(open_ones) / max(1, len(done)):.1f} %)."
+                f"{len(done)} of {total} mutants tried: {len(done) - len(survivors)} noticed ({loops} of them as loops without"
+                f" end), {len(survivors)} survived, {len(open_ones)} of them unexplained"
+                f" ({100 * len(open_ones) / max(1, len(done)):.1f} %)."
             ),
             "",
-            *(["| place | change | why no test notices |", "|---|---|---|", *rows, ""] if rows else []),
+            *(["| file | function | change | why no test notices |", "|---|---|---|---|", *rows, ""] if rows else []),
         ]
     )
 
