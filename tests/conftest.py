@@ -11,7 +11,7 @@ if not Path("/dev/nvidiactl").exists():
 import pytest
 from hypothesis import HealthCheck, settings
 
-from .quick_interpreter import quicken_interpreter
+from .support.quick_interpreter import quicken_interpreter
 
 NORMAL_CASES = 500
 
@@ -52,6 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup() -> None:
     quicken_interpreter()
+
+
+@pytest.fixture
+def pass_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the compiled pass take traces that are too small for it; what it leaves goes through the executor."""
+    from kvcanary.replayer.executors.incremental import compiled_pass
+
+    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
 
 
 @pytest.fixture(scope="session")

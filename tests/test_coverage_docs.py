@@ -3,11 +3,11 @@
 import ast
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from .support.places import ROOT
+
 TEXT = (ROOT / "docs/internals/coverage.md").read_text(encoding="utf-8")
 NAMED = sorted(set(re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md))(?:::(\w+))?`", TEXT)))
 ROWS = [

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from .support.places import ROOT
+
+EXAMPLES = ROOT / "examples"
 # What each prints at least; the bisected engine is run by its page's test (tests/analysis/test_tutorial.py).
 EXPECTED = {
     "analysis.py": "corrupt",

@@ -9,8 +9,8 @@ import pytest
 
 from .fuzz_inputs.inputs import random_program
 from .fuzz_inputs.targets import TARGETS, own_folder
+from .support.places import ROOT
 
-ROOT = Path(__file__).parents[1]
 EXECUTIONS = {"header": 300, "reader": 30, "tail": 60, "workload": 300, "events": 6, "report": 2}
 
 
@@ -38,7 +38,7 @@ def test_every_target_ends_as_documented(kind):
 
 def test_edits_reach_the_events():
     from .fuzz_inputs.inputs import Base, edited
-    from .replayer.toy_engine import Shape, ToyEngine
+    from .support.engines.toy_engine import Shape, ToyEngine
 
     engine = ToyEngine(Shape(), seed=2, forwards=4)
     base = Base(engine.header, tuple(engine.events))

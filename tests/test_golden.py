@@ -11,7 +11,8 @@ from kvcanary.recorder.cli.recover import recover_command
 from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-ROOT = Path(__file__).parent.parent
+from .support.places import ROOT
+
 TRACES = sorted((ROOT / "data").glob("*.arrow"))
 GOLDEN = ROOT / "tests" / "golden"
 

@@ -13,9 +13,9 @@ from kvcanary.recorder.trace.batch import TraceGap
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from .recorder.segmented import cut
+from .support.places import DATA
+from .support.raw_traces import cut
 
-DATA = Path(__file__).parents[1] / "data"
 ODD = "it's; rm -rf $HOME"
 
 

@@ -7,7 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from .support.places import ROOT
 
 
 def test_the_wheel_replays_a_trace_elsewhere(tmp_path: Path) -> None:

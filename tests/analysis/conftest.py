@@ -9,7 +9,8 @@ from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.pd_pair import PairSettings, PdPair
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from .recorded import CONFIGS, DATA, WORKLOAD
+from ..support.places import DATA
+from .recorded import CONFIGS, WORKLOAD
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,9 @@
 """Which traces the analysis tests use."""
 
-from pathlib import Path
-
 from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 
 # Of the traces in data/: fork and de-duplication, sliding windows, a byte flipped, a table entry swapped.
 REAL = ("clean_fork_dedup_evict", "clean_hybrid", "kv_flip_sliding", "table_swap")
-DATA = Path(__file__).parents[2] / "data"
 WORKLOAD = RandomWorkload(
     requests=12, prompt_tokens=40, output_tokens=15, max_tokens=150, sharing=0.8, fork_rate=0.2, abort_rate=0.1
 )

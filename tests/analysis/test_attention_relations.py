@@ -7,7 +7,7 @@ from kvcanary.recorder.capture.forward_input import AttentionInput, ForwardInput
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 
-DATA = Path(__file__).parents[2] / "data"
+from ..support.places import DATA
 
 
 def test_lengths_and_slots_of_attention(tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from kvcanary.analysis import open_report
 from kvcanary.analysis.store.library import BASE, DERIVED
 
-DOCS = Path(__file__).parents[2] / "docs"
+from ..support.places import DOCS
+
 TEXT = (DOCS / "reference" / "sql.md").read_text()
 STATEMENTS = [
     statement.strip()

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from kvcanary.analysis.cli.expand import expand_command
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from .recorded import DATA
+from ..support.places import DATA
 
 
 def run(*args):

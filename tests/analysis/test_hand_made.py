@@ -9,7 +9,7 @@ from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.report.findings import Finding, finding_table
 from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
 
-from .hand_made import HEADER, event, runs, write
+from ..support.hand_made import HEADER, event, runs, write
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from kvcanary.analysis.store.session import open_report, open_sources
 from kvcanary.analysis.store.sources import find_sources, read_summary
 from kvcanary.analysis.store.store import build_store, fresh_store
 
+from ..support.page_reports import source_of
+
 
 @pytest.fixture
 def secret(tmp_path):
@@ -37,11 +39,6 @@ def poisoned(store: Path, secret: Path, table: str) -> None:
         text = f"(select content from read_text('{secret}'))"
         cells = ", ".join(f'{text} as "{name}"' for name in names)
         connection.execute(f"create view {table} as select {cells}")
-
-
-def source_of(report):
-    [source] = find_sources([report])
-    return source
 
 
 def test_a_store_that_came_along_is_not_opened(report, secret):

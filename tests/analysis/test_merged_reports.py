@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from kvcanary.analysis.finishing import finish
@@ -15,7 +14,8 @@ from kvcanary.analysis.store.store import build_store
 from kvcanary.analysis.store.triage import triage
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-DATA = Path(__file__).parents[2] / "data"
+from ..support.places import DATA
+
 # Sliding windows, late samples, sweeps.
 TRACES = (
     "simulated/swa_stale_mapping",

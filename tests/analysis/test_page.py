@@ -25,22 +25,16 @@ from kvcanary.analysis.page.build import MAX_BYTES, bounded_page, build_page, js
 from kvcanary.analysis.page.content import page_content
 from kvcanary.analysis.page.slot_map import neighbourhoods
 from kvcanary.analysis.store.session import open_sources
-from kvcanary.analysis.store.sources import find_sources
 from kvcanary.analysis.store.store import build_store
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from .hand_made import write
-from .page_reports import HOSTILE, PageParser, data_of, grown_report, hostile_report, parts
-from .recorded import DATA
-from .test_sql_command import run
+from ..support.commands import run
+from ..support.hand_made import write
+from ..support.page_reports import HOSTILE, PageParser, data_of, grown_report, hostile_report, parts, source_of
+from ..support.places import DATA
 
 ASSETS = files("kvcanary.analysis.page") / "assets"
 LIBRARY = "window.vegaEmbed = null; // </script> <!--"
-
-
-def source_of(report):
-    [source] = find_sources([report])
-    return source
 
 
 def content_of(report, **limits):

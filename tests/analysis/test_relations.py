@@ -4,8 +4,9 @@ import pytest
 from kvcanary.analysis import open_traces
 from kvcanary.recorder.trace.reader import read_trace
 
+from ..support.places import DATA
 from . import model
-from .recorded import CONFIGS, DATA, REAL
+from .recorded import CONFIGS, REAL
 
 
 def rows(session, query):

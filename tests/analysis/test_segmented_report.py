@@ -9,7 +9,7 @@ from kvcanary.analysis.errors import AnalysisError
 from kvcanary.analysis.store.library import BASE
 from kvcanary.cli import main
 
-from ..recorder.segmented import cut
+from ..support.raw_traces import cut
 
 DATA = Path(__file__).parents[2] / "data" / "simulated" / "mla_free_too_early.arrow"
 OF_THE_FILE = ("trace", "path", "trace_id", "created_ns", "time_ns", "detail", "evidence", "sentence")

@@ -5,7 +5,7 @@ from kvcanary.analysis import open_traces
 from kvcanary.analysis.errors import AnalysisError, SqlError
 from kvcanary.analysis.store import session as session_module
 
-from .hand_made import write
+from ..support.hand_made import write
 
 LATE = "select case when range = 350000 then error('too late') else range end as a from range(400000)"
 

@@ -10,36 +10,17 @@ import stat
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner
 from kvcanary.analysis import open_traces
 from kvcanary.analysis.cli.prompt import Prompt, completion
-from kvcanary.cli import main
 
-from .hand_made import write
+from ..support.commands import run
+from ..support.hand_made import write
 
 HEAVY = {"torch", "numba", "polars", "duckdb", "pyarrow", "numpy", "rich"}
-
-
-@dataclass
-class Done:
-    """What a command came to."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-    raw: bytes
-
-
-def run(*arguments, stdin=""):
-    """Run the command in this process: a dozen libraries are loaded once, not for each test."""
-    result = CliRunner().invoke(main, [*map(str, arguments)], input=stdin, catch_exceptions=False, prog_name="kvcanary")
-    raw = result.stdout_bytes
-    return Done(result.exit_code, raw.decode("utf-8", "replace"), result.stderr, raw)
 
 
 @pytest.mark.parametrize("command", ["sql", "triage"])

@@ -14,11 +14,12 @@ from kvcanary.analysis import build_store, open_report, open_traces
 from kvcanary.analysis.errors import AnalysisError, SqlError
 from kvcanary.analysis.store.library import BASE, DERIVED
 from kvcanary.analysis.store.session import open_sources
-from kvcanary.analysis.store.sources import find_sources
 from kvcanary.analysis.store.store import fresh_store
 from kvcanary.cli import main
 from kvcanary.recorder.writing.recovery import recover
 from kvcanary.replayer.run.replay import ReplaySettings, replay
+
+from ..support.page_reports import source_of
 
 RELATIONS = [*BASE, *(name for folder, name in DERIVED if folder == "views")]
 MACRO_CALLS = [
@@ -30,11 +31,6 @@ MACRO_CALLS = [
     "first_bad_forward()",
     "blast_radius()",
 ]
-
-
-def source_of(report):
-    [source] = find_sources([report])
-    return source
 
 
 def content(table):
@@ -208,7 +204,7 @@ def test_a_torn_trace_says_what_is_missing(tmp_path, engines):
 def test_a_damaged_batch_is_left_out(tmp_path):
     from kvcanary.recorder.writing.writer import TraceWriter
 
-    from .hand_made import EVENTS, HEADER
+    from ..support.hand_made import EVENTS, HEADER
 
     path = tmp_path / "damaged.arrow"
     with TraceWriter(path, HEADER, compression="none") as writer:

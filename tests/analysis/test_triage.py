@@ -9,7 +9,7 @@ from kvcanary.analysis import open_report
 from kvcanary.analysis.errors import AnalysisError
 from kvcanary.analysis.store.triage import ANSWERS, fill, lost_line, question_sql, triage
 
-from .test_sql_command import run
+from ..support.commands import run
 
 QUESTIONS = [
     "held this slot before",

@@ -9,7 +9,8 @@ from pathlib import Path
 from click.testing import CliRunner
 from kvcanary.cli import main
 
-ROOT = Path(__file__).parents[2]
+from ..support.places import ROOT
+
 TEXT = (ROOT / "docs" / "guide" / "tutorial.md").read_text()
 
 

@@ -4,11 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-DATA = Path(__file__).parents[2] / "data"
+from ..support.places import DATA
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 QUIET = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",

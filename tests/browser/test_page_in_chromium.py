@@ -12,7 +12,8 @@ import duckdb
 import kvcanary.analysis.page
 import pytest
 
-from .conftest import DATA, made_page
+from ..support.places import DATA
+from .conftest import made_page
 
 TRACES = sorted(str(path.relative_to(DATA)) for path in DATA.glob("**/*.arrow"))
 
@@ -251,7 +252,7 @@ def test_on_a_phone_nothing_runs_off_the_side(pages, show, trace, width):
 
 
 def test_hostile_names_are_text(tmp_path, show):
-    from ..analysis.page_reports import HOSTILE, hostile_report
+    from ..support.page_reports import HOSTILE, hostile_report
 
     page = show(made_page(hostile_report(tmp_path)))
     assert page.evaluate("window.hurt") is None

@@ -1,6 +1,5 @@
 """The transformers adapter on a GPU: `pytest tests/device`, on a machine that has one; not part of `make test`."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, Trac
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "recorder"))
-from tiny_models import generate, model
+from ..support.engines.tiny_models import generate, model
 
 MODELS = ("llama", "gemma3_hybrid", "mistral_sliding")
 

@@ -32,10 +32,10 @@ from kvcanary.recorder.trace.schema import (
 from kvcanary.recorder.trace.tail_reader import HEADER_BYTES, NUMBERS, RECORD, RECORD_MAGIC
 from kvcanary.recorder.trace.trace_bytes import TraceBytes
 
-from ..recorder.segmented import told
-from ..replayer.toy_engine import Shape, ToyEngine
+from ..support.engines.toy_engine import Shape, ToyEngine
+from ..support.places import DATA
+from ..support.raw_traces import told
 
-DATA = Path(__file__).parents[2] / "data"
 CORPUS = Path(__file__).parent / "corpus"
 SEED_BYTES = 1 << 16
 # Numbers at which something ends: types, pools, tables, "unknown", and their neighbours.

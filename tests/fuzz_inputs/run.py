@@ -22,7 +22,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from ..support.places import ROOT
+
 STATE = struct.Struct("<QQ")  # executions, bytes of the input under way, which is behind it
 STATE_BYTES = 1 << 20
 MAX_DEATHS = 20

@@ -9,19 +9,10 @@ from kvcanary.kernels.ops.hash.kv_source import fold_kv
 from kvcanary.kernels.ops.plan.reference import VerifyPlan
 from kvcanary.kernels.ops.verify.reference import verify
 
-ANCHOR = 0xC0FFEE1234567890
+from .device_cases import ANCHOR, s, signed
+
 M = (1 << 64) - 1
 POISON = -0x5A5A5A5A5A5A5A5B
-
-
-def s(x: int) -> int:
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & M
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & M
-    return x ^ (x >> 31)
-
-
-def signed(x: int) -> int:
-    return x - (1 << 64) if x >> 63 else x
 
 
 def stamp_chains(rng: np.random.Generator, records: Any, chains: list[Any], kv_hashes: Any) -> None:

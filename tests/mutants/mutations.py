@@ -121,7 +121,9 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
     """Yield the functions of a file and the methods of its classes by qualified name, but for a GPU's."""
     for node in tree.body:
         for function in node.body if isinstance(node, ast.ClassDef) else [node]:
-            if not isinstance(function, ast.FunctionDef) or any("jit" in ast.unparse(d) for d in function.decorator_list):
+            if not isinstance(function, ast.FunctionDef) or any(
+                "jit" in ast.unparse(d) for d in function.decorator_list
+            ):
                 continue
             yield (f"{node.name}.{function.name}" if isinstance(node, ast.ClassDef) else function.name), function
 

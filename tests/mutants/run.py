@@ -32,10 +32,23 @@ PAGE: Final = ROOT / "docs" / "results" / "mutants.md"
 EXPLAINED: Final = Path(__file__).with_name("explained.toml")
 CHOICE: Final[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("tests.toml").read_text(encoding="utf-8"))
 # Loops run as they stand, slowly: fewer random cases, and none twice.
-PYTEST: Final = (
-    "-q -p no:cacheprovider -p no:xdist -p no:faulthandler -p tests.mutants.trials -o timeout=0 --rootdir=. --conformance-cases 10"
-).split()
-LEFT_OUT: Final = "not cpu and not triton and not interpret and not test_lab and not past_the_compiled_pass"
+PYTEST: Final = [
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+    "-p",
+    "no:faulthandler",
+    "-p",
+    "tests.mutants.trials",
+    "-o",
+    "timeout=0",
+    "--rootdir=.",
+    "--conformance-cases",
+    "10",
+]
+LEFT_OUT: Final = " and ".join(f"not {name}" for name in CHOICE["left_out"])
 
 
 def main() -> None:
@@ -64,7 +77,8 @@ def main() -> None:
     start(place, 0, [], options.seconds).wait()  # which test reaches what is found out once, for all jobs
     jobs = [left[number :: options.jobs] for number in range(options.jobs)]
     started = [start(place, number, job, options.seconds) for number, job in enumerate(jobs) if job]
-    if any([process.wait() for process in started]):
+    codes = [process.wait() for process in started]
+    if any(codes):
         raise SystemExit(f"a run of the tests ended; see {place}/*.log")
     tried = results(place)
     text = page(chosen, tried, len(every), options)

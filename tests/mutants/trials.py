@@ -13,6 +13,7 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -32,8 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--mutants", type=Path, help="a file of mutants to try, a line of JSON each")
     parser.addoption("--mutant-files", type=Path, help="a file that names all files that are mutated")
     parser.addoption("--mutant-results", type=Path, help="where results go, a line of JSON each")
-    parser.addoption("--mutant-map", type=Path, help="where to keep which test reaches which statements, and how long it takes")
-    parser.addoption("--mutant-seconds", type=float, default=120, help="processor time of the tests that speak for a mutant")
+    parser.addoption(
+        "--mutant-map", type=Path, help="where to keep which test reaches which statements, and how long it takes"
+    )
+    parser.addoption(
+        "--mutant-seconds", type=float, default=120, help="processor time of the tests that speak for a mutant"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -143,7 +148,7 @@ class Trials:
         left = [test for test in tests if test.nodeid not in names]
         while left:
             # What kills the process, or skips all that follow, loses no more than the test that did.
-            self.forked(left, 1e6, lambda: self.watch(left, kept))
+            self.forked(left, 1e6, partial(self.watch, left, kept))
             done = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
             names = {line["test"] for line in done}
             before, left = left, [test for test in left if test.nodeid not in names]

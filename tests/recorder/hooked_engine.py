@@ -11,7 +11,7 @@ from kvcanary.recorder.trace.reader import read_trace
 from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
-from .documented_engine import judged
+from ..support.engines.documented_engine import judged
 
 HOOKED = [
     (continuous_api.ContinuousBatchProcessor, "_generation_step"),

@@ -13,7 +13,7 @@ from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from .documented_engine import printed_code, run_code, run_requests
+from ..support.engines.documented_engine import printed_code, run_code, run_requests
 
 SLOTS = 24
 

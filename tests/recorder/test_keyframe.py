@@ -22,7 +22,7 @@ from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.verdict import Verdict
 
-from .segmented import told
+from ..support.raw_traces import told
 
 HOSTILE = (-1, -(1 << 63), 1 << 40, (1 << 63) - 1)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .kill_series import OPTIONS, Victims
+from ..support.killed.kill_series import OPTIONS, Victims
 
 
 def test_an_engine_that_is_killed_leaves_all_that_was_flushed(tmp_path: Path) -> None:

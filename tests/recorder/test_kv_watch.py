@@ -13,7 +13,7 @@ from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, TIER_HOST
 
-from .documented_engine import contents, judged, run_requests, toy_engine
+from ..support.engines.documented_engine import contents, judged, run_requests, toy_engine
 
 TOKEN_BYTES = 32
 

@@ -19,7 +19,7 @@ from kvcanary.recorder.trace.header import EngineInfo, PoolGroup, StateTable, Tr
 from kvcanary.recorder.trace.reader import TraceGap, TraceReader
 from kvcanary.recorder.trace.trace_bytes import TraceBytes
 
-from .documented_engine import run_requests, toy_engine
+from ..support.engines.documented_engine import run_requests, toy_engine
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "limits.md").read_text()
 HOLE = (64 << 30) + 8 * 12_345

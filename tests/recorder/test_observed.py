@@ -2,14 +2,13 @@
 
 import importlib.util
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS
 
-ROOT = Path(__file__).parent.parent.parent
+from ..support.places import ROOT
 
 
 def _load() -> Any:

@@ -28,7 +28,7 @@ from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
 from kvcanary.replayer.run.replay import ReplaySettings, replay, replay_joined
 
-from .documented_engine import contents, run_requests, toy_engine
+from ..support.engines.documented_engine import contents, run_requests, toy_engine
 
 SALT = b"sixteen bytes at least, and more"
 PRIVACY = Privacy(SALT)

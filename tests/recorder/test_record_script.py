@@ -11,9 +11,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from .documented_engine import contents, judged
+from ..support.engines.documented_engine import contents, judged
+from ..support.places import DATA
 
-DATA = Path(__file__).parents[2] / "data"
 TRACES = sorted(DATA.glob("*.arrow"))
 
 

@@ -13,7 +13,7 @@ from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
-from .documented_engine import a_forward, contents, judged, run_requests, toy_engine
+from ..support.engines.documented_engine import a_forward, contents, judged, run_requests, toy_engine
 
 ARRAYS = ("req_pool_indices", "request_ids", "prefix_lens", "extend_lens", "input_ids", "positions")
 

@@ -18,7 +18,8 @@ from kvcanary.recorder.errors import MAX_ERROR_TEXT, error_text
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.writing.writer import TraceWriter
 
-from .documented_engine import a_forward, judged, run_requests, toy_engine
+from ..support.engines.documented_engine import a_forward, judged, run_requests, toy_engine
+from ..support.subject import SilentError
 
 BAD_CALLS = {
     "before_forward, garbage": lambda r: r.before_forward("garbage"),
@@ -125,13 +126,6 @@ def test_a_dead_disk_stops_the_recorder_not_the_engine(
     engine.recorder.close()
     assert "No space left" in engine.recorder.stats().off
     assert "No space left" in _one_error(caplog)
-
-
-class SilentError(Exception):
-    """It cannot even say what it is: a KeyError of a tensor whose device has failed."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def test_an_error_that_cannot_be_told_stays_inside_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

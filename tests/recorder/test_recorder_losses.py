@@ -16,7 +16,7 @@ from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import SLOTS_LISTED, TIER_HOST, TIER_POOL
 from kvcanary.recorder.writing.writer import TraceWriter
 
-from .documented_engine import contents, judged, run_requests, toy_engine
+from ..support.engines.documented_engine import contents, judged, run_requests, toy_engine
 
 
 class Refusing:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from kvcanary.recorder.trace.reader import read_trace
 
-from .documented_engine import judged, printed_code, run_code
+from ..support.engines.documented_engine import judged, printed_code, run_code
 
 
 def test_the_printed_engine_records_a_clean_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

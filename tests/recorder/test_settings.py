@@ -14,7 +14,9 @@ from kvcanary.recorder.process.environment import VARIABLES, is_wanted, read_env
 from kvcanary.recorder.process.settings import SETTINGS, RecordingSettings, WriterSettings
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "guide" / "production.md"
+from ..support.places import DOCS
+
+DOCUMENT = DOCS / "guide" / "production.md"
 
 
 @pytest.fixture

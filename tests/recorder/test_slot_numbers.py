@@ -12,7 +12,7 @@ from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from .documented_engine import printed_code, run_code, run_requests
+from ..support.engines.documented_engine import printed_code, run_code, run_requests
 
 SETTINGS = [{}, {"executor": "stepwise"}, {"executor": "stepwise", "backend": "reference"}]
 

@@ -10,9 +10,9 @@ from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from .documented_engine import contents, judged
+from ..support.engines.documented_engine import contents, judged
+from ..support.engines.tiny_models import PROMPTS, generate, model
 from .hooked_engine import assert_clean, event_notes, hooked_methods
-from .tiny_models import PROMPTS, generate, model
 
 MODELS = ("llama", "gemma3_hybrid", "mistral_sliding")
 

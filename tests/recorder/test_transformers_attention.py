@@ -9,9 +9,9 @@ from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
-from .documented_engine import judged
+from ..support.engines.documented_engine import judged
+from ..support.engines.tiny_models import generate, model
 from .hooked_engine import assert_clean
-from .tiny_models import generate, model
 
 pytestmark = pytest.mark.usefixtures("engine_left_as_it_was")
 

@@ -12,9 +12,9 @@ from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.engines.transformers.recording import TransformersRecording
 from transformers.generation.continuous_batching import continuous_api, offloading_manager
 
-from .documented_engine import judged
+from ..support.engines.documented_engine import judged
+from ..support.engines.tiny_models import generate, model
 from .hooked_engine import event_notes
-from .tiny_models import generate, model
 
 MODELS = ("llama", "gemma3_hybrid", "mistral_sliding")
 

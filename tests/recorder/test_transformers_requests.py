@@ -9,8 +9,8 @@ from kvcanary.recorder.engines.common.requests import KnownRequest, RequestRows,
 from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.trace.reader import read_trace
 
+from ..support.engines.tiny_models import generate, model
 from .hooked_engine import assert_clean
-from .tiny_models import generate, model
 
 
 def test_rows_are_lent_and_the_longest_idle_gives_way() -> None:

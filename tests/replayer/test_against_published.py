@@ -4,28 +4,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
+from ..support.engines.toy_engine import FAULTS, SHAPES, ToyEngine, record
 from .published import published_rows
-from .toy_engine import FAULTS, Shape, ToyEngine
 
-SHAPES = {
-    "full": Shape(),
-    "full_k_only": Shape(halves=("K",)),
-    "full_two_sources": Shape(sources=2, capture=16),
-    "swa": Shape(window=5),
-    "swa_wide": Shape(window=16, halves=("K",)),
-}
 FIELDS = VIOLATION_SCHEMA.names[:8]
-
-
-def record(engine: ToyEngine, path: Path) -> Path:
-    with TraceWriter(path, engine.header, flush_bytes=4096) as writer:
-        for event in engine.events:
-            assert writer.append(event)
-    return path
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -12,11 +12,11 @@ from kvcanary.replayer.checks import CHECK_NAMES, CHECKS, FINDING_KINDS
 from kvcanary.replayer.report.findings import FINDING_CAUSES
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from .test_against_published import SHAPES, record
-from .test_losses import write
-from .toy_engine import FAULTS, ToyEngine
+from ..support.engines.toy_engine import FAULTS, SHAPES, ToyEngine, record
+from ..support.places import DOCS
+from ..support.raw_traces import write_in_batches
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "checks.md"
+PAGE = DOCS / "reference" / "checks.md"
 
 
 def findings(trace: Path, folder: Path, **settings) -> list[dict]:
@@ -83,7 +83,7 @@ def test_a_gap_forgets_what_was_sampled(tmp_path: Path) -> None:
     for seed in range(4):
         engine = ToyEngine(SHAPES["full"], seed=seed, forwards=30)
         path = tmp_path / f"{seed}.arrow"
-        ends = write(path, engine.header, engine.events, flush_every=3)
+        ends = write_in_batches(path, engine.header, engine.events, flush_every=3)
         data = bytearray(path.read_bytes())
         data[(ends[3] + ends[4]) // 2] ^= 0x10
         path.write_bytes(data)
@@ -136,11 +136,11 @@ def test_checks_can_be_chosen(tmp_path: Path) -> None:
 
 
 def test_the_option_names_what_there_is(tmp_path: Path) -> None:
-    from .test_replay_command import run
+    from ..support.commands import run_replay
 
     trace = record(ToyEngine(SHAPES["full"], seed=0, forwards=5), tmp_path / "t.arrow")
-    assert run(trace, "--no-report", "--checks", "none").exit_code == 0
-    assert run(trace, "--no-report", "--checks", "input_not_truth,input_not_sampled").exit_code == 0
-    wrong = run(trace, "--no-report", "--checks", "nonsense")
+    assert run_replay(trace, "--no-report", "--checks", "none").exit_code == 0
+    assert run_replay(trace, "--no-report", "--checks", "input_not_truth,input_not_sampled").exit_code == 0
+    wrong = run_replay(trace, "--no-report", "--checks", "nonsense")
     assert wrong.exit_code == 2
     assert "input_not_truth" in wrong.output

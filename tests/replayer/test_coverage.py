@@ -17,9 +17,9 @@ from kvcanary.replayer.run.coverage import Watched, coverage, no_figures, not_wa
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from rich.console import Console
 
-from ..recorder.test_rings import Ring
+from ..support.engines.ring import Ring
+from ..support.places import DATA
 
-DATA = Path(__file__).parent.parent.parent / "data"
 WORKLOAD = RandomWorkload(seed=1, requests=6)
 SETTINGS = ReplaySettings().to_json() | {"kv_hash": "partial"}
 

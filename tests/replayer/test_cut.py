@@ -11,16 +11,15 @@ from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.verdict import Verdict
 
-from .test_against_published import SHAPES
-from .test_losses import write
-from .toy_engine import ToyEngine
+from ..support.engines.toy_engine import SHAPES, ToyEngine
+from ..support.raw_traces import write_in_batches
 
 
 @pytest.fixture
 def ends(tmp_path: Path) -> list[int]:
     """Write a whole trace of thirty forwards, and return where its batches end."""
     engine = ToyEngine(SHAPES["full"], seed=1, forwards=30)
-    return write(tmp_path / "whole.arrow", engine.header, engine.events, flush_every=3)
+    return write_in_batches(tmp_path / "whole.arrow", engine.header, engine.events, flush_every=3)
 
 
 def _said(path: Path, *options: str) -> tuple[int, str]:
@@ -65,7 +64,7 @@ def test_what_lacks_something_in_its_middle_is_not_clean_up_to_its_end(ends: lis
 def test_a_cut_recording_that_is_corrupt_is_corrupt(tmp_path: Path) -> None:
     engine = ToyEngine(SHAPES["full"], seed=3, fault="kv", forwards=60, fault_rate=0.5)
     path = tmp_path / "t.arrow"
-    found = write(path, engine.header, engine.events, flush_every=3)
+    found = write_in_batches(path, engine.header, engine.events, flush_every=3)
     path.write_bytes(path.read_bytes()[: found[-2] - 7])
     summary = replay(path, settings=ReplaySettings(), report=None)
     assert (summary.verdict, summary.cut) == (Verdict.CORRUPT, False)

@@ -12,7 +12,7 @@ from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.verdict import Verdict
 
-DATA = Path(__file__).parent.parent.parent / "data"
+from ..support.places import DATA
 
 
 def _with_header(source: Path, target: Path, **changes: object) -> Path:

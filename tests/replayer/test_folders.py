@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ from kvcanary.recorder.cli.inspect import inspect_command
 from kvcanary.recorder.cli.recover import recover_command
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import Ranks
-from kvcanary.recorder.trace.reader import TraceReader, read_trace
-from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
 
-from ..recorder.segmented import cut, told
+from ..support.raw_traces import as_rank, cut
 
 
 @pytest.fixture(scope="module")
@@ -29,26 +26,6 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("clean") / "t.arrow"
     (trace,) = run_trial(Trial(fault=None, config="swa", seed=1), target).traces
     return trace
-
-
-def as_rank(
-    source: Path,
-    target: Path,
-    ranks: Ranks,
-    change: Callable[[int, TraceEvent], None] = lambda _number, _event: None,
-    *,
-    created_ns: int = 1,
-) -> Path:
-    """Write a trace as another rank would have recorded it; `change` is called with each forward."""
-    with TraceReader(source) as reader:
-        header = dataclasses.replace(reader.header, ranks=ranks, trace_id="", created_ns=created_ns)
-    with TraceWriter(target, header) as writer:
-        for view in read_trace(source):
-            event = told(view)
-            if event.kind == "forward":
-                change(int(view.scalar("forward")), event)
-            assert writer.append(event)
-    return target
 
 
 def replay(*arguments: object) -> tuple[int, str]:

@@ -14,9 +14,8 @@ from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.verdict import Verdict
 
-from .test_against_published import SHAPES
-from .test_replay_command import run
-from .toy_engine import ToyEngine
+from ..support.commands import run_replay
+from ..support.engines.toy_engine import SHAPES, ToyEngine
 
 HOSTILE = (-1, -(1 << 63), (1 << 63) - 1, 1 << 40, 1 << 62)
 
@@ -50,7 +49,7 @@ def test_any_value_in_any_column(column: str, value: int, tmp_path: Path) -> Non
         event.ints[column] = values
 
     path, _ = bent(tmp_path, change)
-    result = run(path, "--no-report", "--json")
+    result = run_replay(path, "--no-report", "--json")
     summary = json.loads(result.stdout)
     told = (column, value) == ("input_ids", -1) and any(
         words.endswith("input tokens, which are unknown") for words in summary["not_watched"]
@@ -112,7 +111,7 @@ def test_labels_of_any_kind(labels: str, tmp_path: Path) -> None:
     request = TraceEvent(kind="request", scalars={"request_id": 100, "name": "[red]\x1b[5m\nx" * 1000})
     path, _ = bent(tmp_path, lambda _: None, extra=(mark, request))
     for options in (("--no-report",), ("--no-report", "--json"), ("--no-report", "--quiet")):
-        result = run(path, *options)
+        result = run_replay(path, *options)
         assert result.exit_code == 0
         assert "\x1b" not in result.stdout
 
@@ -190,7 +189,7 @@ def test_a_report_that_cannot_be_written_does_not_stop_the_others(tmp_path: Path
             for event in engine.events:
                 writer.append(event)
     (tmp_path / "a.report" / "violations.parquet").mkdir(parents=True)
-    result = run(tmp_path / "a.arrow", tmp_path / "b.arrow", "--quiet")
+    result = run_replay(tmp_path / "a.arrow", tmp_path / "b.arrow", "--quiet")
     assert result.exit_code == 2
     assert "--no-report" in result.output
     assert "CLEAN" in result.stdout
@@ -231,7 +230,7 @@ def test_names_as_long_as_books(tmp_path: Path) -> None:
     with TraceWriter(path, engine.header) as writer:
         for told in (*names, *engine.events):
             assert writer.append(told)
-    result = run(path)
+    result = run_replay(path)
     assert result.exit_code == 1, result.output
     report = tmp_path / "t.report"
     table = pq.read_table(report / "violations.parquet", columns=["request"])

@@ -30,12 +30,10 @@ from kvcanary.replayer.workers.jobs import Job, plan_jobs
 from kvcanary.replayer.workers.pool import replay_in_workers
 from kvcanary.replayer.workers.server import start_server
 
-from .test_against_published import SHAPES, record
-from .test_folders import as_rank
-from .toy_engine import ToyEngine
+from ..support.engines.toy_engine import SHAPES, ToyEngine, record
+from ..support.places import DATA
+from ..support.raw_traces import as_rank
 from .underway import wait_until_under_way
-
-DATA = Path(__file__).parents[2] / "data"
 
 
 def replay(*arguments: object) -> tuple[int, str, str]:

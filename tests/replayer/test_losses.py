@@ -10,19 +10,8 @@ from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.verdict import Verdict
 
-from .test_against_published import SHAPES
-from .toy_engine import ToyEngine
-
-
-def write(path: Path, header, events, flush_every: int) -> list[int]:
-    """Write a trace in batches of `flush_every` events; return where each batch ends."""
-    with TraceWriter(path, header, flush_bytes=1 << 30, flush_interval_ns=1 << 60) as writer:
-        for number, event in enumerate(events, 1):
-            assert writer.append(event)
-            if number % flush_every == 0:
-                writer.flush()
-    with TraceReader(path) as reader:
-        return [item.end_byte for item in reader.stream()]
+from ..support.engines.toy_engine import SHAPES, ToyEngine
+from ..support.raw_traces import write_in_batches
 
 
 @pytest.mark.parametrize("shape", ["full", "swa", "full_two_sources"])
@@ -31,7 +20,7 @@ def test_a_damaged_batch_of_a_clean_trace_gives_no_violation(shape: str, tmp_pat
     for seed in range(6):
         engine = ToyEngine(SHAPES[shape], seed=seed, forwards=30)
         path = tmp_path / f"{seed}.arrow"
-        ends = write(path, engine.header, engine.events, flush_every=3)
+        ends = write_in_batches(path, engine.header, engine.events, flush_every=3)
         for batch in (1, 4, 7):
             data = bytearray(path.read_bytes())
             data[(ends[batch - 1] + ends[batch]) // 2] ^= 0x10
@@ -50,7 +39,7 @@ def test_a_damaged_batch_of_a_clean_trace_gives_no_violation(shape: str, tmp_pat
 def test_faults_after_a_gap_are_still_found(shape: str, tmp_path: Path) -> None:
     engine = ToyEngine(SHAPES[shape], seed=3, fault="kv", forwards=60, fault_rate=0.5)
     path = tmp_path / "t.arrow"
-    ends = write(path, engine.header, engine.events, flush_every=3)
+    ends = write_in_batches(path, engine.header, engine.events, flush_every=3)
     data = bytearray(path.read_bytes())
     data[(ends[1] + ends[2]) // 2] ^= 0x10
     path.write_bytes(data)
@@ -87,7 +76,7 @@ def test_a_loss_event_with_its_slots_leaves_only_those_out(tmp_path: Path) -> No
                 lost = []
             kept.append(event)
         path = tmp_path / f"{seed}.arrow"
-        write(path, engine.header, kept, flush_every=7)
+        write_in_batches(path, engine.header, kept, flush_every=7)
         summary = replay(path, settings=ReplaySettings(), report=None)
         assert (summary.violations, summary.findings) == (0, 0), summary.first_violation
         assert summary.verdict is Verdict.INCONCLUSIVE
@@ -136,7 +125,7 @@ def test_an_event_that_contradicts_itself_is_left_out(tmp_path: Path) -> None:
         good = engine.events[number].ints[name]
         engine.events[number].ints[name] = change(good).astype(np.int64)
         path = tmp_path / f"{name}.arrow"
-        write(path, engine.header, engine.events, flush_every=100)
+        write_in_batches(path, engine.header, engine.events, flush_every=100)
         summary = replay(path, settings=ReplaySettings(), report=None)
         engine.events[number].ints[name] = good
         assert summary.verdict is Verdict.INCONCLUSIVE, name
@@ -158,7 +147,7 @@ def test_hostile_slots_rows_and_lengths_become_findings(tmp_path: Path) -> None:
         good = event.ints[name]
         event.ints[name] = change(good)
         path = tmp_path / f"{name}.arrow"
-        write(path, engine.header, engine.events, flush_every=100)
+        write_in_batches(path, engine.header, engine.events, flush_every=100)
         summary = replay(path, settings=ReplaySettings(), report=None)
         event.ints[name] = good
         assert summary.verdict is Verdict.CORRUPT, name
@@ -169,7 +158,7 @@ def test_hostile_slots_rows_and_lengths_become_findings(tmp_path: Path) -> None:
 def test_events_that_cannot_be_judged_make_a_clean_trace_inconclusive(tmp_path: Path) -> None:
     engine = ToyEngine(SHAPES["full"], seed=5, forwards=6)
     path = tmp_path / "t.arrow"
-    write(path, engine.header, [*engine.events, TraceEvent(kind="keyframe")], flush_every=100)
+    write_in_batches(path, engine.header, [*engine.events, TraceEvent(kind="keyframe")], flush_every=100)
     summary = replay(path, settings=ReplaySettings(), report=None)
     assert summary.verdict is Verdict.INCONCLUSIVE
     assert "1 keyframe" in summary.doubts[0]

@@ -15,8 +15,7 @@ from kvcanary.replayer.run.out_of_range import explain_plan
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.verdict import Verdict
 
-from .test_against_published import SHAPES
-from .toy_engine import ToyEngine
+from ..support.engines.toy_engine import SHAPES, ToyEngine
 
 NUM_SLOTS = 40
 WINDOW = 4

@@ -11,7 +11,9 @@ from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.cli.replay import replay_command
 
-RANKS = Path(__file__).parents[2] / "data" / "sglang" / "tp2_h200"
+from ..support.places import DATA
+
+RANKS = DATA / "sglang" / "tp2_h200"
 
 
 def replayed(folder: Path) -> tuple[int, dict]:

@@ -12,22 +12,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner, Result
-from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.report import results
 from kvcanary.replayer.report.merged.expansion import expand
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from .test_against_published import SHAPES, record
-from .toy_engine import ToyEngine
+from ..support.commands import run_replay
+from ..support.engines.toy_engine import SHAPES, ToyEngine, record
 from .underway import wait_until_under_way
-
-
-def run(*arguments: object) -> Result:
-    result = CliRunner().invoke(replay_command, [str(a) for a in arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    assert "Traceback" not in result.output
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +30,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_clean_trace(traces: dict[str, Path], tmp_path: Path) -> None:
-    result = run(traces["clean"], "--report", tmp_path / "r")
+    result = run_replay(traces["clean"], "--report", tmp_path / "r")
     assert result.exit_code == 0
     assert "CLEAN" in result.stdout
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
@@ -50,14 +41,14 @@ def test_clean_trace(traces: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_names_are_printed_as_they_are_and_commands_can_be_pasted(traces: dict[str, Path], tmp_path: Path) -> None:
-    assert "a:x:b.arrow: no such file" in run("a:x:b.arrow").output  # no emoji
+    assert "a:x:b.arrow: no such file" in run_replay("a:x:b.arrow").output  # no emoji
     report = tmp_path / "a :smile: report"
-    said = run(traces["faulty"], "--report", report).stdout
+    said = run_replay(traces["faulty"], "--report", report).stdout
     assert f"next   kvcanary triage '{report}' " in said
 
 
 def test_faulty_trace_spells_out_the_first_violation(traces: dict[str, Path], tmp_path: Path) -> None:
-    result = run(traces["faulty"], "--report", tmp_path / "r")
+    result = run_replay(traces["faulty"], "--report", tmp_path / "r")
     assert result.exit_code == 1
     table = pq.read_table(tmp_path / "r" / "violations.parquet")
     first = table.slice(0, 1).to_pylist()[0]
@@ -77,7 +68,7 @@ def test_faulty_trace_spells_out_the_first_violation(traces: dict[str, Path], tm
 
 
 def test_the_last_writer_is_who_wrote_the_slot(traces: dict[str, Path], tmp_path: Path) -> None:
-    run(traces["faulty"], "--report", tmp_path / "r")
+    run_replay(traces["faulty"], "--report", tmp_path / "r")
     engine = ToyEngine(SHAPES["full"], seed=1, fault="table", forwards=40)
     writer: dict[int, tuple[int, int]] = {}
     rows = pq.read_table(tmp_path / "r" / "violations.parquet").to_pylist()
@@ -97,37 +88,37 @@ def test_the_last_writer_is_who_wrote_the_slot(traces: dict[str, Path], tmp_path
 
 
 def test_json_is_one_object_or_a_list(traces: dict[str, Path]) -> None:
-    one = run(traces["faulty"], "--json", "--no-report")
+    one = run_replay(traces["faulty"], "--json", "--no-report")
     assert one.exit_code == 1
     assert json.loads(one.stdout)["exit_code"] == 1
-    both = run(*traces.values(), "--json", "--no-report")
+    both = run_replay(*traces.values(), "--json", "--no-report")
     assert both.exit_code == 1
     assert [entry["verdict"] for entry in json.loads(both.stdout)] == ["clean", "corrupt"]
 
 
 def test_quiet_is_one_line_a_trace(traces: dict[str, Path]) -> None:
-    result = run(*traces.values(), "--quiet", "--no-report")
+    result = run_replay(*traces.values(), "--quiet", "--no-report")
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["CLEAN", "CORRUPT"]
 
 
 def test_limits(traces: dict[str, Path]) -> None:
-    whole = json.loads(run(traces["faulty"], "--json", "--no-report").stdout)
-    fast = json.loads(run(traces["faulty"], "--json", "--no-report", "--fail-fast").stdout)
+    whole = json.loads(run_replay(traces["faulty"], "--json", "--no-report").stdout)
+    fast = json.loads(run_replay(traces["faulty"], "--json", "--no-report", "--fail-fast").stdout)
     assert fast["forwards_hit"] == 1
     assert fast["forwards"] == whole["first_violation"]["forward"] + 1
     assert "--fail-fast" in fast["stopped"]
-    some = json.loads(run(traces["faulty"], "--json", "--no-report", "--max-violations", 1).stdout)
+    some = json.loads(run_replay(traces["faulty"], "--json", "--no-report", "--max-violations", 1).stdout)
     assert 1 <= some["violations"] < whole["violations"]
     first = fast["violations"]  # all of the first bad forward, which reaches this limit and no higher one
     for limit in (first, first + 1):
-        limited = json.loads(run(traces["faulty"], "--json", "--no-report", "--max-violations", limit).stdout)
+        limited = json.loads(run_replay(traces["faulty"], "--json", "--no-report", "--max-violations", limit).stdout)
         assert limited["violations"] >= limit
         assert (limited["violations"] == first) == (limit == first)
 
 
 def test_default_report_folder_is_beside_the_trace(tmp_path: Path) -> None:
     trace = record(ToyEngine(SHAPES["full"], seed=0, forwards=6), tmp_path / "trace.arrow")
-    assert run(trace).exit_code == 0
+    assert run_replay(trace).exit_code == 0
     assert (tmp_path / "trace.report" / "summary.json").exists()
 
 
@@ -137,15 +128,15 @@ def test_two_traces_never_share_a_report(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         paths.append(record(engine, tmp_path / name / "trace.arrow"))
-    assert run(*paths).exit_code == 0
-    result = run(*paths, "--report", tmp_path / "r")
+    assert run_replay(*paths).exit_code == 0
+    result = run_replay(*paths, "--report", tmp_path / "r")
     assert result.exit_code == 2
     assert "name another --report" in result.output
 
 
 def test_an_unwritable_report_folder_is_named(traces: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = run(traces["clean"], "--report", tmp_path / "file" / "r")
+    result = run_replay(traces["clean"], "--report", tmp_path / "file" / "r")
     assert result.exit_code == 2
     assert "--no-report" in result.output
 
@@ -156,19 +147,19 @@ def test_an_unwritable_report_folder_is_named(traces: dict[str, Path], tmp_path:
 def test_foreign_files_exit_2_and_leave_no_report(content: bytes, traces: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "x.arrow"
     path.write_bytes(content)
-    result = run(path)
+    result = run_replay(path)
     assert result.exit_code == 2
     assert str(path) in result.output
     assert not (tmp_path / "x.report").exists()
-    mixed = run(path, traces["clean"], "--no-report", "--quiet")
+    mixed = run_replay(path, traces["clean"], "--no-report", "--quiet")
     assert mixed.exit_code == 2
     assert "CLEAN" in mixed.stdout
-    assert run(path, traces["faulty"], "--no-report").exit_code == 1
+    assert run_replay(path, traces["faulty"], "--no-report").exit_code == 1
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "none.arrow", tmp_path):
-        result = run(path, "--no-report")
+        result = run_replay(path, "--no-report")
         assert result.exit_code == 2
         assert str(path) in result.output
 
@@ -177,7 +168,7 @@ def test_an_empty_name_is_not_the_folder_one_is_in(tmp_path: Path, monkeypatch: 
     trace = record(ToyEngine(SHAPES["full"], seed=0, forwards=6), tmp_path / "t.arrow")
     monkeypatch.chdir(tmp_path)
     for arguments in (("",), ("--report", "", trace)):
-        result = run(*arguments)
+        result = run_replay(*arguments)
         assert result.exit_code == 2
         assert "the name is empty" in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["t.arrow"]
@@ -195,7 +186,7 @@ def test_kv_hash_all_needs_all_bytes(tmp_path: Path) -> None:
     with TraceWriter(path, replace(header, groups=(replace(header.groups[0], streams=streams),))) as writer:
         for event in engine.events:
             writer.append(event)
-    result = run(path, "--no-report", "--kv-hash", "all")
+    result = run_replay(path, "--no-report", "--kv-hash", "all")
     assert result.exit_code == 2
     assert "--kv-hash partial" in result.output
 
@@ -251,12 +242,12 @@ def test_a_hundred_thousand_violations_all_reach_the_disk(tmp_path: Path) -> Non
     """Freed too early and reused for a long time: every row is kept, and the counts agree."""
     engine = ToyEngine(SHAPES["full"], seed=9, forwards=1100, fault="early_free", fault_rate=1.0)
     trace = record(engine, tmp_path / "t.arrow")
-    result = run(trace, "--json")
+    result = run_replay(trace, "--json")
     summary = json.loads(result.stdout)
     table = pq.read_table(tmp_path / "t.report" / "violations.parquet")
     assert sum(table["num_forwards"].to_pylist()) == summary["violations"] > 65_536
     assert table.num_rows < summary["violations"] / 2
-    assert run(trace, "--executor", "stepwise", "--report", tmp_path / "stepwise").exit_code == 1
+    assert run_replay(trace, "--executor", "stepwise", "--report", tmp_path / "stepwise").exit_code == 1
     assert pq.read_table(tmp_path / "stepwise" / "violations.parquet").num_rows == summary["violations"]
     assert pq.ParquetFile(tmp_path / "stepwise" / "violations.parquet").num_row_groups > 1
     found = Counter()

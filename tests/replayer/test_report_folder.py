@@ -20,7 +20,9 @@ from kvcanary.replayer.report.report import write_summary
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.workers.jobs import Job
 
-TRACE = Path(__file__).parents[2] / "data" / "kv_flip.arrow"
+from ..support.places import DATA
+
+TRACE = DATA / "kv_flip.arrow"
 
 
 def test_a_new_report_is_its_owners_alone(tmp_path):

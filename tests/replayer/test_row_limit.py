@@ -8,7 +8,9 @@ import pytest
 from kvcanary.replayer.report import results, violations
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-TRACE = Path(__file__).parents[2] / "data" / "free_too_early.arrow"
+from ..support.places import DATA
+
+TRACE = DATA / "free_too_early.arrow"
 
 
 def rows_and_summary(folder: Path, **settings):

@@ -23,9 +23,9 @@ from kvcanary.replayer.lab.trial import Trial, run_trial
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings, replay_joined
 from kvcanary.replayer.run.verdict import Verdict
 
-from ..recorder.segmented import cut
-from .segment_runs import check, run
-from .toy_engine import Shape, ToyEngine
+from ..support.engines.toy_engine import Shape, ToyEngine
+from ..support.raw_traces import cut
+from ..support.segment_runs import check, run
 
 CASES = [
     ("mha", "kv_used"),

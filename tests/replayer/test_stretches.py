@@ -4,7 +4,6 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,16 +15,16 @@ from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
-from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.settings import Progress, ReplaySettings
 from kvcanary.replayer.workers import sharing
-from kvcanary.replayer.workers.group_replay import GroupResult, GroupTask, replay_group
-from kvcanary.replayer.workers.jobs import Job, ReplayPlan, plan_jobs
+from kvcanary.replayer.workers.group_replay import GroupTask, replay_group
+from kvcanary.replayer.workers.jobs import Job, plan_jobs
 from kvcanary.replayer.workers.joining import joined_results
 from kvcanary.replayer.workers.pool import replay_in_workers
 from kvcanary.replayer.workers.splitting import split_plan
 
-from ..recorder.segmented import cut, told
+from ..support.raw_traces import cut, told
+from ..support.segment_runs import compared, plan_of, replayed, untimed
 
 # One of each kind: nothing wrong, at the beginning, late, damage that lasts, tables, transfers of the host, drafts.
 CASES = [
@@ -48,42 +47,6 @@ def record(config: str, fault: str | None, folder: Path, *, seed: int = 0, most:
     segments = cut(trace, folder / "t.arrow", seed=seed, least=40, most=most)
     trace.unlink()
     return segments
-
-
-def plan_of(paths: list[Path], report: Path | None) -> ReplayPlan:
-    (recording,), _ = group_recordings(paths)
-    return plan_jobs([Job(recording=recording, report=report)])
-
-
-def replayed(plan: ReplayPlan, settings: ReplaySettings) -> GroupResult:
-    task = GroupTask(settings=settings, explicit=True, all_there=True)
-    results = ((group, replay_group(group, task)) for group in plan.groups)
-    ((_, result),) = joined_results(results, task)
-    return result
-
-
-def compared(paths: list[Path], folder: Path, *, workers: int, **settings: Any) -> Summary:
-    """Replay segments as one and in stretches, compare all that both leave, and return the summary."""
-    chosen = ReplaySettings(**settings)
-    whole = replayed(plan_of(paths, folder / "one"), chosen)
-    plan = split_plan(plan_of(paths, folder / "split"), chosen, workers=workers)
-    assert 1 < len(plan.groups) <= workers
-    split = replayed(plan, chosen)
-    assert (split.error, split.notes) == (whole.error, whole.notes)
-    one, other = (_plain(result.summaries[0].to_json()) for result in (whole, split))
-    assert one == other
-    files = [sorted(path.name for path in (folder / name).iterdir()) for name in ("one", "split")]
-    assert files[0] == files[1]
-    for name in files[0]:
-        if name.endswith(".parquet"):
-            assert pq.read_table(folder / "one" / name).equals(pq.read_table(folder / "split" / name)), name
-    written = json.loads((folder / "split" / "summary.json").read_text())
-    assert _plain(written) == json.loads(json.dumps(other))
-    return split.summaries[0]
-
-
-def _plain(summary: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in summary.items() if name not in ("seconds", "report")}
 
 
 @pytest.mark.parametrize(("config", "fault"), CASES)
@@ -132,7 +95,7 @@ def test_a_segment_that_a_flight_recorder_deletes_under_way(number: int, tmp_pat
     segments[number].unlink()
     whole, split = (replayed(plan, ReplaySettings()) for plan in plans)
     assert (whole.error, split.error) == ("", "")
-    told = [_plain(result.summaries[0].to_json()) for result in (whole, split)]
+    told = [untimed(result.summaries[0].to_json()) for result in (whole, split)]
     for summary in told:
         del summary["unknown_before"]  # which only matters where nothing was found
     assert told[0] == told[1]
@@ -205,7 +168,7 @@ def test_the_command(fault: str | None, tmp_path: Path) -> None:
     segments = record("mha", fault, tmp_path)
     told = [replay("--json", "--jobs", jobs, "--report", tmp_path / f"{jobs}.report", *segments) for jobs in (1, 3)]
     assert [code for code, _, _ in told] == [1 if fault else 0] * 2
-    one, other = (_plain(json.loads(out)[0]) for _, out, _ in told)
+    one, other = (untimed(json.loads(out)[0]) for _, out, _ in told)
     assert one == other
     assert not list((tmp_path / "3.report").glob(".stretch*"))
     rows = [pq.read_table(tmp_path / f"{jobs}.report" / "violations.parquet") for jobs in (1, 3)]

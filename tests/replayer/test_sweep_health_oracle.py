@@ -15,8 +15,8 @@ from kvcanary.replayer.run.health import Health
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.verdict import Verdict
 
+from ..support.raw_traces import write_in_batches
 from .pd_engine import SLOTS, Side
-from .test_losses import write
 
 PROMPT = [11, 12, 13, 14]
 CACHED = [9, 8, 20, 21]
@@ -118,7 +118,7 @@ def test_a_sweep_that_contradicts_itself_is_left_out(ints, tmp_path):
     side.close()
     event = TraceEvent(kind="sweep", ints={name: np.array(values, np.int64) for name, values in ints.items()})
     path = tmp_path / "t.arrow"
-    write(path, side.header, [event], flush_every=10)
+    write_in_batches(path, side.header, [event], flush_every=10)
     summary = replay(path, settings=ReplaySettings(), report=None)
     assert summary.verdict is Verdict.INCONCLUSIVE
     assert "contradicts itself" in summary.gaps[0]

@@ -12,8 +12,8 @@ from kvcanary.replayer.run.replay import ReplaySettings, replay, replay_joined
 from kvcanary.replayer.run.transfers import Exchange
 from kvcanary.replayer.run.verdict import Verdict
 
+from ..support.raw_traces import write_in_batches
 from .pd_engine import SLOTS, Side, carry
-from .test_losses import write
 
 PROMPT = [11, 12, 13, 14, 15]
 SENT, RECEIVED = [9, 8, 20, 21, 4], [30, 31, 32, 40, 39]  # not in order: the order of the slots is that of positions
@@ -213,7 +213,7 @@ def test_hostile_transfers_are_left_out_and_said(scalars, ints, what, tmp_path):
         ints={name: np.array(values, np.int64) for name, values in {**GOOD, **ints}.items()},
     )
     path = tmp_path / "t.arrow"
-    write(path, side.header, [event], flush_every=10)
+    write_in_batches(path, side.header, [event], flush_every=10)
     summary = replay(path, settings=ReplaySettings(checks=()), report=None)
     assert summary.verdict is Verdict.INCONCLUSIVE
     assert what in summary.gaps[0]

@@ -9,22 +9,18 @@ import pytest
 from kvcanary.recorder.capture.forward_input import ForwardInput, TruthTokens
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import Oracle, PoolGroup, StateTable, TraceHeader
-from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.settings import ReplaySettings
 
-from .equality.both_ways import check
+from ..support.both_ways import check
 from .on_device.same import replay_both
+
+pytestmark = pytest.mark.usefixtures("pass_from_the_start")
 
 IMAGE = (1 << 61) + 12345  # a placeholder of an image
 PROMPT, NEW = [11, 12, 13, 14], [21, 22, 23, 24]
 
 Change = Callable[[list[int]], list[int]]
-
-
-@pytest.fixture(autouse=True)
-def _lane_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
 
 
 def record(

@@ -6,7 +6,8 @@ import signal
 import time
 from pathlib import Path
 
-from ..recorder.ended_series import EndedEngines, check, steps_of
+from ..support.killed.ended_series import EndedEngines, check, steps_of
+from ..support.killed.engine_process import wait_until_gone
 
 KILLS = 200
 
@@ -17,13 +18,13 @@ def test_no_forward_is_lost(tmp_path: Path) -> None:
         for number in range(KILLS):
             folder = tmp_path / str(number)
             folder.mkdir()
-            pid = engines.start(folder)
+            pid = engines.start_in(folder)
             while not steps_of(folder):
                 os.kill(pid, 0)  # raises where it died by itself
                 time.sleep(0.005)
             time.sleep(random.Random(number).random() * 1.5)
             os.kill(pid, signal.SIGKILL)
-            engines.wait(pid)
+            wait_until_gone(pid)
             unflushed += check(folder)
             forwards += steps_of(folder)
     print(

@@ -6,7 +6,7 @@ the machine takes to run the writer's thread at all, for which a second is allow
 
 from pathlib import Path
 
-from ..recorder.kill_series import FLUSH_NS, OPTIONS, Victims
+from ..support.killed.kill_series import FLUSH_NS, OPTIONS, Victims
 
 KILLS = 200
 SLACK_NS = 1_000_000_000

@@ -14,8 +14,8 @@ from kvcanary.recorder.writing.segments import SingleFile
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from ..recorder.failures.subject import serve
-from ..recorder.simulated.engines import random_config, random_workload
+from ..support.engines.simulated_engines import random_config, random_workload
+from ..support.subject import serve
 
 SEEDS = 240
 

@@ -10,9 +10,8 @@ from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
 
-from ..recorder.segmented import cut
-from ..replayer.segment_runs import check
-from ..replayer.test_stretches import compared
+from ..support.raw_traces import cut
+from ..support.segment_runs import check, compared
 
 SEED = 3
 FAULTS_EACH = 6

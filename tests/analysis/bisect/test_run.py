@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from kvcanary.analysis.cli.bisect import bisect_command
 
-from .traces import DATA
+from ...support.places import DATA
 
 VERSIONS = ["v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8"]
 LISTED = ",".join(VERSIONS)

@@ -13,7 +13,8 @@ from kvcanary.analysis.cli.bisect import bisect_command
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 
-from .traces import DATA, history, keep, saved, torn
+from ...support.places import DATA
+from .traces import history, keep, saved, torn
 
 
 @pytest.fixture

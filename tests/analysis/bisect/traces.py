@@ -7,7 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 from crc32c import crc32c
 
-DATA = Path(__file__).parents[3] / "data"
+from ...support.places import DATA
+
 GOOD, BAD, OTHER_BAD, WRONG_INPUT = "clean_llama", "table_swap", "kv_flip", "token_swap"
 
 

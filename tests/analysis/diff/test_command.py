@@ -1,13 +1,13 @@
 """`kvcanary diff`: exit codes, what is printed, and clear words for wrong input."""
 
 import json
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from kvcanary.analysis.cli.diff import diff_command
 
-DATA = Path(__file__).parents[3] / "data"
+from ...support.places import DATA
+
 GOOD, BAD = DATA / "clean_llama.arrow", DATA / "table_swap.arrow"
 OLD, OTHER = DATA / "versions" / "sglang_0.5.16.arrow", DATA / "versions" / "transformers_5.23.0.arrow"
 

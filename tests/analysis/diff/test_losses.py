@@ -1,14 +1,14 @@
 """What a trace lost is no difference: the comparison is inconclusive, unless what is left differs."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 from kvcanary.analysis.diff.compare import diff_traces
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 
-DATA = Path(__file__).parents[3] / "data"
+from ...support.places import DATA
+
 FLUSH_BYTES = 20_000  # so that a trace has many batches
 
 

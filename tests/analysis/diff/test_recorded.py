@@ -1,12 +1,11 @@
 """Traces of real engines in data/: two SGLang versions, transformers against SGLang, and the faulty ones."""
 
-from pathlib import Path
-
 import pytest
 from kvcanary.analysis.diff.compare import diff_traces
 from kvcanary.analysis.diff.settings import DiffSettings, NotComparableError
 
-DATA = Path(__file__).parents[3] / "data"
+from ...support.places import DATA
+
 VERSIONS = DATA / "versions"
 OLD, NEW = VERSIONS / "sglang_0.5.16.arrow", VERSIONS / "sglang_0.5.23.arrow"
 OTHER = VERSIONS / "transformers_5.23.0.arrow"

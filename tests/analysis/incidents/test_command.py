@@ -5,7 +5,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -14,9 +13,8 @@ from kvcanary.cli import main
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
 
-from ...recorder.segmented import cut
-
-DATA = Path(__file__).parents[3] / "data"
+from ...support.places import DATA
+from ...support.raw_traces import cut
 
 
 def run(*arguments):

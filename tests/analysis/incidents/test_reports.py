@@ -1,7 +1,5 @@
 """Reports as they come: empty, with findings only, of unknown faults, damaged, and of real engines."""
 
-from pathlib import Path
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,9 +12,8 @@ from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
-from ..page_reports import HOSTILE, hostile_report
-
-DATA = Path(__file__).parents[3] / "data"
+from ...support.page_reports import HOSTILE, hostile_report
+from ...support.places import DATA
 
 
 def finding(kind, **fields):

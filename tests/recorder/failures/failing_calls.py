@@ -34,11 +34,12 @@ from kvcanary.recorder.errors import TraceError, UnreadableTraceError
 from kvcanary.recorder.trace.reader import TraceGap, TraceReader
 from kvcanary.replayer.run.replay import ReplaySettings, replay, replay_joined
 
-from ..documented_engine import run_requests, toy_engine
+from ...support.engines.documented_engine import run_requests, toy_engine
+from ...support.places import DATA
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EMFILE)
 LIBRARY = ctypes.CDLL(None)
-TRACE = Path(__file__).parents[3] / "data" / "kv_flip.arrow"
+TRACE = DATA / "kv_flip.arrow"
 
 
 class Scenario:

@@ -13,8 +13,8 @@ from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.writing.segments import SingleFile
 from kvcanary.recorder.writing.writer import TraceWriter
 
+from ...support.subject import assert_inconclusive, judged, logged, make_engine, serve, unrecorded
 from .disks import OFTEN, PipeDisk, files_of_at_most
-from .subject import assert_inconclusive, judged, logged, make_engine, serve, unrecorded
 
 
 def assert_stopped(engine: SimulatedEngine, caplog: pytest.LogCaptureFixture, reason: str) -> None:

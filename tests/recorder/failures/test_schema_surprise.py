@@ -10,9 +10,9 @@ from kvcanary.recorder.engines.sglang.recording import SglangRecording
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
+from ...support.subject import logged
 from ..sglang import fake_engine
 from ..sglang.fake_engine import ForwardBatch, ModelRunner, Request, RowPool, Scheduler, hooked, serve
-from .subject import logged
 
 Rename = Callable[[pytest.MonkeyPatch], None]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from kvcanary.recorder.engines.transformers import attach
 
-from ..tiny_models import generate, model
+from ...support.engines.tiny_models import generate, model
+from ...support.subject import assert_inconclusive, logged
 from .disks import OFTEN, files_of_at_most
-from .subject import assert_inconclusive, logged
 
 pytestmark = pytest.mark.usefixtures("engine_left_as_it_was")
 

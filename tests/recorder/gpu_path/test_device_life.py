@@ -12,8 +12,7 @@ from kvcanary.recorder.capture.device.frame_reader import FrameReader
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import TIER_HOST, TIER_POOL
 
-from .test_device_losses import follow
-from .two_recorders import Engine
+from .two_recorders import Engine, follow
 
 
 @pytest.fixture

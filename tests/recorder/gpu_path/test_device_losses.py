@@ -4,52 +4,7 @@ import numpy as np
 import pytest
 from kvcanary.recorder.capture.device import frame_buffer
 
-from .test_device_recorder import random_forward
-from .two_recorders import ROWS, SLOTS, WIDTH, Engine
-
-
-def follow(engine, events):
-    """Replay the tables; return the forwards told, the losses counted and whether one of them lost everything."""
-    table, lut = np.zeros((ROWS, WIDTH), np.int64), np.zeros(SLOTS, np.int64)
-    truth = {}
-    told, lost, unknown = [], 0, 0
-    for event in events:
-        if event["kind"] == "loss":
-            lost += max(event["lost_events"], 0)
-            if event["lost_events"] < 0:
-                unknown += 1
-                table[:], lut[:] = 0, 0
-                truth.clear()
-            continue
-        assert event["kind"] == "forward"
-        told.append(event["forward"])
-        for (_, row, position), slot in event["table"].items():
-            table[row, position] = slot
-        for (_, full), swa in event["lut"].items():
-            lut[full] = swa
-        for (row, position), token in event["truth"].items():
-            truth[row, position] = token
-        real, real_luts = engine.seen[event["forward"]]
-        rows, prefix, extend = (event[name] for name in ("req_pool_indices", "prefix_lens", "extend_lens"))
-        for r, row in enumerate(rows):
-            if 0 < row < ROWS:
-                read = slice(0, min(prefix[r], WIDTH))
-                assert table[row, read].tolist() == real[row, read].tolist()
-                for real_lut in real_luts:
-                    slots = real[row, read]
-                    slots = slots[(slots >= 0) & (slots < SLOTS)]
-                    assert lut[slots].tolist() == real_lut[slots].tolist()
-                for position in range(min(event["truth_lens"][r], WIDTH)):
-                    assert truth[row, position] == engine.truth[row].all[position]
-        at = 0
-        for row, first, count in zip(rows, prefix, extend, strict=True):
-            if row:
-                for i, slot in enumerate(event["out_cache_loc"][at : at + count]):
-                    if row < ROWS and first + i < WIDTH:
-                        table[row, first + i] = slot
-                at += count
-    assert told == sorted(told)
-    return told, lost, unknown
+from .two_recorders import Engine, follow, random_forward
 
 
 @pytest.mark.parametrize("swa", [False, True])

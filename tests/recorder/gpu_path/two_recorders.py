@@ -191,3 +191,90 @@ def _kv_changes(view):
     content = view.bytes("kv_change_bytes").reshape(-1, CAPTURE)
     columns = [view.ints(f"kv_change_{name}").tolist() for name in ("stream", "slot", "phase")]
     return sorted((*place, row.tobytes()) for *place, row in zip(*columns, content, strict=True))
+
+
+def random_forward(engine, rng):
+    """One forward of a careless engine: any rows, lengths, slots and tokens; tables and bytes change at random."""
+    for _ in range(int(rng.integers(0, 4))):
+        row, start = int(rng.integers(0, ROWS)), int(rng.integers(0, WIDTH))
+        count = int(rng.integers(1, 12))
+        cells = engine.table[row, start : start + count]
+        cells.copy_(torch.from_numpy(rng.integers(-2, SLOTS + 3, len(cells), dtype=np.int32)))
+    for lut in engine.luts:
+        start = int(rng.integers(0, SLOTS))
+        cells = lut[start : start + int(rng.integers(0, 9))]
+        cells.copy_(torch.from_numpy(rng.integers(-1, SWA_SLOTS + 2, len(cells))).to(lut.dtype))
+    for pool in engine.pools.values():
+        if rng.random() < 0.3:
+            pool[int(rng.integers(0, len(pool))), int(rng.integers(0, BYTES))] ^= 0x40
+    mode = str(rng.choice(["decode", "extend", "draft_extend", "target_verify"]))
+    bs = int(rng.integers(0, 5))
+    rows = rng.permutation(ROWS + 1)[:bs].tolist()  # row 0 is padding, one row is beyond the table
+    rows = sorted((min(row, ROWS + 3) for row in rows), key=lambda row: row == 0)  # padding comes last
+    prefix = rng.integers(0, WIDTH + 4, bs).tolist()
+    extend = [1] * bs if mode == "decode" else rng.integers(0, 9, bs).tolist()
+    tokens = sum(e for row, e in zip(rows, extend, strict=True) if row) + int(rng.integers(0, 3))
+    known = max(tokens - int(rng.integers(0, 2)), 0)
+    loc = rng.integers(-1, SLOTS + 2, known)
+    for row in rows:
+        if row in engine.truth:
+            engine.truth[row].all += rng.integers(1, 99, int(rng.integers(0, 5))).tolist()
+        else:
+            engine.truth[row] = type(engine.truth[0])([])
+
+    def during():
+        """What the model writes, and what else happens while it runs."""
+        for (group, _), pool in engine.pools.items():
+            slots = loc if not group else [int(engine.luts[0][s]) if 0 <= s < SLOTS else -1 for s in loc]
+            for slot in slots:
+                if 0 <= slot < len(pool):
+                    pool[slot] = torch.from_numpy(rng.integers(0, 256, BYTES, dtype=np.uint8))
+            if rng.random() < 0.5:
+                pool[int(rng.integers(0, len(pool))), int(rng.integers(0, BYTES))] ^= 0x08
+
+    ids, positions = rng.integers(0, 99, tokens).tolist(), rng.integers(0, WIDTH, tokens).tolist()
+    engine.forward(mode, rows, prefix, extend, loc.tolist(), ids, positions, during=during)
+
+
+def follow(engine, events):
+    """Replay the tables; return the forwards told, the losses counted and whether one of them lost everything."""
+    table, lut = np.zeros((ROWS, WIDTH), np.int64), np.zeros(SLOTS, np.int64)
+    truth = {}
+    told, lost, unknown = [], 0, 0
+    for event in events:
+        if event["kind"] == "loss":
+            lost += max(event["lost_events"], 0)
+            if event["lost_events"] < 0:
+                unknown += 1
+                table[:], lut[:] = 0, 0
+                truth.clear()
+            continue
+        assert event["kind"] == "forward"
+        told.append(event["forward"])
+        for (_, row, position), slot in event["table"].items():
+            table[row, position] = slot
+        for (_, full), swa in event["lut"].items():
+            lut[full] = swa
+        for (row, position), token in event["truth"].items():
+            truth[row, position] = token
+        real, real_luts = engine.seen[event["forward"]]
+        rows, prefix, extend = (event[name] for name in ("req_pool_indices", "prefix_lens", "extend_lens"))
+        for r, row in enumerate(rows):
+            if 0 < row < ROWS:
+                read = slice(0, min(prefix[r], WIDTH))
+                assert table[row, read].tolist() == real[row, read].tolist()
+                for real_lut in real_luts:
+                    slots = real[row, read]
+                    slots = slots[(slots >= 0) & (slots < SLOTS)]
+                    assert lut[slots].tolist() == real_lut[slots].tolist()
+                for position in range(min(event["truth_lens"][r], WIDTH)):
+                    assert truth[row, position] == engine.truth[row].all[position]
+        at = 0
+        for row, first, count in zip(rows, prefix, extend, strict=True):
+            if row:
+                for i, slot in enumerate(event["out_cache_loc"][at : at + count]):
+                    if row < ROWS and first + i < WIDTH:
+                        table[row, first + i] = slot
+                at += count
+    assert told == sorted(told)
+    return told, lost, unknown

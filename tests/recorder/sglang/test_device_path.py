@@ -9,7 +9,6 @@ import torch
 from kvcanary.kernels.capture import model_forward
 from kvcanary.kernels.capture.model_forward import ModelForward
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
-from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import recording as sglang_recording
 from kvcanary.recorder.engines.sglang.forward import DeviceForwards
 from kvcanary.recorder.engines.sglang.requests import KnownBatch
@@ -22,10 +21,7 @@ from .fake_engine import ModelRunner, hooked, serve
 
 
 @pytest.fixture(autouse=True)
-def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
-    monkeypatch.setattr(sglang_attachment, "not_applied", list)
-    monkeypatch.setattr(sglang_recording, "on_gpu", lambda tensor: True)
+def _small_kernels_on_a_gpu(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_forward, "PROGRAMS", 4)
     monkeypatch.setattr(model_forward, "TILE", 32)
 

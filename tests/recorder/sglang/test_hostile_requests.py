@@ -11,6 +11,7 @@ from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
+from ...support.subject import SilentError
 from .fake_engine import SLOTS, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked, serve
 
 pytestmark = pytest.mark.usefixtures("process_goes_on")
@@ -52,13 +53,6 @@ def test_any_name_and_any_room_are_recorded(
     assert (rooms[1] == -1) == (room is None)
     summary = replay(path, settings=ReplaySettings(), report=None)
     assert (summary.verdict.value, summary.num_losses, summary.forwards) == ("clean", 0, 6)
-
-
-class SilentError(Exception):
-    """It cannot even say what it is: a KeyError of a tensor whose device has failed."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 @pytest.mark.parametrize("name", ["on_model", "on_run", "on_result", "on_rows"])

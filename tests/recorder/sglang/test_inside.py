@@ -9,7 +9,6 @@ from kvcanary.kernels.capture import model_forward
 from kvcanary.kernels.capture.model_forward import ModelForward
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import inside as sglang_inside
-from kvcanary.recorder.engines.sglang import recording as sglang_recording
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
@@ -30,11 +29,8 @@ from .fake_engine import (
 
 
 @pytest.fixture(autouse=True)
-def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
-    monkeypatch.setattr(sglang_attachment, "not_applied", list)
+def _small_kernels_on_a_gpu(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_attachment, "register_drafts", lambda attachment: [])
-    monkeypatch.setattr(sglang_recording, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(sglang_inside, "gpu_of", lambda runner: torch.device("cpu"))
     monkeypatch.setattr(sglang_inside, "is_capturing", lambda device: Graphs.capturing is not None)
     monkeypatch.setattr(model_forward, "TILE", 32)

@@ -9,7 +9,6 @@ import torch
 from kvcanary.kernels.capture import model_forward
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
-from kvcanary.recorder.engines.sglang import recording as sglang_recording
 from kvcanary.recorder.process.environment import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
@@ -20,10 +19,7 @@ ADDRESSED = ("req_pool_indices", "input_ids", "positions", "out_cache_loc")
 
 
 @pytest.fixture(autouse=True)
-def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
-    monkeypatch.setattr(sglang_attachment, "not_applied", list)
-    monkeypatch.setattr(sglang_recording, "on_gpu", lambda tensor: True)
+def _small_kernels_on_a_gpu(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_forward, "PROGRAMS", 3)
     monkeypatch.setattr(model_forward, "TILE", 64)
 

@@ -12,10 +12,10 @@ from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.engines.sglang.recording import SglangRecording
 from kvcanary.recorder.engines.sglang.results import StepResults
 from kvcanary.recorder.process.settings import RecordingSettings
-from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
+from ...support.one_trace import events
 from .fake_engine import ModelRunner, Request, Result, Scheduler, hooked, serve
 
 pytestmark = pytest.mark.usefixtures("process_goes_on")
@@ -29,12 +29,6 @@ def record(
     if close and attachment.recording is not None:
         attachment.recording.recorder.close()
     return attachment, output
-
-
-def events(folder: Path) -> tuple[Any, list[Any]]:
-    (path,) = folder.glob("*.arrow")
-    with TraceReader(path) as reader:
-        return reader.header, list(read_trace(path))
 
 
 def test_a_recorded_engine_replays_clean_and_generates_the_same(

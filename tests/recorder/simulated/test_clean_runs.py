@@ -3,7 +3,7 @@
 import pytest
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 
-from .engines import (
+from ...support.engines.simulated_engines import (
     Interference,
     assert_clean,
     assert_clean_pair,

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from .engines import judge
+from ...support.engines.simulated_engines import judge
 
 DOCS = Path(__file__).parents[3] / "docs" / "guide" / "simulated-engine.md"
 

@@ -9,7 +9,7 @@ from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.pools import PageAllocator, SlidingWindowPool
 from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 
-from .engines import assert_clean, judge
+from ...support.engines.simulated_engines import assert_clean, judge
 
 
 class UncheckedAllocator(PageAllocator):

@@ -7,7 +7,7 @@ from kvcanary.recorder.engines.simulated.runner import FutureMap
 from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.reader import read_trace
 
-from .engines import assert_clean, judge
+from ...support.engines.simulated_engines import assert_clean, judge
 
 WORKLOAD = RandomWorkload(requests=25, prompt_tokens=40, output_tokens=20, max_tokens=200, arrival_rate=300.0)
 

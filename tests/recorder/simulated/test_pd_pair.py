@@ -8,7 +8,7 @@ from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 
-from .engines import assert_books_balance, assert_clean_pair, judge_pair
+from ...support.engines.simulated_engines import assert_books_balance, assert_clean_pair, judge_pair
 
 WORKLOAD = RandomWorkload(
     requests=25, prompt_tokens=60, output_tokens=15, max_tokens=200, arrival_rate=200.0, sharing=0.8, fork_rate=0.2

@@ -14,7 +14,7 @@ from kvcanary.recorder.engines.simulated.pools import KvPool
 from kvcanary.recorder.writing.trace_file import TraceFile
 from kvcanary.replayer.run.replay import ReplaySettings, replay_joined
 
-from .engines import judge
+from ...support.engines.simulated_engines import judge
 
 SMALL = ["--requests", "12", "--prompt-tokens", "40", "--output-tokens", "10"]
 

@@ -7,8 +7,8 @@ from kvcanary.recorder.engines.simulated.history import SlotEvents
 from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
-from .books import read_books
-from .engines import assert_clean
+from ...support.engines.books import read_books
+from ...support.engines.simulated_engines import assert_clean
 
 WORKLOAD = RandomWorkload(
     requests=25, prompt_tokens=60, output_tokens=25, max_tokens=200, sharing=0.8, fork_rate=0.3, abort_rate=0.2

@@ -11,7 +11,7 @@ from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.pd_pair import PdPair
 from kvcanary.recorder.engines.simulated.requests import NEVER, RequestSpec
 
-from .engines import (
+from ...support.engines.simulated_engines import (
     assert_books_balance,
     assert_clean,
     assert_clean_pair,

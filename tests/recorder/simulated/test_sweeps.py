@@ -7,7 +7,7 @@ from kvcanary.recorder.engines.simulated.radix import NO_PAGE
 from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
-from .engines import assert_clean, judge
+from ...support.engines.simulated_engines import assert_clean, judge
 
 WORKLOAD = RandomWorkload(requests=25, prompt_tokens=60, output_tokens=20, max_tokens=200, sharing=0.8)
 SHAPES = {

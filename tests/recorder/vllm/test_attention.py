@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.process.settings import RecordingSettings
-from kvcanary.recorder.trace.reader import TraceReader, read_trace
-from kvcanary.replayer.run.replay import replay
-from kvcanary.replayer.run.settings import ReplaySettings
 
+from ...support.one_trace import replayed
 from .fake_engine import BLOCK, CONTEXT, DIM, HEADS, FullAttentionSpec, GPUModelRunner, SlidingWindowSpec, hooked, serve
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -23,13 +21,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 pytestmark = pytest.mark.usefixtures("process_goes_on")
-
-
-def replayed(folder: Path) -> tuple[Any, Any, list[Any]]:
-    (path,) = folder.glob("*.arrow")
-    with TraceReader(path) as reader:
-        header = reader.header
-    return replay(path, settings=ReplaySettings(), report=None), header, list(read_trace(path))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -9,12 +9,10 @@ import pytest
 import torch
 from kvcanary.recorder.engines.vllm.step import Step, VllmRequest, VllmRequests, forwards_of, prompt_of
 from kvcanary.recorder.process.settings import RecordingSettings
-from kvcanary.recorder.trace.reader import TraceReader, read_trace
-from kvcanary.replayer.run.replay import replay
-from kvcanary.replayer.run.settings import ReplaySettings
 
+from ...support.one_trace import replayed
 from .fake_engine import BLOCK, DIM, HEADS, FullAttentionSpec, GPUModelRunner, SlidingWindowSpec, hooked, serve
-from .test_parts import group
+from .groups import group
 
 pytestmark = pytest.mark.usefixtures("process_goes_on")
 
@@ -31,13 +29,6 @@ def load(runner: GPUModelRunner, scheduler: Any, output: Any) -> None:
                 both[block, :, offset] = torch.sin(token.float())
                 both[block, :, BLOCK + offset] = torch.cos(token + torch.tensor(position) / 7)
     scheduler.loads.clear()
-
-
-def replayed(folder: Path) -> tuple[Any, Any, list[Any]]:
-    (path,) = folder.glob("*.arrow")
-    with TraceReader(path) as reader:
-        header = reader.header
-    return replay(path, settings=ReplaySettings(), report=None), header, list(read_trace(path))
 
 
 @pytest.mark.parametrize("scheduler", [True, False], ids=["one process", "scheduler elsewhere"])

@@ -14,10 +14,10 @@ from kvcanary.recorder.engines.vllm.blocks import BlockHistory
 from kvcanary.recorder.engines.vllm.hooks import PROCESSES, hook_module
 from kvcanary.recorder.engines.vllm.recording import VllmRecording
 from kvcanary.recorder.process.settings import RecordingSettings
-from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
+from ...support.one_trace import events, verdict
 from .fake_engine import (
     BLOCK,
     GPUModelRunner,
@@ -26,17 +26,6 @@ from .fake_engine import (
 )
 
 pytestmark = pytest.mark.usefixtures("process_goes_on")
-
-
-def events(folder: Path) -> tuple[Any, list[Any]]:
-    (path,) = folder.glob("*.arrow")
-    with TraceReader(path) as reader:
-        return reader.header, list(read_trace(path))
-
-
-def verdict(folder: Path) -> Any:
-    (path,) = folder.glob("*.arrow")
-    return replay(path, settings=ReplaySettings(), report=None)
 
 
 # Faults of the engine

@@ -19,10 +19,11 @@ from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
 from kvcanary.recorder.engines.vllm.hooks import MODULES, RUNNER_V1, TARGETS, hook_module
 from kvcanary.recorder.engines.vllm.kv import head_views, layer_number, row_source
-from kvcanary.recorder.engines.vllm.layout import VllmGroup, fed_otherwise, kind_of, ranks_of
+from kvcanary.recorder.engines.vllm.layout import fed_otherwise, kind_of, ranks_of
 from kvcanary.recorder.engines.vllm.step import Step, VllmRequest, VllmRequests, levels, table_read
 
 from .fake_engine import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from .groups import group
 
 # The plugin
 
@@ -253,20 +254,6 @@ def test_rows_are_lent_and_taken_back() -> None:
 
 
 # Steps
-
-
-def group(block_size: int, window: int = 0) -> VllmGroup:
-    return VllmGroup(
-        index=0,
-        gid=0,
-        name="g",
-        kind="swa" if window else "full",
-        window=window,
-        block_size=block_size,
-        num_blocks=64,
-        layers=("l",),
-        spec=None,
-    )
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 8, 9])

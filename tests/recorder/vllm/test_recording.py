@@ -10,10 +10,9 @@ import pytest
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm.hooks import GPU_WORKER, hook_module
 from kvcanary.recorder.process.settings import RecordingSettings
-from kvcanary.recorder.trace.reader import TraceReader, read_trace
-from kvcanary.replayer.run.replay import replay
-from kvcanary.replayer.run.settings import ReplaySettings
+from kvcanary.recorder.trace.reader import read_trace
 
+from ...support.one_trace import events, verdict
 from .fake_engine import (
     BLOCK,
     FullAttentionSpec,
@@ -39,17 +38,6 @@ SHAPES = {
 
 
 pytestmark = pytest.mark.usefixtures("process_goes_on")
-
-
-def events(folder: Path) -> tuple[Any, list[Any]]:
-    (path,) = folder.glob("*.arrow")
-    with TraceReader(path) as reader:
-        return reader.header, list(read_trace(path))
-
-
-def verdict(folder: Path) -> Any:
-    (path,) = folder.glob("*.arrow")
-    return replay(path, settings=ReplaySettings(), report=None)
 
 
 @pytest.mark.parametrize(

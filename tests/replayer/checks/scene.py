@@ -163,3 +163,7 @@ class Scene:
 def told(rows: list[dict]) -> list[tuple]:
     """What a test compares: forward, request, slot, count, evidence."""
     return [(r["forward"], r["request_id"], r["slot"], r["count"], r["evidence"]) for r in rows]
+
+
+def decode(request: int, row: int, prefix: int, slot: int) -> Part:
+    return Part(request=request, row=row, prefix=prefix, slots=(slot,))

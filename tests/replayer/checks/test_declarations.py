@@ -9,21 +9,20 @@ import pytest
 from kvcanary.replayer import checks
 from kvcanary.replayer.checks import CHECK_NAMES, Covered
 from kvcanary.replayer.executors import executors
-from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.executors.incremental.compiled_pass import CompiledPass
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from ...recorder.segmented import cut
-from ...recorder.test_rings import Ring
-from ..equality.both_ways import check
-from ..equality.histories import write_raw
-from ..on_device.raw import read_raw
+from ...support.both_ways import check
+from ...support.engines.ring import Ring
+from ...support.places import DATA
+from ...support.raw_traces import cut, read_raw, write_raw
 from .fires_everywhere import NAME, FiresEverywhere
 from .scene import SLOTS, Part, Scene
 
-DATA = Path(__file__).parents[3] / "data"
+pytestmark = pytest.mark.usefixtures("pass_from_the_start")
+
 SCRIPT = Path(__file__).with_name("fires_everywhere.py")
 # Faults of the lab that every check but one fires for, and on which engine.
 FIRES = {
@@ -45,11 +44,6 @@ FIRES = {
     "attention_seq_len_off_by_one": ("mha", {"attention_lens"}),
     "future_map_overrun": ("overlap", {"input_not_sampled"}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _lane_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
 
 
 @pytest.fixture

@@ -12,11 +12,7 @@ from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.schema import TIER_HOST
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from .scene import Part, Scene, told
-
-
-def decode(request: int, row: int, prefix: int, slot: int) -> Part:
-    return Part(request=request, row=row, prefix=prefix, slots=(slot,))
+from .scene import Part, Scene, decode, told
 
 
 def test_a_read_of_a_freed_slot_is_told_once_and_again_when_it_comes_back(scene: Scene) -> None:

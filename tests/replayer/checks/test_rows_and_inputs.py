@@ -4,11 +4,7 @@ import json
 
 import pytest
 
-from .scene import Part, Scene, told
-
-
-def decode(request: int, row: int, prefix: int, slot: int) -> Part:
-    return Part(request=request, row=row, prefix=prefix, slots=(slot,))
+from .scene import Part, Scene, decode, told
 
 
 def test_a_row_given_to_another_while_a_launched_forward_reads_it_is_told_once(scene: Scene) -> None:

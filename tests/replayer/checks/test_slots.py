@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from kvcanary.replayer.executors.incremental import compiled_pass
 
-from ..equality.both_ways import check
+from ...support.both_ways import check
 from .scene import Part, Scene, told
 
 
@@ -219,10 +218,9 @@ def test_after_a_gap_a_slot_that_nothing_was_said_of_may_be_anybodys(scene: Scen
 
 
 def test_the_cache_does_not_evict_what_requests_share_and_was_never_handed_to_it(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, tmp_path: Path, pass_from_the_start: None
 ) -> None:
     """A fork's slots; those that were handed over are the cache's, whoever reads them. The compiled pass stops there too."""
-    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
     scene.start(7, 1, [3, 4, 5])
     scene.alloc(8, [3, 4, 5], "shared")
     scene.alloc(7, [5], "cached")

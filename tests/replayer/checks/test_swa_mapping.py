@@ -1,10 +1,6 @@
 """Full-to-SWA entries that are stale: shared by two full slots in use, or 0 inside the window."""
 
-from .scene import Part
-
-
-def decode(request: int, row: int, prefix: int, slot: int) -> Part:
-    return Part(request=request, row=row, prefix=prefix, slots=(slot,))
+from .scene import decode
 
 
 def test_two_full_slots_that_lead_to_one_swa_slot_are_found(make_scene) -> None:

@@ -10,10 +10,11 @@ from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.writing.writer import TraceWriter
-from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.executors.incremental.compiled_pass import CompiledPass
 
-from ..equality.both_ways import check
+from ...support.both_ways import check
+
+pytestmark = pytest.mark.usefixtures("pass_from_the_start")
 
 HEADER = TraceHeader(
     groups=(PoolGroup(name="full", num_slots=64),), tables=(StateTable(rows=4, width=32),), slot_history="complete"
@@ -94,11 +95,6 @@ HEALTHY = {
     "retracted": [_AHEAD, status(7, "retracted"), status(7, "admitted"), forward(1, 7, 0, [*range(20, 28)])],
     "written nowhere": [_AHEAD, forward(1, 7, 6, [-1])],
 }
-
-
-@pytest.fixture(autouse=True)
-def _lane_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
 
 
 def found(events: list[TraceEvent], folder: Path) -> list[tuple]:

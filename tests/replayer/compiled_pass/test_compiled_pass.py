@@ -18,10 +18,12 @@ from kvcanary.replayer.executors.incremental.compiled_pass import CompiledPass
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings, replay
 from kvcanary.replayer.run.segment_stream import SegmentStream
 
-from ..incremental.test_unruly_engines import write
-from .test_seldom import HEADER, both, forward, ints
+from ...support.places import DATA
+from ...support.short_histories import HEADER, both, forward, ints
+from ..incremental.unruly_engine import write
 
-DATA = Path(__file__).parents[3] / "data"
+pytestmark = pytest.mark.usefixtures("pass_from_the_start")
+
 # Each with the least share of its events that must go through the pass.
 CLEAN = {
     "clean_llama": 1.0,
@@ -52,12 +54,6 @@ def answer(trace: Path, folder: Path) -> dict:
     for name in ("settings", "seconds", "report"):
         del summary[name]
     return summary | {file.name: pq.read_table(file).to_pylist() for file in folder.glob("*.parquet")}
-
-
-@pytest.fixture(autouse=True)
-def _from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the pass take these traces, which are too small for it."""
-    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
 
 
 @pytest.fixture

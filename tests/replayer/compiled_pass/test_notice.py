@@ -1,7 +1,5 @@
 """The user is told why nothing moves while the pass is compiled, which is once on a machine."""
 
-from pathlib import Path
-
 import pytest
 from click.testing import CliRunner
 from kvcanary.kernels.dispatch import select
@@ -9,7 +7,9 @@ from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.workers import pool
 
-TRACE = Path(__file__).parents[3] / "data" / "clean_llama.arrow"
+from ...support.places import DATA
+
+TRACE = DATA / "clean_llama.arrow"
 SAID = "compiling the fast path"
 
 
@@ -20,14 +20,13 @@ def stderr(*options: str) -> str:
 
 
 @pytest.fixture
-def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def compiled_anew(monkeypatch: pytest.MonkeyPatch, pass_from_the_start: None) -> None:
     """Have the pass take a small trace, and begin as if it had never been compiled."""
 
     def tell_and_select(loops, backend, tell):
         tell()
         return select(loops, backend)
 
-    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
     monkeypatch.setattr(compiled_pass, "select_telling", tell_and_select)
     monkeypatch.setattr(compiled_pass, "is_kept", lambda _: False)
 
@@ -51,7 +50,6 @@ def test_not_where_notes_are_not_wanted(option: str) -> None:
     assert SAID not in stderr(option)
 
 
-def test_nothing_is_said_of_what_is_compiled_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
+def test_nothing_is_said_of_what_is_compiled_already(pass_from_the_start: None) -> None:
     stderr("--quiet")
     assert SAID not in stderr()

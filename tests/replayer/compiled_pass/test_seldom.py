@@ -1,6 +1,5 @@
 """What an engine seldom says, and the pass must know all the same: each history held against stepwise replay."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,55 +7,16 @@ import numpy as np
 import pytest
 from kvcanary.kernels.ops.oracle.reference import oracle_tokens
 from kvcanary.recorder.trace.event import TraceEvent
-from kvcanary.recorder.trace.header import Oracle, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.writing.writer import TraceWriter
-from kvcanary.replayer.executors.incremental import compiled_pass
+from kvcanary.recorder.trace.header import Oracle
 from kvcanary.replayer.lab.trial import Trial, run_trial
 
-from ...recorder.segmented import cut
-from ..equality.both_ways import Replayed, check
+from ...support.both_ways import check
+from ...support.raw_traces import cut
+from ...support.short_histories import HEADER, both, forward, ints, slot_event
 
-HEADER = TraceHeader(
-    groups=(PoolGroup(name="full", num_slots=64, halves=("K",)),),
-    tables=(StateTable(rows=6, width=32),),
-    slot_history="complete",
-)
+pytestmark = pytest.mark.usefixtures("pass_from_the_start")
+
 DAMAGED, SOUND = 5, 6
-
-
-@pytest.fixture(autouse=True)
-def _from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the pass take these traces, which are too small for it."""
-    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
-
-
-def ints(**columns: Sequence[int]) -> dict[str, np.ndarray]:
-    return {name: np.array(values, np.int64) for name, values in columns.items()}
-
-
-def forward(rows: list[int], ids: list[int], prefix: list[int], extend: list[int], tokens: list[int], slots: list[int]):
-    """A decode; tokens behind those of the requests are padding."""
-    positions = [p + i for row, p, n in zip(rows, prefix, extend, strict=True) if row for i in range(n)]
-    positions += [0] * (len(tokens) - len(positions))
-    columns = ints(
-        req_pool_indices=rows, request_ids=ids, prefix_lens=prefix, extend_lens=extend,
-        input_ids=tokens, positions=positions, out_cache_loc=slots,
-    )  # fmt: skip
-    return TraceEvent(kind="forward", scalars={"forward": slots[0] if slots else 0, "mode": "decode"}, ints=columns)
-
-
-def slot_event(kind: str, slots: range, request: int) -> TraceEvent:
-    columns = ints(slot_group=[0], slot_start=[slots.start], slot_count=[len(slots)])
-    return TraceEvent(kind=kind, scalars={"request_id": request}, ints=columns)
-
-
-def both(events: list[TraceEvent], folder: Path, header: TraceHeader = HEADER) -> Replayed:
-    """Replay in both ways, require the same, and return what stepwise gave."""
-    trace = folder / "t.arrow"
-    with TraceWriter(trace, header) as writer:
-        for event in events:
-            assert writer.append(event), event.problem()
-    return check([trace], folder / "reports")[0]
 
 
 @pytest.mark.parametrize("damaged", [DAMAGED, -1])

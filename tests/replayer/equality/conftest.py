@@ -1,7 +1,6 @@
 """How much of the fault lab, and how many random histories, the equality tests go through."""
 
 import pytest
-from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.lab.faults import FAULTS
 
 NORMAL_CASES = 500
@@ -26,6 +25,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _lane_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the pass take these traces, which are too small for it; what it leaves goes through the executor."""
-    monkeypatch.setattr(compiled_pass, "WARM_UP_EVENTS", 0)
+def _pass_from_the_start(pass_from_the_start: None) -> None:
+    """For every test of this folder."""

@@ -9,15 +9,14 @@ from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
 
-from ...recorder.simulated.engines import Interference, random_config, random_pair, random_workload
-from ..test_against_published import SHAPES
-from ..test_naive_model import HEADER, forward, kv_copy
-from ..toy_engine import FAULTS as TOY_FAULTS
-from ..toy_engine import ToyEngine
-from .both_ways import WAYS, check
-from .histories import bend, lasting, read_raw, write_raw
+from ...support.both_ways import WAYS, check
+from ...support.engines.simulated_engines import Interference, random_config, random_pair, random_workload
+from ...support.engines.toy_engine import FAULTS as TOY_FAULTS
+from ...support.engines.toy_engine import SHAPES, ToyEngine
+from ...support.places import DATA
+from ...support.random_forwards import HEADER, forward, kv_copy
+from ...support.raw_traces import bend, lasting, read_raw, write_raw
 
-DATA = Path(__file__).parents[3] / "data"
 ALONE = sorted(path for path in DATA.rglob("*.arrow") if path.parent.parent.name != "simulated")
 PAIRS = sorted(path for path in (DATA / "simulated").iterdir() if path.is_dir())
 

@@ -20,7 +20,7 @@ from kvcanary.replayer.report.merged.merging import MergingSink
 from kvcanary.replayer.report.violations import LaunchViolations, violation_table
 from kvcanary.replayer.run.sweep import Sweep
 
-from .both_ways import assert_tables, plain
+from ...support.both_ways import assert_tables, plain
 
 HEADER = TraceHeader(
     groups=(

@@ -7,29 +7,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.executors.incremental.planning import IncrementalPlanner
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from .shapes import SHAPES, header
-from .unruly_engine import UnrulyEngine
-
-EVENTS = 130
-FUSS = (0.0, 0.05, 0.2, 0.5, 1.0)
-
-
-def write(path: Path, seed: int, shape: str) -> float:
-    """Write a history; return how much was disturbed."""
-    rng = np.random.default_rng([seed, 5])
-    made = header(shape, complete=seed % 2 == 0, truth=rng.random() < 0.85, oracle=rng.random() < 0.2)
-    fuss = FUSS[int(rng.integers(len(FUSS)))]
-    engine = UnrulyEngine(made, seed=seed, fuss=fuss)
-    with TraceWriter(path, made) as writer:
-        for _ in range(EVENTS):
-            event = engine.event()
-            assert writer.append(event), event.problem()
-    return fuss
+from .shapes import SHAPES
+from .unruly_engine import write
 
 
 def answer(path: Path, folder: Path, **settings) -> tuple[dict, dict]:

@@ -6,11 +6,14 @@ held or not, copies, transfers, sweeps and losses pass by, rows repeat, and numb
 often anything of that happens.
 """
 
+from pathlib import Path
+
 import numpy as np
 from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.writing.writer import TraceWriter
 
 from .asides import Asides, Request
-from .shapes import ROWS, SLOTS, WIDTH
+from .shapes import ROWS, SLOTS, WIDTH, header
 
 
 class UnrulyEngine(Asides):
@@ -217,3 +220,20 @@ class UnrulyEngine(Asides):
         if event.ints["req_pool_indices"][r] == 0:  # takes no tokens: what is left of them is padding
             event.ints["sampled_tokens"] = event.ints["sampled_tokens"][:0]
             event.ints["sampled_lens"] = event.ints["sampled_lens"][:0]
+
+
+EVENTS = 130
+FUSS = (0.0, 0.05, 0.2, 0.5, 1.0)
+
+
+def write(path: Path, seed: int, shape: str) -> float:
+    """Write a history; return how much was disturbed."""
+    rng = np.random.default_rng([seed, 5])
+    made = header(shape, complete=seed % 2 == 0, truth=rng.random() < 0.85, oracle=rng.random() < 0.2)
+    fuss = FUSS[int(rng.integers(len(FUSS)))]
+    engine = UnrulyEngine(made, seed=seed, fuss=fuss)
+    with TraceWriter(path, made) as writer:
+        for _ in range(EVENTS):
+            event = engine.event()
+            assert writer.append(event), event.problem()
+    return fuss

@@ -6,7 +6,7 @@ from kvcanary.recorder.errors import TraceError
 from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.executors.device.cuda import find_device, is_device_name
 
-from .test_interpreted import DATA
+from ...support.places import DATA
 
 
 @pytest.mark.parametrize(

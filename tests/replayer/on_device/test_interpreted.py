@@ -10,13 +10,10 @@ from kvcanary.replayer.executors.device import logs
 from kvcanary.replayer.lab.trial import Trial, run_trial
 from kvcanary.replayer.run.settings import ReplaySettings
 
-from ...recorder.segmented import cut
-from ..equality.histories import bend, write_raw
-from ..toy_engine import Shape, ToyEngine
-from .raw import read_raw
+from ...support.engines.toy_engine import Shape, ToyEngine
+from ...support.places import DATA
+from ...support.raw_traces import bend, cut, read_raw, write_raw
 from .same import replay_both
-
-DATA = Path(__file__).parents[3] / "data"
 
 # Shape, fault, seed, KV hash, history checks, and how many rows a log has room for.
 TOYS = {

@@ -21,8 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
 sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(ROOT / "tests" / "replayer" / "equality"))
-sys.path.insert(0, str(ROOT / "tests" / "recorder"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 KV_HASHES = ("auto", "none", "partial", "all")
 
 
@@ -77,7 +76,7 @@ def traces_of(case: Case, folder: Path) -> list[Path | list[Path]]:
     """Make a case's traces, or find them; segments come together, and then each but the first alone."""
     if case.sort == "segments":
         from kvcanary.replayer.lab.trial import Trial, run_trial
-        from segmented import cut
+        from raw_traces import cut
 
         config, seed = case.name.split("/")
         (whole,) = run_trial(Trial(fault=None, config=config, seed=int(seed)), folder / "t.arrow").traces
@@ -95,8 +94,7 @@ def traces_of(case: Case, folder: Path) -> list[Path | list[Path]]:
         return list(run_trial(Trial(fault=FAULTS[fault], config=config, seed=int(seed)), target).traces)
     if case.sort == "bent":
         import numpy as np
-        from histories import bend, write_raw
-        from raw import read_raw
+        from raw_traces import bend, read_raw, write_raw
 
         name, seed = case.name.rsplit("/", 1)
         header, events = read_raw(ROOT / "data" / name)

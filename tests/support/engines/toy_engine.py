@@ -6,10 +6,12 @@ the trace are found here by plain loops, independent of the Recorder.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, Runner, StateTable, TraceHeader
+from kvcanary.recorder.writing.writer import TraceWriter
 
 FAULTS = ("none", "table", "token", "position", "kv", "early_free")
 CAPTURE = 32
@@ -265,3 +267,19 @@ class ToyEngine:
 
 def _column(rows, index) -> np.ndarray:
     return np.array([row[index] for row in rows], np.int64)
+
+
+def record(engine: ToyEngine, path: Path) -> Path:
+    with TraceWriter(path, engine.header, flush_bytes=4096) as writer:
+        for event in engine.events:
+            assert writer.append(event)
+    return path
+
+
+SHAPES = {
+    "full": Shape(),
+    "full_k_only": Shape(halves=("K",)),
+    "full_two_sources": Shape(sources=2, capture=16),
+    "swa": Shape(window=5),
+    "swa_wide": Shape(window=16, halves=("K",)),
+}

@@ -11,7 +11,9 @@ from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "guide" / "recording-your-engine.md"
+from ..places import DOCS
+
+DOCUMENT = DOCS / "guide" / "recording-your-engine.md"
 
 
 def printed_code() -> str:

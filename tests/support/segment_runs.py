@@ -1,13 +1,19 @@
-"""Traces of the fault lab, cut into segments, replayed as they were, segment by segment, and all segments as one."""
+"""Recordings in segments, replayed as they were, segment by segment, all segments as one, and in stretches side by side."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from kvcanary.recorder.trace.recordings import group_recordings
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings
+from kvcanary.replayer.workers.group_replay import GroupResult, GroupTask, replay_group
+from kvcanary.replayer.workers.jobs import Job, ReplayPlan, plan_jobs
+from kvcanary.replayer.workers.joining import joined_results
+from kvcanary.replayer.workers.splitting import split_plan
 
 # What keyframes, which are events too, move: event numbers, and words that hold some.
 NUMBERED = ("event", "writer_event", "evidence", "detail")
@@ -50,6 +56,42 @@ def check(trace: Path, segments: Sequence[Path], folder: Path, **settings: Any) 
     assert sum(one.summary.verified for one in alone) == together.summary.verified
     _check_findings(together.findings, [finding for one in alone for finding in one.findings])
     return together, alone
+
+
+def plan_of(paths: list[Path], report: Path | None) -> ReplayPlan:
+    (recording,), _ = group_recordings(paths)
+    return plan_jobs([Job(recording=recording, report=report)])
+
+
+def replayed(plan: ReplayPlan, settings: ReplaySettings) -> GroupResult:
+    task = GroupTask(settings=settings, explicit=True, all_there=True)
+    results = ((group, replay_group(group, task)) for group in plan.groups)
+    ((_, result),) = joined_results(results, task)
+    return result
+
+
+def compared(paths: list[Path], folder: Path, *, workers: int, **settings: Any) -> Summary:
+    """Replay segments as one and in stretches, compare all that both leave, and return the summary."""
+    chosen = ReplaySettings(**settings)
+    whole = replayed(plan_of(paths, folder / "one"), chosen)
+    plan = split_plan(plan_of(paths, folder / "split"), chosen, workers=workers)
+    assert 1 < len(plan.groups) <= workers
+    split = replayed(plan, chosen)
+    assert (split.error, split.notes) == (whole.error, whole.notes)
+    one, other = (untimed(result.summaries[0].to_json()) for result in (whole, split))
+    assert one == other
+    files = [sorted(path.name for path in (folder / name).iterdir()) for name in ("one", "split")]
+    assert files[0] == files[1]
+    for name in files[0]:
+        if name.endswith(".parquet"):
+            assert pq.read_table(folder / "one" / name).equals(pq.read_table(folder / "split" / name)), name
+    written = json.loads((folder / "split" / "summary.json").read_text())
+    assert untimed(written) == json.loads(json.dumps(other))
+    return split.summaries[0]
+
+
+def untimed(summary: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in summary.items() if name not in ("seconds", "report")}
 
 
 def _check_findings(together: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:

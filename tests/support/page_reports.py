@@ -8,12 +8,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
+from kvcanary.analysis.store.sources import find_sources
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .hand_made import EVENTS, HEADER, event
 
 HOSTILE = '</script><img src=x onerror="window.hurt=1">\'; drop table violations; --\u2028<!--'
+
+
+def source_of(report):
+    [source] = find_sources([report])
+    return source
 
 
 class PageParser(HTMLParser):

@@ -1,12 +1,14 @@
-"""Traces as lists of events: read, bent in ways that engines and recorders are, and written again."""
+"""Traces as lists of events: read, bent in ways that engines and recorders are, cut into segments, and written again."""
 
 import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from kvcanary.recorder.trace.event import TraceEvent, loss_event
-from kvcanary.recorder.trace.header import TraceHeader
-from kvcanary.recorder.trace.reader import TraceReader, read_trace
+from kvcanary.recorder.trace.header import Ranks, TraceHeader
+from kvcanary.recorder.trace.reader import EventView, TraceReader, read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 from kvcanary.recorder.writing.writer import TraceWriter
 
@@ -19,25 +21,25 @@ _CHANGES = (
 )
 
 
+def told(view: EventView) -> TraceEvent:
+    """Return an event of a trace, of any version of the format, as a recorder would hand it to a writer."""
+    there = set(view.batch.record_batch.schema.names)
+    return TraceEvent(
+        kind=view.kind,
+        time_ns=view.time_ns,
+        scalars={name: view.scalar(name) for name in SCALARS if name not in ("event", "kind", "time_ns")},
+        ints={name: view.ints(name).copy() for name in INT_LISTS if name in there and len(view.ints(name))},
+        bytes={name: view.bytes(name).copy() for name in BYTE_LISTS if name in there and len(view.bytes(name))},
+    )
+
+
 def read_raw(path: Path) -> tuple[TraceHeader, list[TraceEvent]]:
     """A trace's header and its events, each as the writer was given it."""
     with TraceReader(path) as reader:
-        header = reader.header
-    events = []
-    for view in read_trace(path):
-        events.append(
-            TraceEvent(
-                kind=view.kind,
-                time_ns=view.time_ns,
-                scalars={name: view.scalar(name) for name in SCALARS if name not in ("event", "kind", "time_ns")},
-                ints={name: view.ints(name).copy() for name in INT_LISTS if len(view.ints(name))},
-                bytes={name: view.bytes(name).copy() for name in BYTE_LISTS if len(view.bytes(name))},
-            )
-        )
-    return header, events
+        return reader.header, [told(view) for view in read_trace(path)]
 
 
-def write_raw(path: Path, header: TraceHeader, events: list[TraceEvent], *, flush_every: int = 7) -> Path:
+def write_raw(path: Path, header: TraceHeader, events: Sequence[TraceEvent], *, flush_every: int = 7) -> Path:
     """Write events as a trace, in small batches."""
     with TraceWriter(path, header, flush_bytes=1 << 30, flush_interval_ns=1 << 60) as writer:
         for number, event in enumerate(events, 1):
@@ -45,6 +47,50 @@ def write_raw(path: Path, header: TraceHeader, events: list[TraceEvent], *, flus
             if number % flush_every == 0:
                 writer.flush()
     return path
+
+
+def write_in_batches(path: Path, header: TraceHeader, events: Sequence[TraceEvent], flush_every: int) -> list[int]:
+    """Write a trace in batches of `flush_every` events; return where each batch ends."""
+    write_raw(path, header, events, flush_every=flush_every)
+    with TraceReader(path) as reader:
+        return [item.end_byte for item in reader.stream()]
+
+
+def as_rank(
+    source: Path,
+    target: Path,
+    ranks: Ranks,
+    change: Callable[[int, TraceEvent], None] = lambda _number, _event: None,
+    *,
+    created_ns: int = 1,
+) -> Path:
+    """Write a trace as another rank would have recorded it; `change` is called with each forward."""
+    header, events = read_raw(source)
+    with TraceWriter(target, replace(header, ranks=ranks, trace_id="", created_ns=created_ns)) as writer:
+        for event in events:
+            if event.kind == "forward":
+                change(int(event.scalars["forward"]), event)
+            assert writer.append(event)
+    return target
+
+
+def cut(source: Path, target: Path, *, seed: int, least: int = 5, most: int = 60) -> list[Path]:
+    """Write `source` in segments of some `least` to `most` events each; return the files in order."""
+    random = np.random.default_rng(seed)
+    with TraceReader(source) as reader:
+        header = reader.header
+    with TraceWriter(
+        target, header, flush_bytes=1 << 30, flush_interval_ns=1 << 60, segment_bytes=1, compression="none"
+    ) as writer:
+        left = int(random.integers(least, most))
+        for view in read_trace(source):
+            assert writer.append(told(view))
+            left -= 1
+            if not left:
+                assert writer.flush()
+                left = int(random.integers(least, most))
+    assert writer.failed is None
+    return sorted(target.parent.glob(f"{target.stem}.??????.arrow"))
 
 
 def bend(events: list[TraceEvent], header: TraceHeader, rng: np.random.Generator) -> list[TraceEvent]:

@@ -1,10 +1,5 @@
 """A recording transformers engine that comes to its end, and what must then be true of its trace."""
 
-import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 from kvcanary.recorder.trace.batch import TraceBatch, TraceGap
@@ -13,44 +8,18 @@ from kvcanary.recorder.writing.recovery import recover
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings
 from kvcanary.replayer.run.verdict import Verdict
 
+from .engine_process import EngineProcess
 
-class EndedEngines:
+
+class EndedEngines(EngineProcess):
     """The process that makes engines; a context manager."""
 
-    def __enter__(self) -> "EndedEngines":
-        script = Path(__file__).with_name("ended_engines.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._read() == "ready"
-        return self
+    def __init__(self) -> None:
+        super().__init__("ended_engines")
 
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate(timeout=60)
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        assert line, "the process that makes engines is gone"
-        return line
-
-    def start(self, folder: Path, **asked: object) -> int:
-        """Start an engine; return its process id."""
-        asked = {"path": str(folder / "t.arrow"), "log": str(folder / "steps.log"), **asked}
-        assert self._process.stdin is not None
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        return int(self._read())
-
-    @staticmethod
-    def wait(pid: int) -> None:
-        """Wait until a process is gone."""
-        for _ in range(6000):
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                return
-            time.sleep(0.01)
-        raise AssertionError("the engine did not end")
+    def start_in(self, folder: Path, **asked: object) -> int:
+        """Start an engine that records into a folder; return its process id."""
+        return self.start(**{"path": str(folder / "t.arrow"), "log": str(folder / "steps.log"), **asked})
 
 
 def steps_of(folder: Path) -> int:

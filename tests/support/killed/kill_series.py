@@ -1,11 +1,8 @@
 """A recording engine killed with SIGKILL at a random moment, and everything that must then be true of its files."""
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +14,8 @@ from kvcanary.recorder.trace.recordings import group_recordings, traces_in
 from kvcanary.recorder.writing.recovery import recover
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings
 from kvcanary.replayer.run.verdict import Verdict
+
+from .engine_process import EngineProcess, wait_until_gone
 
 FLUSH_NS = 50_000_000
 OPTIONS = {
@@ -40,25 +39,11 @@ class Killed:
     verdict: Verdict
 
 
-class Victims:
+class Victims(EngineProcess):
     """The process that makes engines; a context manager."""
 
-    def __enter__(self) -> "Victims":
-        script = Path(__file__).with_name("kill_victims.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._read() == "ready"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate(timeout=60)
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        assert line, "the process that makes engines is gone"
-        return line
+    def __init__(self) -> None:
+        super().__init__("kill_victims")
 
     def kill_one(self, folder: Path, *, mode: str, seed: int) -> Killed:
         """Start an engine, kill it at a random moment after its first flush, and check all that it left."""
@@ -67,10 +52,7 @@ class Victims:
         traces = folder / "traces"
         traces.mkdir()
         options = {"flush_interval_ns": FLUSH_NS, **OPTIONS[mode]}
-        asked = {"path": str(traces / "t.arrow"), "seed": seed, "log": str(log), "options": options}
-        assert self._process.stdin is not None
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        pid = int(self._read())
+        pid = self.start(path=str(traces / "t.arrow"), seed=seed, log=str(log), options=options)
         try:
             while not (log.exists() and log.stat().st_size):
                 os.kill(pid, 0)  # raises where it died by itself
@@ -79,18 +61,9 @@ class Victims:
         finally:
             os.kill(pid, signal.SIGKILL)
         killed_ns = time.time_ns()
-        while _is_there(pid):
-            time.sleep(0.002)
+        wait_until_gone(pid)
         finished = int(log.with_name("finished.log").read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2] or -1)
         return _check(traces, log, killed_ns=killed_ns, flight=mode == "flight", finished=finished)
-
-
-def _is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _check(traces: Path, log: Path, *, killed_ns: int, flight: bool, finished: int) -> Killed:

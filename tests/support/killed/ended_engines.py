@@ -12,15 +12,13 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import tiny_models
 from kvcanary.recorder.capture.recorder import prepare_kernels
 from kvcanary.recorder.engines.transformers import attach
 from transformers.generation.continuous_batching import continuous_api
+
+from ..engines import tiny_models
 
 WAYS = {
     "os_exit": lambda: os._exit(0),

@@ -1,0 +1,7 @@
+"""Where things lie."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "data"
+DOCS = ROOT / "docs"
