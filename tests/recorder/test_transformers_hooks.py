@@ -20,22 +20,24 @@ MODELS = ("llama", "gemma3_hybrid", "mistral_sliding")
 
 pytestmark = pytest.mark.usefixtures("engine_left_as_it_was")
 
-RECORDING_METHODS = {
+FORKS = {"num_return_sequences": 2, "do_sample": True, "top_k": 1}
+RECORDING_METHODS: dict[str, dict[str, Any]] = {
     "before_step": {},
     "after_step": {},
     "on_free": {},
-    "replaced_blocks": {},
-    "evicted_blocks": {"num_blocks": 20, "safety_margin": 0.0, "max_batch_tokens": 64, "max_new_tokens": 40},
-    "forked": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
-    "copied_blocks": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
+    "on_complete": {},
+    "on_evict": {"num_blocks": 20, "safety_margin": 0.0, "max_batch_tokens": 64, "max_new_tokens": 40},
+    "on_fork": FORKS,
+    "on_copy": FORKS,
+    "on_offload": {"offload": True},
     "on_restore": {"offload": True},
-    "moved_blocks": {"offload": True},
 }
+BOTH_SIDES = [(name, late) for name in RECORDING_METHODS for late in (False, True)[: 1 + name.startswith("on_")]]
 
 
-@pytest.mark.parametrize("name", RECORDING_METHODS)
+@pytest.mark.parametrize(("name", "late"), BOTH_SIDES)
 def test_a_fault_in_a_hook_leaves_the_engine_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, late: bool
 ) -> None:
     options = dict(RECORDING_METHODS[name])
     if options.pop("offload", False):
@@ -51,7 +53,7 @@ def test_a_fault_in_a_hook_leaves_the_engine_alone(
         called.append(1)
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(TransformersRecording, name, fail)
+    monkeypatch.setattr(TransformersRecording, name, (lambda *_, **__: fail) if late else fail)
     caplog.set_level(logging.ERROR, "kvcanary")
     with attach(tmp_path / "trace.arrow") as attachment:
         assert generate(subject, prompts, **options) == expected

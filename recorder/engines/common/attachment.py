@@ -67,13 +67,12 @@ class EngineAttachment:
 
 def begin_plugin(engine: str, package: str) -> None:
     """Set an engine's hooks, by `install` of an adapter's module `hooks`, if a recording is asked for; never raises."""
-    if not is_wanted():
-        return
-    try:
-        share_run_id()
-        importlib.import_module(".hooks", package).install()
-    except Exception:
-        logger.exception("kvcanary: not recording: the %s adapter could not be set up", engine)
+    if is_wanted():
+        try:
+            share_run_id()
+            importlib.import_module(".hooks", package).install()
+        except Exception:
+            logger.exception("kvcanary: not recording: the %s adapter could not be set up", engine)
 
 
 def installed_version(*packages: str) -> str:

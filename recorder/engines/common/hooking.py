@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from .step_cost import OTHERS, PLACES, StepCost
 
 Finish = Callable[[Any, BaseException | None], None]
 Hook = Callable[..., Finish | None]
+Around = Generator[None, Any, None]
 OnFault = Callable[[str, Exception], None]
 
 
@@ -43,6 +44,40 @@ class Target(NamedTuple):
         return f"not hooked: {self.paths[0].replace(':', '.')}"
 
 
+def around(hook: Callable[..., Around]) -> Hook:
+    """Return a generator as a hook: behind its `yield` it goes on with the result once the engine's function has returned.
+
+    If that raised, or the generator never yields, nothing goes on; a `finally` runs all the same.
+    """
+
+    @functools.wraps(hook)
+    def begin(*args: Any, **kwargs: Any) -> Finish | None:
+        running = hook(*args, **kwargs)
+        if next(running, running) is running:  # it has ended
+            return None
+
+        def finish(result: Any, error: BaseException | None) -> None:
+            if error is not None:
+                running.close()
+                return
+            with contextlib.suppress(StopIteration):
+                running.send(result)
+
+        return finish
+
+    return begin
+
+
+def while_true(condition: Callable[[], object], hook: Hook) -> Hook:
+    """Return a hook that does nothing once `condition` no longer holds."""
+
+    @functools.wraps(hook)
+    def guarded(*args: Any, **kwargs: Any) -> Finish | None:
+        return hook(*args, **kwargs) if condition() else None
+
+    return guarded
+
+
 def harmless(hook: Hook, on_fault: OnFault, cost: StepCost | None = None) -> Callable[..., Any]:
     """Return a wrapper `(original, *args, **kwargs)` that calls `hook` before the original and what it returns after.
 
@@ -54,6 +89,10 @@ def harmless(hook: Hook, on_fault: OnFault, cost: StepCost | None = None) -> Cal
     before, after = (OTHERS, OTHERS) if cost is None else cost.places(name)
     spent: Callable[[int], object] = abs if cost is None else cost.spent  # abs does nothing with it
 
+    def report(error: Exception) -> None:
+        with contextlib.suppress(Exception):  # a log that cannot be written to must not fail the engine either
+            on_fault(name, error)
+
     def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begin = perf_counter_ns()
         finish: Finish | None
@@ -61,7 +100,7 @@ def harmless(hook: Hook, on_fault: OnFault, cost: StepCost | None = None) -> Cal
             finish = hook(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
             finish = None
-            _report(on_fault, name, error)
+            report(error)
         spent((perf_counter_ns() - begin) * PLACES + before)
         if finish is None:
             return original(*args, **kwargs)
@@ -71,42 +110,17 @@ def harmless(hook: Hook, on_fault: OnFault, cost: StepCost | None = None) -> Cal
             try:
                 finish(None, error)
             except Exception as fault:  # noqa: BLE001  # the engine gets its own error
-                _report(on_fault, name, fault)
+                report(fault)
             raise
         begin = perf_counter_ns()
         try:
             finish(result, None)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            _report(on_fault, name, error)
+            report(error)
         spent((perf_counter_ns() - begin) * PLACES + after)
         return result
 
     return wrapper
-
-
-def _report(on_fault: OnFault, name: str, error: Exception) -> None:
-    """Report a hook that failed; a log that cannot be written to must not fail the engine either."""
-    with contextlib.suppress(Exception):
-        on_fault(name, error)
-
-
-def then(act: Callable[[Any], object]) -> Finish:
-    """Return what calls `act` with the result of the engine's function, unless that raised."""
-
-    def finish(result: Any, error: BaseException | None) -> None:
-        if error is None:
-            act(result)
-
-    return finish
-
-
-def while_true(condition: Callable[[], object], hook: Hook) -> Hook:
-    """Return a hook that does nothing once `condition` no longer holds."""
-
-    def guarded(*args: Any, **kwargs: Any) -> Finish | None:
-        return hook(*args, **kwargs) if condition() else None
-
-    return guarded
 
 
 def wrap_method(owner: Any, name: str, hook: Hook, on_fault: OnFault, cost: StepCost | None = None) -> bool:

@@ -119,10 +119,10 @@ class RequestRows(Generic[R]):
     def see(self, name: str) -> tuple[R, bool]:
         """Return a request and whether it is new."""
         known = self._by_name.get(name)
-        if known is not None:
-            return known, False
-        known = self._by_name[name] = self._make(name)
-        return known, True
+        if known is None:
+            known = self._by_name[name] = self._make(name)
+            return known, True
+        return known, False
 
     def run(self, known: R, forward: int) -> bool:
         """Let a request take part in a forward; return whether it was given a row for that.

@@ -5,11 +5,7 @@ numpy is imported when the sum is made: a process that records nothing imports t
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from typing import Any, Final
 
 KINDS_KEPT: Final = 16
 ENTRIES_KEPT: Final = 500_000  # of eight bytes; a step has some seven
@@ -66,9 +62,9 @@ class StepCost:
     def summary(self) -> dict[str, Any]:
         """Return steps, and the nanoseconds of engine thread that the median and the slowest hundredth of them took.
 
-        `by_forward` has the same of the most frequent kinds of forwards, by mode and number of requests: steps, median
-        and slowest hundredth. `by_hook` has, of the same kinds, the median of each hook in `apart`, before and
-        after the engine's function, and of all others together. The step that has not ended is left out.
+        `by_forward` has the same of the most frequent kinds of forwards, by mode and number of requests. `by_hook` has,
+        of the same kinds, the median of each hook in `apart`, before and after the engine's function, and of all
+        others together. The step that has not ended is left out.
         """
         import numpy as np
 
@@ -82,24 +78,19 @@ class StepCost:
         counts = (places != BEGINS) & (step >= 0) & (step < len(kinds))
         times = np.zeros((len(kinds), BEGINS), np.int64)
         np.add.at(times, (step[counts], places[counts]), values[counts])
+
+        def place(mine: Any, percent: int) -> int:
+            return int(np.sort(mine)[len(mine) * percent // 100])
+
         whole = times.sum(axis=1)
         names = [f"{hook} {side}" for hook in self._apart for side in ("before", "after")]
+        columns = {name: at for at, name in enumerate(names)} | {"others": OTHERS}
         by_forward: dict[str, list[int]] = {}
         by_hook: dict[str, dict[str, int]] = {}
         for (mode, rows), number in sorted(self._kinds.items(), key=lambda kind: -int((kinds == kind[1]).sum())):
             mine = kinds == number
             if mine.any() and len(by_forward) < KINDS_KEPT:
-                by_forward[f"{mode} {rows}"] = [int(mine.sum()), _place(whole[mine], 50), _place(whole[mine], 99)]
-                apart = {name: _place(times[mine, place], 50) for place, name in enumerate(names)}
-                by_hook[f"{mode} {rows}"] = {**apart, "others": _place(times[mine, OTHERS], 50)}
-        return {
-            "steps": len(kinds),
-            "engine_thread_ns_p50": _place(whole, 50),
-            "engine_thread_ns_p99": _place(whole, 99),
-            "by_forward": by_forward,
-            "by_hook": by_hook,
-        }
-
-
-def _place(values: "npt.NDArray[np.int64]", percent: int) -> int:
-    return int(sorted(values.tolist())[len(values) * percent // 100])
+                by_forward[f"{mode} {rows}"] = [int(mine.sum()), place(whole[mine], 50), place(whole[mine], 99)]
+                by_hook[f"{mode} {rows}"] = {name: place(times[mine, at], 50) for name, at in columns.items()}
+        slowest = {f"engine_thread_ns_p{percent}": place(whole, percent) for percent in (50, 99)}
+        return {"steps": len(kinds), **slowest, "by_forward": by_forward, "by_hook": by_hook}

@@ -33,7 +33,7 @@ def _address(pid: int) -> str:
 def serve_stop(stop: Callable[[], None]) -> None:
     """Call `stop` when a process of the same user asks for it; once, in a thread of its own.
 
-    Where there are no such sockets (not Linux) nothing happens, and a killed process leaves a torn trace.
+    If there are no such sockets (not Linux) nothing happens, and a killed process leaves a torn trace.
     """
     listener = None
     try:
@@ -55,7 +55,8 @@ def serve_stop(stop: Callable[[], None]) -> None:
                     time.sleep(ACCEPT_AGAIN_S)
                     continue
                 with asker:
-                    if _same_user(asker):
+                    _, uid, _ = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                    if uid in (os.getuid(), 0):
                         stop()
                         with contextlib.suppress(OSError):  # who asked may have lost patience
                             asker.sendall(DONE)
@@ -64,20 +65,12 @@ def serve_stop(stop: Callable[[], None]) -> None:
     threading.Thread(target=serve, name="kvcanary-stop", daemon=True).start()
 
 
-def _same_user(asker: socket.socket) -> bool:
-    _, uid, _ = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return uid in (os.getuid(), 0)
-
-
 def stop_tree(
     parent_pid: int | None = None, include_parent: bool = True, skip_pid: int | None = None, **_: Any
 ) -> None:
-    """Have the recording ones of processes that are about to be killed end their traces; others, which go on, do not.
+    """Have the recording ones of processes that are about to be killed end their traces.
 
-    Args:
-        parent_pid: with all that it has started; None for all that this one has.
-        include_parent: whether `parent_pid` itself is killed.
-        skip_pid: what is not.
+    They are `parent_pid` if `include_parent`, and all that it has started (None: that this process has), but `skip_pid`.
     """
     psutil = importlib.import_module("psutil")  # the engines have it; kvcanary by itself does not need it
     try:
@@ -104,8 +97,8 @@ def stop_processes(pids: Iterable[int], *, patience_s: float = PATIENCE_S) -> li
         except OSError as error:
             logger.warning("kvcanary: process %d cannot be asked to end its trace: %s", pid, error.strerror)
             continue
-        connection.settimeout(1.0)
         try:
+            connection.settimeout(1.0)
             connection.connect(_address(pid))
             asked.append((pid, connection))
         except OSError:  # not a recording process
@@ -124,14 +117,10 @@ def stop_processes(pids: Iterable[int], *, patience_s: float = PATIENCE_S) -> li
 
 
 def stop_on_sigterm(stop: Callable[[], None]) -> bool:
-    """Have SIGTERM call `stop` before it ends the process, where the engine has left it at its default.
+    """Have SIGTERM call `stop` before it ends the process; return whether it was set: in the main thread, for no handler.
 
-    The first one is the last that is looked at: a second ends the process at once. `stop` is called in a thread of its
-    own, since the main thread may hold whatever `stop` needs; it goes on meanwhile. A process whose main thread is
-    stuck in native code does not notice the first, nor would Python let it.
-
-    Returns:
-        Whether it was set: not outside the main thread, and not in place of a handler.
+    A second SIGTERM ends the process at once. `stop` is called in a thread of its own, since the main thread, which goes
+    on meanwhile, may hold whatever `stop` needs; if that is stuck in native code, Python does not notice the first.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return False

@@ -8,30 +8,25 @@ from ...errors import error_text
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
 from ..common.attachment import EngineAttachment
-from ..common.hooking import Finish, Hook, then, while_true, wrap_method
+from ..common.hooking import Around, Finish, Hook, OnFault, around, while_true, wrap_method
 from ..common.step_cost import StepCost
 from ..common.stopping import stop_tree
-from .forward import DraftGraph, check_chain
-from .history import ALLOCS, FREES, GroupHistory, knows_allocator, on_host
+from .history import knows_allocator, on_host
 from .hooks import not_applied, register_drafts
 from .host_cache import HostCache
 from .inside import InsideModels
 from .layers import ModelLayers
 from .layout import RunnerLayout, controller_of
 from .recording import SglangRecording
-from .requests import row_of
-from .transfers import to_nobody
 
 logger = logging.getLogger("kvcanary")
 
-EVICTIONS = ("evict", "evict_for_alloc")
-LOADS = ("init_load_back", "load_back")
 # If these fail in time, the model is looked at from outside.
 INSIDE_HOOKS = ("on_load", "on_capture", "on_inside")
 
 
 class SglangAttachment(EngineAttachment):
-    """The recording of one process."""
+    """The recording of one process; what begins with `on_` is a hook, by the names of `hooks.TARGETS`."""
 
     engine = "SGLang"
     ending = frozenset(
@@ -63,9 +58,8 @@ class SglangAttachment(EngineAttachment):
             self.off.add(hook)
             self._inside.off = True
             where, said = "forwards are recorded before and after the model", error_text(error)
-            self.not_watched.append(
-                NotWatched(what="other", name=f"inside the model: {hook}", reason=f"{where}: {said}")
-            )
+            name = f"inside the model: {hook}"
+            self.not_watched.append(NotWatched(what="other", name=name, reason=f"{where}: {said}"))
             logger.warning("kvcanary: %s: %s: %s", where, hook, said, exc_info=error)
             return
         super().fault(hook, error)
@@ -83,32 +77,24 @@ class SglangAttachment(EngineAttachment):
             logger.exception("kvcanary: what the recording cost is not recorded")
         super().close()
 
-    def _live(self, hook: str) -> SglangRecording | None:
-        return None if hook in self.off else self.recording
-
-    # Hooks, by the names of hooks.TARGETS.
-
-    def on_runner(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+    def on_runner(self, runner: Any, *_args: Any, **_kwargs: Any) -> None:
         """Remember every model runner of the process: target and drafts."""
         if not any(known is runner for known in self._runners):
             self._runners.append(runner)
-        return None
 
-    def on_load(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+    @around
+    def on_load(self, runner: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Stand around a model as soon as there is one, before SGLang's canary does."""
-        inside = self._inside.on_load(runner)
+        yield
+        self._inside.wrap(runner)
+        self._layers.wrap(runner)
 
-        def finish(result: Any, error: BaseException | None) -> None:
-            if inside is not None:
-                inside(result, error)
-            if error is None:
-                self._layers.wrap(runner)
-
-        return finish
-
-    def on_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+    @around
+    def on_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Start the recording when the scheduler stands; what ran before it was warm-up."""
-        return then(lambda _: None if self.recording is not None else self._start(scheduler))
+        yield
+        if self.recording is None:
+            self._start(scheduler)
 
     def _start(self, scheduler: Any) -> None:
         runners = [runner for runner in self._runners if getattr(runner, "token_to_kv_pool", None) is not None]
@@ -133,17 +119,19 @@ class SglangAttachment(EngineAttachment):
     def _follow(self, scheduler: Any, recording: SglangRecording, allocator: Any) -> None:
         """Hook what the scheduler's parts do; with an allocator, which slots it gives out."""
         if recording.sweep.walks:
-            self._wrap(recording.target, "forward", self.on_forward)
-        self._wrap(recording.target.req_to_token_pool, "alloc", self.on_rows)
-        self._wrap(recording.target.req_to_token_pool, "free", self.on_row_free)
+            self._wrap(recording.target, "forward", recording.sweep.on_forward)
+        self._wrap(recording.target.req_to_token_pool, "alloc", recording.on_rows)
+        self._wrap(recording.target.req_to_token_pool, "free", recording.on_row_free)
         if allocator is not None:
             recording.keep_history(allocator)
-            for one in recording.histories:
-                self._wrap_allocator(one)
-            for name in EVICTIONS:
+            for history in recording.histories:
+                for name, hook in history.hooks().items():
+                    self._wrap(history.allocator, name, hook, "history", self._history_fault)
+            for name in ("evict", "evict_for_alloc"):
                 if hasattr(scheduler.tree_cache, name):
-                    self._wrap(scheduler.tree_cache, name, self.on_evict)
-        self._follow_host_cache(scheduler, recording)
+                    self._wrap(scheduler.tree_cache, name, recording.on_evict, "history")
+        if getattr(scheduler, "enable_hierarchical_cache", False):
+            self._follow_host_cache(scheduler, recording)
         self._follow_transfers(scheduler, recording)
         if recording.recorder.header.ranks.pp_size > 1:
             self._wrap(scheduler, "_pp_launch_batch", recording.results.on_launch)
@@ -151,59 +139,48 @@ class SglangAttachment(EngineAttachment):
 
     def _follow_host_cache(self, scheduler: Any, recording: SglangRecording) -> None:
         """Hook what goes to a host's pool and comes back, each copy or, if they cannot be recorded, each load-back."""
-        if not getattr(scheduler, "enable_hierarchical_cache", False):
-            return
+        cache = HostCache(controller_of(scheduler), recording.recorder, recording.histories)
+        load_back = self._live(cache.on_load_back)
+
+        def copies(hook: Hook, otherwise: Hook | None) -> Hook:
+            """Return a hook around copies; once one could not be recorded, `otherwise` stands in its place."""
+
+            def on_host_cache(*args: Any, **kwargs: Any) -> Finish | None:
+                chosen = hook if self.recording is not None and "on_host_cache" not in self.off else otherwise
+                return chosen(*args, **kwargs) if chosen else None
+
+            return on_host_cache
+
         if any(group.host_num_slots for group in recording.recorder.header.groups):
-            cache = HostCache(controller_of(scheduler), recording.recorder, recording.histories)
-            hooks = (("write", cache.on_write, None), ("load", cache.on_load, self.on_load_back))
-            if all(wrap_method(cache.controller, name, self._copies(*both), self.fault) for name, *both in hooks):
+            hooks = {"write": copies(cache.on_write, None), "load": copies(cache.on_load, load_back)}
+            if all(wrap_method(cache.controller, name, hook, self.fault) for name, hook in hooks.items()):
                 return
-        for name in LOADS:
-            wrap_method(scheduler.tree_cache, name, self.on_load_back, self.fault)
-
-    def _copies(self, hook: Hook, otherwise: Hook | None) -> Hook:
-        """Return a hook around copies; once one could not be recorded, `otherwise` stands in its place."""
-
-        def on_host_cache(*args: Any, **kwargs: Any) -> Finish | None:
-            chosen = hook if self._live("on_host_cache") else otherwise
-            return chosen(*args, **kwargs) if chosen else None
-
-        return on_host_cache
+        for name in ("init_load_back", "load_back"):
+            wrap_method(scheduler.tree_cache, name, load_back, self.fault)
 
     def _follow_transfers(self, scheduler: Any, recording: SglangRecording) -> None:
         """Hook what a prefill engine sends and a decode engine receives."""
-        recording.transfers.on_fault = self.fault
-        role = recording.recorder.header.role
+        transfers, role = recording.transfers, recording.recorder.header.role
+        transfers.on_fault = self.fault
         if role == "prefill":
-            self._wrap(scheduler, "send_kv_chunk", self.on_send)
-        queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
-        if role == "decode" and not wrap_method(queue, "_commit_transfer_to_req", self.on_receive, self.fault):
-            raise ValueError(
-                "this SGLang has no _commit_transfer_to_req: what a decode engine receives cannot be recorded"
-            )
-        if role == "decode":  # not counted as cost: it is called in every round of an idle engine, too
-            wrap_method(queue, "extend", self.on_expect, self.fault)
-
-    def _wrap(self, owner: Any, name: str, hook: Hook) -> None:
-        if not wrap_method(owner, name, hook, self.fault, self.cost):
-            logger.warning("kvcanary: %s has no %s: not recorded", type(owner).__name__, name)
-
-    def _wrap_allocator(self, history: GroupHistory) -> None:
-        hooks = dict.fromkeys(ALLOCS, history.on_alloc) | dict.fromkeys(FREES, history.on_free)
-        hooks |= {
-            "free_page_ids": history.on_free_page_ids,
-            "free_group_end": history.on_group_end,
-            "clear": history.on_clear,
-        }
-        for name, hook in hooks.items():
-            if hasattr(history.allocator, name):
-                wrap_method(
-                    history.allocator,
-                    name,
-                    while_true(lambda: self._live("history"), hook),
-                    self._history_fault,
-                    self.cost,
+            self._wrap(scheduler, "send_kv_chunk", transfers.on_send)
+        if role == "decode":
+            queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
+            if not wrap_method(queue, "_commit_transfer_to_req", self._live(transfers.on_receive), self.fault):
+                raise ValueError(
+                    "this SGLang has no _commit_transfer_to_req: what a decode engine receives cannot be recorded"
                 )
+            # Not counted as cost: it is called in every round of an idle engine, too.
+            wrap_method(queue, "extend", self._live(transfers.on_expect), self.fault)
+
+    def _live(self, hook: Hook, name: str = "") -> Hook:
+        """Return a hook of the recording's that does nothing once it, or what is called `name`, has failed."""
+        name = name or getattr(hook, "__name__", "hook")
+        return while_true(lambda: self.recording is not None and name not in self.off, hook)
+
+    def _wrap(self, owner: Any, method: str, hook: Hook, name: str = "", on_fault: OnFault | None = None) -> None:
+        if not wrap_method(owner, method, self._live(hook, name), on_fault or self.fault, self.cost):
+            logger.warning("kvcanary: %s has no %s: not recorded", type(owner).__name__, method)
 
     def _history_fault(self, _: str, error: Exception) -> None:
         if self.recording is not None:
@@ -233,30 +210,11 @@ class SglangAttachment(EngineAttachment):
         return self.on_model(graph_runner.model_runner, batch)
 
     def on_draft_graph(self, graph_runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Record a draft's steps that run as one CUDA graph, each as it is captured in the graph, else after it."""
-        recording = self._live("on_draft_graph")
-        layout = None if recording is None else recording.layout.runners.get(id(graph_runner.model_runner))
-        if recording is None or layout is None:
+        """Record a draft's steps that run as one CUDA graph."""
+        recording = self.recording
+        if recording is None or id(graph_runner.model_runner) not in recording.layout.runners:
             return None
-        if recording.records_inside(graph_runner):
-            check_chain(graph_runner)
-            recording.before_model(layout, batch, batch.req_pool_indices.numel())
-            return recording.after_draft_graph
-        graph = DraftGraph(graph_runner, batch, own=recording.own)
-
-        def record(result: Any) -> None:
-            for step in graph.steps(result):
-                recording.before_model(layout, step, step.req_pool_indices.numel())
-                recording.after_model(None, None)
-
-        return then(record)
-
-    def on_forward(self, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Walk the prefix cache at the end of a target's forward, where SGLang's canary sweeps."""
-        recording = self._live("on_forward")
-        if recording is None:
-            return None
-        return then(lambda _: recording.sweep.after_forward())
+        return recording.draft_graph(graph_runner, batch)
 
     def on_run(self, _scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Get to know the requests of a batch that is about to run, and which forward its result belongs to."""
@@ -276,92 +234,17 @@ class SglangAttachment(EngineAttachment):
             return None
         return recording.results.took if recording.results.takes(result) else None
 
-    def on_retract(self, *_args: Any, offload_kv: bool = True, **_kwargs: Any) -> Finish | None:
+    @around
+    def on_retract(self, *_args: Any, offload_kv: bool = True, **_kwargs: Any) -> Around:
         """Call a row that is given back meanwhile a retracted request's."""
-        recording = self._live("on_retract")
-        if recording is None:
-            return None
-        recording.retracting, recording.restores = True, offload_kv
+        recording = self.recording
+        if recording is not None and "on_retract" not in self.off:
+            recording.retracting, recording.restores = True, offload_kv
+            try:
+                yield
+            finally:
+                recording.retracting = False
 
-        def finish(_: Any, __: BaseException | None) -> None:
-            recording.retracting = False
-
-        return finish
-
-    def on_rows(self, reqs: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Record the requests that are given rows."""
-        recording = self._live("on_rows")
-        if recording is None:
-            return None
-        new = [req for req in reqs if row_of(req) < 0]
-
-        def finish(_: Any, __: BaseException | None) -> None:
-            for req in new:
-                if row_of(req) >= 0:
-                    recording.got_row(req)
-
-        return finish
-
-    def on_row_free(self, req: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Record a request that gives its row back."""
-        recording = self._live("on_row_free")
-        if recording is None or not hasattr(req, "rid"):
-            return None
-        row = row_of(req)
-        return then(lambda _: recording.gave_row_back(req, row))
-
-    def on_send(self, req: Any, *args: Any, **kwargs: Any) -> Finish | None:
-        """Record a prompt whose last chunk is sent to a decode engine, and the transfer's end."""
-        recording = self._live("on_send")
-        if recording is None or to_nobody(req.disagg_kv_sender):
-            return None
-        recording.transfers.sending(req)
-        last = bool(args[0]) if args else bool(kwargs.get("last_chunk", False))
-
-        return then(lambda _: recording.transfers.sent_last(req, recording.see(req))) if last else None
-
-    def on_expect(self, decode_reqs: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Record prompts whose senders know where to write them."""
-        recording = self._live("on_expect") if decode_reqs else None
-        if recording is None:
-            return None
-        for decode_req in decode_reqs:
-            if row_of(decode_req.req) >= 0:
-                recording.transfers.expected(decode_req.req, recording.see(decode_req.req), decode_req.kv_receiver)
-        return None
-
-    def on_receive(self, decode_req: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Record a prompt that has landed."""
-        recording = self._live("on_receive")
-        if recording is None:
-            return None
-        req, receiver = decode_req.req, decode_req.kv_receiver
-        if getattr(decode_req, "host_staged", False):
-            recording.recorder.lost("a prompt was received in the host's memory, which is not recorded")
-            return None
-
-        return then(lambda _: recording.transfers.received(req, recording.see(req), receiver))
-
-    def on_load_back(self, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Record that slots may have got content from a host cache; which ones is unknown."""
-        recording = self._live("on_load_back")
-        if recording is not None:
-            recording.recorder.lost("KV was loaded back from the host cache, which is not recorded")
-        return None
-
-    def on_evict(self, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Call slots that are given back meanwhile evicted."""
-        recording = self._live("history")
-        if recording is None:
-            return None
-        self._evicting(recording, True)
-        return lambda _, __: self._evicting(recording, False)
-
-    def _evicting(self, recording: SglangRecording, evicting: bool) -> None:
-        for history in recording.histories:
-            history.evicting = evicting
-
-    def on_stop(self, *args: Any, **kwargs: Any) -> Finish | None:
+    def on_stop(self, *args: Any, **kwargs: Any) -> None:
         """Let the processes that are about to be killed end their traces first."""
         stop_tree(*args, **kwargs)
-        return None

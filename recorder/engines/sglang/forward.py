@@ -7,7 +7,7 @@ that each step wrote.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +21,7 @@ from ...capture.host_arrays import own_int64
 from .layout import RunnerLayout, SglangLayout
 from .requests import KnownBatch
 
-# by the name of SGLang's ForwardMode
+# By the name of SGLang's ForwardMode.
 MODES: Final = {
     "EXTEND": "extend",
     "SPLIT_PREFILL": "extend",
@@ -59,8 +59,7 @@ def forward_input(
         tokens[:] = UNKNOWN_TOKEN
     prefix, extend = prefix_and_extend(batch, mode, rows.size, positions)
     size = min(tokens.size, positions.size)
-    written = _written(batch, size)
-    elsewhere = np.full(size, -1, np.int64)
+    written, elsewhere = _filled(size, batch.out_cache_loc, -1), np.full(size, -1, np.int64)
     nothing = np.zeros(rows.size, np.int64)
     unread = TableRead(starts=nothing, counts=nothing, slots=nothing[:0])
     mine = [table == runner.table for table in range(len(layout.tables))]
@@ -94,35 +93,11 @@ def mode_of(forward_mode: Any) -> str:
     return mode
 
 
-def prefix_and_extend(batch: Any, mode: str, bs: int, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return `[bs]` tokens in the cache before the forward, and `[bs]` tokens that it adds, by its mode.
+def lens_of(batch: Any, mode: str, positions: Any) -> Lens:
+    """Return how much of each request is in the cache before the forward and how much that adds, by its mode.
 
     A decode goes by positions: EAGLE's draft leaves seq_lens as they were before the first of its steps.
     """
-    if mode in ("decode", "idle"):
-        prefix = np.zeros(bs, np.int64)
-        count = min(bs, positions.size)
-        prefix[:count] = positions[:count]
-        return prefix, np.ones(bs, np.int64)
-    if mode == "target_verify":
-        return own_int64(batch.seq_lens[:bs]), np.full(bs, int(batch.spec_info.draft_token_num), np.int64)
-    extend = own_int64(batch.extend_seq_lens[:bs])
-    if mode == "draft_extend":
-        return own_int64(batch.seq_lens[:bs]) - extend, extend
-    return own_int64(batch.extend_prefix_lens[:bs]), extend
-
-
-def _written(batch: Any, size: int) -> Int64Array:
-    """Return the slot of each token, -1 if the batch names none."""
-    written = np.full(size, -1, np.int64)
-    if batch.out_cache_loc is not None:
-        slots = own_int64(batch.out_cache_loc)[:size]
-        written[: slots.size] = slots
-    return written
-
-
-def lens_of(batch: Any, mode: str, positions: Any) -> Lens:
-    """Return how much of each request is in the cache and how much is added; as `prefix_and_extend`, on the device."""
     if mode in ("decode", "idle"):
         return Lens(positions, None, None, 1)
     if mode == "target_verify":
@@ -133,6 +108,24 @@ def lens_of(batch: Any, mode: str, positions: Any) -> Lens:
     return Lens(batch.extend_prefix_lens.contiguous(), None, extend, 1)
 
 
+def prefix_and_extend(batch: Any, mode: str, bs: int, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return the same as arrays of the host, `[bs]` each; a request without a position has nothing in the cache."""
+    lens = lens_of(batch, mode, positions)
+    prefix = _filled(bs, lens.prefix, 0)
+    if lens.minus is not None:
+        prefix -= own_int64(lens.minus[:bs])
+    return prefix, np.full(bs, lens.extend_each) if lens.extend is None else own_int64(lens.extend[:bs])
+
+
+def _filled(size: int, values: Any, otherwise: int) -> Int64Array:
+    """Return `[size]` values, None for none, and something else past their end."""
+    filled = np.full(size, otherwise, np.int64)
+    if values is not None:
+        given = own_int64(values[:size])
+        filled[: given.size] = given
+    return filled
+
+
 class DeviceForwards:
     """Records what a forward is about to read and write, in the engine's own tensors, of which nothing is read here."""
 
@@ -140,7 +133,6 @@ class DeviceForwards:
         self.before = capture.before
         self._where = capture.frames.device
         self._device: int = capture.frames.get_device()  # -1 for the CPU
-        self._modes: dict[int, tuple[Any, str]] = {}  # by the id of an engine's mode, of which there are few
         self._engine_mode: Any = None  # the last one
         self._mode = ""
 
@@ -152,11 +144,14 @@ class DeviceForwards:
                 not be given.
         """
         if batch.forward_mode is not self._engine_mode:
-            self._look_up(batch.forward_mode)
+            self._engine_mode, self._mode = batch.forward_mode, mode_of(batch.forward_mode)
         mode, rows, ids, positions = self._mode, batch.req_pool_indices, batch.input_ids, batch.positions
         loc = batch.out_cache_loc
         if ids is None or positions is None or loc is None or has_embeddings(batch):
-            ids, positions, loc = _present(rows, None if has_embeddings(batch) else ids, positions, loc)
+            nothing = rows[:0]
+            positions, loc = nothing if positions is None else positions, nothing if loc is None else loc
+            if ids is None or has_embeddings(batch):
+                ids = positions.new_full(positions.shape, UNKNOWN_TOKEN)
         if not (rows.is_contiguous() and ids.is_contiguous() and positions.is_contiguous() and loc.is_contiguous()):
             rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
         lens = lens_of(batch, mode, positions)
@@ -181,42 +176,6 @@ class DeviceForwards:
             )
         )
 
-    def _look_up(self, mode: Any) -> None:
-        known = self._modes.get(id(mode))
-        if known is None or known[0] is not mode:
-            found = MODES.get(mode.name)
-            if found is None:
-                raise ValueError(f"forward mode {mode.name}, expected one of {', '.join(MODES)}")
-            if len(self._modes) > len(MODES):
-                self._modes.clear()
-            known = self._modes[id(mode)] = (mode, found)
-        self._engine_mode, self._mode = known
-
-
-def _present(rows: Any, ids: Any, positions: Any, loc: Any) -> tuple[Any, Any, Any]:
-    """Return token ids, positions and slots, empty if the batch has none; token ids are unknown without any."""
-    nothing = rows[:0]
-    positions = nothing if positions is None else positions
-    return (
-        positions.new_full(positions.shape, UNKNOWN_TOKEN) if ids is None else ids,
-        positions,
-        nothing if loc is None else loc,
-    )
-
-
-@dataclass(slots=True, kw_only=True)
-class DraftStep:
-    """One step of a draft, with the fields of SGLang's `ForwardBatch` that the adapter looks at."""
-
-    forward_mode: Any
-    rids: Any
-    req_pool_indices: Any
-    seq_lens: Any
-    spec_info: Any
-    input_ids: Any
-    positions: Any
-    out_cache_loc: Any
-
 
 def check_chain(graph_runner: Any) -> None:
     """Raise a `ValueError` for a draft tree (top-k above 1), whose steps are no chain."""
@@ -225,37 +184,28 @@ def check_chain(graph_runner: Any) -> None:
         raise ValueError(f"EAGLE with top-k {topk} cannot be recorded, expected 1")
 
 
-class DraftGraph:
-    """What goes into a graph of several draft steps, copied before it runs; `own` copies a tensor, here or on the device.
+def draft_steps(graph_runner: Any, batch: Any, own: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
+    """Copy what goes into a graph of several draft steps, before it runs; `own` copies a tensor, here or on the device.
+
+    What is returned makes of what came out of the graph, `draft_tokens` `[bs, steps]`, the forwards that ran in it, with
+    the fields of SGLang's `ForwardBatch` that the adapter looks at.
 
     Raises:
         ValueError: a draft tree (top-k above 1), whose steps are no chain.
     """
+    check_chain(graph_runner)
+    rows, positions, seq_lens = (own(part) for part in (batch.req_pool_indices, batch.positions, batch.seq_lens))
+    bs = int(rows.shape[0])
+    shape = (bs, -1) if bs else (0, 1)
+    slots = own(batch.out_cache_loc).reshape(shape)  # [bs, steps]
+    same = {"forward_mode": batch.forward_mode, "rids": list(batch.rids or ()), "spec_info": batch.spec_info}
+    same |= {"req_pool_indices": rows, "seq_lens": seq_lens}
 
-    def __init__(self, graph_runner: Any, batch: Any, *, own: Callable[[Any], Any]) -> None:
-        check_chain(graph_runner)
-        self._own = own
-        self._rows = own(batch.req_pool_indices)
-        self._positions = own(batch.positions)
-        bs = int(self._rows.shape[0])
-        self._slots = own(batch.out_cache_loc).reshape((bs, -1) if bs else (0, 1))  # [bs, steps]
-        self._seq_lens = own(batch.seq_lens)
-        self._mode, self._rids, self._spec_info = batch.forward_mode, list(batch.rids or ()), batch.spec_info
-
-    def steps(self, result: Any) -> list[DraftStep]:
-        """Return the forwards that ran in the graph, from what came out of it: `draft_tokens` `[bs, steps]`."""
-        bs = int(self._rows.shape[0])
-        tokens = self._own(result[2]).reshape((bs, -1) if bs else (0, 1))
+    def steps(result: Any) -> list[Any]:
+        tokens = own(result[2]).reshape(shape)
         return [
-            DraftStep(
-                forward_mode=self._mode,
-                rids=self._rids,
-                req_pool_indices=self._rows,
-                seq_lens=self._seq_lens,
-                spec_info=self._spec_info,
-                input_ids=tokens[:, step],
-                positions=self._positions + step,
-                out_cache_loc=self._slots[:, step],
-            )
-            for step in range(self._slots.shape[1] - 1)
+            SimpleNamespace(**same, input_ids=tokens[:, step], positions=positions + step, out_cache_loc=slots[:, step])
+            for step in range(slots.shape[1] - 1)
         ]
+
+    return steps

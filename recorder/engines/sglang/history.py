@@ -12,14 +12,10 @@ import numpy.typing as npt
 
 from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
-from ...capture.forward_input import translate
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
-from ..common.hooking import Finish
-from .layout import RunnerLayout, SglangLayout, online_sweep_interval
-
-ALLOCS: Final = ("alloc", "alloc_extend", "alloc_decode")
-FREES: Final = ("free", "free_segment", "free_page_ids")
+from ..common.hooking import Around, Finish, Hook, around
+from .layout import RunnerLayout, SglangLayout, online_sweep_interval, own_slots
 
 # Of those, what is given out and taken back is known. What is derived from them may number something else.
 ALLOCATORS: Final = frozenset(
@@ -33,7 +29,10 @@ ALLOCATORS: Final = frozenset(
 
 
 class GroupHistory:
-    """One allocator and the groups (target's, drafts') whose slots it gives out; slot 0 is nobody's."""
+    """One allocator and the groups (target's, drafts') whose slots it gives out; slot 0 is nobody's.
+
+    Allocators call their own methods: only the outermost call counts.
+    """
 
     def __init__(
         self, allocator: Any, groups: tuple[int, ...], num_slots: int, recorder: Recorder | DeviceRecorder
@@ -46,80 +45,72 @@ class GroupHistory:
         self._pending: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self._depth = 0
 
-    def on_alloc(self, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Note what an allocation gives out; allocators call their own methods, so only the outermost counts."""
-        return self._outermost(self._gave_out)
+    def hooks(self) -> dict[str, Hook]:
+        """Return the hooks around the allocator's methods, by the methods' names."""
+        hooks: dict[str, Hook] = dict.fromkeys(("alloc", "alloc_extend", "alloc_decode"), self._on_alloc)
+        hooks |= dict.fromkeys(("free", "free_segment"), self._on_free)
+        # The frees that the engine had put off were recorded when they were asked for.
+        hooks |= {"free_page_ids": self._on_free_page_ids, "free_group_end": self._outermost, "clear": self._on_clear}
+        return {name: hook for name, hook in hooks.items() if hasattr(self.allocator, name)}
 
-    def on_free(self, free_index: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Record what is given back."""
-        if not self._depth:
-            self.freed(own_int64(free_index))
-        return self._outermost(lambda _: None)
-
-    def on_free_page_ids(self, page_ids: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Record what pages are given back."""
-        if not self._depth:
-            self.freed(own_int64(page_ids) * self.page_size)
-        return self._outermost(lambda _: None)
-
-    def on_group_end(self, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Pass over the frees that the engine had put off: they were recorded when they were asked for."""
-        return self._outermost(lambda _: None)
-
-    def on_clear(self, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Record as evicted everything that is not free: the engine flushes its cache."""
-        if not self._depth:
-            held = np.ones(self._pending.size, np.bool_)
-            held[0] = False
-            for name in ("free_pages", "release_pages"):
-                pages = getattr(self.allocator, name, None)
-                slots = self._whole_pages(own_int64([] if pages is None else pages) * self.page_size)
-                held[slots[slots < held.size]] = False
-            slots = np.flatnonzero(held & self._known())
-            self.freed(slots, kind="evict", note="flush")
-        return self._outermost(lambda _: None)
-
-    def _known(self) -> npt.NDArray[np.bool_]:
-        """Return `[num_slots]` which slots the allocator has at all: its first page is padding."""
-        known = np.zeros(self._pending.size, np.bool_)
-        size = int(getattr(self.allocator, "size", self._pending.size - 1))
-        known[self.page_size : size + self.page_size] = True
-        return known
-
-    def _outermost(self, finish: Any) -> Finish:
+    def _outermost(self, *_args: Any, **_kwargs: Any) -> Finish:
         self._depth += 1
 
-        def leave(result: Any, _: BaseException | None) -> None:
+        def leave(_: Any, __: BaseException | None) -> None:
             self._depth -= 1
-            if not self._depth:
-                finish(result)
 
         return leave
 
-    def _gave_out(self, result: Any) -> None:
-        if result is None:
-            return
-        slots = own_int64(result)
-        slots = self._whole_pages(slots[slots % self.page_size == 0])  # further tokens of a page that was given out
-        self._pending[slots[(slots > 0) & (slots < self._pending.size)]] = True
+    @around
+    def _on_alloc(self, *_args: Any, **_kwargs: Any) -> Around:
+        """Note what an allocation gives out."""
+        self._depth += 1
+        try:
+            given = yield
+        finally:
+            self._depth -= 1
+        if not self._depth and given is not None:
+            slots = own_int64(given)
+            # Further tokens of a page were given out with its first.
+            slots = self._inside(self._whole_pages(slots[slots % self.page_size == 0]))
+            self._pending[slots] = True
+
+    def _on_free(self, free_index: Any, *_args: Any, **_kwargs: Any) -> Finish:
+        if not self._depth:
+            self.freed(own_int64(free_index))
+        return self._outermost()
+
+    def _on_free_page_ids(self, page_ids: Any, *_args: Any, **_kwargs: Any) -> Finish:
+        if not self._depth:
+            self.freed(own_int64(page_ids) * self.page_size)
+        return self._outermost()
+
+    def _on_clear(self, *_args: Any, **_kwargs: Any) -> Finish:
+        """Record as evicted everything that is not free: the engine flushes its cache."""
+        if not self._depth:
+            size = int(getattr(self.allocator, "size", self._pending.size - 1))
+            held = np.zeros(self._pending.size, np.bool_)
+            held[self.page_size : size + self.page_size] = True  # what there is at all: the first page is padding
+            for name in ("free_pages", "release_pages"):
+                pages = getattr(self.allocator, name, None)
+                held[self._inside(self._whole_pages(own_int64([] if pages is None else pages) * self.page_size))] = (
+                    False
+                )
+            self.freed(np.flatnonzero(held), kind="evict", note="flush")
+        return self._outermost()
 
     def _whole_pages(self, slots: Int64Array) -> Int64Array:
         """Return all slots of the pages in which these lie, each once, ascending."""
-        if self.page_size == 1:
-            return np.unique(slots)
         pages = np.unique(slots // self.page_size)
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
+    def _inside(self, slots: Int64Array) -> Int64Array:
+        return slots[(slots > 0) & (slots < self._pending.size)]
+
     def freed(self, slots: Int64Array, *, kind: str = "free", note: str = "") -> None:
         """Record that slots go back to the pool."""
-        slots = self._whole_pages(slots)
-        slots = slots[(slots > 0) & (slots < self._pending.size)]
-        if not slots.size:
-            return
-        unwritten = slots[self._pending[slots]]
-        if unwritten.size:
-            self._pending[unwritten] = False
-            self._record("alloc", unwritten, -1, -1, "never written")
+        slots = self._inside(self._whole_pages(slots))
+        self._given_out(slots, -1, -1, "never written")
         self._record("evict" if self.evicting else kind, slots, -1, -1, note)
 
     def written(self, slots: Int64Array, rows: Int64Array, request_ids: Int64Array, extend: Int64Array) -> None:
@@ -134,25 +125,23 @@ class GroupHistory:
         ends = np.cumsum(np.where(rows == 0, 0, extend))
         for r, end in enumerate(ends.tolist()):
             mine = inside[end - int(extend[r]) : end] if rows[r] else inside[:0]
-            fresh = self._whole_pages(mine[self._pending[mine]])
-            fresh = fresh[self._pending[fresh]]
-            if fresh.size:
-                self._pending[fresh] = False
-                # The history checks take a negative id for nobody's; such a slot is recorded as several requests'.
-                status = "" if request_ids[r] >= 0 else "shared"
-                self._record("alloc", fresh, int(request_ids[r]), int(rows[r]), "", status)
+            # The history checks take a negative id for nobody's; such a slot is recorded as several requests'.
+            status = "" if request_ids[r] >= 0 else "shared"
+            whole = self._whole_pages(mine[self._pending[mine]])
+            self._given_out(whole, int(request_ids[r]), int(rows[r]), "", status)
 
     def filled(self, slots: Int64Array) -> None:
         """Record slots that got their content otherwise than by a forward; the cache holds them, no request."""
-        slots = self._whole_pages(slots)
-        slots = slots[(slots > 0) & (slots < self._pending.size)]
+        self._given_out(self._inside(self._whole_pages(slots)), -1, -1, "load-back")
+
+    def _given_out(self, slots: Int64Array, request_id: int, row: int, note: str, status: str = "") -> None:
+        """Record those that were given out and not recorded yet."""
         fresh = slots[self._pending[slots]]
-        if fresh.size:
-            self._pending[fresh] = False
-            self._record("alloc", fresh, -1, -1, "load-back")
+        self._pending[fresh] = False
+        self._record("alloc", fresh, request_id, row, note, status)
 
     def _record(self, kind: str, slots: Int64Array, request_id: int, row: int, note: str, status: str = "") -> None:
-        for group in self.groups:
+        for group in self.groups if slots.size else ():
             self._recorder.slots(
                 kind, group=group, slots=slots, request_id=request_id, row=row, status=status, note=note
             )
@@ -179,7 +168,7 @@ def on_host(allocator: Any) -> bool:
 
 
 class RadixCacheWalk:
-    """Walks the prefix cache every so many target forwards; where the engine's own canary sweeps, right after it."""
+    """Walks the prefix cache every so many target forwards; if the engine's own canary sweeps, right after it."""
 
     def __init__(
         self, target: Any, tree_cache: Any, layout: SglangLayout, every: int, recorder: Recorder | DeviceRecorder
@@ -193,12 +182,8 @@ class RadixCacheWalk:
         self._every = every
         self._forwards = 0
         self._passes = self._online_passes()
-        self._walk: Any = self._walker() if self._online or every else None
-
-    @property
-    def walks(self) -> bool:
-        """Whether the prefix cache is walked at all."""
-        return self._walk is not None
+        self.walks = bool(self._online or every)
+        self._walk: Any = self._walker() if self.walks else None
 
     def _walker(self) -> Any:
         from sglang.srt.kv_canary.radix_cache_walker import walk_radix_cache_for_canary
@@ -209,13 +194,19 @@ class RadixCacheWalk:
         sweeps = getattr(getattr(self._target, "canary_manager", None), "_sweep_orchestrator", None)
         return int(getattr(sweeps, "sweep_passes", 0))
 
+    @around
+    def on_forward(self, *_args: Any, **_kwargs: Any) -> Around:
+        """Walk at the end of a target's forward, where SGLang's canary sweeps."""
+        yield
+        self.after_forward()
+
     def after_forward(self) -> None:
         """Walk if it is time; called after each forward of the target, at its very end.
 
         Raises:
             NotImplementedError: this SGLang's walker does not know the prefix cache's type.
         """
-        if self._walk is None:
+        if not self.walks:
             return
         if self._online:
             passes = self._online_passes()
@@ -233,11 +224,8 @@ class RadixCacheWalk:
         locked = (~np.isin(slots, own_int64(unlocked.slot_indices))).astype(np.int64)
         parts = []
         for number in self._runner.groups.values():
-            lut = self._layout.groups[number].lut
-            table = self._layout.luts[lut] if lut >= 0 else None
-            own = np.full(slots.size, number, np.int64), translate(table, slots), positions
-            parts.append((*own, np.where(prev < 0, prev, translate(table, prev)), locked))
-        groups, own_slots, at, before, held = (np.concatenate(column) for column in zip(*parts, strict=True))
-        self._recorder.sweep(
-            groups=groups, slots=own_slots, positions=at, prev_slots=before, locked=held, runner=self._runner.index
-        )
+            own = np.full(slots.size, number, np.int64), own_slots(self._layout, number, slots), positions
+            parts.append((*own, np.where(prev < 0, prev, own_slots(self._layout, number, prev)), locked))
+        names = ("groups", "slots", "positions", "prev_slots", "locked")
+        columns: Any = map(np.concatenate, zip(*parts, strict=True))
+        self._recorder.sweep(runner=self._runner.index, **dict(zip(names, columns, strict=True)))

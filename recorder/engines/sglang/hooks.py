@@ -8,6 +8,7 @@ trace's header.
 import logging
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import error_text
@@ -36,9 +37,13 @@ _OUTSIDE: Final = "forwards in CUDA graphs are recorded before and after the gra
 _SCHEDULER: Final = f"{SCHEDULER_MODULE}:Scheduler"
 _RUNNER: Final = "sglang.srt.model_executor.model_runner:ModelRunner"
 _BATCHES: Final = "sglang.srt.managers.schedule_batch"
-_SPECULATIVE: Final = "sglang.srt.speculative"
-_DRAFT_GRAPH: Final = f"{_SPECULATIVE}.eagle_draft_cuda_graph_runner:EAGLEDraftCudaGraphRunner"
-_DRAFT_EXTEND_GRAPH: Final = f"{_SPECULATIVE}.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner"
+_RETRACT: Final = tuple(
+    f"{_BATCHES}:{path}" for path in ("release_req", "ScheduleBatch.release_req", "ScheduleBatch.retract_decode")
+)
+_IN_GRAPH: Final = "inside a CUDA graph are not recorded"
+_DRAFTS: Final = "sglang.srt.speculative.eagle_draft"
+_STEPS: Final = f"{_DRAFTS}_cuda_graph_runner:EAGLEDraftCudaGraphRunner"
+_EXTEND: Final = f"{_DRAFTS}_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner"
 
 # Seen in 0.5.13, 0.5.16 and 0.5.23.
 TARGETS: Final = (
@@ -50,43 +55,13 @@ TARGETS: Final = (
     Target("replay", _OUTSIDE, (f"{FULL_GRAPHS}.replay",)),
     Target("run", _NO_NAMES, (f"{_SCHEDULER}.run_batch",)),
     Target("result", "sampled tokens are not recorded", (f"{_SCHEDULER}.process_batch_result",)),
+    Target("retract", "a retracted request looks like an aborted one", _RETRACT),
+    Target("draft_graph", f"draft steps {_IN_GRAPH}", (f"{_STEPS}.execute", f"{_STEPS}.replay"), drafts=True),
     Target(
-        "retract",
-        "a retracted request looks like an aborted one",
-        (
-            f"{_BATCHES}:release_req",
-            f"{_BATCHES}:ScheduleBatch.release_req",
-            f"{_BATCHES}:ScheduleBatch.retract_decode",
-        ),
-    ),
-    Target(
-        "draft_graph",
-        "draft steps inside a CUDA graph are not recorded",
-        (f"{_DRAFT_GRAPH}.execute", f"{_DRAFT_GRAPH}.replay"),
-        drafts=True,
-    ),
-    Target(
-        "draft_extend_graph",
-        "draft extends inside a CUDA graph are not recorded",
-        (f"{_DRAFT_EXTEND_GRAPH}.execute", f"{_DRAFT_EXTEND_GRAPH}.replay"),
-        drafts=True,
+        "draft_extend_graph", f"draft extends {_IN_GRAPH}", (f"{_EXTEND}.execute", f"{_EXTEND}.replay"), drafts=True
     ),
     Target("stop", _TORN, (f"{UTILS_MODULE}.common:kill_process_tree", f"{UTILS_MODULE}:kill_process_tree")),
 )
-
-
-class Stops:
-    """The one hook of a process that records nothing, and ends those that do: the server's own."""
-
-    cost = None
-
-    def fault(self, _: str, error: Exception) -> None:
-        """Take note of a hook that failed."""
-        logger.error("kvcanary: processes are killed unprepared: %s", error_text(error), exc_info=error)
-
-    def on_stop(self, *args: Any, **kwargs: Any) -> None:
-        """Let the processes that are about to be killed end their traces first."""
-        stop_tree(*args, **kwargs)
 
 
 def install() -> None:
@@ -113,9 +88,14 @@ def install() -> None:
 
 
 def _hook_stops(*, apply: bool) -> None:
-    """Hook what kills other processes; never raises."""
+    """Hook what kills other processes, in one that records nothing: the server's own; never raises."""
+
+    def fault(_: str, error: Exception) -> None:
+        logger.error("kvcanary: processes are killed unprepared: %s", error_text(error), exc_info=error)
+
     try:
-        for note in register([target for target in TARGETS if target.hook == "stop"], Stops()):
+        stops = SimpleNamespace(on_stop=stop_tree, fault=fault, cost=None)
+        for note in register([target for target in TARGETS if target.hook == "stop"], stops):
             logger.warning("kvcanary: %s", note)
         if apply:
             from sglang.srt.plugins.hook_registry import HookRegistry
@@ -141,17 +121,17 @@ def register(targets: Sequence[Target], attachment: Any) -> "list[NotWatched]":
         if path is not None:
             hook = harmless(getattr(attachment, f"on_{target.hook}"), attachment.fault, attachment.cost)
             HookRegistry.register(_dotted(path), hook, HookType.AROUND)
-    return [_not_hooked(target) for target, path in found.items() if path is None]
+    return [_not_hooked(target, target.paths[0]) for target, path in found.items() if path is None]
 
 
 def _dotted(path: str) -> str:
     return path.replace(":", ".")
 
 
-def _not_hooked(target: Target, path: str = "") -> "NotWatched":
+def _not_hooked(target: Target, path: str) -> "NotWatched":
     from ...trace.header import NotWatched  # which a process without a scheduler need not load
 
-    return NotWatched(what="other", name=f"not hooked: {path}" if path else target.missed, reason=target.without)
+    return NotWatched(what="other", name=f"not hooked: {_dotted(path)}", reason=target.without)
 
 
 def register_drafts(attachment: Any) -> "list[NotWatched]":

@@ -9,8 +9,7 @@ host's slots past the controller (`layout.host_slots`). In any other the trace s
 before it is unknown.
 """
 
-import functools
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +18,8 @@ from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
 from ...trace.schema import TIER_HOST, TIER_POOL
-from ..common.hooking import Finish, then
+from ..common.hooking import Around, around
 from .history import GroupHistory
-
-GROUP: Final = 0
 
 
 class HostCache:
@@ -33,42 +30,48 @@ class HostCache:
         self._recorder = recorder
         self._histories = histories
 
-    def on_write(self, device_indices: Any, *_args: Any, **_kwargs: Any) -> Finish:
+    @around
+    def on_write(self, device_indices: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Record slots that go to the host; the controller returns which of the host's they went to, None for none."""
+        host_indices = yield
+        if host_indices is not None:
+            self._record(device_indices, host_indices, to_host=True)
 
-        def record(host_indices: Any) -> None:
-            if host_indices is not None:
-                self._record(device_indices, host_indices, to_host=True)
-
-        return then(record)
-
-    def on_load(self, host_indices: Any, *_args: Any, **_kwargs: Any) -> Finish:
+    @around
+    def on_load(self, host_indices: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Record slots that come back; the controller returns which of the device's they come to, None for none."""
+        device_indices = yield
+        if device_indices is None:
+            return
+        if getattr(self.controller, "enable_storage", False):  # attached since the recording began
+            self._recorder.lost("KV was loaded back from the host cache, which is filled from a storage")
+            return
+        for history in self._histories:
+            history.filled(own_int64(device_indices))
+        self._record(device_indices, host_indices, to_host=False)
 
-        def record(device_indices: Any) -> None:
-            if device_indices is None:
-                return
-            if getattr(self.controller, "enable_storage", False):  # attached since the recording began
-                self._recorder.lost("KV was loaded back from the host cache, which is filled from a storage")
-                return
-            for history in self._histories:
-                history.filled(own_int64(device_indices))
-            self._record(device_indices, host_indices, to_host=False)
-
-        return then(record)
+    def on_load_back(self, *_args: Any, **_kwargs: Any) -> None:
+        """Record that slots may have got content from a host cache; which ones is unknown."""
+        self._recorder.lost("KV was loaded back from the host cache, which is not recorded")
 
     def _record(self, pool: Any, host: Any, *, to_host: bool) -> None:
-        copy: dict[str, Any] = {
-            "group": GROUP,
-            "src_tier": TIER_POOL if to_host else TIER_HOST,
-            "dst_tier": TIER_HOST if to_host else TIER_POOL,
-            "note": "offload" if to_host else "load-back",
-        }
+        src_tier, dst_tier = (TIER_POOL, TIER_HOST) if to_host else (TIER_HOST, TIER_POOL)
+        note = "offload" if to_host else "load-back"
+        copy: dict[str, Any] = {"group": 0, "src_tier": src_tier, "dst_tier": dst_tier, "note": note}
+        on_device = isinstance(self._recorder, DeviceRecorder)
+        sides = [_to_host(side) if on_device else (side, None) for side in (pool, host)]
+
+        def copies() -> tuple[Int64Array, Int64Array, Int64Array]:
+            for _, there in sides:
+                if there is not None:
+                    there.synchronize()
+            first, second = (own_int64(side) for side, _ in (sides if to_host else reversed(sides)))
+            return copy_runs(first, second)
+
         if isinstance(self._recorder, DeviceRecorder):
-            copies = functools.partial(_runs_later, *_to_host(pool), *_to_host(host), to_host)
             self._recorder.kv_copy_later(copies, filled=None if to_host else pool, **copy)
         else:
-            src, dst, count = copy_runs(*_ordered(own_int64(pool), own_int64(host), to_host))
+            src, dst, count = copies()
             self._recorder.kv_copy(src=src, dst=dst, count=count, **copy)
 
 
@@ -77,10 +80,6 @@ def copy_runs(src: Int64Array, dst: Int64Array) -> tuple[Int64Array, Int64Array,
     ends = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
     starts = np.concatenate([np.zeros(min(src.size, 1), np.int64), ends])
     return src[starts], dst[starts], np.diff(np.append(starts, src.size))
-
-
-def _ordered(pool: Int64Array, host: Int64Array, to_host: bool) -> tuple[Int64Array, Int64Array]:
-    return (pool, host) if to_host else (host, pool)
 
 
 def _to_host(indices: Any) -> tuple[Any, Any]:
@@ -94,12 +93,3 @@ def _to_host(indices: Any) -> tuple[Any, Any]:
     there = torch.cuda.Event()
     there.record()
     return copied, there
-
-
-def _runs_later(
-    pool: Any, pool_there: Any, host: Any, host_there: Any, to_host: bool
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    for there in (pool_there, host_there):
-        if there is not None:
-            there.synchronize()
-    return copy_runs(*_ordered(own_int64(pool), own_int64(host), to_host))

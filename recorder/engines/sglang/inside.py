@@ -8,14 +8,15 @@ expected, right before the graph is launched. A draft's steps in one graph are s
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.capture import DeviceCapture
 from ...capture.device.forward import FrameInFlight
-from ..common.hooking import Finish, OnFault, then
+from ..common.hooking import Around, OnFault, around
 from .forward import MODES, has_embeddings, lens_of
-from .layers import backend_around
+from .layers import backend_around, batch_among
 from .requests import KnownBatch
 
 if TYPE_CHECKING:
@@ -27,22 +28,18 @@ MAX_TICKETS: Final = 4096  # of runs of models in graphs; beyond it a graph's fo
 KNOWN_ATTENTION: Final = ("TritonAttnBackend",)  # whose metadata are read
 
 
+@dataclass(slots=True)
 class Expected:
     """A forward that has not begun yet: its runner and requests, and what captures it."""
 
-    __slots__ = ("bs", "capture", "captured", "in_flight", "index", "known", "runner", "truth_lens")
-
-    def __init__(
-        self, capture: DeviceCapture, runner: int, index: int, bs: int, known: KnownBatch, truth_lens: bytes
-    ) -> None:
-        self.capture = capture
-        self.runner = runner  # the model runner's id
-        self.index = index  # into the header's runners
-        self.bs = bs
-        self.known = known
-        self.truth_lens = truth_lens
-        self.captured = False
-        self.in_flight: list[FrameInFlight | None] = []  # of a graph that has been launched
+    capture: DeviceCapture
+    runner: int  # the model runner's id
+    index: int  # into the header's runners
+    bs: int
+    known: KnownBatch
+    truth_lens: bytes
+    captured: bool = False
+    in_flight: list[FrameInFlight | None] = field(default_factory=list)  # of a graph that has been launched
 
     def deliver(self) -> None:
         """Deliver what was captured in a graph."""
@@ -84,39 +81,30 @@ class InsideModels:
         runs = [run for _, mine in self._graphs.values() for run in mine]
         return any(owner == id(runner) and mode == "decode" for owner, mode, _ in runs)
 
-    # Hooks, by the names of sglang_hooks.TARGETS.
-
-    def on_load(self, runner: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Stand around a model's forward as soon as there is a model; graphs are captured later."""
-        return then(lambda _: self._wrap(runner))
-
-    def on_capture(self, backend: Any, shape_key: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+    @around
+    def on_capture(self, backend: Any, shape_key: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Take note of the runs of models that a graph holds."""
-        self._capturing = []
+        runs: list[tuple[int, str, ModelForward]] = []
+        self._capturing = runs
+        try:
+            yield
+        finally:
+            self._capturing = None
+        self._graphs[id(backend), shape_key] = (backend, runs)
 
-        def finish(_: Any, error: BaseException | None) -> None:
-            runs, self._capturing = self._capturing, None
-            if error is None and runs is not None:
-                self._graphs[id(backend), shape_key] = (backend, runs)
-
-        return finish
-
-    def on_replay(self, backend: Any, shape_key: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+    def on_replay(self, backend: Any, shape_key: Any, *_args: Any, **_kwargs: Any) -> None:
         """Have the forwards in a graph captured that is launched for a forward that is expected."""
         expected = self.expected
         if expected is None or expected.captured:
-            return None
+            return
         _, runs = self._graphs.get((id(backend), shape_key), (None, ()))
-        if not runs or runs[0][0] != expected.runner:
-            return None
-        expected.captured = True
-        expect, of = expected.capture.expect, (expected.index, expected.bs, expected.known, expected.truth_lens)
-        expected.in_flight = [expect(forward, mode, *of) for _, mode, forward in runs]
-        return None  # they are delivered with the forward's end: each call here has a price
+        if runs and runs[0][0] == expected.runner:  # delivered with the forward's end: each call here has a price
+            expected.captured = True
+            expect, of = expected.capture.expect, (expected.index, expected.bs, expected.known, expected.truth_lens)
+            expected.in_flight = [expect(forward, mode, *of) for _, mode, forward in runs]
 
-    # The model.
-
-    def _wrap(self, runner: Any) -> None:
+    def wrap(self, runner: Any) -> None:
+        """Stand around a model's forward as soon as there is a model; graphs are captured later."""
         model: Any = getattr(runner, "model", None)
         original = getattr(model, "forward", None)
         device = gpu_of(runner)
@@ -166,7 +154,7 @@ class InsideModels:
         expected, runs = self.expected, self._capturing
         if runs is None and (expected is None or expected.captured or expected.runner != id(runner)):
             return None
-        batch = next((one for one in (*args, *kwargs.values()) if hasattr(one, "forward_mode")), None)
+        batch = batch_among(args, kwargs)
         mode = None if batch is None else MODES.get(batch.forward_mode.name)
         if batch is None or mode is None:
             return None
@@ -175,7 +163,10 @@ class InsideModels:
             return None
         if runs is None:
             assert expected is not None  # for the type checker: see above
-            forward = self._made(runner, batch, given, self._tickets[device][self._own_ticket(device, runner)])
+            own = (
+                MAX_TICKETS - 1 - list(self._wrapped).index(id(runner))
+            )  # one of the last: of what runs outside graphs
+            forward = self._made(runner, batch, given, self._tickets[device][own])
             expected.captured = True
             capture = expected.capture
             flight = capture.expect(forward, mode, expected.index, expected.bs, expected.known, expected.truth_lens)
@@ -198,10 +189,6 @@ class InsideModels:
             self._used[device] = number + 1
             runs.append((id(runner), mode, forward))
         return forward.end
-
-    def _own_ticket(self, device: Any, runner: Any) -> int:
-        """Return which ticket a runner's forwards outside of graphs have: one of the last."""
-        return MAX_TICKETS - 1 - list(self._wrapped).index(id(runner))
 
     def _made(self, runner: Any, batch: Any, given: "ModelInput", ticket: Any) -> "ModelForward":
         from ....kernels.capture.model_forward import ModelForward
@@ -250,17 +237,9 @@ def model_input(batch: Any, mode: str, args: tuple[Any, ...], kwargs: dict[str, 
     rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
     lens = lens_of(batch, mode, positions)
     lens.check(int(rows.numel()))
-    return ModelInput(
-        rows=rows,
-        prefix=lens.prefix,
-        minus=lens.minus,
-        extend=lens.extend,
-        extend_each=lens.extend_each,
-        input_ids=ids,
-        positions=positions,
-        out_cache_loc=loc,
-        tokens=min(int(ids.numel()), int(positions.numel())),
-    )
+    tokens = min(int(ids.numel()), int(positions.numel()))
+    given = {"input_ids": ids, "positions": positions, "out_cache_loc": loc, "tokens": tokens}
+    return ModelInput(rows=rows, **lens._asdict(), **given)
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:

@@ -15,6 +15,8 @@ forward; cross-attention; any other backend.
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
+
 from ....kernels.arrays import Int64Array
 from ...capture.attention import row_read
 from ...capture.forward_input import AttentionInput
@@ -26,7 +28,6 @@ from .layout import RunnerLayout, SglangLayout
 
 # Classes of backends, by their names, that read the batch's lengths and the rows of req_to_token.
 ROW_READERS: Final = ("TorchNativeAttnBackend", "IntelAMXAttnBackend")
-
 
 # Called with the model runner and the batch that its model is called with, before the first layer.
 Begin = Callable[[Any, Any], Finish]
@@ -63,15 +64,18 @@ class ModelLayers:
     def _around(self, runner: Any) -> Hook:
         def on_layers(*args: Any, **kwargs: Any) -> Finish | None:
             expected = self._expected
-            if expected is None or expected[0] != id(runner):
-                return None
-            batch = next((one for one in (*args, *kwargs.values()) if hasattr(one, "forward_mode")), None)
-            if batch is None:
+            batch = None if expected is None or expected[0] != id(runner) else batch_among(args, kwargs)
+            if expected is None or batch is None:
                 return None
             self._expected = None
             return expected[1](runner, batch)
 
         return on_layers
+
+
+def batch_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the `ForwardBatch` among what a model is called with, None if there is none."""
+    return next((one for one in (*args, *kwargs.values()) if hasattr(one, "forward_mode")), None)
 
 
 def can_be_hooked(runner: Any) -> bool:
@@ -93,28 +97,25 @@ def attention_input(
     ):
         return None
     rows, seq_lens, query_lens = own_int64(batch.req_pool_indices), own_int64(batch.seq_lens), _query_lens(batch, mode)
+    table, own_rows = backend.req_to_token_pool.req_to_token, rows
     drafted = getattr(backend, "draft_decode_metadata", None)
     if mode == "decode" and drafted is not None:
-        seq_lens = own_int64(drafted[1])
+        table, seq_lens, own_rows = drafted[0], own_int64(drafted[1]), drafted[2]
     elif mode == "target_verify":
         if query_lens is None:
             return None
         seq_lens = seq_lens + query_lens
     if not seq_lens.size == rows.size == (rows if query_lens is None else query_lens).size:
         return None
-    table = backend.req_to_token_pool.req_to_token if drafted is None or mode != "decode" else drafted[0]
-    kinds = {number: kind for kind, number in runner.groups.items()}
-    read = row_read(table, rows if drafted is None or mode != "decode" else drafted[2], seq_lens)
-    slots = tuple(read if kinds.get(number) == "full" else None for number in range(len(layout.groups)))
+    read = row_read(table, own_rows, seq_lens)
+    slots = tuple(read if number == runner.groups.get("full") else None for number in range(len(layout.groups)))
     return AttentionInput(seq_lens=seq_lens, query_lens=query_lens, slots=slots)
 
 
 def _query_lens(batch: Any, mode: str) -> Int64Array | None:
-    if mode == "decode":
-        return own_int64(batch.seq_lens) * 0 + 1  # the shape of its queries: one for each request
-    if mode == "target_verify":
-        count = getattr(batch.spec_info, "draft_token_num", None)
-        return None if count is None else own_int64(batch.seq_lens) * 0 + int(count)
+    if mode in ("decode", "target_verify"):  # the shape of its queries: as many for each request
+        count = 1 if mode == "decode" else getattr(batch.spec_info, "draft_token_num", None)
+        return None if count is None else np.full(batch.seq_lens.shape[0], int(count), np.int64)
     lens = getattr(batch, "extend_seq_lens", None)
     return None if lens is None else own_int64(lens)
 
@@ -140,9 +141,7 @@ def not_read(model_runners: list[Any], layout: SglangLayout, *, inside: bool) ->
     """Return what of the runners' attention is not read; `inside`: their forwards are recorded around their layers."""
     found = []
     for model_runner in model_runners:
-        runner = layout.runners.get(id(model_runner))
-        if runner is None:
-            continue
+        runner = layout.runners[id(model_runner)]
         backend = getattr(model_runner, "attn_backend", None)
         parts = [part for name in ("prefill_backend", "decode_backend") if (part := getattr(backend, name, None))]
         name = layout.names[runner.index].name

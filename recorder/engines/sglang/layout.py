@@ -5,11 +5,14 @@ padding. The groups are those of SGLang's own canary: FULL for MHA and MLA pools
 first layer of each sub-pool, K and V.
 """
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
+from ...capture.forward_input import translate
 from ...process.environment import run_id
 from ...process.settings import RecordingSettings
 from ...trace.header import (
@@ -102,10 +105,8 @@ class SglangLayout:
             if kind == "swa" and not window:
                 self._not_watched("pool", sub_pool, "a sliding-window pool whose window the model does not say")
                 continue
-            number = len(self.groups)
-            groups[kind] = number
-            layer = _first_layer(sub_pool) if first_layer is None else first_layer
-            streams = self._streams(f"{name} {kind}", sub_pool, layer)
+            groups[kind] = number = len(self.groups)
+            streams = self._streams(f"{name} {kind}", sub_pool, first_layer)
             self.sources |= {(number, s): source for s, (_, source) in enumerate(streams)}
             self.groups.append(
                 PoolGroup(
@@ -122,24 +123,22 @@ class SglangLayout:
                     num_layers=len(_layers(sub_pool, "K")),
                 )
             )
-        self.runners[id(runner)] = RunnerLayout(
-            runner=id(runner), index=index, table=table, groups=groups, sampled=not draft
-        )
+        own = RunnerLayout(runner=id(runner), index=index, table=table, groups=groups, sampled=not draft)
+        self.runners[id(runner)] = own
 
     def _sub_pools(self, pool: Any) -> list[_SubPool]:
         """Return each group of a pool, and note what of it is not recorded."""
-        kind = type(pool).__name__
+        kind, lut = type(pool).__name__, getattr(pool, "full_to_swa_index_mapping", None)
         parts = [_SubPool("full", pool)]
         if kind == "SWAKVPool":
-            parts = [_SubPool("full", pool.full_kv_pool), _SubPool("swa", pool.swa_kv_pool, _lut(pool))]
+            parts = [_SubPool("full", pool.full_kv_pool), _SubPool("swa", pool.swa_kv_pool, lut)]
         elif kind == "HybridLinearKVPool":
             first = min(getattr(pool, "full_attention_layer_id_mapping", None) or (), default=None)
             parts = [_SubPool("full", pool.full_kv_pool, first_layer=first)]
-            self.not_watched.append(
-                NotWatched(what="pool", name="MambaPool", reason="states of linear attention are not recorded")
-            )
+            reason = "states of linear attention are not recorded"
+            self.not_watched.append(NotWatched(what="pool", name="MambaPool", reason=reason))
         elif kind == "DeepSeekV4TokenToKVPool":
-            parts = [_SubPool("swa", pool.swa_kv_pool, _lut(pool))]
+            parts = [_SubPool("swa", pool.swa_kv_pool, lut)]
             self._not_watched("pool", pool, "of its pools only that of the sliding window is recorded")
         known = []
         for part in parts:
@@ -154,10 +153,13 @@ class SglangLayout:
     def _not_watched(self, what: str, of: Any, reason: str) -> None:
         self.not_watched.append(NotWatched(what=what, name=type(of).__name__, reason=reason))
 
-    def _streams(self, where: str, pool: Any, layer: int) -> list[tuple[KvStream, KvSource]]:
-        """Return the first layer's halves; none where no bytes are wanted or a token's are no one aligned row."""
+    def _streams(self, where: str, pool: Any, layer: int | None) -> list[tuple[KvStream, KvSource]]:
+        """Return the first layer's halves; none if no bytes are wanted or a token's are no one aligned row."""
         if not self._settings.capture_bytes:
             return []
+        if layer is None:
+            ids = getattr(pool, "model_layer_ids", None)
+            layer = int(ids[0] if ids else getattr(pool, "start_layer", 0) or 0)
         found = []
         for half in POOLS[type(pool).__name__]:
             layers = _layers(pool, half)
@@ -165,15 +167,17 @@ class SglangLayout:
             if rows is None:
                 self._not_watched("bytes", pool, f"{where}: bytes of {half}: a token is no row of aligned bytes")
                 return []
-            token_bytes = int(rows.shape[1])
-            capture = min(self._settings.capture_bytes, token_bytes)
-            found.append(
-                (
-                    KvStream(half=half, layer=layer, bytes_per_token=token_bytes, capture_bytes=capture),
-                    KvSource(tensor=rows, page_size=1, bytes_per_token=token_bytes, read_bytes=capture),
-                )
-            )
+            size = int(rows.shape[1])
+            read = min(self._settings.capture_bytes, size)
+            stream = KvStream(half=half, layer=layer, bytes_per_token=size, capture_bytes=read)
+            found.append((stream, KvSource(tensor=rows, page_size=1, bytes_per_token=size, read_bytes=read)))
         return found
+
+
+def own_slots(layout: SglangLayout, group: int, slots: Int64Array) -> Int64Array:
+    """Return slots of a table in a group's own numbering, -1 if it has none for one."""
+    lut = layout.groups[group].lut
+    return translate(layout.luts[lut] if lut >= 0 else None, slots)
 
 
 def describe_engine(
@@ -182,6 +186,7 @@ def describe_engine(
     """Return the header of a scheduler's trace; `target` is the target model's runner, `notes` what else is to be known."""
     server_args, config = target.server_args, target.model_config
     tables = [StateTable(rows=int(t.shape[0]), width=int(t.shape[1])) for t in layout.tables]
+    step = getattr(getattr(target, "canary_manager", None), "_outer_step_counter", None)
     role = str(getattr(server_args, "disaggregation_mode", "") or "")
     vocab_size = int(getattr(config, "vocab_size", 0) or 0)
     in_host_cache = host_slots(scheduler, layout.groups)
@@ -203,19 +208,17 @@ def describe_engine(
         role=role if role in ("prefill", "decode") else "",
         sweep_interval=online_sweep_interval(target) or settings.sweep_every,
         not_watched=tuple(layout.not_watched),
-        notes=(*notes, *_online_canary(target)),
+        notes=(*notes, *([f"online canary: forward 0 is its step {step}"] if isinstance(step, int) else ())),
     )
 
 
 def host_slots(scheduler: Any, groups: list[PoolGroup]) -> int:
     """Return how many slots the host's pool has, 0 if there is none or its copies cannot be recorded slot by slot."""
     controller = controller_of(scheduler)
-    if type(controller).__name__ != HOST_CACHE or len(groups) != 1 or groups[0].kind != "full":
+    plain = type(controller).__name__ == HOST_CACHE and len(groups) == 1 and groups[0].kind == "full"
+    if not plain or getattr(controller, "enable_storage", False):
         return 0
-    if getattr(controller, "enable_storage", False):
-        return 0
-    pool = getattr(controller, "mem_pool_host", None)
-    return int(getattr(pool, "size", 0) or 0)
+    return int(getattr(getattr(controller, "mem_pool_host", None), "size", 0) or 0)
 
 
 def controller_of(scheduler: Any) -> Any:
@@ -237,22 +240,14 @@ def ranks_of(scheduler: Any, target: Any) -> Ranks:
 
     def value(name: str, default: int) -> int:
         for place in places:
-            try:
+            with contextlib.suppress(Exception):  # the context raises if a value was not published
                 found = getattr(place, name, None)
-            except Exception:  # noqa: BLE001, S112  # the context raises where a value was not published
-                continue
-            if isinstance(found, int):
-                return found
+                if isinstance(found, int):
+                    return found
         return default
 
-    return Ranks(
-        tp_rank=value("tp_rank", 0),
-        tp_size=value("tp_size", 1),
-        pp_rank=value("pp_rank", 0),
-        pp_size=value("pp_size", 1),
-        dp_rank=value("dp_rank", 0),
-        dp_size=value("dp_size", 1),
-    )
+    names = [f"{kind}_{what}" for kind in ("tp", "pp", "dp") for what in ("rank", "size")]
+    return Ranks(**{name: value(name, int(name.endswith("size"))) for name in names})
 
 
 def _parallel_context() -> Any:
@@ -264,26 +259,8 @@ def _parallel_context() -> Any:
         return None
 
 
-def _online_canary(target: Any) -> tuple[str, ...]:
-    canary = getattr(target, "canary_manager", None)
-    step = getattr(canary, "_outer_step_counter", None)
-    if not isinstance(step, int):
-        return ()
-    return (f"online canary: forward 0 is its step {step}",)
-
-
-def _lut(pool: Any) -> Any:
-    return getattr(pool, "full_to_swa_index_mapping", None)
-
-
 def _layers(pool: Any, half: str) -> Any:
     return getattr(pool, POOLS[type(pool).__name__][half], None) or ()
-
-
-def _first_layer(pool: Any) -> int:
-    """Return the model's layer that is the first of a pool's."""
-    layers = getattr(pool, "model_layer_ids", None)
-    return int(layers[0] if layers else getattr(pool, "start_layer", 0) or 0)
 
 
 def _num_slots(pool: Any) -> int:

@@ -4,10 +4,10 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from ...capture.device.recorder import DeviceRecorder
-from ...capture.forward_input import translate
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
 from ...capture.recording import beginning
@@ -15,24 +15,24 @@ from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched, TraceHeader
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
-from ..common.hooking import Finish
-from .forward import DeviceForwards, forward_input, mode_of
+from ..common.hooking import Around, Finish, around
+from .forward import DeviceForwards, check_chain, draft_steps, forward_input, mode_of
 from .history import GroupHistory, RadixCacheWalk, allocators_of
 from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input, not_read
-from .layout import RunnerLayout, SglangLayout, describe_engine
+from .layout import RunnerLayout, SglangLayout, describe_engine, own_slots
 from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, row_of
 from .results import StepResults
 from .transfers import SglangTransfers, room_of
 
 logger = logging.getLogger("kvcanary")
 
-# What DraftGraph works out.
+# What `draft_steps` works out.
 DERIVED_OF_DRAFTS: Final = ("prefix_lens", "input_ids", "positions", "out_cache_loc")
 
 
 class SglangRecording:
-    """Records one `Scheduler` and its model runners into one trace.
+    """Records one `Scheduler` and its model runners into one trace; what begins with `on_` is a hook.
 
     Methods may raise: the hooks that call them catch it.
     """
@@ -52,12 +52,10 @@ class SglangRecording:
             raise ValueError("this process has no target model runner")
         self.layout = SglangLayout(model_runners, settings)
         header = describe_engine(scheduler, self.layout, self.target, settings, notes)
-        header = dataclasses.replace(header, not_watched=(*header.not_watched, *not_watched, *submitted_is_not(header)))
-        self._layers = layers
-        self._begun_inside = False
+        entries = [*header.not_watched, *not_watched, *submitted_is_not(header)]
         if not on_gpu(self.layout.tables[0]):
-            unread = not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
-            header = dataclasses.replace(header, not_watched=(*header.not_watched, *unread))
+            entries += not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
+        header = dataclasses.replace(header, not_watched=tuple(entries))
         self.requests = SglangRequests(exact_ids=header.oracle is not None)
         tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
         settings.folder.mkdir(parents=True, exist_ok=True)
@@ -68,11 +66,13 @@ class SglangRecording:
         with beginning(self.recorder):
             self.sweep = RadixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
         self.histories: list[GroupHistory] = []
-        self.transfers = SglangTransfers(self.layout, self.recorder, self.histories)
+        self.transfers = SglangTransfers(self.layout, self.recorder, self.histories, self.see)
         self.retracting = False
         self.restores = True  # whether what is retracted meanwhile gets its KV back
         self.batches = BatchLookup(self.requests)
         self.results = StepResults(self.recorder, self.batches)
+        self._layers = layers
+        self._begun_inside = False
         self._capture = self.recorder.capture if isinstance(self.recorder, DeviceRecorder) else None
         # Bound once: each step would make it anew otherwise, and leave it to the collector of garbage.
         self._on_device = None if self._capture is None else DeviceForwards(self._capture).record
@@ -89,45 +89,33 @@ class SglangRecording:
 
     def _open(
         self,
-        path: Any,
+        path: Path,
         header: TraceHeader,
         settings: RecordingSettings,
         model_runners: list[Any],
         inside: InsideModels,
     ) -> Recorder | DeviceRecorder:
         """Return a recorder that never waits for the device, if there is one and it can be."""
-        sources, every = self.layout.sources, settings.kv_watch_every
+        options: dict[str, Any] = {"kv_sources": self.layout.sources, "kv_watch_every": settings.kv_watch_every}
+        options |= settings.writer_options()
         # Slots that an allocator on the device gives out can only be recorded by waiting for it, and so in its order.
         if on_gpu(self.layout.tables[0]) and settings.history != "on":
+            derived = what_is_derived(header, model_runners, inside)
             try:
-                return DeviceRecorder(
-                    path,
-                    what_is_derived(header, model_runners, inside),
-                    tables=self.layout.tables,
-                    luts=self.layout.luts,
-                    kv_sources=sources,
-                    kv_watch_every=every,
-                    **settings.writer_options(),
-                )
+                return DeviceRecorder(path, derived, tables=self.layout.tables, luts=self.layout.luts, **options)
             except ValueError as error:
                 note = f"every forward waits for the device: {error}"
                 logger.warning("kvcanary: %s", note)
                 header = dataclasses.replace(header, notes=(*header.notes, note))
-        header = what_is_derived(header, model_runners, None)
-        return Recorder(path, header, kv_sources=sources, kv_watch_every=every, **settings.writer_options())
+        return Recorder(path, what_is_derived(header, model_runners, None), **options)
 
     def cost(self) -> dict[str, int]:
         """Return what the recording has cost so far: forwards, and memory on the device and pinned on the host."""
         recorder = self.recorder
+        memory = {}
         if isinstance(recorder, DeviceRecorder):
             memory = {"device_bytes": recorder.device_bytes, "pinned_bytes": recorder.pinned_bytes}
-        else:
-            memory = {}
         return {"forwards": recorder.next_forward, **memory}
-
-    def own(self, values: Any) -> Any:
-        """Return a copy of a tensor of the engine's that may be read later: on the device, or flat on the host."""
-        return values.clone() if isinstance(self.recorder, DeviceRecorder) else own_int64(values)
 
     def keep_history(self, allocator: Any) -> None:
         """Find the allocators behind the groups; slots that they give out are recorded from now on."""
@@ -137,13 +125,7 @@ class SglangRecording:
                 num_slots = max(self.layout.groups[group].num_slots for group in groups)
                 self.histories.append(GroupHistory(part, groups, num_slots, self.recorder))
 
-    def see(self, req: Any) -> SglangRequest:
-        """Return a request of the engine's; a new one is recorded."""
-        known, new = self.requests.see(req)
-        if new:
-            prompt_len, room = len(req.origin_input_ids), room_of(req)
-            self.recorder.request(request_id=known.request_id, name=req.rid, prompt_len=prompt_len, room=room)
-        return known
+    # Forwards
 
     def before_model(self, layout: RunnerLayout, batch: Any, bs: int) -> None:
         """Record the forward of `bs` requests that a model runner is about to run.
@@ -159,7 +141,10 @@ class SglangRecording:
             moment = self.results.moment
             lens = known.lens if known.moment == moment else known.output_lens(moment)
             if self._inside is not None:
-                number = self._expect(self._inside, layout, batch, bs, known, lens)
+                capture: Any = self._capture
+                self._inside.expected = Expected(capture, layout.runner, layout.index, bs, known, lens)
+                self._outside = functools.partial(self._on_device, layout.index, batch, known, lens)
+                number: int = capture.next_forward  # `after_model` sees whether it was recorded inside
             else:
                 number = self._on_device(layout.index, batch, known, lens)
         else:
@@ -172,26 +157,64 @@ class SglangRecording:
         if layout.sampled:
             self.results.last_target = (number, known)
 
-    def _expect(
-        self, inside: InsideModels, layout: RunnerLayout, batch: Any, bs: int, known: KnownBatch, lens: bytes
-    ) -> int:
-        """Have a forward recorded inside its model, and return its number; `after_model` sees whether it was."""
-        capture: Any = self._capture
-        inside.expected = Expected(capture, layout.runner, layout.index, bs, known, lens)
-        on_device: Any = self._on_device
-        self._outside = functools.partial(on_device, layout.index, batch, known, lens)
-        number: int = capture.next_forward
-        return number
+    def _on_host(self, batch: Any, layout: RunnerLayout, known: KnownBatch, forward_mode: Any = None) -> None:
+        recorder: Any = self.recorder
+        given = forward_input(
+            batch,
+            runner=layout,
+            layout=self.layout,
+            request_ids=known.ids,
+            truth=self.requests.truth(known.rids, known.rows),
+            forward_mode=forward_mode,
+        )
+        for history in self.histories:
+            self.record_written(history, layout, given)
+        recorder.before_forward(given)
 
-    def records_inside(self, graph_runner: Any) -> bool:
-        """Say whether the forwards in a graph runner's graphs are recorded there."""
-        return self._inside is not None and self._inside.in_graphs(getattr(graph_runner, "backend", None))
+    def record_written(self, history: GroupHistory, layout: RunnerLayout, given: Any) -> None:
+        """Record whose the slots are that a forward writes, of those that an allocator has given out."""
+        for number in layout.groups.values():
+            if number in history.groups:
+                slots = own_slots(self.layout, number, given.out_cache_loc[layout.table])
+                history.written(slots, given.req_pool_indices, given.request_ids, given.extend_lens)
 
-    def after_draft_graph(self, _: Any, error: BaseException | None) -> None:
-        """Complete the steps of a draft that ran as one graph, which were recorded in it."""
-        expected = self._end_expected(error)
-        if expected is not None and not expected.captured and error is None:
-            self.recorder.lost("a draft's steps ran in a CUDA graph without the recorder's launches")
+    def _begin(self, layout: RunnerLayout, outer: Any, forward_mode: Any, model_runner: Any, batch: Any) -> Finish:
+        """Record a forward whose model has been called with `batch`; return what completes it after the last layer."""
+        recorder: Any = self.recorder
+        self._outside, self._begun_inside = None, True
+        self._on_host(batch, layout, self.batches.of(outer.rids, batch.req_pool_indices.numel()), forward_mode)
+
+        def look() -> None:
+            attention = attention_input(model_runner, batch, mode_of(forward_mode), layout, self.layout)
+            if attention is not None:
+                recorder.attention(attention)
+
+        def finish(_: Any, error: BaseException | None) -> None:
+            if error is None:
+                look()  # what was changed meanwhile, a layer may have read
+            self._complete(error)
+
+        look()
+        return finish
+
+    def _complete(self, error: BaseException | None) -> None:
+        note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
+        self.recorder.after_forward(note=note)
+
+    def after_model(self, _: Any, error: BaseException | None) -> None:
+        """Complete the forward; its tokens are sampled later."""
+        if self._ended is not None:
+            outside = self._outside
+            expected = self._end_expected(error)
+            if expected is not None and not expected.captured and outside is not None:
+                outside()  # no model of ours was run, or in a graph without our launches
+            self._ended(None, error)
+            return
+        if self._layers.still_expected() and self._outside is not None:
+            self._outside()  # the model was never called
+        inside, self._begun_inside, self._outside = self._begun_inside, False, None
+        if not inside:
+            self._complete(error)
 
     def _end_expected(self, error: BaseException | None) -> Expected | None:
         """Return the forward that was expected inside its model, None for none; nothing is expected any more.
@@ -213,69 +236,40 @@ class SglangRecording:
             expected.deliver()
         return expected
 
-    def _on_host(self, batch: Any, layout: RunnerLayout, known: KnownBatch, forward_mode: Any = None) -> None:
-        recorder: Any = self.recorder
-        given = forward_input(
-            batch,
-            runner=layout,
-            layout=self.layout,
-            request_ids=known.ids,
-            truth=self.requests.truth(known.rids, known.rows),
-            forward_mode=forward_mode,
-        )
-        for history in self.histories:
-            self.record_written(history, layout, given)
-        recorder.before_forward(given)
+    def draft_graph(self, graph_runner: Any, batch: Any) -> Finish:
+        """Record a draft's steps that run as one CUDA graph, each as it is captured in the graph, else after it."""
+        layout = self.layout.runners[id(graph_runner.model_runner)]
+        if self._inside is not None and self._inside.in_graphs(getattr(graph_runner, "backend", None)):
+            check_chain(graph_runner)
+            self.before_model(layout, batch, batch.req_pool_indices.numel())
+            return self._after_draft_graph
+        own: Any = (lambda tensor: tensor.clone()) if isinstance(self.recorder, DeviceRecorder) else own_int64
+        steps = draft_steps(graph_runner, batch, own)
 
-    def _begin(self, layout: RunnerLayout, outer: Any, forward_mode: Any, model_runner: Any, batch: Any) -> Finish:
-        """Record a forward whose model has been called with `batch`; return what completes it after the last layer."""
-        recorder: Any = self.recorder
-        self._outside, self._begun_inside = None, True
-        self._on_host(batch, layout, self.batches.of(outer.rids, batch.req_pool_indices.numel()), forward_mode)
-        mode = mode_of(forward_mode)
+        def record(result: Any, error: BaseException | None) -> None:
+            for step in steps(result) if error is None else ():
+                self.before_model(layout, step, step.req_pool_indices.numel())
+                self.after_model(None, None)
 
-        def look() -> None:
-            attention = attention_input(model_runner, batch, mode, layout, self.layout)
-            if attention is not None:
-                recorder.attention(attention)
+        return record
 
-        def finish(_: Any, error: BaseException | None) -> None:
-            if error is None:
-                look()  # what was changed meanwhile, a layer may have read
-            self._complete(error)
+    def _after_draft_graph(self, _: Any, error: BaseException | None) -> None:
+        expected = self._end_expected(error)
+        if expected is not None and not expected.captured and error is None:
+            self.recorder.lost("a draft's steps ran in a CUDA graph without the recorder's launches")
 
-        look()
-        return finish
+    # Requests
 
-    def _complete(self, error: BaseException | None) -> None:
-        note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
-        self.recorder.after_forward(note=note)
-
-    def record_written(self, history: GroupHistory, layout: RunnerLayout, given: Any) -> None:
-        """Record whose the slots are that a forward writes, of those that an allocator has given out."""
-        for number in layout.groups.values():
-            if number in history.groups:
-                lut = self.layout.groups[number].lut
-                slots = translate(given.luts[lut] if lut >= 0 else None, given.out_cache_loc[layout.table])
-                history.written(slots, given.req_pool_indices, given.request_ids, given.extend_lens)
-
-    def after_model(self, _: Any, error: BaseException | None) -> None:
-        """Complete the forward; its tokens are sampled later."""
-        if self._ended is not None:
-            outside = self._outside
-            expected = self._end_expected(error)
-            if expected is not None and not expected.captured and outside is not None:
-                outside()  # no model of ours was run, or in a graph without our launches
-            self._ended(None, error)
-            return
-        if self._layers.still_expected() and self._outside is not None:
-            self._outside()  # the model was never called
-        inside, self._begun_inside, self._outside = self._begun_inside, False, None
-        if not inside:
-            self._complete(error)
+    def see(self, req: Any) -> SglangRequest:
+        """Return a request of the engine's; a new one is recorded."""
+        known, new = self.requests.see(req)
+        if new:
+            prompt_len, room = len(req.origin_input_ids), room_of(req)
+            self.recorder.request(request_id=known.request_id, name=req.rid, prompt_len=prompt_len, room=room)
+        return known
 
     def runs(self, reqs: list[Any]) -> None:
-        """Get to know the requests of a step that begins, where they are others than the last one's, `reqs`."""
+        """Get to know the requests of a step that begins, if they are others than the last one's, `reqs`."""
         for req in reqs:
             self.see(req)
         self.reqs = list(reqs)
@@ -293,9 +287,28 @@ class SglangRecording:
                     self._beams[row] = leader
                     self.recorder.request_status(request_id=leader.request_id, status="admitted", row=row, note="beam")
 
+    @around
+    def on_rows(self, reqs: Any, *_args: Any, **_kwargs: Any) -> Around:
+        """Record the requests that are given rows."""
+        new = [req for req in reqs if row_of(req) < 0]
+        try:
+            yield
+        finally:
+            for req in new:
+                if row_of(req) >= 0:
+                    self.got_row(req)
+
     def got_row(self, req: Any) -> None:
         """Record that a request was given a row."""
         self.recorder.request_status(request_id=self.see(req).request_id, status="admitted", row=row_of(req))
+
+    @around
+    def on_row_free(self, req: Any, *_args: Any, **_kwargs: Any) -> Around:
+        """Record a request that gives its row back."""
+        if hasattr(req, "rid"):
+            row = row_of(req)
+            yield
+            self.gave_row_back(req, row)
 
     def gave_row_back(self, req: Any, row: int) -> None:
         """Record what became of a request whose row is free again."""
@@ -310,6 +323,17 @@ class SglangRecording:
         self.recorder.request_status(request_id=self.requests.id_of(req), status=status, row=row, note=reason)
         if status == "retracted" and self.restores and self.recorder.header.role == "decode":
             self.recorder.lost("a decode engine restores a retracted request's KV from the host, which is not recorded")
+
+    @around
+    def on_evict(self, *_args: Any, **_kwargs: Any) -> Around:
+        """Call slots that are given back meanwhile evicted."""
+        for history in self.histories:
+            history.evicting = True
+        try:
+            yield
+        finally:
+            for history in self.histories:
+                history.evicting = False
 
 
 def submitted_is_not(header: TraceHeader) -> tuple[NotWatched, ...]:
@@ -332,13 +356,9 @@ def what_is_derived(header: TraceHeader, model_runners: list[Any], inside: Insid
         seen = inside is not None and not inside.off and inside.drafts_in_graphs(model_runner)
         if model_runner.is_draft_worker and graphs and not seen:
             runners[index] = dataclasses.replace(runners[index], derived=DERIVED_OF_DRAFTS)
-            not_watched.append(
-                NotWatched(
-                    what="graph",
-                    name=f"{runners[index].name}: steps in a CUDA graph",
-                    reason="their positions, tokens and slots are worked out from what goes into the graph and comes out",
-                )
-            )
+            name = f"{runners[index].name}: steps in a CUDA graph"
+            reason = "their positions, tokens and slots are worked out from what goes into the graph and comes out"
+            not_watched.append(NotWatched(what="graph", name=name, reason=reason))
     return dataclasses.replace(header, runners=tuple(runners), not_watched=tuple(not_watched))
 
 

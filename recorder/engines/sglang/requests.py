@@ -4,7 +4,8 @@ The engine's thread keeps references alone; what they hold is read by the record
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, Final
 
@@ -41,8 +42,6 @@ class TokenLists:
     `placeholders` says which of the two hold none but placeholders, whose tokens are unknown.
     """
 
-    __slots__ = ("__weakref__", "output", "placeholders", "prompt")
-
     def __init__(self, prompt: Any, output: Any, placeholders: tuple[bool, bool] = (False, False)) -> None:
         self.prompt = prompt
         self.output = output
@@ -61,8 +60,6 @@ class TokenLists:
 
 class SglangRequest:
     """One request of the engine's, and its tokens so far."""
-
-    __slots__ = ("_lists", "_tokens", "placeholders", "req", "request_id")
 
     def __init__(self, req: Any, request_id: int) -> None:
         self.req = req
@@ -95,8 +92,6 @@ class SglangRequests:
     Nothing is called for a request that is aborted while it waits for another row: if those without a row have become
     many, they are forgotten. One that does get a row is recorded once more.
     """
-
-    __slots__ = ("_by_rid", "_exact", "_most", "version")
 
     def __init__(self, *, exact_ids: bool) -> None:
         self._by_rid: dict[str, SglangRequest] = {}
@@ -136,17 +131,14 @@ class SglangRequests:
         """Return the ids of a batch's requests `[rows] int64`, -1 for padding."""
         ids = np.full(rows, -1, np.int64)
         for r, rid in enumerate(rids[:rows]):
-            known = self._by_rid.get(rid)
-            ids[r] = known.request_id if known is not None else request_id_of(rid, signed=self._exact)
+            ids[r] = request_id_of(rid, signed=self._exact)
         return ids
 
     def truth(self, rids: Sequence[str], rows: int) -> TruthTokens | None:
         """Return the scheduler's tokens of a batch's requests; None where one of them is not known."""
         known = [self._by_rid.get(rid) for rid in rids[:rows]]
         parts = [request.truth() for request in known if request is not None]
-        if len(parts) != len(known):
-            return None
-        return truth_tokens(parts, rows)
+        return truth_tokens(parts, rows) if len(parts) == len(known) else None
 
 
 _PROMPT: Final = attrgetter("req.origin_input_ids")
@@ -160,20 +152,6 @@ class KnownBatch:
     how many tokens each of them had at `moment`.
     """
 
-    __slots__ = (
-        "_ids",
-        "_prompt_lens",
-        "_prompts",
-        "_truth",
-        "lens",
-        "moment",
-        "outputs",
-        "requests",
-        "rids",
-        "rows",
-        "version",
-    )
-
     def __init__(self, rids: Sequence[str], rows: int, requests: SglangRequests) -> None:
         self.rids = list(rids)
         self.rows = rows
@@ -183,9 +161,8 @@ class KnownBatch:
         self.requests: list[SglangRequest] = found if known else []  # type: ignore[assignment]  # no None in it
         self._prompts = list(map(_PROMPT, self.requests))
         self.outputs: list[Any] | None = list(map(_OUTPUT, self.requests)) if known else None
-        self._ids: Int64Array | None = None if known else requests.ids(self.rids, rows)
-        self._truth: list[TokenLists] | None = None
-        self._prompt_lens: Int64Array | None = None
+        if not known:  # now: by the time it is asked for, it may be
+            self.ids = requests.ids(self.rids, rows)
         self.moment = -1
         self.lens = b""
 
@@ -200,30 +177,26 @@ class KnownBatch:
             self.lens = b"" if self.outputs is None else array("q", map(len, self.outputs)).tobytes()
         return self.lens
 
-    @property
+    @cached_property
     def ids(self) -> Int64Array:
         """`[rows]`, -1 for padding."""
-        if self._ids is None:
-            self._ids = np.full(self.rows, -1, np.int64)
-            self._ids[: len(self.requests)] = [request.request_id for request in self.requests]
-        return self._ids
+        ids = np.full(self.rows, -1, np.int64)
+        ids[: len(self.requests)] = [request.request_id for request in self.requests]
+        return ids
 
-    @property
+    @cached_property
     def truth(self) -> list[TokenLists] | None:
         """The requests' tokens, in the lists that the scheduler had when the batch was looked up; None for unknown."""
-        if self._truth is None and self.outputs is not None:
-            self._truth = [request.lists(prompt, output) for request, prompt, output in self._parts()]
-        return self._truth
+        return None if self.outputs is None else self._lists()
 
-    def _parts(self) -> Iterable[tuple[SglangRequest, Any, Any]]:
-        return zip(self.requests, self._prompts, self.outputs or (), strict=True)
+    def _lists(self) -> list[TokenLists]:
+        parts = zip(self.requests, self._prompts, self.outputs or (), strict=True)
+        return [request.lists(prompt, output) for request, prompt, output in parts]
 
-    @property
+    @cached_property
     def known_lens(self) -> Int64Array:
         """`[n]` tokens of each prompt."""
-        if self._prompt_lens is None:
-            self._prompt_lens = np.array(list(map(len, self._prompts)), np.int64)
-        return self._prompt_lens
+        return np.array(list(map(len, self._prompts)), np.int64)
 
     def stale(self) -> bool:
         """Say whether the scheduler keeps tokens in other lists than it did."""
@@ -236,9 +209,7 @@ class KnownBatch:
     def sampled(self, before: bytes, after: bytes) -> tuple[Int64Array, Int64Array]:
         """Return what each request has got from length `before` to `after`, one after another, and how many each."""
         spans = [np.frombuffer(lens, np.int64).tolist() for lens in (before, after)]
-        sources = [request.lists(prompt, output) for request, prompt, output in self._parts()]
-        prompts = map(len, self._prompts)
-        parts = zip(sources, prompts, *spans, strict=True)
+        parts = zip(self._lists(), map(len, self._prompts), *spans, strict=True)
         tokens = [source.tokens(prompt + first, prompt + last) for source, prompt, first, last in parts]
         lens = np.array(list(map(len, tokens)), np.int64)
         return np.concatenate((np.empty(0, np.int64), *tokens)), lens

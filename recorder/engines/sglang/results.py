@@ -11,7 +11,7 @@ from weakref import ref
 from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.recorder import Recorder
-from ..common.hooking import Finish, then
+from ..common.hooking import Around, around
 from .requests import BatchLookup, KnownBatch
 
 # Forwards whose samples may still be outstanding: overlap scheduling is one behind, pipelines a few.
@@ -45,11 +45,8 @@ class StepResults:
 
     def ran(self, result: Any, _: BaseException | None) -> None:
         """Note which forward a scheduler step's result belongs to."""
-        last = self.last_target
-        if last is None:
-            return
-        self.last_target = None
-        if result is None:
+        last, self.last_target = self.last_target, None
+        if last is None or result is None:
             return
         results = self.by_result
         results[id(result)] = (ref(result), last)
@@ -89,29 +86,24 @@ class StepResults:
         self._batches.refresh()
         return known.sampled(before, after)
 
-    # Hooks of a pipeline's stage.
-
+    @around
     def on_launch(
         self, mb_id: Any, batch: Any, _proxy: Any = None, mb_metadata: Any = None, *_args: Any, **_kwargs: Any
-    ) -> Finish | None:
-        """Note which forward a micro-batch ran."""
+    ) -> Around:
+        """Note which forward a micro-batch of a pipeline's stage ran."""
+        returned = yield
+        ran = self.by_result.pop(id(returned[0]), None)
+        if ran is None or ran[0]() is not returned[0]:
+            return
+        copied = None if mb_metadata is None else getattr(mb_metadata[mb_id], "fwd_batch", None)
+        key = batch if copied is None else copied
+        again = id(key) in self._launched  # without a result in between: whose the next one is, nobody knows
+        self._launched[id(key)] = (key, None if again else ran[1])
+        if len(self._launched) > MAX_LAUNCHED:
+            del self._launched[next(iter(self._launched))]
 
-        def note(returned: Any) -> None:
-            ran = self.by_result.pop(id(returned[0]), None)
-            if ran is None or ran[0]() is not returned[0]:
-                return
-            copied = None if mb_metadata is None else getattr(mb_metadata[mb_id], "fwd_batch", None)
-            key = batch if copied is None else copied
-            again = id(key) in self._launched  # without a result in between: whose the next one is, nobody knows
-            self._launched[id(key)] = (key, None if again else ran[1])
-            if len(self._launched) > MAX_LAUNCHED:
-                del self._launched[next(iter(self._launched))]
-
-        return then(note)
-
-    def on_process(self, batch: Any, result: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Note that a result is the one of the forward that this batch ran."""
+    def on_process(self, batch: Any, result: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Note that a result is the one of the forward that this batch of a pipeline's stage ran."""
         _, ran = self._launched.pop(id(batch), (None, None))
         if ran is not None and result is not None:
             self.by_result[id(result)] = (ref(result), ran)
-        return None

@@ -8,20 +8,20 @@ A health check's or warm-up's prompt is sent to nobody, and the decode engine ta
 is a receive without a room, which leaves the slots unjudged.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
-from ...capture.forward_input import translate
 from ...capture.host_arrays import read_runs
 from ...capture.recorder import Recorder
 from ...trace.event import INT64_MAX
 from ...trace.schema import RECEIVE, SEND
-from ..common.hooking import Finish, Hook, OnFault, then, wrap_method
+from ..common.hooking import Around, OnFault, around, wrap_method
 from .history import GroupHistory
-from .layout import SglangLayout
+from .layout import SglangLayout, own_slots
 from .requests import SglangRequest, kv_field, row_of
 
 # SGLang's KVPoll
@@ -32,44 +32,51 @@ SUCCESS: Final = 4
 class SglangTransfers:
     """Records the transfers of one scheduler; both sides name a pool group alike, so they find one another.
 
-    `histories` are those of the slots, empty if there is none. `on_fault` is called when a hook failed.
+    `histories` are those of the slots, empty if there is none; `see` returns a request of the engine's; `on_fault` is
+    called when a hook failed.
     """
 
     def __init__(
-        self, layout: SglangLayout, recorder: Recorder | DeviceRecorder, histories: list[GroupHistory]
+        self,
+        layout: SglangLayout,
+        recorder: Recorder | DeviceRecorder,
+        histories: list[GroupHistory],
+        see: Callable[[Any], SglangRequest],
     ) -> None:
-        self.on_fault: OnFault = _nobody
+        self.on_fault: OnFault = lambda _hook, _error: None
         self._layout = layout
         self._recorder = recorder
         self._histories = histories
+        self._see = see
         # The room and the first position of each request that is being sent or received.
         self._under_way: dict[str, tuple[int, int]] = {}
 
-    def sending(self, req: Any) -> None:
-        """Note where the first chunk of a request begins; called before each chunk is sent."""
-        self._under_way.setdefault(req.rid, (room_of(req), int(getattr(req, "start_send_idx", 0) or 0)))
+    @around
+    def on_send(self, req: Any, *args: Any, **kwargs: Any) -> Around:
+        """Note where the first chunk of a request begins; record that its last one goes out, and the transfer's end."""
+        sender = req.disagg_kv_sender
+        if to_nobody(sender):
+            return
+        under_way = room_of(req), int(getattr(req, "start_send_idx", 0) or 0)
+        under_way = self._under_way.setdefault(req.rid, under_way)
+        if args[0] if args else kwargs.get("last_chunk", False):
+            yield
+            known = self._see(req)
+            self._under_way[req.rid] = under_way
+            self._record("start", SEND, req, known, under_way)
 
-    def sent_last(self, req: Any, known: SglangRequest) -> None:
-        """Record that all chunks of a request are on their way, and when that is over."""
-        self.sending(req)
-        self._record("start", SEND, req, known, self._under_way[req.rid])
-        # Not counted as cost: an idle engine asks in every round.
-        wrap_method(req.disagg_kv_sender, "poll", self._on_poll(req, known), self.on_fault)
-        self._watch_failure(req.disagg_kv_sender, SEND, req, known)
+            @around
+            def on_poll(*_args: Any, **_kwargs: Any) -> Around:
+                if req.rid in self._under_way:
+                    state = yield
+                    if state in (FAILED, SUCCESS):
+                        status, note = ("end", "") if state == SUCCESS else ("failed", "the sender says so")
+                        self._over(status, SEND, req, known, note)
 
-    def _on_poll(self, req: Any, known: SglangRequest) -> Hook:
-        def hook(*_args: Any, **_kwargs: Any) -> Finish | None:
-            if req.rid not in self._under_way:
-                return None
-
-            def record(state: Any) -> None:
-                if state in (FAILED, SUCCESS):
-                    status, note = ("end", "") if state == SUCCESS else ("failed", "the sender says so")
-                    self._over(status, SEND, req, known, note)
-
-            return then(record)
-
-        return hook
+            wrap_method(
+                sender, "poll", on_poll, self.on_fault
+            )  # not counted as cost: an idle engine asks in every round
+            self._watch_failure(sender, SEND, req, known)
 
     def _watch_failure(self, side: Any, direction: str, req: Any, known: SglangRequest) -> None:
         """Hook what the scheduler asks a side that has failed, itself or on another rank, before it frees the slots."""
@@ -79,18 +86,34 @@ class SglangTransfers:
 
         wrap_method(side, "failure_exception", hook, self.on_fault)
 
-    def expected(self, req: Any, known: SglangRequest, receiver: Any) -> None:
-        """Record that a request's prompt may land in its slots from now on, and when that fails."""
-        room = -1 if to_nobody(receiver) else room_of(req)
-        under_way = self._under_way[req.rid] = (room, int(kv_field(req, "cache_protected_len") or 0))
-        self._record("start", RECEIVE, req, known, under_way)
-        self._watch_failure(receiver, RECEIVE, req, known)
+    def on_expect(self, decode_reqs: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Record prompts whose senders know where to write them."""
+        for decode_req in decode_reqs or ():
+            if row_of(decode_req.req) >= 0:
+                self.expected(decode_req.req, self._see(decode_req.req), decode_req.kv_receiver)
+
+    @around
+    def on_receive(self, decode_req: Any, *_args: Any, **_kwargs: Any) -> Around:
+        """Record the prompts that the scheduler takes over."""
+        req, receiver = decode_req.req, decode_req.kv_receiver
+        if getattr(decode_req, "host_staged", False):
+            self._recorder.lost("a prompt was received in the host's memory, which is not recorded")
+            return
+        yield
+        self.received(req, self._see(req), receiver)
 
     def received(self, req: Any, known: SglangRequest, receiver: Any) -> None:
         """Record that a request's prompt has landed."""
         if req.rid not in self._under_way:
             self.expected(req, known, receiver)
         self._over("end", RECEIVE, req, known)
+
+    def expected(self, req: Any, known: SglangRequest, receiver: Any) -> None:
+        """Record that a request's prompt may land in its slots from now on, and when that fails."""
+        room = -1 if to_nobody(receiver) else room_of(req)
+        under_way = self._under_way[req.rid] = (room, int(kv_field(req, "cache_protected_len") or 0))
+        self._record("start", RECEIVE, req, known, under_way)
+        self._watch_failure(receiver, RECEIVE, req, known)
 
     def forget(self, req: Any) -> None:
         """Forget a request whose row is free: it sends and receives nothing any more."""
@@ -115,8 +138,7 @@ class SglangTransfers:
                 start = first
                 if group.window:
                     start = max(first, (end - group.window) // group.page_size * group.page_size)
-                slots = self._slots(runner.table, number, row, start, end - start)
-                parts = [(room, start, slots)]
+                parts = [(room, start, self._slots(runner.table, number, row, start, end - start))]
                 if direction == RECEIVE and start > first:
                     # What comes right before a window may have a slot, but is not sent; the chain begins at it.
                     before = self._slots(runner.table, number, row, start - 1, 1)
@@ -140,17 +162,13 @@ class SglangTransfers:
     def _slots(self, table: int, number: int, row: int, start: int, count: int) -> Int64Array:
         """Return the slots of `count` positions of a row from `start` on, `[count]` in a group's own numbering."""
         where = (np.array([row]), np.array([start]), np.array([max(0, count)]))
-        lut = self._layout.groups[number].lut
-        return translate(self._layout.luts[lut] if lut >= 0 else None, read_runs(self._layout.tables[table], *where))
+        return own_slots(self._layout, number, read_runs(self._layout.tables[table], *where))
 
     def _given_out(self, number: int, slots: Int64Array, row: int, known: SglangRequest) -> None:
         """Record whose slots these are: no forward writes them, so nothing has recorded it yet."""
         for history in self._histories:
             if number in history.groups:
                 history.written(slots, np.array([row]), np.array([known.request_id]), np.array([slots.size]))
-
-
-def _nobody(_hook: str, _error: Exception) -> None: ...
 
 
 def room_of(req: Any) -> int:

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 from ...capture.recorder import Recorder, prepare_kernels
@@ -16,7 +15,7 @@ from ...errors import error_text
 from ...process.environment import read_environment
 from ...writing.trace_file import begin_new
 from ..common.attachment import EngineAttachment
-from ..common.hooking import Finish, Hook, harmless
+from ..common.hooking import Around, Finish, around, harmless
 from .recording import TransformersRecording
 
 logger = logging.getLogger("kvcanary")
@@ -77,7 +76,7 @@ class TransformersAttachment(EngineAttachment):
             self._active = True
             for owner, name, hook in targets:
                 original = owner.__dict__[name]
-                wrapper = self._wrap(original, getattr(self, hook, None) or self._of_recording(hook))
+                wrapper = self._wrapped(original, hook)
                 self._patches.append((owner, name, original, wrapper))
                 setattr(owner, name, wrapper)
 
@@ -99,12 +98,21 @@ class TransformersAttachment(EngineAttachment):
     def __enter__(self) -> "TransformersAttachment":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
-    def _wrap(self, original: Any, hook: Hook) -> Any:
+    def _wrapped(self, original: Any, name: str) -> Any:
+        method, _, reason = name.partition(" ")
+
+        def hook(engine: Any, *args: Any, **kwargs: Any) -> Finish | None:
+            owner: Any = self if hasattr(self, method) else self._recordings.get(engine)
+            if owner is None:
+                return None
+            finish: Finish | None = getattr(owner, method)(*((reason,) if reason else (engine, *args)), **kwargs)
+            return finish
+
+        hook.__name__ = method
+
         @functools.wraps(original)
         def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._active:
@@ -119,21 +127,6 @@ class TransformersAttachment(EngineAttachment):
             logger.error("kvcanary: not recording: %s", error_text(error), exc_info=error)
         else:
             self.fail(recording.recorder, hook, error, ends=True)
-
-    def _of_recording(self, name: str) -> Hook:
-        method, _, reason = name.partition(" ")
-
-        def hook(engine: Any, *args: Any, **kwargs: Any) -> Finish | None:
-            recording = self._recordings.get(engine)
-            if recording is None:
-                return None
-            finish: Finish | None = (
-                recording.because(reason) if reason else getattr(recording, method)(engine, *args, **kwargs)
-            )
-            return finish
-
-        hook.__name__ = method
-        return hook
 
     def on_step(self, processor: Any, _model: Any) -> Finish | None:
         """Record a step, a processor's first into a trace of its own."""
@@ -156,19 +149,19 @@ class TransformersAttachment(EngineAttachment):
         for part in (*engine_parts, *cache.cache_allocators.values()):
             self._recordings[part] = recording
 
-    def on_stop(self, manager: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+    @around
+    def on_stop(self, manager: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Close the trace of a processor that is given up; let go of its parts, whose memory would live on through it."""
         recording = self._recordings.get(manager.batch_processor) if manager.batch_processor is not None else None
         if recording is None:
-            return None
-
-        def finish(_: Any, __: BaseException | None) -> None:
+            return
+        try:
+            yield
+        finally:
             if manager.batch_processor is None:  # not kept for another run of the loop
                 recording.recorder.close(timeout=5.0)
                 for part in [part for part, its in self._recordings.items() if its is recording]:
                     del self._recordings[part]
-
-        return finish
 
 
 def attach_from_environment() -> TransformersAttachment | None:

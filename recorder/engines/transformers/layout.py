@@ -24,8 +24,6 @@ class TransformersGroup:
     that a sliding group's request goes round in, 0 for a full group.
     """
 
-    __slots__ = ("allocator", "index", "kind", "num_slots", "page_size", "ring_size", "stride", "trash_row", "window")
-
     def __init__(self, index: int, allocator: Any) -> None:
         self.allocator = allocator
         self.index = index
@@ -51,34 +49,31 @@ class TransformersGroup:
         starts = np.array(blocks, np.int64) * self.page_size
         return starts, np.full(starts.size, self.page_size, np.int64)
 
-    def ring_slot(self, blocks: list[int], position: int) -> int:
-        """Return the slot of a position in a ring; -1 if the request has no block for it."""
+    def table(self, request: str) -> list[int]:
+        """Return the blocks of a request as they are now."""
+        return self.allocator.block_table.get(request, [])
+
+    def ring_slot(self, request: str, position: int) -> int:
+        """Return the slot of a position in a request's ring; -1 if it has no block for it."""
+        blocks = self.table(request)
         page, offset = divmod(position % self.ring_size, self.page_size)
         return blocks[page] * self.page_size + offset if page < len(blocks) else -1
 
     def streams(self, layers: tuple[int, ...], capture_bytes: int) -> list[tuple[KvStream, KvSource]]:
-        """Return K and V of each of the layers, with where their bytes lie.
-
-        An empty list says that this group's bytes cannot be captured: a token's K is no multiple of 16 bytes.
-        """
+        """Return K and V of each of the layers, with where their bytes lie; none if a token's K is no row of 16 bytes."""
         blocks = self.allocator._copy_view  # [blocks, bytes_per_block] uint8
         page_bytes = int(self.allocator.bytes_per_page) // 2
         token_bytes = page_bytes // self.page_size
         if token_bytes % ALIGN_BYTES:
             return []
+        read = min(capture_bytes, token_bytes)
         found = []
         for layer in layers:
-            page = 2 * self.allocator.layer_indices.index(layer)
-            for half, number in (("K", page), ("V", page + 1)):
-                stream = KvStream(
-                    half=half, layer=layer, bytes_per_token=token_bytes, capture_bytes=min(capture_bytes, token_bytes)
-                )
-                source = KvSource(
-                    tensor=blocks[:, number * page_bytes : (number + 1) * page_bytes],
-                    page_size=self.page_size,
-                    bytes_per_token=token_bytes,
-                    read_bytes=stream.capture_bytes,
-                )
+            first = 2 * page_bytes * self.allocator.layer_indices.index(layer)
+            for half, begin in (("K", first), ("V", first + page_bytes)):
+                rows = blocks[:, begin : begin + page_bytes]
+                stream = KvStream(half=half, layer=layer, bytes_per_token=token_bytes, capture_bytes=read)
+                source = KvSource(tensor=rows, page_size=self.page_size, bytes_per_token=token_bytes, read_bytes=read)
                 found.append((stream, source))
         return found
 

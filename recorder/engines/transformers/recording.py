@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...capture.host_arrays import as_rows
 from ...capture.recorder import Recorder
 from ...trace.header import NotWatched
 from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL
-from ..common.hooking import Finish
+from ..common.hooking import Around, around
 from ..common.requests import KnownRequest, RequestRows, mode_by_lens, truth_tokens
 from .layout import TransformersGroup, describe_engine
 from .step import attention_input, table_read, written_slots
@@ -21,11 +22,9 @@ from .step import attention_input, table_read, written_slots
 class TransformersRequest(KnownRequest):
     """A request; `blocks[g]` counts the blocks of group g's table that alloc events have named."""
 
-    __slots__ = ("blocks",)
-
-    def __init__(self, name: str, request_id: int, num_groups: int) -> None:
+    def __init__(self, name: str, request_id: int) -> None:
         super().__init__(name, request_id)
-        self.blocks = [0] * num_groups
+        self.blocks: Counter[int] = Counter()
 
 
 class TransformersRecording:
@@ -55,9 +54,7 @@ class TransformersRecording:
             off = NotWatched(what="submitted", name=header.runners[0].name, reason="switched off: submitted=False")
             header = dataclasses.replace(header, not_watched=(*header.not_watched, off))
         numbers = itertools.count()  # a name may come again, as another request
-        self._requests = RequestRows(
-            header.tables[0].rows, lambda name: TransformersRequest(name, next(numbers), len(self._layouts))
-        )
+        self._requests = RequestRows(header.tables[0].rows, lambda name: TransformersRequest(name, next(numbers)))
         self._forward = -1
         self._tokens = 0
         self._submitted: dict[tuple[int, int], Any] = {}
@@ -76,10 +73,8 @@ class TransformersRecording:
         batch = processor.inputs_and_outputs.requests_in_batch
         started = any(future.state.position_offset != future.query_length for future in batch)
         known = {future.state.request_id for future in batch}
-        return started or any(
-            layout.allocator.ledger.block_to_hash or set(layout.allocator.block_table) - known
-            for layout in self._layouts
-        )
+        allocators = [layout.allocator for layout in self._layouts]
+        return started or any(one.ledger.block_to_hash or set(one.block_table) - known for one in allocators)
 
     def before_step(self, processor: Any) -> None:
         """Record the forward that `_generation_step` is about to run."""
@@ -145,23 +140,27 @@ class TransformersRecording:
         request, new = self._requests.see(name or state.request_id)
         if new:
             labels = {"parent": parent.request_id} if parent is not None else None
-            prompt_len = len(state.initial_tokens)
-            self.recorder.request(
-                request_id=request.request_id, name=request.name, prompt_len=prompt_len, labels=labels
-            )
+            said: dict[str, Any] = {"prompt_len": len(state.initial_tokens), "labels": labels}
+            self.recorder.request(request_id=request.request_id, name=request.name, **said)
         return request
 
     def _record_new_blocks(self, layout: TransformersGroup, requests: list[TransformersRequest]) -> None:
         """Record the blocks that were added to the requests' tables since they were last seen."""
         for request in requests:
-            table = layout.allocator.block_table.get(request.name, [])
+            table = layout.table(request.name)
             if len(table) > request.blocks[layout.index]:
                 fresh = table[request.blocks[layout.index] :]
                 request.blocks[layout.index] = len(table)
                 # A block with a hash was written before: the prefix cache lent it out.
-                shared = [block for block in fresh if block in layout.allocator.ledger.block_to_hash]
-                self._slots("alloc", layout, [block for block in fresh if block not in shared], request)
-                self._slots("alloc", layout, shared, request, "prefix hit", status=ALLOC_SHARED)
+                self._allocated(layout, fresh, layout.allocator.ledger.block_to_hash, request, "", "prefix hit")
+
+    def _allocated(
+        self, layout: TransformersGroup, blocks: Any, lent: Any, request: TransformersRequest, *notes: str
+    ) -> None:
+        """Record a request's blocks: its own, and those that are `lent` to it; a note for each."""
+        for shared, note in enumerate(notes):
+            mine = [block for block in blocks if (block in lent) == bool(shared)]
+            self._slots("alloc", layout, mine, request, note, status=ALLOC_SHARED if shared else ALLOC_FRESH)
 
     def _slots(
         self,
@@ -169,7 +168,7 @@ class TransformersRecording:
         layout: TransformersGroup,
         blocks: list[int],
         request: TransformersRequest | None,
-        note: str = "",
+        note: str,
         *,
         status: str = ALLOC_FRESH,
     ) -> None:
@@ -184,14 +183,14 @@ class TransformersRecording:
                 status=status,
             )
 
-    def because(self, reason: str) -> Finish:
+    @around
+    def because(self, reason: str) -> Around:
         """Give blocks that are freed until the engine's function returns another reason."""
         self._reason, before = reason, self._reason
-
-        def finish(_: Any, __: BaseException | None) -> None:
+        try:
+            yield
+        finally:
             self._reason = before
-
-        return finish
 
     def on_free(self, allocator: Any, request_id: str, no_cache: bool = False) -> None:
         """Record the blocks that go back to the pool when a request's table is dropped."""
@@ -201,7 +200,7 @@ class TransformersRecording:
         layout, ledger = self._layouts[allocator.index], allocator.ledger
         freed = [
             block
-            for block in allocator.block_table.get(request_id, [])
+            for block in layout.table(request_id)
             if ledger.shared_ref_counts.get(block, 1) == 1 and (no_cache or block not in ledger.block_to_hash)
         ]
         self._slots("free", layout, freed, request, self._reason)
@@ -209,100 +208,76 @@ class TransformersRecording:
         if self._reason != "offload" and layout is self._layouts[-1]:
             self._requests.drop(request)
 
-    def on_complete(self, allocator: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
+    @around
+    def on_complete(self, allocator: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Around:
         """Record the blocks that de-duplication takes out of a request's table."""
-        before = list(allocator.block_table.get(request_id, []))
-        sole = [allocator.ledger.shared_ref_counts.get(block, 1) == 1 for block in before]
-        return lambda _, __: self.replaced_blocks(allocator, request_id, before, sole)
+        layout, users = self._layouts[allocator.index], allocator.ledger.shared_ref_counts
+        before = [(block, users.get(block, 1) == 1) for block in layout.table(request_id)]
+        yield
+        after = zip(before, layout.table(request_id), strict=False)
+        freed = [old for (old, only), new in after if old != new and only]
+        self._slots("free", layout, freed, self._requests.get(request_id), "dedup")
 
-    def replaced_blocks(self, allocator: Any, name: str, before: list[int], sole: list[bool]) -> None:
-        """Record what was replaced in `before`, a table as it was; `sole[i]`: its block i had no other user."""
-        after = allocator.block_table.get(name, [])
-        freed = [old for old, new, only in zip(before, after, sole, strict=False) if old != new and only]
-        self._slots("free", self._layouts[allocator.index], freed, self._requests.get(name), "dedup")
-
-    def on_evict(self, cache: Any) -> Finish:
+    @around
+    def on_evict(self, cache: Any) -> Around:
         """Record the cached blocks that the pool takes back."""
         cached = [list(allocator.ledger.cached_blocks) for allocator in cache.cache_allocators.values()]
-        return lambda _, __: self.evicted_blocks(cached)
-
-    def evicted_blocks(self, cached: list[list[int]]) -> None:
-        """Record evictions, `cached[g]` of each group."""
+        yield
         for layout, blocks in zip(self._layouts, cached, strict=True):
             self._slots("evict", layout, blocks, None, "cache pressure")
 
-    def on_fork(self, _cache: Any, src_state: Any, *_args: Any, **_kwargs: Any) -> Finish:
+    @around
+    def on_fork(self, _cache: Any, parent: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Record the requests that begin as copies of another one."""
-        return lambda forked, _: self.forked(src_state, list(forked or ()))
-
-    def forked(self, parent: Any, children: list[str]) -> None:
-        """Record requests that have begun as copies of `parent`."""
+        children = yield
         source = self._known(parent)
-        for name in children:
+        for name in children or ():
             child = self._known(parent, source, name)
             for layout in self._layouts:
-                table = layout.allocator.block_table.get(name, [])
-                shared = set(layout.allocator.block_table.get(parent.request_id, []))
+                table = layout.table(name)
                 child.blocks[layout.index] = len(table)
-                self._slots("alloc", layout, [b for b in table if b not in shared], child, "fork")
-                lent = [b for b in table if b in shared]
-                self._slots("alloc", layout, lent, child, "shared by fork", status=ALLOC_SHARED)
+                self._allocated(layout, table, layout.table(parent.request_id), child, "fork", "shared by fork")
 
-    def on_copy(self, _cache: Any, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> Finish:
-        """Record the blocks that are copied inside the pool."""
-        return lambda _, __: self.copied_blocks(copy_src_and_dst)
-
-    def copied_blocks(self, copies: dict[str, tuple[list[int], list[int]]]) -> None:
-        """Record copies `(source blocks, destination blocks)` of each group."""
+    @around
+    def on_copy(self, _cache: Any, copies: dict[str, tuple[list[int], list[int]]]) -> Around:
+        """Record the blocks that are copied inside the pool: of each group `(source blocks, destination blocks)`."""
+        yield
         for layout, (src, dst) in zip(self._layouts, copies.values(), strict=True):
             if src:
-                starts, counts = layout.block_slots(src)
-                self.recorder.kv_copy(
-                    group=layout.index, src=starts, dst=layout.block_slots(dst)[0], count=counts, note="fork"
-                )
+                (starts, count), (to, _) = layout.block_slots(src), layout.block_slots(dst)
+                self.recorder.kv_copy(group=layout.index, src=starts, dst=to, count=count, note="fork")
 
-    def on_offload(self, manager: Any, victims: list[Any], tables: dict[str, dict[str, list[int]]]) -> Finish:
+    @around
+    def on_offload(self, manager: Any, victims: list[Any], tables: dict[str, dict[str, list[int]]]) -> Around:
         """Record the blocks that go to the host."""
+        names = yield
+        for name in (state.request_id for state in victims):
+            if names and name in names:
+                self._moved(name, tables[name], manager._request_id_to_cpu_blocks[name], to_host=True)
 
-        def finish(names: set[str] | None, _: BaseException | None) -> None:
-            for name in (state.request_id for state in victims):
-                if names and name in names:
-                    self.moved_blocks(name, tables[name], manager._request_id_to_cpu_blocks[name], to_host=True)
-
-        return finish
-
-    def on_restore(self, manager: Any, requests_in_batch: list[Any]) -> Finish:
+    @around
+    def on_restore(self, manager: Any, requests_in_batch: list[Any]) -> Around:
         """Record the blocks that come back from the host."""
         allocators = manager.cache.cache_allocators
         copies = []
         for name in [future.state.request_id for future in requests_in_batch if future.state.is_cpu_offloaded]:
             pool = {group: list(allocator.block_table.get(name, [])) for group, allocator in allocators.items()}
             copies.append((name, pool, dict(manager._request_id_to_cpu_blocks.get(name, {}))))
+        yield
+        for name, pool, host in copies:
+            self._moved(name, pool, host, to_host=False)
 
-        def finish(_: Any, __: BaseException | None) -> None:
-            for name, pool, host in copies:
-                self.moved_blocks(name, pool, host, to_host=False)
-
-        return finish
-
-    def moved_blocks(
+    def _moved(
         self, name: str, pool_blocks: dict[str, list[int]], host_blocks: dict[str, list[int]], *, to_host: bool
     ) -> None:
         """Record a request's blocks that were copied to the host, or back from it."""
-        request = self._requests.get(name)
+        request, note = self._requests.get(name), "offload" if to_host else "load-back"
+        src_tier, dst_tier = (TIER_POOL, TIER_HOST) if to_host else (TIER_HOST, TIER_POOL)
+        what: dict[str, Any] = {"src_tier": src_tier, "dst_tier": dst_tier, "note": note}
         for layout, group in zip(self._layouts, pool_blocks, strict=True):
-            count = min(len(pool_blocks[group]), len(host_blocks.get(group, [])))
-            if not count:
-                continue
-            pool, counts = layout.block_slots(pool_blocks[group][:count])
-            host, _ = layout.block_slots(host_blocks[group][:count])
-            self.recorder.kv_copy(
-                group=layout.index,
-                src=pool if to_host else host,
-                dst=host if to_host else pool,
-                count=counts,
-                src_tier=TIER_POOL if to_host else TIER_HOST,
-                dst_tier=TIER_HOST if to_host else TIER_POOL,
-                request_id=request.request_id if request is not None else -1,
-                note="offload" if to_host else "load-back",
-            )
+            blocks = list(zip(pool_blocks[group], host_blocks.get(group, []), strict=False))
+            if blocks:
+                (pool, count), (host, _) = (layout.block_slots(list(side)) for side in zip(*blocks, strict=True))
+                src, dst = (pool, host) if to_host else (host, pool)
+                request_id = request.request_id if request is not None else -1
+                self.recorder.kv_copy(group=layout.index, src=src, dst=dst, count=count, request_id=request_id, **what)

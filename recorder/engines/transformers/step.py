@@ -25,11 +25,14 @@ def table_read(layout: TransformersGroup, io: Any, prefix: Int64Array, extend: I
     They are the block table's; of a ring, whose table says less than that, what the step will index the pool with.
     """
     if not layout.ring_size and not io.use_block_table:
-        return paged_read(_block_table(layout, io), layout.page_size, prefix)
+        tables = [layout.table(future.state.request_id) for future in io.requests_in_batch]
+        found = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int64)
+        for row, table in zip(found, tables, strict=True):
+            row[: len(table)] = table
+        return paged_read(found, layout.page_size, prefix)
     if io.use_block_table:
         read = _allocator_rows(layout.allocator.get_read_indices, io, prefix, extend)
-        lens = np.array([layout.allocator.get_seqlen_k(p, e) for p, e in zip(prefix, extend, strict=True)], np.int64)
-        ends = np.cumsum(lens)
+        ends = np.cumsum(_lens(layout, prefix, extend))
     else:
         read = own_int64(io.read_index_storage[layout.index, : io.true_read_sizes[layout.index]])
         ends = own_int64(io.cumulative_seqlens_k[layout.allocator.layer_type][1 : prefix.size + 1])
@@ -45,13 +48,10 @@ def table_read(layout: TransformersGroup, io: Any, prefix: Int64Array, extend: I
     return TableRead(starts=first, counts=counts, slots=slots)
 
 
-def _block_table(layout: TransformersGroup, io: Any) -> Int64Array:
-    """Return the block table of the step's requests, `[bs, blocks of the longest]`, -1 for none."""
-    tables = [layout.allocator.block_table.get(future.state.request_id, ()) for future in io.requests_in_batch]
-    found = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int64)
-    for row, table in zip(found, tables, strict=True):
-        row[: len(table)] = table
-    return found
+def _lens(layout: TransformersGroup, prefix: Int64Array, extend: Int64Array) -> Int64Array:
+    """Return `[bs]` how many positions the engine has each request attend to in a group."""
+    lens = [layout.allocator.get_seqlen_k(p, e) for p, e in zip(prefix.tolist(), extend.tolist(), strict=True)]
+    return np.array(lens, np.int64)
 
 
 def attention_input(
@@ -59,9 +59,9 @@ def attention_input(
 ) -> AttentionInput | None:
     """Return what the attention of the step gets: its `cu_seq_lens_q`, `cu_seq_lens_k` and `read_index`.
 
-    Layers with a sliding window get the window's length; what it is off by is what the request's is off by. What
-    they read comes from the ring in `_read` and cannot be held against anything else. Of the decode fast path,
-    whose kernel has the block table alone, nothing is said.
+    Layers with a sliding window get the window's length; what it is off by is what the request's is off by. What they
+    read comes from the ring in `table_read` and cannot be held against anything else. Nothing is known of the decode
+    fast path, whose kernel has the block table alone.
     """
     if io.use_block_table:
         return None
@@ -71,8 +71,7 @@ def attention_input(
     for layout in layouts:
         bounds = own_int64(io.cumulative_seqlens_k[layout.allocator.layer_type][: bs + 1])
         got = np.diff(bounds)
-        own = [layout.allocator.get_seqlen_k(p, e) for p, e in zip(prefix.tolist(), extend.tolist(), strict=True)]
-        seq_lens = np.where(seq_lens == end, end + got - np.array(own, np.int64), seq_lens)
+        seq_lens = np.where(seq_lens == end, end + got - _lens(layout, prefix, extend), seq_lens)
         if layout.ring_size:
             slots.append(None)
             continue
@@ -93,10 +92,7 @@ def _with_predecessors(
     The engine does not read it, but it is still in the ring, where this step's first token goes.
     """
     sliding = np.flatnonzero(first > 0)
-    tables = layout.allocator.block_table
-    before = [
-        layout.ring_slot(tables.get(io.requests_in_batch[r].state.request_id, []), int(first[r]) - 1) for r in sliding
-    ]
+    before = [layout.ring_slot(io.requests_in_batch[r].state.request_id, int(first[r]) - 1) for r in sliding]
     offsets = (np.cumsum(counts) - counts)[sliding]
     first, counts = first.copy(), counts.copy()
     first[sliding] -= 1

@@ -19,6 +19,8 @@ PLAIN_BACKENDS: Final = frozenset(
      "TRITON_ATTN", "TRITON_ATTN_DIFFKV"}
 )  # fmt: skip
 
+_LayerInput = tuple[Int64Array, Int64Array, TableRead]  # sequence lengths, query lengths `[bs]`, slots
+
 
 def forward_context() -> Any:
     """Return what vLLM's layers are about to be given, None if there is nothing."""
@@ -38,12 +40,12 @@ class AttentionReader:
         # the kernel's that are no neighbours.
         self._block_sizes: dict[str, int] = {}
         self.not_read: list[tuple[str, str]] = []  # (group, backend)
+        found: Sequence[Sequence[Any]] = getattr(runner, "attn_groups", None) or ()
         for group in groups:
-            for attention in _attention_groups(runner, group.gid):
-                stride = getattr(attention, "kernel_block_stride", None)
+            for attention in found[group.gid] if group.gid < len(found) else ():
                 size = getattr(attention, "kernel_block_size", None)
                 if size is not None:
-                    own = int(size) if stride is None else 0
+                    own = int(size) if getattr(attention, "kernel_block_stride", None) is None else 0
                     self._block_sizes |= dict.fromkeys(attention.layer_names, own)
                 name = str(attention.backend.get_name())
                 if name not in PLAIN_BACKENDS:
@@ -60,7 +62,7 @@ class AttentionReader:
         if not isinstance(metadata, dict):
             return ()
         found = [
-            [_layer_input(tensors, group, prefix, size) for tensors, size in self._tensors(metadata, group, block_size)]
+            list(self._layers(metadata, group, prefix, block_size))
             for group, block_size in zip(self._groups, block_sizes, strict=True)
         ]
         return tuple(
@@ -68,19 +70,25 @@ class AttentionReader:
             for place in range(max(map(len, found), default=0))
         )
 
-    def _tensors(self, metadata: dict[str, Any], group: VllmGroup, block_size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield what the layers of a group get, each once, with the tokens of a block of its table."""
+    def _layers(
+        self, metadata: dict[str, Any], group: VllmGroup, prefix: Int64Array, block_size: int
+    ) -> Iterator[_LayerInput]:
+        """Yield what the layers of a group get by the tensors of their metadata, each tensor once."""
         seen = set()
+        bs, first = prefix.size, np.maximum(prefix - group.window, 0) if group.window else None
         for layer in group.layers:
             tensors: list[Any] = [getattr(metadata.get(layer), name, None) for name in FIELDS]
             size = self._block_sizes.get(layer, block_size)
-            if size and all(hasattr(tensor, "data_ptr") for tensor in tensors):
-                key = tuple(int(tensor.data_ptr()) for tensor in tensors)
-                if key not in seen:
-                    seen.add(key)
-                    yield tensors, size
+            if not size or not all(hasattr(tensor, "data_ptr") for tensor in tensors):
+                continue
+            key = tuple(int(tensor.data_ptr()) for tensor in tensors)
+            if key not in seen:
+                seen.add(key)
+                seq_lens, starts, table = own_int64(tensors[0][:bs]), own_int64(tensors[1][: bs + 1]), tensors[2]
+                read = paged_read(table, size, np.minimum(seq_lens, int(table.shape[1]) * size), starts=first)
+                yield seq_lens, np.diff(starts), read
 
-    def _input(self, found: Sequence["_LayerInput | None"], ends: Int64Array, extend: Int64Array) -> AttentionInput:
+    def _input(self, found: Sequence[_LayerInput | None], ends: Int64Array, extend: Int64Array) -> AttentionInput:
         """Return one entry; of lengths that differ from group to group, one that is not the step's own is kept."""
         seq_lens, query_lens = np.full_like(ends, -1), np.full_like(ends, -1)
         for one in found:
@@ -90,22 +98,6 @@ class AttentionReader:
         reads = [None if one is None else one[2] for one in found]
         slots = (*reads, *[None] * (self._num_groups - len(reads)))
         return AttentionInput(seq_lens=seq_lens, query_lens=query_lens, slots=slots)
-
-
-_LayerInput = tuple[Int64Array, Int64Array, TableRead]  # sequence lengths, query lengths `[bs]`, slots
-
-
-def _attention_groups(runner: Any, gid: int) -> Sequence[Any]:
-    groups: Sequence[Sequence[Any]] = getattr(runner, "attn_groups", None) or ()
-    return groups[gid] if gid < len(groups) else ()
-
-
-def _layer_input(tensors: Sequence[Any], group: VllmGroup, prefix: Int64Array, block_size: int) -> _LayerInput:
-    """Return what a group's layers get by the tensors of their metadata, `FIELDS`."""
-    seq_lens, starts, table = own_int64(tensors[0][: prefix.size]), own_int64(tensors[1][: prefix.size + 1]), tensors[2]
-    first = np.maximum(prefix - group.window, 0) if group.window else None
-    read = paged_read(table, block_size, np.minimum(seq_lens, int(table.shape[1]) * block_size), starts=first)
-    return seq_lens, np.diff(starts), read
 
 
 def same_attention(given: Sequence[AttentionInput], again: Sequence[AttentionInput]) -> bool:
@@ -125,11 +117,9 @@ def _arrays(given: AttentionInput) -> Iterator[Any]:
 
 def chosen_attention(given: AttentionInput, chosen: Int64Array) -> AttentionInput:
     """Return what some requests `[n]` of a step get."""
-    return AttentionInput(
-        seq_lens=own_int64(given.seq_lens)[chosen],
-        query_lens=own_int64(given.query_lens)[chosen],
-        slots=tuple(None if read is None else chosen_reads(read, chosen) for read in given.slots),
-    )
+    slots = tuple(None if read is None else chosen_reads(read, chosen) for read in given.slots)
+    seq_lens, query_lens = (own_int64(lens)[chosen] for lens in (given.seq_lens, given.query_lens))
+    return AttentionInput(seq_lens=seq_lens, query_lens=query_lens, slots=slots)
 
 
 def chosen_reads(read: TableRead, chosen: Int64Array) -> TableRead:

@@ -1,4 +1,4 @@
-"""Which slots vLLM's scheduler gives out and takes back, where it runs in the process that runs the model.
+"""Which slots vLLM's scheduler gives out and takes back, if it runs in the process that runs the model.
 
 Each KV-cache group has a manager, which knows the blocks of each request; the pool behind them knows which blocks the
 prefix cache holds. A block joins that cache when it is scheduled to be filled; that is recorded when it has been, since
@@ -7,15 +7,14 @@ it is its request's until then. What the cache holds can be walked, so that dama
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ....kernels.arrays import Int64Array
 from ...capture.recorder import Recorder
 from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED
-from ..common.hooking import Finish, Hook, OnFault, wrap_method
+from ..common.hooking import Around, Hook, OnFault, around, wrap_method
 from ..common.requests import request_id_of
 from .layout import VllmGroup, VllmLayout
 from .step import VllmRequests
@@ -57,8 +56,7 @@ def caches_prefixes(scheduler: Any) -> bool:
     return bool(getattr(scheduler.kv_cache_manager.coordinator.block_pool, "enable_caching", False))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedBlock:
+class CachedBlock(NamedTuple):
     """A block of the prefix cache: its group's index, its first position, and the cached block before it, if any.
 
     `serial` tells it from what the cache holds in the same block at another time.
@@ -72,26 +70,26 @@ class CachedBlock:
 
 
 class BlockHistory:
-    """The slot history of one scheduler; `attach` hooks it."""
+    """The slot history of one scheduler; `attach` hooks it.
+
+    The prefix cache is walked every `sweep_every` forwards, 0 never: of the target's groups, not of a draft's own.
+    """
 
     def __init__(
-        self,
-        scheduler: Any,
-        groups: Sequence[VllmGroup],
-        requests: VllmRequests,
-        recorder: Recorder,
-        draft: VllmGroup | None = None,
+        self, scheduler: Any, layout: VllmLayout, requests: VllmRequests, recorder: Recorder, sweep_every: int
     ) -> None:
         self._coordinator = scheduler.kv_cache_manager.coordinator
+        draft, self._swept = layout.draft, len(layout.groups)
         # A draft's layers have blocks of their own, or those of a group of the target's: what happens to that is
         # recorded for both.
-        self._twin = draft if draft is not None and any(group.gid == draft.gid for group in groups) else None
-        self._groups = (*groups, draft) if draft is not None and self._twin is None else tuple(groups)
+        self._twin = draft if draft is not None and any(group.gid == draft.gid for group in layout.groups) else None
+        self._groups = layout.all_groups if self._twin is None else layout.groups
         self._requests = requests
         self._recorder = recorder
+        self._sweep_every = self._left = sweep_every
         # Blocks that fill up in the coming forward and belong to the prefix cache then: (group, block) -> request.
         self._filling: dict[tuple[int, int], str] = {}
-        self.cached: dict[int, CachedBlock] = {}
+        self._cached: dict[int, CachedBlock] = {}
         self._serial = 0
         self._skipping: tuple[int, str] | None = None
 
@@ -110,101 +108,85 @@ class BlockHistory:
             wrap(manager, "cache_blocks", functools.partial(self._on_cache, group, manager))
             wrap(manager, "free", functools.partial(self._on_free, group, manager))
             wrap(manager, "remove_skipped_blocks", functools.partial(self._on_skip, group))
-        wrap(pool, "free_blocks", self.on_free_blocks)
-        wrap(pool, "_maybe_evict_cached_block", self.on_evict)
-        wrap(pool, "reset_prefix_cache", self.on_reset)
+        wrap(pool, "free_blocks", self._on_free_blocks)
+        wrap(pool, "_maybe_evict_cached_block", self._on_evict)
+        wrap(pool, "reset_prefix_cache", self._on_reset)
 
-    # Hooks of a group's manager.
+    @around
+    def _on_new(self, group: VllmGroup, name: str, *_args: Any, **_kwargs: Any) -> Around:
+        blocks = yield
+        self.record("alloc", group, _ids(blocks), name)
 
-    def _on_new(self, group: VllmGroup, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
-        return lambda blocks, _: self.record("alloc", group, _ids(blocks), request_id)
+    @around
+    def _on_external(self, group: VllmGroup, manager: Any, name: str, *_args: Any, **_kwargs: Any) -> Around:
+        count = len(manager.req_to_blocks.get(name, ()))
+        yield
+        self.record("alloc", group, _ids(manager.req_to_blocks.get(name, ())[count:]), name)
 
-    def _on_external(self, group: VllmGroup, manager: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
-        count = len(manager.req_to_blocks.get(request_id, ()))
-        return lambda _, __: self.record(
-            "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())[count:]), request_id
-        )
+    @around
+    def _on_hit(self, group: VllmGroup, manager: Any, name: str, *_args: Any, **_kwargs: Any) -> Around:
+        yield
+        self.record("alloc", group, _ids(manager.req_to_blocks.get(name, ())), name, status=ALLOC_SHARED)
 
-    def _on_hit(self, group: VllmGroup, manager: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
-        return lambda _, __: self.record(
-            "alloc", group, _ids(manager.req_to_blocks.get(request_id, ())), request_id, status=ALLOC_SHARED
-        )
-
-    def _on_cache(self, group: VllmGroup, manager: Any, request: Any, *_args: Any, **_kwargs: Any) -> Finish:
+    @around
+    def _on_cache(self, group: VllmGroup, manager: Any, request: Any, *_args: Any, **_kwargs: Any) -> Around:
         name = request.request_id
-        before = manager.num_cached_block.get(name, 0)
+        first = manager.num_cached_block.get(name, 0)
+        yield
+        blocks = manager.req_to_blocks.get(name, ())
+        for place in range(first, min(manager.num_cached_block.get(name, 0), len(blocks))):
+            block = blocks[place]
+            if block.is_null or block.block_hash is None or block.block_id in self._cached:
+                continue
+            self._filling[group.index, block.block_id] = name
+            self._serial += 1
+            before = blocks[place - 1].block_id if place else 0
+            known = self._cached.get(before) if place else None
+            serial = known.serial if known is not None and known.group == group.index else 0
+            entry = CachedBlock(self._serial, group.index, place * group.block_size, before, serial)
+            self._cached[block.block_id] = entry
 
-        def finish(_: Any, __: BaseException | None) -> None:
-            blocks = manager.req_to_blocks.get(name, ())
-            for place in range(before, min(manager.num_cached_block.get(name, 0), len(blocks))):
-                block = blocks[place]
-                if block.is_null or block.block_hash is None or block.block_id in self.cached:
-                    continue
-                self._filling[group.index, block.block_id] = name
-                self._cache(group, block.block_id, place, blocks[place - 1].block_id if place else 0)
-
-        return finish
-
-    def _cache(self, group: VllmGroup, block: int, place: int, before: int) -> None:
-        self._serial += 1
-        known = self.cached.get(before) if place else None
-        self.cached[block] = CachedBlock(
-            serial=self._serial,
-            group=group.index,
-            first=place * group.block_size,
-            before=before,
-            before_serial=known.serial if known is not None and known.group == group.index else 0,
-        )
-
-    def _on_free(self, group: VllmGroup, manager: Any, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
-        blocks = list(manager.req_to_blocks.get(request_id, ()))
+    @around
+    def _on_free(self, group: VllmGroup, manager: Any, name: str, *_args: Any, **_kwargs: Any) -> Around:
+        blocks = list(manager.req_to_blocks.get(name, ()))
         self._hand_over({(group.index, block.block_id) for block in blocks})
-        return lambda _, __: self._freed(group, blocks, request_id)
+        yield
+        self.freed(group, blocks, name)
 
-    def _on_skip(self, group: VllmGroup, request_id: str, *_args: Any, **_kwargs: Any) -> Finish:
-        self._skipping = (group.index, request_id)
-
-        def finish(_: Any, __: BaseException | None) -> None:
+    @around
+    def _on_skip(self, group: VllmGroup, name: str, *_args: Any, **_kwargs: Any) -> Around:
+        self._skipping = (group.index, name)
+        try:
+            yield
+        finally:
             self._skipping = None
 
-        return finish
-
-    def on_free_blocks(self, blocks: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+    @around
+    def _on_free_blocks(self, blocks: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Record the blocks that have left a sliding window; a request's last blocks go through its manager."""
-        if self._skipping is None or not isinstance(blocks, list):
-            return None
-        index, request_id = self._skipping
-        self._hand_over({(index, block.block_id) for block in blocks})
-        return lambda _, __: self._freed(self._groups[index], blocks, request_id)
+        if self._skipping is not None and isinstance(blocks, list):
+            index, name = self._skipping
+            self._hand_over({(index, block.block_id) for block in blocks})
+            yield
+            self.freed(self._groups[index], blocks, name)
 
-    def on_evict(self, block: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+    @around
+    def _on_evict(self, block: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Record a block that the prefix cache gives up; one that requests still use is recorded when they free it."""
+        evicted = yield
+        known = self._cached.pop(block.block_id, None) if evicted else None
+        if known is not None and not block.ref_cnt:
+            self.record("evict", self._groups[known.group], [block.block_id], "", note="cache pressure")
 
-        def finish(evicted: Any, _: BaseException | None) -> None:
-            if not evicted:
-                return
-            known = self.cached.pop(block.block_id, None)
-            if known is not None and not block.ref_cnt:
-                self.record("evict", self._groups[known.group], [block.block_id], "", note="cache pressure")
-
-        return finish
-
-    def on_reset(self, *_args: Any, **_kwargs: Any) -> Finish | None:
+    @around
+    def _on_reset(self, *_args: Any, **_kwargs: Any) -> Around:
         """Record everything that the prefix cache held, if it was emptied."""
-
-        def finish(emptied: Any, _: BaseException | None) -> None:
-            if not emptied:
-                return
+        emptied = yield
+        if emptied:
             for group in self._groups:
-                held = [block for block, known in self.cached.items() if known.group == group.index]
+                held = [block for block, known in self._cached.items() if known.group == group.index]
                 self.record("evict", group, held, "", note="reset")
-            self.cached.clear()
-
-        return finish
-
-    def in_use(self, block: int) -> bool:
-        """Say whether a request uses a block."""
-        return bool(self._coordinator.block_pool.blocks[block].ref_cnt)
+            self._cached.clear()
 
     def after_forward(self) -> None:
         """Hand the blocks that have been filled to the prefix cache."""
@@ -218,10 +200,10 @@ class BlockHistory:
         for (index, name), handed in by_request.items():
             self.record("alloc", self._groups[index], handed, name, status=ALLOC_CACHED)
 
-    def _freed(self, group: VllmGroup, blocks: Sequence[Any], request_id: str) -> None:
+    def freed(self, group: VllmGroup, blocks: Sequence[Any], name: str) -> None:
         """Record as freed the blocks that nobody uses and the prefix cache does not hold."""
         gone = [b.block_id for b in blocks if not b.is_null and not b.ref_cnt and b.block_hash is None]
-        self.record("free", group, gone, request_id)
+        self.record("free", group, gone, name)
 
     def record(
         self,
@@ -251,56 +233,32 @@ class BlockHistory:
             note=note,
         )
 
-
-class BlockWalk:
-    """Walks the prefix cache every `interval` forwards, 0 never; what it holds is known from the slot history."""
-
-    def __init__(self, history: BlockHistory | None, layout: VllmLayout, interval: int, recorder: Recorder) -> None:
-        self._history = history
-        self._layout = layout
-        self._interval = interval
-        self._recorder = recorder
-        self._left = interval
-
     def after_step(self, forwards: int) -> None:
-        """Count the forwards of a step, and walk where it is time."""
-        if not self._interval or self._history is None:
-            return
+        """Count the forwards of a step, and walk the prefix cache if it is time."""
         self._left -= forwards
-        if self._left <= 0:
-            self._left = self._interval
-            self._walk(self._history)
-
-    def _walk(self, history: BlockHistory) -> None:
-        own = len(self._layout.groups)  # a draft's own group comes behind them
-        parts = [
-            self._block(history, block, known) for block, known in sorted(history.cached.items()) if known.group < own
-        ]
-        if not parts:  # recorded all the same: that it was looked at is what a replay wants to know
-            self._recorder.sweep(groups=[], slots=[], positions=[], prev_slots=[], locked=[])
+        if not self._sweep_every or self._left > 0:
             return
-        groups, slots, positions, previous, locked = (np.concatenate(column) for column in zip(*parts, strict=True))
-        self._recorder.sweep(groups=groups, slots=slots, positions=positions, prev_slots=previous, locked=locked)
+        self._left = self._sweep_every
+        blocks = [self._tokens(*one) for one in sorted(self._cached.items()) if one[1].group < self._swept]
+        # If there are none, it is recorded all the same: that it was looked at is what a replay wants to know.
+        columns: Any = map(np.concatenate, zip(*blocks, strict=True)) if blocks else ([],) * 5
+        names = ("groups", "slots", "positions", "prev_slots", "locked")
+        self._recorder.sweep(**dict(zip(names, columns, strict=True)))
 
-    def _block(self, history: BlockHistory, block: int, known: CachedBlock) -> tuple[Int64Array, ...]:
+    def _tokens(self, block: int, known: CachedBlock) -> tuple[Int64Array, ...]:
         """Return group, slot, position, slot of the position before, and lock of each token of a block."""
-        size = self._layout.groups[known.group].block_size
-        slots = block * size + np.arange(size, dtype=np.int64)
+        size = self._groups[known.group].block_size
+        offsets = np.arange(size, dtype=np.int64)
+        slots, locked = block * size + offsets, bool(self._coordinator.block_pool.blocks[block].ref_cnt)
         previous = slots - 1
-        before = history.cached.get(known.before)
+        before = self._cached.get(known.before)
         if not known.first:
             previous[0] = -1
         elif before is not None and before.serial == known.before_serial:
             previous[0] = known.before * size + size - 1
         else:  # the cache has given up the block before: nothing is known of it
             previous[0] = 0
-        return (
-            np.full(size, known.group, np.int64),
-            slots,
-            known.first + np.arange(size, dtype=np.int64),
-            previous,
-            np.full(size, int(history.in_use(block)), np.int64),
-        )
+        return np.full(size, known.group, np.int64), slots, known.first + offsets, previous, offsets * 0 + int(locked)
 
 
 def _ids(blocks: Any) -> list[int]:

@@ -6,8 +6,7 @@ cache: all of them are taken for loaded, if they can have been.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from ...capture.host_arrays import ragged_index
 from ...capture.recorder import Recorder
 from ...trace.header import NotWatched
 from ...trace.schema import RECEIVE
-from ..common.hooking import Finish, OnFault, then, wrap_method
+from ..common.hooking import Around, Hook, OnFault, around, wrap_method
 from .layout import VllmGroup
 from .step import Step, VllmRequest, VllmRequests, table_read
 
@@ -33,11 +32,10 @@ def connector_of(config: Any) -> str:
     return str(getattr(transfer, "kv_connector", "") or "unknown")
 
 
-@dataclass(slots=True, kw_only=True)
-class Load:
+class Load(NamedTuple):
     """What is loaded for a request in one group: `slots` `[n] int64` from position `start` on.
 
-    `own` is not set where the slots are the prefix cache's, and loaded anew in passing.
+    `own` is not set if the slots are the prefix cache's, and loaded anew in passing.
     """
 
     group: int
@@ -47,12 +45,11 @@ class Load:
 
 
 class ExternalLoads:
-    """The loads of one runner's cache."""
+    """The loads of one runner's cache; `scheduler` is None if it runs in another process."""
 
     def __init__(
         self, connector: str, groups: Sequence[VllmGroup], requests: VllmRequests, recorder: Recorder, scheduler: Any
     ) -> None:
-        self._exact = connector in EXACT
         self._connector = connector
         self._groups = groups
         self._requests = requests
@@ -61,7 +58,7 @@ class ExternalLoads:
         self._loads: dict[str, list[Load]] = {}
         self._under_way: set[str] = set()
         self._ends_are_seen = False
-        self._landed: set[str] = set()  # requests whose load the runner has seen end, where it has no scheduler
+        self._landed: set[str] = set()  # requests whose load the runner has seen end, if it has no scheduler
 
     def attach(self, on_fault: OnFault) -> None:
         """Hook the scheduler's blocks, behind the hooks of the slot history: a slot is given out, then loaded."""
@@ -69,36 +66,29 @@ class ExternalLoads:
             return
         managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
         for group in self._groups:
-            manager = managers[group.gid]
-            if not wrap_method(
-                manager, "allocate_external_computed_blocks", self._on_allocated(group, manager), on_fault
-            ):
+            hook = self._around_loads(group, managers[group.gid])
+            if not wrap_method(managers[group.gid], "allocate_external_computed_blocks", hook, on_fault):
                 raise ValueError(
                     "this vLLM has no allocate_external_computed_blocks: which blocks a KV connector loads is unknown"
                 )
         self._ends_are_seen = wrap_method(self._scheduler, "_update_from_kv_xfer_finished", self.on_finished, on_fault)
 
-    def _on_allocated(self, group: VllmGroup, manager: Any) -> Any:
-        def on_allocated(name: str, local: int, loaded: int, *_args: Any, **_kwargs: Any) -> Finish | None:
-            def remember(_: Any) -> None:
-                blocks = [block.block_id for block in manager.req_to_blocks.get(name, ())]
-                self._remember(name, group, blocks, local, local + loaded)
-
-            return then(remember)
+    def _around_loads(self, group: VllmGroup, manager: Any) -> Hook:
+        @around
+        def on_allocated(name: str, local: int, loaded: int, *_args: Any, **_kwargs: Any) -> Around:
+            """Note what is loaded for a request: positions behind the `local` ones of its blocks, null blocks left out."""
+            yield
+            blocks, size = [block.block_id for block in manager.req_to_blocks.get(name, ())], group.block_size
+            first = local if self._connector in EXACT else 0
+            positions = np.arange(first, min(local + loaded, len(blocks) * size), dtype=np.int64)
+            slots = np.array(blocks, np.int64)[positions // size] * size + positions % size
+            held = slots >= size
+            for mine, own in ((held & (positions < local), False), (held & (positions >= local), True)):
+                if mine.any():
+                    load = Load(group.index, int(positions[mine][0]), slots[mine], own)
+                    self._loads.setdefault(name, []).append(load)
 
         return on_allocated
-
-    def _remember(self, name: str, group: VllmGroup, blocks: Sequence[int], local: int, end: int) -> None:
-        """Note what is loaded for a request: positions `local` to `end` of its blocks, null blocks left out."""
-        size = group.block_size
-        first = local if self._exact else 0
-        positions = np.arange(first, min(end, len(blocks) * size), dtype=np.int64)
-        slots = np.array(blocks, np.int64)[positions // size] * size + positions % size
-        held = slots >= size
-        for mine, own in ((held & (positions < local), False), (held & (positions >= local), True)):
-            if mine.any():
-                load = Load(group=group.index, start=int(positions[mine][0]), slots=slots[mine], own=own)
-                self._loads.setdefault(name, []).append(load)
 
     def begin_step(self, running: Any) -> None:
         """Record the loads that go on beside a step: those of requests that do not take part in it."""
@@ -107,17 +97,15 @@ class ExternalLoads:
                 self._under_way.add(name)
                 self._record(name, "start")
 
-    def on_finished(self, output: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
+    def on_finished(self, output: Any, *_args: Any, **_kwargs: Any) -> None:
         """Record loads that are over, before their slots are used or given back; a load that failed fills slots too."""
         for name in getattr(output, "finished_recving", None) or ():
             self._over(name)
-        return None
 
     def _over(self, name: str) -> None:
         if name in self._loads:
             self._record(name, "end")
-            del self._loads[name]
-        self._under_way.discard(name)
+        self.left(name)
 
     def left(self, name: str) -> None:
         """Forget what was going to be loaded for a request that has given its slots back."""
@@ -127,22 +115,17 @@ class ExternalLoads:
     def _record(self, name: str, status: str) -> None:
         known = self._requests.get(name)
         for load in self._loads[name]:
-            if load.own:
-                self._receive(status, load, -1 if known is None else known.request_id)
-            elif status == "end":
-                self._receive(status, load, -1)
+            if load.own or status == "end":
+                self._receive(status, load, known.request_id if known is not None and load.own else -1)
 
     def _receive(self, status: str, load: Load, request_id: int) -> None:
-        self._recorder.transfer(
-            status,
-            direction=RECEIVE,
-            room=-1,
-            group=load.group,
-            slots=load.slots,
-            start_position=load.start,
-            request_id=request_id,
-            peer=self._connector,
-        )
+        where: dict[str, Any] = {
+            "group": load.group,
+            "slots": load.slots,
+            "start_position": load.start,
+            "peer": self._connector,
+        }
+        self._recorder.transfer(status, direction=RECEIVE, room=-1, request_id=request_id, **where)
 
     def took_result(self, result: Any) -> None:
         """Take note of the loads that have ended, by a runner's output."""
@@ -159,9 +142,8 @@ class ExternalLoads:
         if not self._connector:
             return
         every = bool(getattr(output, "has_sync_kv_loads", True))
-        fresh = np.array([known.fresh and (every or known.name in self._landed) for known in requests], np.bool_) & (
-            step.prefix > 0
-        )
+        loaded = [known.fresh and (every or known.name in self._landed) for known in requests]
+        fresh = np.array(loaded, np.bool_) & (step.prefix > 0)
         self._landed.difference_update(step.names)
         if not fresh.any():
             return
@@ -172,18 +154,17 @@ class ExternalLoads:
                 slots = read.slots[ragged_index(offsets[r : r + 1], read.counts[r : r + 1])]
                 slots = slots[slots >= group.block_size]
                 if slots.size:
-                    start = int(step.prefix[r]) - slots.size
-                    self._receive("end", Load(group=group.index, start=start, slots=slots, own=False), -1)
+                    self._receive("end", Load(group.index, int(step.prefix[r]) - slots.size, slots, own=False), -1)
 
 
-def not_watched(config: Any) -> tuple[NotWatched, ...]:
+def not_watched(config: Any) -> list[NotWatched]:
     """Return what of a connector's work a trace does not hold."""
     transfer = getattr(config, "kv_transfer_config", None)
     if transfer is None:
-        return ()
+        return []
     name = f"KV connector {getattr(transfer, 'kv_connector', None) or 'unknown'}"
     entries = [NotWatched(what="other", name=name, reason="what it stores elsewhere is not compared")]
     if connector_of(config):
         reason = "what it loads is unknown until a forward writes the slot"
         entries.insert(0, NotWatched(what="slots", name=name, reason=reason))
-    return tuple(entries)
+    return entries

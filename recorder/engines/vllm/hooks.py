@@ -70,8 +70,7 @@ def install() -> None:
 def hook_module(module: ModuleType, attachment: Any) -> None:
     """Put the attachment's hooks around a module's functions; never raises."""
     try:
-        found = []
-        lacking = False
+        found, lacking = [], False
         for target in TARGETS:
             where, _, path = target.paths[0].partition(":")
             if where != module.__name__:

@@ -1,9 +1,9 @@
 """The KV bytes of vLLM's groups: read where they are stored in rows, else taken from what the model hands to the cache.
 
-The first layer of each group, the first KV head of each token. Where a token's bytes lie in one row they are read from
-the pool (origin "stored"). The CPU's attention packs K for its instruction set: there they are taken from the inputs of
-the cache's update (origin "submitted") and kept in a copy of the pool, which a write to a wrong slot changes as it does
-the pool itself.
+The first layer of each group, the first KV head of each token. If a token's bytes lie in one row they are read from the
+pool (origin "stored"). The CPU's attention packs K for its instruction set: there they are taken from the inputs of the
+cache's update (origin "submitted") and kept in a copy of the pool, which a write to a wrong slot changes as it does the
+pool itself.
 """
 
 from typing import Any, Final
@@ -13,40 +13,53 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
 from ...trace.header import KvStream
-from ..common.hooking import Finish, OnFault, wrap_method
+from ..common.hooking import OnFault, wrap_method
 
 ALIGN_BYTES: Final = 16
 STORED: Final = "stored"
 SUBMITTED: Final = "submitted"
 
 
+class _Mirror:
+    """What was submitted for each slot of a pool: `content` `[num_slots, capture] uint8`; `key` says of which pool."""
+
+    def __init__(self, key: tuple[str, int, int, int], num_slots: int) -> None:
+        self.key = key
+        self.half, *_, capture = key
+        self.content = np.zeros((num_slots, capture), np.uint8)
+
+    def take(self, submitted: Any, slots: Any) -> None:
+        """Take over the leading bytes of `submitted` `[T, heads, dim]`, for the tokens that go to a slot."""
+        wanted = self.content.shape[1] // submitted.element_size()
+        head = submitted[: slots.size, 0, :wanted].detach().contiguous()
+        rows = _as_bytes(head).numpy().reshape(slots.size, -1)
+        inside = (slots >= 0) & (slots < self.content.shape[0])
+        self.content[slots[inside]] = rows[inside]
+
+
 class KvCapture:
-    """Where the bytes of a runner's groups come from; `sources[group index, stream index]` is for the recorder."""
+    """Where the bytes of a runner's groups come from.
+
+    `sources[group index, stream index]` is for the recorder; `streams` and `halves` are by group index, those of the groups
+    that have any: a latent cache has K only.
+    """
 
     def __init__(self, runner: Any, groups: list[Any], capture_bytes: int) -> None:
         self.notes: list[str] = []
         self.sources: dict[tuple[int, int], KvSource] = {}
-        self._streams: dict[int, tuple[KvStream, ...]] = {}
-        self._halves: dict[int, tuple[str, ...]] = {}
-        self._mirrors: list[_Mirror] = []
+        self.streams: dict[int, tuple[KvStream, ...]] = {}
+        self.halves: dict[int, tuple[str, ...]] = {}
+        self._mirrors: dict[tuple[str, int, int, int], _Mirror] = {}  # groups that share memory share one
         self._of_group: dict[int, list[_Mirror]] = {}
-        self._impls: list[tuple[Any, list[_Mirror]]] = []
+        self._of_impl: dict[int, tuple[Any, list[_Mirror]]] = {}  # by the id of what updates a layer's cache
         layers = runner.vllm_config.compilation_config.static_forward_context
         for group in groups:
             layer = next((layers[name] for name in group.layers if name in layers), None)
             self._add(group, layer, capture_bytes)
 
-    def streams(self, group: Any) -> tuple[KvStream, ...]:
-        """Return the captured streams of a group."""
-        return self._streams.get(group.index, ())
-
-    def halves(self, group: Any) -> tuple[str, ...]:
-        """Return a group's halves; a latent cache has K only."""
-        return self._halves.get(group.index, ("K", "V"))
-
     def attach(self, on_fault: OnFault) -> None:
         """Hook the updates of the caches whose bytes are taken as they are submitted."""
-        for impl, mirrors in self._impls:
+        for impl, mirrors in self._of_impl.values():
             wrap_method(impl, "do_kv_cache_update", _on_update(mirrors), on_fault)
 
     def copied(self, group: Any, src: Int64Array, dst: Int64Array) -> None:
@@ -62,7 +75,7 @@ class KvCapture:
             self.notes.append(f"{group.name}: KV bytes not captured, the layer has no cache of its own")
             return
         views = head_views(kv, group.spec, group.num_slots)
-        self._halves[group.index] = tuple(views) if views else ("K", "V")
+        self.halves[group.index] = tuple(views) if views else ("K", "V")
         if not capture_bytes:
             return
         if not views:
@@ -74,10 +87,11 @@ class KvCapture:
             plain = stored_plainly(layer, kv, group.spec)
         streams: list[KvStream] = []
         for half, view in views.items():
-            source = row_source(view, group.num_slots, capture_bytes) if half in plain else None
-            origin = STORED
-            if source is None and kv.device.type == "cpu" and half not in plain:
-                origin, source = SUBMITTED, self._mirror(group, layer, kv, half, view, capture_bytes)
+            origin = STORED if half in plain or kv.device.type != "cpu" else SUBMITTED
+            if origin == SUBMITTED:
+                source = self._submitted(group, layer, kv, half, view, capture_bytes)
+            else:
+                source = row_source(view, group.num_slots, capture_bytes) if half in plain else None
             if source is None:
                 self.notes.append(f"{group.name}: bytes of {half} not captured, a token is no row of aligned bytes")
                 continue
@@ -93,53 +107,26 @@ class KvCapture:
                     origin=origin,
                 )
             )
-        self._streams[group.index] = tuple(streams)
+        if streams:
+            self.streams[group.index] = tuple(streams)
 
-    def _mirror(self, group: Any, layer: Any, kv: Any, half: str, view: Any, capture_bytes: int) -> KvSource | None:
-        """Return the source over a copy that is filled from the layer's updates; groups that share memory share it."""
+    def _submitted(self, group: Any, layer: Any, kv: Any, half: str, view: Any, capture_bytes: int) -> KvSource | None:
+        """Return the source over a copy that is filled from the layer's updates."""
         capture = min(capture_bytes, int(view.shape[2]) * kv.element_size()) // ALIGN_BYTES * ALIGN_BYTES
         if not capture or not callable(getattr(layer.impl, "do_kv_cache_update", None)):
             return None
         key = (half, int(kv.data_ptr()), group.block_size, capture)
-        mirror = next((known for known in self._mirrors if known.key == key), None)
-        if mirror is None:
-            mirror = _Mirror(key, half, np.zeros((group.num_slots, capture), np.uint8))
-            self._mirrors.append(mirror)
+        mirror = self._mirrors.setdefault(key, _Mirror(key, group.num_slots))
         self._of_group.setdefault(group.index, []).append(mirror)
-        for impl, mirrors in self._impls:
-            if impl is layer.impl:
-                mirrors.append(mirror)
-                break
-        else:
-            self._impls.append((layer.impl, [mirror]))
+        self._of_impl.setdefault(id(layer.impl), (layer.impl, []))[1].append(mirror)
         return KvSource(tensor=mirror.content, page_size=1, bytes_per_token=capture, read_bytes=capture)
 
 
-class _Mirror:
-    """What was submitted for each slot of a pool: `content` `[num_slots, capture] uint8`."""
-
-    __slots__ = ("content", "half", "key")
-
-    def __init__(self, key: tuple[Any, ...], half: str, content: Any) -> None:
-        self.key = key
-        self.half = half
-        self.content = content
-
-    def take(self, submitted: Any, slots: Any) -> None:
-        """Take over the leading bytes of `submitted` `[T, heads, dim]`, for the tokens that go to a slot."""
-        wanted = self.content.shape[1] // submitted.element_size()
-        head = submitted[: slots.size, 0, :wanted].detach().contiguous()
-        rows = _as_bytes(head).numpy().reshape(slots.size, -1)
-        inside = (slots >= 0) & (slots < self.content.shape[0])
-        self.content[slots[inside]] = rows[inside]
-
-
 def _on_update(mirrors: list[_Mirror]) -> Any:
-    def on_kv_update(_layer: Any, key: Any, value: Any, _kv_cache: Any, slot_mapping: Any) -> Finish | None:
+    def on_kv_update(_layer: Any, key: Any, value: Any, _kv_cache: Any, slot_mapping: Any) -> None:
         slots = slot_mapping.detach().numpy().reshape(-1)
         for mirror in mirrors:
             mirror.take(key if mirror.half == "K" else value, slots)
-        return None
 
     return on_kv_update
 
@@ -199,25 +186,25 @@ def row_source(view: Any, num_slots: int, capture_bytes: int) -> KvSource | None
     """Return a half's first head, `[blocks, tokens, dim]`, as rows of bytes; None if it cannot be read as such."""
     import torch
 
-    if view.shape[0] * view.shape[1] != num_slots or view.stride(2) != 1:
+    item, (blocks, tokens, dim) = view.element_size(), (int(n) for n in view.shape)
+    if blocks * tokens != num_slots or view.stride(2) != 1:
         return None
-    item = view.element_size()
-    tokens, dim = int(view.shape[1]), int(view.shape[2]) * item
     block_bytes, token_bytes = int(view.stride(0)) * item, int(view.stride(1)) * item
-    capture = min(capture_bytes, dim) // ALIGN_BYTES * ALIGN_BYTES
+    capture = min(capture_bytes, dim * item) // ALIGN_BYTES * ALIGN_BYTES
     if not capture or token_bytes % ALIGN_BYTES or block_bytes % ALIGN_BYTES or view.data_ptr() % ALIGN_BYTES:
         return None
     flat = _as_bytes(view)
     if block_bytes == tokens * token_bytes:  # one row a slot
-        width = dim // ALIGN_BYTES * ALIGN_BYTES
-        rows = torch.as_strided(flat, (num_slots, width), (token_bytes, 1), flat.storage_offset())
-        return KvSource(tensor=rows, page_size=1, bytes_per_token=width, read_bytes=capture)
-    width = tokens * token_bytes
-    last = flat.storage_offset() + (int(view.shape[0]) - 1) * block_bytes + width
-    if last > flat.untyped_storage().nbytes():  # K and V of a token take turns, and V's last row would pass the end
-        return None
-    rows = torch.as_strided(flat, (int(view.shape[0]), width), (block_bytes, 1), flat.storage_offset())
-    return KvSource(tensor=rows, page_size=tokens, bytes_per_token=token_bytes, read_bytes=capture)
+        page, width, step = 1, dim * item // ALIGN_BYTES * ALIGN_BYTES, token_bytes
+        each = width
+    else:
+        page, width, step = tokens, tokens * token_bytes, block_bytes
+        each = token_bytes
+        last = flat.storage_offset() + (blocks - 1) * block_bytes + width
+        if last > flat.untyped_storage().nbytes():  # K and V of a token take turns, and V's last row would pass the end
+            return None
+    rows = torch.as_strided(flat, (num_slots // page, width), (step, 1), flat.storage_offset())
+    return KvSource(tensor=rows, page_size=page, bytes_per_token=each, read_bytes=capture)
 
 
 def layer_number(name: str) -> int:

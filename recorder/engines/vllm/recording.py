@@ -13,9 +13,9 @@ from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
-from ..common.hooking import Finish, Hook, OnFault, then, while_true
+from ..common.hooking import Around, OnFault, around, while_true, wrap_method
 from .attention import AttentionReader, chosen_attention, same_attention
-from .blocks import BlockHistory, BlockWalk, caches_prefixes, why_no_history
+from .blocks import BlockHistory, caches_prefixes, why_no_history
 from .drafts import DraftWrites
 from .external import ExternalLoads, connector_of
 from .external import not_watched as connector_not_watched
@@ -29,7 +29,7 @@ StepForwards = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 class VllmRecording:
-    """Records one `GPUModelRunner` into one trace; `scheduler` where it runs in this process, else None.
+    """Records one `GPUModelRunner` into one trace; `scheduler` if it runs in this process, else None.
 
     Methods may raise: the hooks that call them catch it.
     """
@@ -37,30 +37,26 @@ class VllmRecording:
     def __init__(
         self, runner: Any, scheduler: Any, settings: RecordingSettings, notes: tuple[str, ...], number: int
     ) -> None:
-        self.layout = VllmLayout(runner, settings)
-        draft = self.layout.draft
-        self.attention = AttentionReader(runner, self.layout.groups, len(self.layout.groups) + (draft is not None))
-        self.layout.not_watched += _not_watched(runner, self.attention)
-        no_history = _why_no_history(self.layout, scheduler, settings)
-        notes = (*notes, *no_history)
-        history = not no_history
-        sweep_every = settings.sweep_every if history and caches_prefixes(scheduler) else 0
-        header = describe_engine(runner, self.layout, notes, history=history, sweep_every=sweep_every)
+        self.layout = layout = VllmLayout(runner, settings)
+        self.attention = AttentionReader(runner, layout.groups, len(layout.all_groups))
+        layout.not_watched += _not_watched(runner, self.attention)
+        no_history = _why_no_history(layout, scheduler, settings)
+        if no_history:
+            notes = (*notes, f"allocations and frees of slots are not recorded: {no_history}")
+        sweep_every = settings.sweep_every if not no_history and caches_prefixes(scheduler) else 0
+        header = describe_engine(runner, layout, notes, history=not no_history, sweep_every=sweep_every)
         settings.folder.mkdir(parents=True, exist_ok=True)
-        options = settings.writer_options()
-        sources, every = self.layout.kv.sources, settings.kv_watch_every
-        self.recorder = begin_new(
-            settings.folder / trace_name("vllm", header, number),
-            lambda path: Recorder(path, header, kv_sources=sources, kv_watch_every=every, **options),
-        )
+        options: dict[str, Any] = {"kv_sources": layout.kv.sources, "kv_watch_every": settings.kv_watch_every}
+        options |= settings.writer_options()
+        path = settings.folder / trace_name("vllm", header, number)
+        self.recorder = recorder = begin_new(path, lambda path: Recorder(path, header, **options))
         self.requests = VllmRequests(header.tables[0].rows)
-        self.history = (
-            BlockHistory(scheduler, self.layout.groups, self.requests, self.recorder, draft) if history else None
-        )
-        self.drafts = DraftWrites(runner, self.layout, self.recorder)
+        self.history: BlockHistory | None = None
+        if not no_history:
+            self.history = BlockHistory(scheduler, layout, self.requests, recorder, header.sweep_interval)
+        self.drafts = DraftWrites(runner, layout, recorder)
         connector = connector_of(runner.vllm_config)
-        self.external = ExternalLoads(connector, self.layout.groups, self.requests, self.recorder, scheduler)
-        self.sweep = BlockWalk(self.history, self.layout, header.sweep_interval, self.recorder)
+        self.external = ExternalLoads(connector, layout.groups, self.requests, recorder, scheduler)
         self.output: Any = None  # the scheduler's, of the step that is being executed
         self._step = 0
         self._open = False
@@ -68,9 +64,26 @@ class VllmRecording:
         self._now: Step | None = None
         self._first = np.empty(0, np.int64)
         self._later: list[StepForward] = []
-        for note in (*self.layout.notes, *notes):
+        for note in (*layout.notes, *notes):
             logger.info("kvcanary: %s", note)
-        logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
+        logger.info("%s", settings.start_up_line(recorder.path, recorder.header))
+
+    def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:
+        """Hook what belongs to this engine alone: its attention layers' updates and its scheduler's blocks.
+
+        `on_history_fault` is called when a hook of the slot history failed, after which none of them does anything.
+        """
+
+        def history_fault(hook: str, error: Exception) -> None:
+            self.history = None
+            on_history_fault(hook, error)
+
+        self._history_fault: OnFault = history_fault
+        self.layout.kv.attach(on_fault)
+        if self.history is not None:
+            self.history.attach(lambda hook: while_true(lambda: self.history is not None, hook), history_fault)
+        self.external.attach(on_fault)
+        self.drafts.attach(on_fault)
 
     def see(self, name: str, prompt_len: int) -> VllmRequest:
         """Return a request of the engine's; a new one is recorded."""
@@ -95,17 +108,17 @@ class VllmRecording:
         self.external.begin_step(output.num_scheduled_tokens)
         with self.requests.lock:
             for new in output.scheduled_new_reqs:
-                tokens, unknown = prompt_of(new)
-                known = self.see(new.req_id, tokens.size)
-                known.prompt_len, known.unknown = tokens.size, unknown
-                known.begin(getattr(new, "prefill_token_ids", None) or tokens)
+                self._begin_request(new.req_id, new, getattr(new, "prefill_token_ids", None))
             self._see_cached(output.scheduled_cached_reqs)
             for name in output.num_scheduled_tokens:
                 if self.requests.get(name) is None:  # running since before the recording began
-                    tokens, unknown = prompt_of(getattr(runner, "requests", {}).get(name))
-                    known = self.see(name, tokens.size)
-                    known.unknown = unknown
-                    known.begin(tokens)
+                    self._begin_request(name, getattr(runner, "requests", {}).get(name))
+
+    def _begin_request(self, name: str, request: Any, tokens: Any = None) -> None:
+        prompt, unknown = prompt_of(request)
+        known = self.see(name, prompt.size)
+        known.prompt_len, known.unknown = prompt.size, unknown
+        known.begin(tokens or prompt)
 
     def _record_copies(self, copies: Any) -> None:
         """Record blocks that the step copies before its forward: a prefix hit that ends inside a block gets its own.
@@ -116,9 +129,8 @@ class VllmRecording:
             return
         blocks = np.array([(copy.src_block_id, copy.dst_block_id) for copy in copies], np.int64)
         for group in self.layout.groups:
-            size = group.block_size
-            src, dst = blocks[:, 0] * size, blocks[:, 1] * size
-            count = np.full(src.size, size, np.int64)
+            src, dst = blocks[:, 0] * group.block_size, blocks[:, 1] * group.block_size
+            count = np.full(src.size, group.block_size, np.int64)
             self.recorder.kv_copy(group=group.index, src=src, dst=dst, count=count, note="copy on write")
             self.layout.kv.copied(group, runs_to_slots(src, count), runs_to_slots(dst, count))
 
@@ -145,15 +157,14 @@ class VllmRecording:
 
     def before_model(self, step: Step) -> None:
         """Record the first forward of the step that the model is about to run, and keep the others for later."""
-        requests = [self.requests.get(name) for name in step.names]
-        running = [known for known in requests if known is not None]
-        if len(running) != len(requests):
+        running = [known for known in map(self.requests.get, step.names) if known is not None]
+        if len(running) != len(step.names):
             raise ValueError("a request runs that the scheduler has not sent")
         for known in running:
             if self.requests.run(known, self._step):
                 self.recorder.request_status(request_id=known.request_id, status="admitted", row=known.row)
         self.external.before_model(step, self.output, running)
-        self.drafts.of_step(running)
+        self.drafts.requests = running
         forwards = forwards_of(step, self.layout.groups, running, self.requests)
         for known in running:
             known.fresh = False
@@ -162,40 +173,41 @@ class VllmRecording:
         self._begin(forwards[0], step.attention)
 
     def _begin(self, forward: StepForward, attention: Sequence[AttentionInput]) -> None:
-        given_input, names, chosen = forward
+        given, names, chosen = forward
         self.forwards.append((self.recorder.next_forward, names))
-        self.recorder.before_forward(self.drafts.beside(given_input))
-        for given in attention:
-            self.recorder.attention(chosen_attention(given, chosen))
+        self.recorder.before_forward(self.drafts.beside(given))
+        for one in attention:
+            self.recorder.attention(chosen_attention(one, chosen))
 
-    def on_attention(self, metadata: Any) -> None:
-        """Record what attention gets in the step that has begun, if its metadata are made after that."""
+    @around
+    def on_attention(self, *_args: Any, **_kwargs: Any) -> Around:
+        """Record what attention gets in the step that has begun, if its metadata are made after that: the V2 runner's."""
+        metadata = yield
         step = self._now
         if self._open and step is not None:
             step.given = metadata
-            step.attention = self.attention.read(metadata, step.prefix, step.extend, step.block_sizes)
-            for given in step.attention:
-                self.recorder.attention(chosen_attention(given, self._first))
+            step.attention = self._read_attention(step)
 
-    def _attention_again(self) -> tuple[AttentionInput, ...]:
-        """Record what the metadata hold at the forward's end, if it is not what they held before; return all of it."""
-        step = self._now
-        if step is None or not step.attention:
-            return ()
-        again = self.attention.read(step.given, step.prefix, step.extend, step.block_sizes)
-        if same_attention(step.attention, again):
+    def _read_attention(self, step: Step) -> tuple[AttentionInput, ...]:
+        """Read what attention gets now, and record it if that is not known yet."""
+        found = self.attention.read(step.given, step.prefix, step.extend, step.block_sizes)
+        if same_attention(step.attention, found):
             return step.attention
-        for given in again:
+        for given in found:
             self.recorder.attention(chosen_attention(given, self._first))
-        return (*step.attention, *again)
+        return found
 
     def after_model(self, error: BaseException | None) -> None:
         """Complete the step's forwards, once; their tokens are sampled later."""
         note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
+        step = self._now
         if not self._open:
             return
         self._open = False
-        attention = self._attention_again() if error is None else ()
+        attention: tuple[AttentionInput, ...] = ()
+        if error is None and step is not None and step.attention:
+            again = self._read_attention(step)  # what the metadata hold at the forward's end
+            attention = again if again is step.attention else (*step.attention, *again)
         self.recorder.after_forward(note=note)
         for forward in self._later:
             self._begin(forward, attention)
@@ -203,7 +215,8 @@ class VllmRecording:
         self._now, self._later = None, []
         if self.layout.draft is None:
             self._filled()
-        self.sweep.after_step(len(self.forwards))
+        if self.history is not None:
+            self.history.after_step(len(self.forwards))
 
     def after_drafts(self) -> None:
         """Hand over what a step has filled once the draft model, which runs behind the target, has filled it too."""
@@ -217,17 +230,20 @@ class VllmRecording:
             except Exception as error:  # noqa: BLE001  # the forwards go on without it
                 self._history_fault("after_forward", error)
 
-    def took_result(self, result: Any) -> Finish | None:
+    def took_result(self, result: Any, on_fault: OnFault) -> None:
         """Record what a step sampled, now or when the engine fetches it."""
         forwards = tuple(self.forwards)
         self.external.took_result(result)
-        if result is None or (not forwards and not callable(getattr(result, "get_output", None))):
-            return None
         if hasattr(result, "sampled_token_ids") and hasattr(result, "req_ids"):
             self.sampled(forwards, result)
-        elif callable(getattr(result, "get_output", None)):
-            return then(lambda output: self.sampled(forwards, output))
-        return None
+            return
+
+        @around
+        def on_output(*_args: Any, **_kwargs: Any) -> Around:
+            output = yield
+            self.sampled(forwards, output)
+
+        wrap_method(result, "get_output", on_output, on_fault)
 
     def sampled(self, forwards: StepForwards, result: Any) -> None:
         """Record the tokens of a step's result."""
@@ -251,55 +267,33 @@ class VllmRecording:
     def left(self, name: str, status: str) -> None:
         """Record that a request has given its row back; it is forgotten unless it was retracted."""
         known = self.requests.get(name)
-        if known is None:
-            return
-        self.external.left(name)
-        self._give_row_back(known, status)
-        if status != "retracted":
-            self.requests.drop(known)
+        if known is not None:
+            self.external.left(name)
+            self._give_row_back(known, status)
+            if status != "retracted":
+                self.requests.drop(known)
 
     def _give_row_back(self, known: VllmRequest, status: str) -> None:
         self.recorder.request_status(request_id=known.request_id, status=status, row=known.row or -1)
         self.requests.give_row_back(known)
 
-    def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:
-        """Hook what belongs to this engine alone: its attention layers' updates and its scheduler's blocks.
 
-        `on_history_fault` is called when a hook of the slot history failed, after which none of them does anything.
-        """
-
-        def history_fault(hook: str, error: Exception) -> None:
-            self.history = None
-            on_history_fault(hook, error)
-
-        def while_on(hook: Hook) -> Hook:
-            return while_true(lambda: self.history is not None, hook)
-
-        self._history_fault: OnFault = history_fault
-        self.layout.kv.attach(on_fault)
-        if self.history is not None:
-            self.history.attach(while_on, history_fault)
-        self.external.attach(on_fault)
-        self.drafts.attach(on_fault)
-
-
-def _why_no_history(layout: VllmLayout, scheduler: Any, settings: RecordingSettings) -> tuple[str, ...]:
+def _why_no_history(layout: VllmLayout, scheduler: Any, settings: RecordingSettings) -> str:
     """Return why no slot history is recorded, nothing if it is."""
     if settings.history == "off":
-        return ("allocations and frees of slots are not recorded: switched off",)
+        return "switched off"
     if scheduler is None:
-        return ("allocations and frees of slots are not recorded: the scheduler runs in another process",)
-    why = why_no_history(scheduler, layout.groups if layout.draft is None else (*layout.groups, layout.draft))
-    return (f"allocations and frees of slots are not recorded: {why}",) if why else ()
+        return "the scheduler runs in another process"
+    return why_no_history(scheduler, layout.all_groups)
 
 
 def _not_watched(runner: Any, attention: AttentionReader) -> list[NotWatched]:
     """Name what this engine does that no forward of the trace will show."""
     config = runner.vllm_config
-    entries = list(connector_not_watched(config))
+    entries = connector_not_watched(config)
     speculative = getattr(config, "speculative_config", None)
-    if speculative is not None and "ngram" not in str(getattr(speculative, "method", "")):
-        method = str(getattr(speculative, "method", ""))
+    method = str(getattr(speculative, "method", ""))
+    if speculative is not None and "ngram" not in method:
         reason = "of its forwards only the slots that its first layer writes are recorded"
         entries.append(NotWatched(what="runner", name=f"draft model ({method})", reason=reason))
     for group, backend in attention.not_read:

@@ -64,31 +64,18 @@ class VllmRequests(RequestRows[VllmRequest]):
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """What a step feeds the model, in the recorder's own arrays.
+    """What a step feeds the model, in the recorder's own arrays; tables and written slots of each recorded group."""
 
-    Attributes:
-        names: the requests, in batch order.
-        prefix: `[bs]` tokens in the cache.
-        extend: `[bs]` tokens of this step.
-        input_ids: `[T]`.
-        positions: `[T]`.
-        tables: for each recorded group, its block table `[>= bs, blocks]` (not copied) and the tokens of its blocks.
-        written: for each recorded group, `[T]` the slot of each token.
-        drafted: requests that have drafted tokens verified.
-        given: attention's metadata by layer (not copied), None if they are not known.
-        attention: what attention gets by them; empty where that is not known yet.
-    """
-
-    names: tuple[str, ...]
-    prefix: Int64Array
-    extend: Int64Array
-    input_ids: Int64Array
-    positions: Int64Array
-    tables: tuple[tuple[Any, int], ...]
-    written: tuple[Int64Array, ...]
-    drafted: frozenset[str]
-    given: Any = None
-    attention: tuple[AttentionInput, ...] = ()
+    names: tuple[str, ...]  # the requests, in batch order
+    prefix: Int64Array  # [bs] tokens in the cache
+    extend: Int64Array  # [bs] tokens of this step
+    input_ids: Int64Array  # [T]
+    positions: Int64Array  # [T]
+    tables: tuple[tuple[Any, int], ...]  # block table [>= bs, blocks], not copied, and the tokens of its blocks
+    written: tuple[Int64Array, ...]  # [T] the slot of each token
+    drafted: frozenset[str]  # requests that have drafted tokens verified
+    given: Any = None  # attention's metadata by layer, not copied, None if they are not known
+    attention: tuple[AttentionInput, ...] = ()  # what attention gets by them, once that is known
 
     @property
     def block_sizes(self) -> list[int]:
@@ -101,27 +88,26 @@ StepForward = tuple[ForwardInput, tuple[str, ...], Int64Array]
 
 
 def read_v1(
-    runner: Any,
-    output: Any,
-    groups: Sequence[VllmGroup],
-    input_ids: Any,
-    positions: Any,
-    attention: AttentionReader | None = None,
+    runner: Any, output: Any, groups: Sequence[VllmGroup], input_ids: Any, positions: Any, attention: AttentionReader
 ) -> Step:
     """Read what the V1 runner is about to feed its model; `output` is the scheduler's."""
     batch = runner.input_batch
     names = tuple(batch.req_ids)
     bs, total = len(names), int(output.total_num_scheduled_tokens)
     extend = np.array([output.num_scheduled_tokens[name] for name in names], np.int64)
-    if getattr(runner, "use_async_spec_decode", False):  # the host's are a guess there
-        prefix = own_int64(runner.num_computed_tokens[:bs])
-    else:
-        prefix = own_int64(batch.num_computed_tokens_cpu[:bs])
+    # With asynchronous speculation the host's are a guess.
+    on_device = getattr(runner, "use_async_spec_decode", False)
+    prefix = own_int64((runner.num_computed_tokens if on_device else batch.num_computed_tokens_cpu)[:bs])
     tables = [batch.block_table[group.gid] for group in groups]
-    context = forward_context()
     sizes = [int(table.block_size) for table in tables]
-    given = getattr(context, "attn_metadata", None)
-    attended = () if attention is None else attention.read(given, prefix, extend, sizes)
+    context = forward_context()
+    given, mappings = getattr(context, "attn_metadata", None), getattr(context, "slot_mapping", None)
+    written = []
+    for group, table in zip(
+        groups, tables, strict=True
+    ):  # where a group's first layer takes them, else the runner's own
+        found = mappings.get(group.layers[0]) if isinstance(mappings, dict) and group.layers else None
+        written.append(own_int64((table.slot_mapping.gpu if found is None else found)[:total]))
     return Step(
         names=names,
         prefix=prefix,
@@ -129,21 +115,11 @@ def read_v1(
         input_ids=own_int64((runner.input_ids.gpu if input_ids is None else input_ids)[:total]),
         positions=_positions(positions, prefix, extend, total),
         tables=tuple((table.block_table.gpu, size) for table, size in zip(tables, sizes, strict=True)),
-        written=tuple(
-            own_int64(_written(context, group, table.slot_mapping.gpu)[:total])
-            for group, table in zip(groups, tables, strict=True)
-        ),
+        written=tuple(written),
         drafted=frozenset(output.scheduled_spec_decode_tokens or ()),
         given=given,
-        attention=attended,
+        attention=attention.read(given, prefix, extend, sizes),
     )
-
-
-def _written(context: Any, group: VllmGroup, slot_mapping: Any) -> Any:
-    """Return the slots of a step's tokens where a group's first layer takes them, else the runner's own."""
-    mappings = getattr(context, "slot_mapping", None)
-    found = mappings.get(group.layers[0]) if isinstance(mappings, dict) and group.layers else None
-    return slot_mapping if found is None else found
 
 
 def read_v2(
@@ -169,38 +145,56 @@ def read_v2(
     )
 
 
+def _positions(positions: Any, prefix: Int64Array, extend: Int64Array, total: int) -> Int64Array:
+    """Return `[T]`; a model that is fed positions of several dimensions goes by the place in the sequence."""
+    if positions is None or len(positions.shape) != 1:
+        return ragged_index(prefix, extend)
+    return own_int64(positions[:total])
+
+
 def forwards_of(
     step: Step, groups: Sequence[VllmGroup], requests: Sequence[VllmRequest], known_requests: VllmRequests
 ) -> list[StepForward]:
     """Return the step's forwards in order."""
-    _forget_embedded(step, requests)
-    reads = [
-        table_read(table, block_size, group, step.prefix)
-        for (table, block_size), group in zip(step.tables, groups, strict=True)
-    ]
-    drafted = np.array([name in step.drafted for name in step.names], np.bool_)
-    level = levels(step, reads, np.array([known.fresh for known in requests], np.bool_))
-    wave = 2 * level + drafted
-    return [
-        _forward(step, reads, requests, known_requests, np.flatnonzero(wave == number)) for number in np.unique(wave)
-    ]
-
-
-def _forget_embedded(step: Step, requests: Sequence[VllmRequest]) -> None:
-    """Make unknown the tokens of the positions that are fed an embedding: the engine keeps anything in their place."""
-    for known, begin, prefix, extend in zip(
-        requests, np.cumsum(step.extend) - step.extend, step.prefix, step.extend, strict=True
-    ):
+    begins = np.cumsum(step.extend) - step.extend
+    # The engine keeps anything in the place of a token at a position that is fed an embedding: it is unknown.
+    for known, begin, prefix, extend in zip(requests, begins, step.prefix, step.extend, strict=True):
         if known.unknown.size:
             low, high = np.searchsorted(known.unknown, (prefix, prefix + extend))
             step.input_ids[begin - prefix + known.unknown[low:high]] = UNKNOWN_TOKEN
+    tables = zip(step.tables, groups, strict=True)
+    reads = [table_read(table, block_size, group, step.prefix) for (table, block_size), group in tables]
+    drafted = np.array([name in step.drafted for name in step.names], np.bool_)
+    level = levels(step, reads, np.array([known.fresh for known in requests], np.bool_))
+    wave = 2 * level + drafted
+    found = []
+    for number in np.unique(wave):
+        chosen = np.flatnonzero(wave == number)
+        mine = [requests[r] for r in chosen.tolist()]
+        prefix, extend = step.prefix[chosen], step.extend[chosen]
+        tokens = ragged_index(begins[chosen], extend) if chosen.size < len(requests) else slice(None)
+        prompt_lens = np.array([known.prompt_len for known in mine], np.int64)
+        forward = ForwardInput(
+            mode="target_verify" if drafted[chosen[0]] else mode_by_lens(extend, prefix, prompt_lens),
+            req_pool_indices=np.array([known.row for known in mine], np.int64),
+            request_ids=np.array([known.request_id for known in mine], np.int64),
+            prefix_lens=prefix,
+            extend_lens=extend,
+            input_ids=step.input_ids[tokens],
+            positions=step.positions[tokens],
+            out_cache_loc=tuple(slots[tokens] for slots in step.written),
+            reads=tuple(chosen_reads(read, chosen) if chosen.size < len(requests) else read for read in reads),
+            truth=known_requests.truth(mine),
+        )
+        found.append((forward, tuple(known.name for known in mine), chosen))
+    return found
 
 
 def table_read(table: Any, block_size: int, group: VllmGroup, prefix: Int64Array) -> TableRead:
     """Return the slots of the cached tokens that each request of a batch reads.
 
     A sliding window's read begins with the position before the window, the chain's predecessor. The engine does not
-    read that one: where its block may have been given away already, slot 0 says that nothing is known of it.
+    read that one: if its block may have been given away already, slot 0 says that nothing is known of it.
 
     Args:
         table: `[>= bs, blocks]`, row r the batch's request r.
@@ -249,42 +243,3 @@ def levels(step: Step, reads: Sequence[TableRead], fresh: Any) -> Int64Array:
         if np.array_equal(before, level):
             break
     return level
-
-
-def _forward(
-    step: Step,
-    reads: Sequence[TableRead],
-    requests: Sequence[VllmRequest],
-    known_requests: VllmRequests,
-    chosen: Int64Array,
-) -> StepForward:
-    """Return the forward of the chosen requests `[n]` of a step."""
-    mine = [requests[r] for r in chosen.tolist()]
-    names = tuple(known.name for known in mine)
-    prefix, extend = step.prefix[chosen], step.extend[chosen]
-    prompt = np.array([known.prompt_len for known in mine], np.int64)
-    written, ids, positions = step.written, step.input_ids, step.positions
-    if chosen.size < len(requests):
-        tokens = ragged_index((np.cumsum(step.extend) - step.extend)[chosen], extend)
-        ids, positions, written = ids[tokens], positions[tokens], tuple(slots[tokens] for slots in written)
-        reads = [chosen_reads(read, chosen) for read in reads]
-    forward = ForwardInput(
-        mode="target_verify" if names[0] in step.drafted else mode_by_lens(extend, prefix, prompt),
-        req_pool_indices=np.array([known.row for known in mine], np.int64),
-        request_ids=np.array([known.request_id for known in mine], np.int64),
-        prefix_lens=prefix,
-        extend_lens=extend,
-        input_ids=ids,
-        positions=positions,
-        out_cache_loc=tuple(written),
-        reads=tuple(reads),
-        truth=known_requests.truth(mine),
-    )
-    return forward, names, chosen
-
-
-def _positions(positions: Any, prefix: Int64Array, extend: Int64Array, total: int) -> Int64Array:
-    """Return `[T]`; a model that is fed positions of several dimensions goes by the place in the sequence."""
-    if positions is None or len(positions.shape) != 1:
-        return ragged_index(prefix, extend)
-    return own_int64(positions[:total])

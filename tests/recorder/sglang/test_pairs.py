@@ -208,8 +208,8 @@ def test_what_lies_before_a_window_is_received_from_nobody() -> None:
     req: Any = Request("r", list(PROMPT), 1)
     req.req_pool_idx, req.bootstrap_room = 1, 42
     recorder: Any = SimpleNamespace(transfer=transfer)
-    transfers = SglangTransfers(layout, recorder, [])
     known = SglangRequest(req, 7)
+    transfers = SglangTransfers(layout, recorder, [], lambda _: known)
     transfers.expected(req, known, None)
     transfers.received(req, known, None)
     once = [(42, 0, [11, 12, 13, 14, 15]), (42, 3, [4, 5]), (-1, 2, [3])]

@@ -15,7 +15,7 @@ from kvcanary.recorder.engines.common.step_cost import PLACES, StepCost
 from kvcanary.recorder.engines.sglang import hooks as sglang_hooks
 from kvcanary.recorder.engines.sglang import requests as sglang_requests
 from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
-from kvcanary.recorder.engines.sglang.forward import MODES, DraftGraph, forward_input, prefix_and_extend
+from kvcanary.recorder.engines.sglang.forward import MODES, draft_steps, forward_input, prefix_and_extend
 from kvcanary.recorder.engines.sglang.history import GroupHistory, RadixCacheWalk
 from kvcanary.recorder.engines.sglang.hooks import TARGETS
 from kvcanary.recorder.engines.sglang.layout import SglangLayout, ranks_of
@@ -399,9 +399,7 @@ def test_ranks_are_found_wherever_a_version_keeps_them() -> None:
 def history(page_size: int, told: Told) -> tuple[TokenToKVPoolAllocator, GroupHistory]:
     allocator = TokenToKVPoolAllocator(24 - page_size, page_size)
     kept = GroupHistory(allocator, (0,), 24, told)  # type: ignore[arg-type]
-    hooks = {"alloc": kept.on_alloc, "free": kept.on_free, "free_page_ids": kept.on_free_page_ids}
-    hooks |= {"free_group_end": kept.on_group_end, "clear": kept.on_clear}
-    for name, hook in hooks.items():
+    for name, hook in kept.hooks().items():
         assert wrap_method(allocator, name, hook, lambda name, error: pytest.fail(f"{name}: {error}"))
     return allocator, kept
 
@@ -532,9 +530,9 @@ def test_no_walk_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_steps_of_a_draft_graph_become_forwards() -> None:
     before = batch("DECODE", rids=["a", "b"], out_cache_loc=torch.tensor([30, 31, 32, 40, 41, 42]))
-    graph = DraftGraph(SimpleNamespace(topk=1), before, own=own_int64)
+    steps_of = draft_steps(SimpleNamespace(topk=1), before, own_int64)
     before.positions += 100  # the engine goes on with its buffers
-    steps = graph.steps((None, None, torch.tensor([[1, 2, 3], [4, 5, 6]]), None))
+    steps = steps_of((None, None, torch.tensor([[1, 2, 3], [4, 5, 6]]), None))
     shown = [(s.input_ids.tolist(), s.positions.tolist(), s.out_cache_loc.tolist(), s.rids) for s in steps]
     assert shown == [([1, 4], [9, 19], [30, 40], ["a", "b"]), ([2, 5], [10, 20], [31, 41], ["a", "b"])]
 
@@ -542,13 +540,13 @@ def test_the_steps_of_a_draft_graph_become_forwards() -> None:
 def test_an_idle_draft_has_no_steps() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     names = ("req_pool_indices", "positions", "out_cache_loc", "seq_lens")
-    graph = DraftGraph(SimpleNamespace(topk=1), batch("IDLE", rids=[], **dict.fromkeys(names, nothing)), own=own_int64)
-    assert graph.steps((None, None, torch.empty(0, 3), None)) == []
+    steps_of = draft_steps(SimpleNamespace(topk=1), batch("IDLE", rids=[], **dict.fromkeys(names, nothing)), own_int64)
+    assert steps_of((None, None, torch.empty(0, 3), None)) == []
 
 
 def test_a_draft_tree_is_refused() -> None:
     with pytest.raises(ValueError, match="top-k 4 cannot be recorded, expected 1"):
-        DraftGraph(SimpleNamespace(topk=4), batch("DECODE"), own=own_int64)
+        draft_steps(SimpleNamespace(topk=4), batch("DECODE"), own_int64)
 
 
 def test_the_engines_thread_goes_on_while_what_it_cost_is_summed_up() -> None:

@@ -94,7 +94,7 @@ def test_a_broken_engine_is_found_out(
         (VllmRecording, "sampled", False, True),
         (VllmRecording, "left", False, False),
         (BlockHistory, "record", False, True),
-        (BlockHistory, "_freed", False, False),
+        (BlockHistory, "freed", False, False),
         (BlockHistory, "after_forward", False, False),
     ],
 )
