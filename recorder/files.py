@@ -31,12 +31,9 @@ def new_private_file(path: Path) -> IO[bytes]:
 
 
 def new_private_descriptor(path: Path) -> int:
-    """Make a file for writing that only this user can read, in place of a file or link that is there.
+    """Make a file for writing that only this user can read, in place of a file or link that is there; raise `OSError`.
 
     What is there is removed and never written to; its folder is opened first, and is no link.
-
-    Raises:
-        OSError: it cannot be made.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -47,16 +44,18 @@ def new_private_descriptor(path: Path) -> int:
         os.close(folder)
 
 
+def partial_path(path: Path) -> Path:
+    """Return a name beside a file's that nobody has, and a short one: its own may be as long as a name can be."""
+    return path.with_name(f".kvcanary-{uuid.uuid4().hex}.part")
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a new file beside `path` that only this user can read; it takes that place once all is written, else nothing does.
 
-    So a full disk leaves what was there, and two processes that write the same file leave one of the two.
-
-    Raises:
-        OSError: it cannot be written.
+    So a full disk leaves what was there, and two processes that write the same file leave one of the two. Raises `OSError`.
     """
-    partial = path.with_name(f".kvcanary-{uuid.uuid4().hex}.part")
+    partial = partial_path(path)
     try:
         with new_private_file(partial) as file:
             yield file
@@ -83,13 +82,8 @@ def is_regular(path: Path) -> bool:
 def check_folder(folder: Path, is_ours: Callable[[str, int], bool]) -> None:
     """Check that a folder is this user's own and holds nothing but what we would write there.
 
-    Args:
-        folder: an existing folder.
-        is_ours: whether an entry may be there, from its name and its mode (of the entry, not of what a link leads to).
-
-    Raises:
-        ForeignFolderError: it is a link, somebody else's, or holds something else.
-        OSError: it cannot be read.
+    `is_ours` says whether an entry may be there, from its name and its mode (of the entry, not of what a link leads to).
+    Raises `ForeignFolderError` for a link, a folder of somebody else's or one with something else in it, and `OSError`.
     """
     status = folder.lstat()
     if stat.S_ISLNK(status.st_mode):
@@ -110,14 +104,14 @@ def read_small_file(path: Path) -> bytes:
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
     """Return what a file of at most `max_bytes` holds.
 
-    Raises:
-        OSError: it cannot be read, is larger, or is a folder, a pipe or a device; `strerror` says what.
+    Raises `OSError` if it cannot be read, is larger, or is a folder, a pipe or a device; `strerror` says what.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         content = bytearray()
         while part := os.read(descriptor, min(max_bytes + 1 - len(content), _READ_BYTES)):

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import TraceError, printable
 from ..trace.inspect import TraceInspection, inspect_trace
@@ -16,7 +16,16 @@ from ..trace.schema import MAX_MISSING_SEGMENTS
 if TYPE_CHECKING:
     from rich.console import Console
 
-_BAD_SHOWN = 10
+_BAD_SHOWN: Final = 10
+
+
+@dataclass(slots=True, kw_only=True)
+class RecordingInspection:
+    """One recording's files in order; `missing` are the numbers of segments that lack between them."""
+
+    name: str
+    files: list[TraceInspection]
+    missing: list[int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,17 +33,22 @@ class FolderInspection:
     """`recordings` in the order of their first files; `unreadable` maps a file to why it cannot be read."""
 
     folder: Path
-    recordings: list["RecordingInspection"] = field(default_factory=list)
+    recordings: list[RecordingInspection] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def files(self) -> list[TraceInspection]:
+        """All files that can be read."""
+        return [one for recording in self.recordings for one in recording.files]
 
     @property
     def exit_code(self) -> int:
         """0 if all is whole, 125 if something is torn, damaged, lossy, missing or being recorded, 2 if a file is unreadable."""
         if self.unreadable:
             return 2
-        whole = all(not r.missing and all(f.state == "complete" for f in r.files) for r in self.recordings)
-        return 0 if whole else 125
+        lacking = any(recording.missing for recording in self.recordings)
+        return 125 if lacking or any(one.state != "complete" for one in self.files) else 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as plain JSON values."""
@@ -55,15 +69,6 @@ class FolderInspection:
         }
 
 
-@dataclass(slots=True, kw_only=True)
-class RecordingInspection:
-    """One recording's files in order; `missing` are the numbers of segments that lack between them."""
-
-    name: str
-    files: list[TraceInspection]
-    missing: list[int]
-
-
 def inspect_folder(folder: Path) -> FolderInspection:
     """Inspect every trace of a folder; raise `TraceError` if it holds none or cannot be read."""
     recordings, notes = group_recordings(traces_in(folder))
@@ -76,12 +81,12 @@ def inspect_folder(folder: Path) -> FolderInspection:
             except TraceError as error:
                 found.unreadable[str(path)] = str(error)
         if files:
-            numbers = [f.header.segment.number for f in files if f.header.segment is not None]
-            found.recordings.append(RecordingInspection(name=recording.name, files=files, missing=_missing(numbers)))
+            missing = missing_segments([one.header.segment.number for one in files if one.header.segment is not None])
+            found.recordings.append(RecordingInspection(name=recording.name, files=files, missing=missing))
     return found
 
 
-def _missing(numbers: Sequence[int]) -> list[int]:
+def missing_segments(numbers: Sequence[int]) -> list[int]:
     """Return the first of the numbers that lack between others: a file may claim any number."""
     there = sorted(set(numbers))
     between = itertools.chain.from_iterable(range(a + 1, b) for a, b in itertools.pairwise(there))
@@ -96,30 +101,26 @@ def show_folder(console: "Console", found: FolderInspection) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("file", "rank", "segment", "events", "forwards", "seconds", "bytes", "lost", "state"):
         table.add_column(name, justify="right" if name in ("events", "forwards", "seconds", "bytes") else "left")
-    for recording in found.recordings:
-        for one in recording.files:
-            segment = "" if one.header.segment is None else str(one.header.segment.number)
-            table.add_row(
-                Text(printable(Path(one.path).name)),
-                _rank(one),
-                segment,
-                f"{one.num_events:,}",
-                f"{one.forwards:,}",
-                _seconds(one),
-                f"{one.size_bytes:,}",
-                _lost(one),
-                one.state,
-            )
+    for one in found.files:
+        table.add_row(
+            Text(printable(Path(one.path).name)),
+            _rank(one),
+            "" if one.header.segment is None else str(one.header.segment.number),
+            *(f"{one.num_events:,}", f"{one.forwards:,}", _seconds(one), f"{one.size_bytes:,}", _lost(one), one.state),
+        )
     console.print(table)
-    lines = [_missing_line(r) for r in found.recordings if r.missing]
+    console.print()
+    lines = [_missing_line(recording) for recording in found.recordings if recording.missing]
     for recording in found.recordings:
-        lines += [_loss(one, loss) for one in recording.files for loss in one.losses]
+        lines += [f"loss    {Path(one.path).name}: {loss}" for one in recording.files for loss in one.loss_lines]
         lines += [f"gap     {gap['reason']}" for one in recording.files for gap in one.gaps]
     lines += [f"error   {message}" for message in found.unreadable.values()]
     lines += [f"note    {note}" for note in found.notes]
-    _print_lines(console, lines)
-    torn = any(one.num_gaps for recording in found.recordings for one in recording.files)
-    command = ["kvcanary", "recover"] if torn else ["kvcanary-replay"]
+    for line in lines[:_BAD_SHOWN] or ["whole   nothing lost"]:
+        console.print(Text(printable(line)), soft_wrap=True)
+    if len(lines) > _BAD_SHOWN:
+        console.print(Text(f"        and {len(lines) - _BAD_SHOWN:,} more lines of that kind, see --json"))
+    command = ["kvcanary", "recover"] if any(one.num_gaps for one in found.files) else ["kvcanary-replay"]
     console.print(Text(printable(f"next    {shlex.join([*command, str(found.folder)])}")), soft_wrap=True)
 
 
@@ -128,38 +129,14 @@ def _missing_line(recording: RecordingInspection) -> str:
     return f"missing {recording.name}: segments {', '.join(map(str, recording.missing))}{more}"
 
 
-def _print_lines(console: "Console", lines: Sequence[str]) -> None:
-    from rich.text import Text
-
-    console.print()
-    for line in lines[:_BAD_SHOWN]:
-        console.print(Text(printable(line)), soft_wrap=True)
-    if len(lines) > _BAD_SHOWN:
-        console.print(Text(f"        and {len(lines) - _BAD_SHOWN:,} more lines of that kind, see --json"))
-    if not lines:
-        console.print(Text("whole   nothing lost"))
-
-
 def _rank(one: TraceInspection) -> str:
-    ranks = one.header.ranks
-    pairs = (
-        ("tp", ranks.tp_rank, ranks.tp_size),
-        ("pp", ranks.pp_rank, ranks.pp_size),
-        ("dp", ranks.dp_rank, ranks.dp_size),
-    )
-    named = [f"{name} {rank}/{size}" for name, rank, size in pairs if size > 1]
-    return " ".join([*([one.header.role] if one.header.role else []), *named])
+    ranks = dataclasses.asdict(one.header.ranks)
+    named = [f"{n} {ranks[f'{n}_rank']}/{ranks[f'{n}_size']}" for n in ("tp", "pp", "dp") if ranks[f"{n}_size"] > 1]
+    return " ".join(filter(None, [one.header.role, *named]))
 
 
 def _seconds(one: TraceInspection) -> str:
-    if one.first_ns is None or one.last_ns is None:
-        return ""
-    return f"{(one.last_ns - one.first_ns) / 1e9:,.1f}"
-
-
-def _loss(one: TraceInspection, loss: dict[str, Any]) -> str:
-    count = "an unknown number of" if loss["lost_events"] < 0 else f"{loss['lost_events']:,}"
-    return f"loss    {Path(one.path).name}: event {loss['event']}: {count} events lost: {loss['note']}"
+    return "" if one.first_ns is None or one.last_ns is None else f"{(one.last_ns - one.first_ns) / 1e9:,.1f}"
 
 
 def _lost(one: TraceInspection) -> str:

@@ -5,13 +5,13 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from ..errors import printable
-from ..process.settings import FOLDER, PREFIX, SETTINGS, Setting
-from .program import GivenPath
+from ..process.settings import FOLDER, PREFIX, SETTINGS
+from .program import GivenPath, console_for, fail
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,13 +67,13 @@ def record_command(
         if json_path is not None:  # known before an engine has run for hours
             os.close(_open_private(json_path, emptied=False))
     except FileExistsError as error:
-        _fail(f"{error.filename}: is a file, expected a folder for the traces; name another")
+        fail(f"{error.filename}: is a file, expected a folder for the traces; name another")
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}")
+        fail(f"{error.filename}: {error.strerror}")
     except ValueError as error:
-        _fail(str(error))
+        fail(str(error))
     if settings is None:
-        _fail("no folder for the traces: name one with -o")
+        fail("no folder for the traces: name one with -o")
     shared_salt = settings.tokens == "hashed" or settings.names == "hashed"
     salt = _new_salt() if shared_salt and settings.token_salt_file is None else None
     if salt is not None:
@@ -86,21 +86,16 @@ def record_command(
 
 
 def _environ(output: Path | None, config: Path | None, options: dict[str, str | None]) -> dict[str, str]:
-    """Return the engine's environment: this one, and what the options say.
-
-    Raises:
-        ValueError: an option that cannot be.
-    """
+    """Return the engine's environment: this one, and what the options say; raise `ValueError` for one that cannot be."""
     from ..process.environment import give_run_id
 
     environ = dict(os.environ)
     give_run_id(environ)
-    given: dict[Setting, str] = {
-        setting: text for setting in SETTINGS if (text := options.get(setting.name)) is not None
-    }
-    if output is not None:
-        given[FOLDER] = str(output)
-    for setting, text in given.items():
+    given = options if output is None else {**options, FOLDER.name: str(output)}
+    for setting in SETTINGS:
+        text = given.get(setting.name)
+        if text is None:
+            continue
         value = setting.parse(text, "-o" if setting is FOLDER else setting.option)
         # The engine may go to another folder before it reads this.
         environ[setting.variable] = str(value.absolute()) if isinstance(value, Path) else text
@@ -165,9 +160,6 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
     import shlex
     import time
 
-    from rich.console import Console
-    from rich.markup import escape
-
     from ..process.child import run_child, wait_for_group
     from ..process.recorded_files import changed, read_recorded, replay_command, stamps, why_nothing
 
@@ -175,10 +167,9 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
     try:
         code, group = run_child(command, environ)
     except OSError as error:
-        _fail(f"{command[0]}: cannot be started: {error.strerror}")
+        fail(f"{command[0]}: cannot be started: {error.strerror}")
     seconds = time.monotonic() - begin
-    # A pipe has no width of its own; lines must not be cut at 80 there.
-    console = Console(stderr=True, emoji=False, highlight=False, width=None if sys.stderr.isatty() else 160)
+    console = console_for(sys.stderr)
     with console.status("waiting for the engine's processes") as status:
         gone = wait_for_group(group, GROUP_PATIENCE_S)
         paths, frozen = changed(folder, before)
@@ -189,7 +180,7 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
         console.print(f"note    processes of the engine still run after {GROUP_PATIENCE_S:g} s; their traces may go on")
     _show(console, found, advice, folder)
     for copy in frozen:
-        console.print(f"frozen  {escape(printable(shlex.join(['kvcanary-replay', str(copy)])))}", soft_wrap=True)
+        _say(console, f"frozen  {shlex.join(['kvcanary-replay', str(copy)])}")
     if json_path is not None:
         report = {
             "command": list(command),
@@ -206,33 +197,34 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
             with os.fdopen(_open_private(json_path, emptied=True), "w", encoding="utf-8") as file:
                 file.write(json.dumps(report, indent=2) + "\n")
         except OSError as error:
-            click.echo(f"Error: {printable(str(json_path))}: {error.strerror}", err=True)
-            sys.exit(code or 2)
+            fail(f"{json_path}: {error.strerror}", code or 2)
     sys.exit(code)
 
 
-def _show(console: "Console", found: "list[RecordedTrace]", advice: list[str], folder: Path) -> None:
+def _say(console: "Console", text: str) -> None:
     from rich.markup import escape
 
+    console.print(escape(printable(text)), soft_wrap=True)
+
+
+def _show(console: "Console", found: "list[RecordedTrace]", advice: list[str], folder: Path) -> None:
     from ..process.recorded_files import replay_command
 
-    def say(text: str) -> None:
-        console.print(escape(printable(text)), soft_wrap=True)
-
     if found:
-        say(f"recorded in {folder}")
+        _say(console, f"recorded in {folder}")
         console.print(_table(found))
-    for trace in found:
-        if trace.error:
-            say(f"error   {trace.error}")
+    lines = [f"error   {trace.error}" for trace in found if trace.error]
     if any(trace.state == "torn" for trace in found):
-        say("torn    a process was killed before it could end its trace: what was flushed is there, and is judged")
+        lines.append(
+            "torn    a process was killed before it could end its trace: what was flushed is there, and is judged"
+        )
     if advice:
-        say("no forward was recorded" if found else f"nothing was recorded in {folder}")
-        for reason in advice:
-            say(f"why     {reason}")
+        lines.append("no forward was recorded" if found else f"nothing was recorded in {folder}")
+        lines += [f"why     {reason}" for reason in advice]
     else:
-        say(f"next    {replay_command(found)}")
+        lines.append(f"next    {replay_command(found)}")
+    for line in lines:
+        _say(console, line)
 
 
 def _table(found: "list[RecordedTrace]") -> "Table":
@@ -258,8 +250,3 @@ def _table(found: "list[RecordedTrace]") -> "Table":
             f"{sum(trace.size_bytes for trace in traces) / 1e6:,.1f}",
         )
     return table
-
-
-def _fail(message: str) -> NoReturn:
-    click.echo(f"Error: {printable(message)}", err=True)
-    sys.exit(2)

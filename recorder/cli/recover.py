@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import printable
-from .program import GivenPath
+from ..errors import TraceError, printable
+from .program import GivenPath, fail
 
 if TYPE_CHECKING:
     from ..writing.recovery import RecoveryResult
@@ -35,7 +35,6 @@ def recover_command(torn: Path, output: Path | None, force: bool, as_json: bool)
 
     Of a folder, every file that is torn or damaged is recovered to one beside it.
     """
-    from ..errors import TraceError
     from ..trace.recordings import RECOVERED
     from ..writing.recovery import recover
 
@@ -49,8 +48,7 @@ def recover_command(torn: Path, output: Path | None, force: bool, as_json: bool)
     except TraceError as error:
         if as_json:
             _print_json({"trace": str(torn), "error": str(error)})
-        click.echo(f"Error: {printable(str(error))}", err=True)
-        sys.exit(2)
+        fail(str(error))
     if as_json:
         _print_json(_as_json(result))
         return
@@ -72,7 +70,6 @@ def recover_command(torn: Path, output: Path | None, force: bool, as_json: bool)
 
 def _recover_folder(folder: Path, *, force: bool, as_json: bool) -> int:
     """Recover what is not whole in a folder, a line a file; return the exit code."""
-    from ..errors import TraceError
     from ..trace.batch import TraceBatch
     from ..trace.files import is_being_written
     from ..trace.reader import TraceReader

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import printable
-from .program import GivenPath
+from ..errors import TraceError, printable
+from .program import GivenPath, fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,7 +140,6 @@ def simulate_command(  # one parameter an option
     from ..engines.simulated.config import WorkloadError
     from ..engines.simulated.engine import SimulatedEngine
     from ..engines.simulated.pd_pair import PairSettings, PdPair
-    from ..errors import TraceError
 
     privacy = Privacy(new_salt()) if tokens == "hashed" else None
     recording: dict[str, Any] = {"kv_watch_every": kv_watch_every, "overwrite": force, "privacy": privacy}
@@ -160,16 +158,16 @@ def simulate_command(  # one parameter an option
         with runs:
             seconds = _run(runs, engines, quiet=as_json)
     except (ValueError, WorkloadError, TraceError) as error:
-        _fail(str(error))
+        fail(str(error))
     except OSError as error:
-        _fail(f"{error.filename or output}: cannot be written: {error.strerror or error}")
+        fail(f"{error.filename or output}: cannot be written: {error.strerror or error}")
     except MemoryError as error:
-        _fail(
+        fail(
             f"{str(error) or 'no memory is left'}: less memory is needed with a smaller --pool-tokens, --max-running or --prompt-tokens"
         )
     for engine in engines:
         if engine.unwritten:
-            _fail(f"{engine.recorder.path}: torn: {engine.unwritten}; make room, then run it again with --force")
+            fail(f"{engine.recorder.path}: torn: {engine.unwritten}; make room, then run it again with --force")
     if as_json:
         import json
 
@@ -180,11 +178,6 @@ def simulate_command(  # one parameter an option
         _show(engine, seconds, _files(engine, segment_bytes))
     traces = [str(path) for engine in engines for path in _files(engine, segment_bytes)]
     click.echo(f"next    {printable(shlex.join(['kvcanary-replay', *traces]))}")
-
-
-def _fail(message: str) -> NoReturn:
-    click.echo(f"Error: {printable(message)}", err=True)
-    sys.exit(2)
 
 
 def _as_json(engine: SimulatedEngine, seconds: float, files: list[Path]) -> dict[str, Any]:
@@ -215,12 +208,11 @@ def _show(engine: SimulatedEngine, seconds: float, files: list[Path]) -> None:
 
 def _files(engine: SimulatedEngine, segment_bytes: int) -> list[Path]:
     """Return what was written: the trace, or its segments."""
-    from ..trace.files import base_name, glob_escape
+    from ..trace.files import segments_of
 
     path = engine.recorder.path
-    if not segment_bytes:
-        return [path]  # and what else is called like its segments is an earlier recording's
-    return sorted(path.parent.glob(f"{glob_escape(base_name(path))}.[0-9]*.arrow"))
+    # What else is called like the segments of one file is an earlier recording's.
+    return segments_of(path) if segment_bytes else [path]
 
 
 def _size(files: list[Path]) -> int:

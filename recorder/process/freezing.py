@@ -45,6 +45,9 @@ class FreezeFile:
             return note
         return None
 
+    def remove(self) -> None:
+        """Do nothing: there is nothing to put back."""
+
 
 class FreezeSignal:
     """A signal that freezes; whoever handled it before is called as well.
@@ -54,16 +57,12 @@ class FreezeSignal:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._count = 0
-        self._seen = 0
+        self._count = self._seen = 0
         self._installed = False
         self._before: Any = None
         if threading.current_thread() is not threading.main_thread():
-            _log.warning(
-                "kvcanary: signal %d freezes nothing: the recording was begun outside the main thread, where Python "
-                "lets nobody handle signals; use the trigger file",
-                number,
-            )
+            why = "the recording was begun outside the main thread, where Python lets nobody handle signals"
+            _log.warning("kvcanary: signal %d freezes nothing: %s; use the trigger file", number, why)
             return
         try:
             self._before = signal.getsignal(number)

@@ -27,16 +27,7 @@ class TraceBatch:
     many of the engine's events the recording holds up to the batch's end, None if it does not say.
     """
 
-    __slots__ = (
-        "_buffer_bytes",
-        "_cache",
-        "_kinds",
-        "end_byte",
-        "engine_events",
-        "first_event",
-        "num_events",
-        "record_batch",
-    )
+    __slots__ = ("_buffer_bytes", "_cache", "end_byte", "engine_events", "first_event", "num_events", "record_batch")
 
     def __init__(
         self,
@@ -53,7 +44,6 @@ class TraceBatch:
         self.end_byte = end_byte
         self.engine_events = engine_events
         self._cache: dict[str, Any] = {}
-        self._kinds: list[str] | None = None
         self._buffer_bytes = buffer_bytes
 
     def __len__(self) -> int:
@@ -71,9 +61,7 @@ class TraceBatch:
     @property
     def kinds(self) -> list[str]:
         """The kind of each event."""
-        if self._kinds is None:
-            self._kinds = self.strings("kind")
-        return self._kinds
+        return self.strings("kind")
 
     def scalar_ints(self, name: str) -> Int64Array:
         """Return an int64 scalar column, [num_events] int64."""
@@ -128,15 +116,13 @@ class TraceBatch:
         found: tuple[npt.NDArray[Any], Int64Array] | None = self._cache.get(name)
         if found is None:
             column = self._column(name)
-            if len(column) == 0:
-                offsets = np.zeros(1, np.int64)
-                values = column.values.to_numpy(zero_copy_only=True)[:0]
-            else:
+            offsets = np.zeros(1, np.int64)  # Arrow allows an empty column to come without its single offset
+            if len(column):
                 offsets = column.offsets.to_numpy(zero_copy_only=True).astype(np.int64, copy=False)
-                first = int(offsets[0])
-                values = column.values.to_numpy(zero_copy_only=True)[first : int(offsets[-1])]
-                if first:
-                    offsets = offsets - first
+            first, last = int(offsets[0]), int(offsets[-1])
+            values = column.values.to_numpy(zero_copy_only=True)[first:last]
+            if first:
+                offsets = offsets - first
             offsets.flags.writeable = False
             found = self._cache[name] = (values, offsets)
         return found
@@ -175,12 +161,9 @@ class EventView:
 
     def scalar(self, name: str) -> Any:
         """Return a scalar column's value, int or str."""
-        batch = self.batch
-        found = batch._cache.get(name)
-        if found is None:
-            found = batch.strings(name) if pa.types.is_string(SCALARS[name][0]) else batch.scalar_ints(name)
-        value = found[self.index]
-        return value if isinstance(value, str) else int(value)
+        if isinstance(SCALARS[name][1], str):
+            return self.batch.strings(name)[self.index]
+        return int(self.batch.scalar_ints(name)[self.index])
 
     def ints(self, name: str) -> Int64Array:
         """Return an int64 list column's values of this event, 1-D int64."""
@@ -200,9 +183,8 @@ class TraceGap:
     `after_event` is the last event given before it (-1: none); `missing_events` is how many are missing, None when
     nobody can know, 0 when no event is (a lost footer, a batch given twice). `kind` is "torn" (the file ends too
     early), "damaged" or "numbering" (whole batches, but numbers that do not follow one another). `cause` is a
-    whole sentence for the user, `advice` what to do about it, or empty. `ends` says that the recording is not over there
-    in the way that it should: "cut" (its process died; what is missing was never recorded, or is lost, by
-    `missing_events`), "live" (it is being written, and goes on); empty for anything else.
+    whole sentence for the user, `advice` what to do about it, or empty. `ends` is CUT if the recording's process died there
+    (what is missing was never recorded, or is lost), LIVE if it is being written, and goes on; else empty.
     """
 
     after_event: int

@@ -5,7 +5,7 @@ contract that `docs/reference/trace-format.md` describes; changing it makes ever
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,42 +58,14 @@ def column_forms(schema: pa.Schema) -> list[ColumnForm]:
 
 
 def batch_crc32c(batch: pa.RecordBatch, first_event: int, forms: Sequence[ColumnForm]) -> int:
-    """Return the CRC-32C of a batch whose first row has event number `first_event`.
-
-    `forms` holds the form of each column. The batch must be validated and free of nulls.
-    """
-    crc = crc32c(_NUMBERS.pack(first_event, batch.num_rows))
-    for column, form in zip(batch.columns, forms, strict=True):
-        crc = _column_crc(column, form, crc)
-    return crc
+    """Return the CRC-32C of a validated batch without nulls whose first row has event number `first_event`."""
+    columns = (_of_column(column, form) for column, form in zip(batch.columns, forms, strict=True))
+    return _crc(first_event, batch.num_rows, forms, columns)
 
 
-def stored_crc32c(body: memoryview, frame: Frame, first_event: int, forms: Sequence[ColumnForm]) -> int | None:
-    """Return what `batch_crc32c` does, from the bytes of a batch that is not compressed; None if those do not show it.
-
-    `body` is the message's; the batch must be validated, and its buffers must lie in there.
-    """
-    rows = frame.num_rows
-    crc: int = crc32c(_NUMBERS.pack(first_event, rows))
-    starts, lengths = frame.buffers[:, 0].tolist(), frame.buffers[:, 1].tolist()
-    at = 0
-    for form in forms:
-        begin, width = starts[at + 1], form.offset_bytes
-        bound = lengths[at + 1]
-        at += form.num_buffers
-        if not width:
-            crc = crc32c(body[begin : begin + rows * form.item_bytes], crc)
-            continue
-        end = begin + rows * width
-        offset_at = _OFFSET[width].unpack_from
-        if bound < end + width - begin or offset_at(body, begin)[0]:
-            return None  # an empty column without its offset, or offsets that begin elsewhere
-        crc = crc32c(body[begin : end + width], crc)
-        (last,) = offset_at(body, end)
-        if last:
-            begin = starts[at - 1]
-            crc = crc32c(body[begin : begin + last * form.item_bytes], crc)
-    return crc
+def stored_crc32c(body: memoryview, frame: Frame, first_event: int, forms: Sequence[ColumnForm]) -> int:
+    """Return what `batch_crc32c` does, from a message's body that is not compressed: no Arrow object a buffer is made."""
+    return _crc(first_event, frame.num_rows, forms, _of_body(body, frame, forms))
 
 
 def text_crc32c(text: bytes) -> int:
@@ -101,26 +73,36 @@ def text_crc32c(text: bytes) -> int:
     return int(crc32c(text))
 
 
-def _column_crc(column: pa.Array, form: ColumnForm, crc: int) -> int:
-    rows, start = len(column), column.offset
-    if not form.offset_bytes:
-        return _values_crc(column.buffers()[1], start, start + rows, form.item_bytes, crc)
-    if rows == 0:  # Arrow allows an empty column to come without its single offset
-        return crc32c(bytes(form.offset_bytes), crc)
-    buffers, width = column.buffers(), form.offset_bytes
-    stored = memoryview(buffers[1])[start * width : (start + rows + 1) * width]
-    offset_at = _OFFSET[width].unpack_from
-    (first,), (last,) = offset_at(stored, 0), offset_at(stored, rows * width)
-    crc = crc32c(np.frombuffer(stored, f"<i{width}") - first if first else stored, crc)
-    if last == first:
-        return crc
-    if form.nested:
-        shift = column.values.offset
-        return _values_crc(buffers[3], shift + first, shift + last, form.item_bytes, crc)
-    return _values_crc(buffers[2], first, last, 1, crc)
+def _of_body(body: memoryview, frame: Frame, forms: Sequence[ColumnForm]) -> Iterator[tuple[Any, Any]]:
+    buffers, at = frame.buffers.tolist(), 0
+    for form in forms:
+        (first, first_bytes), (last, last_bytes) = buffers[at + 1], buffers[at + form.num_buffers - 1]
+        yield body[first : first + first_bytes], body[last : last + last_bytes]
+        at += form.num_buffers
 
 
-def _values_crc(buffer: Any, first: int, last: int, width: int, crc: int) -> int:
-    if last <= first:
-        return crc
-    return crc32c(memoryview(buffer)[first * width : last * width], crc)
+def _of_column(column: pa.Array, form: ColumnForm) -> tuple[Any, Any]:
+    buffers = [memoryview(buffer) if buffer is not None else memoryview(b"") for buffer in column.buffers()]
+    skipped = column.values.offset if form.nested else 0
+    return buffers[1][column.offset * (form.offset_bytes or form.item_bytes) :], buffers[-1][
+        skipped * form.item_bytes :
+    ]
+
+
+def _crc(first_event: int, rows: int, forms: Sequence[ColumnForm], columns: Iterable[tuple[Any, Any]]) -> int:
+    """`columns` are the bytes of each one's offsets, from the first row's on, and of its items; of its items alone without."""
+    crc: int = crc32c(_NUMBERS.pack(first_event, rows))
+    for form, (leading, items) in zip(forms, columns, strict=True):
+        width = form.offset_bytes
+        if not width:
+            crc = crc32c(leading[: rows * form.item_bytes], crc)
+            continue
+        if rows == 0:  # Arrow allows an empty column to come without its single offset
+            crc = crc32c(bytes(width), crc)
+            continue
+        offsets, offset_at = leading[: (rows + 1) * width], _OFFSET[width].unpack_from
+        (first,), (last,) = offset_at(offsets, 0), offset_at(offsets, rows * width)
+        crc = crc32c(np.frombuffer(offsets, f"<i{width}") - first if first else offsets, crc)
+        if last > first:
+            crc = crc32c(items[first * form.item_bytes : last * form.item_bytes], crc)
+    return crc

@@ -12,7 +12,7 @@ import pyarrow.ipc
 from ..errors import UnreadableTraceError
 from .batch import TraceBatch
 from .checksum import ColumnForm, batch_crc32c, column_forms, stored_crc32c, text_crc32c
-from .framing import RECORD_BATCH, Frame, FramingError, check_buffers, read_frame, read_message
+from .framing import Frame, FramingError, check_buffers, read_frame, read_message
 from .header import TraceHeader
 from .schema import (
     ADDED,
@@ -31,9 +31,7 @@ ARROW_ERRORS: Final = (pa.ArrowException, OSError, MemoryError, ValueError, Type
 _MAX_DIGITS: Final = 19
 _OWN_SCHEMA: Final = trace_schema()
 LARGE_BYTES: Final = 4 << 20  # threads are not worth their start for less of a file
-_AHEAD: Final = (
-    2  # batches in flight, each no larger in the file than the next: memory has a bound, however long the trace is
-)
+_AHEAD: Final = 2  # batches in flight, each no larger in the file than the next: memory has a bound
 _AHEAD_BYTES: Final = 16 << 20
 _THIS_THREAD: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
@@ -69,13 +67,13 @@ def check_schema(schema: pa.Schema) -> TraceHeader:
         raise UnreadableTraceError("its header fails its CRC: the header is damaged")
     header = TraceHeader.from_json(text)
     if not schema.equals(_OWN_SCHEMA):
-        if not schema.equals(pa.schema(list(schema))):  # the byte order is all that a rebuilt schema can differ in
-            raise UnreadableTraceError("its schema says big-endian; traces are little-endian: the header is damaged")
         _check_columns(schema, header.format_minor)
     return header
 
 
 def _check_columns(schema: pa.Schema, format_minor: int) -> None:
+    if not schema.equals(pa.schema(list(schema))):  # the byte order is all that a rebuilt schema can differ in
+        raise UnreadableTraceError("its schema says big-endian; traces are little-endian: the header is damaged")
     try:
         _ = schema.names
     except UnicodeDecodeError:
@@ -124,9 +122,8 @@ def decode_batch(
         names = [name for name, form in zip(schema.names, forms, strict=True) for _ in range(2 if form.nested else 1)]
         name = names[int(np.flatnonzero(frame.null_counts)[0])]
         raise DamagedBatchError(f"holds nulls in column {name}, where none may be")
-    # Buffers that lie in the file as they are need no Arrow object each.
-    found = stored_crc32c(body, frame, first_event, forms) if frame.compression is None else None
-    if (batch_crc32c(batch, first_event, forms) if found is None else found) != crc:
+    stored = frame.compression is None
+    if crc != (stored_crc32c(body, frame, first_event, forms) if stored else batch_crc32c(batch, first_event, forms)):
         raise DamagedBatchError("fails its CRC")
     numbers = batch.column("event").to_numpy(zero_copy_only=True)
     if not np.array_equal(numbers, np.arange(first_event, first_event + num_events)):
@@ -143,10 +140,9 @@ def decode_batch(
 def claimed_events(frame: Frame) -> tuple[int, int] | None:
     """Return the first event number and event count that a batch's metadata claims, or None."""
     try:
-        first, count = _decimal(frame, FIRST_EVENT_KEY), _decimal(frame, NUM_EVENTS_KEY)
+        return _decimal(frame, FIRST_EVENT_KEY), _decimal(frame, NUM_EVENTS_KEY)
     except DamagedBatchError:
         return None
-    return first, count
 
 
 def _decimal(frame: Frame, key: bytes) -> int:
@@ -209,9 +205,7 @@ class DecodeAhead:
                 other = read_frame(self._source, position, limit)
             except FramingError:  # the walk reports it when it comes there
                 return
-            if other is None or other.kind != RECORD_BATCH or other.compression is None:
-                return
-            if other.end - other.start > _AHEAD_BYTES:
+            if other is None or other.compression is None or other.end - other.start > _AHEAD_BYTES:
                 return
             self._pending[position] = other, threads.submit(self._decode, other)
             position = other.end

@@ -11,20 +11,15 @@ from .checksum import batch_crc32c, column_forms, text_crc32c
 from .event import TraceEvent
 from .header import TraceHeader
 from .schema import (
-    BYTE_LISTS,
     CRC_KEY,
     ENGINE_EVENTS_KEY,
     FIRST_EVENT_KEY,
     HEADER_CRC_KEY,
     HEADER_KEY,
-    INT_LISTS,
     NUM_EVENTS_KEY,
     SCALARS,
     trace_schema,
 )
-
-_INT_ITEM = pa.field("item", pa.int64(), nullable=False)
-_BYTE_ITEM = pa.field("item", pa.uint8(), nullable=False)
 
 
 def header_schema(header: TraceHeader, schema: pa.Schema | None = None) -> pa.Schema:
@@ -34,11 +29,15 @@ def header_schema(header: TraceHeader, schema: pa.Schema | None = None) -> pa.Sc
 
 
 def encode_events(events: Sequence[TraceEvent], first_event: int, schema: pa.Schema) -> pa.RecordBatch:
-    """Return one record batch of `events`, numbered from `first_event`; every event must have passed `problem()`."""
+    """Return one record batch of `events`, numbered from `first_event`; every event must have passed `problem()`.
+
+    A file's own schema may have more columns, of a newer minor version, or fewer, of an older one.
+    """
     count = len(events)
-    scalars: dict[str, Any] = {}
-    for name, (kind, default) in SCALARS.items():
-        scalars[name] = np.full(count, default, np.int64) if pa.types.is_int64(kind) else [default] * count
+    scalars: dict[str, Any] = {
+        name: np.full(count, default, np.int64) if pa.types.is_int64(kind) else [default] * count
+        for name, (kind, default) in SCALARS.items()
+    }
     scalars["event"] = np.arange(first_event, first_event + count, dtype=np.int64)
     lengths: dict[str, npt.NDArray[np.int64]] = {}
     parts: dict[str, list[npt.NDArray[Any]]] = {}
@@ -54,41 +53,28 @@ def encode_events(events: Sequence[TraceEvent], first_event: int, schema: pa.Sch
                     lengths[name] = np.zeros(count, np.int64)
                 parts[name].append(array)
                 lengths[name][row] = len(array)
-    columns = [
-        pa.array(values, pa.int64()) if isinstance(values, np.ndarray) else _text_array(values)
-        for values in scalars.values()
-    ]
-    columns += [_list_array(name, lengths, parts, count, wide=False) for name in INT_LISTS]
-    columns += [_list_array(name, lengths, parts, count, wide=True) for name in BYTE_LISTS]
-    return pa.record_batch(columns, schema=schema)
-
-
-def encode_for(schema: pa.Schema, events: Sequence[TraceEvent], first_event: int) -> pa.RecordBatch:
-    """Encode events into a file's own schema, which a newer minor version may have given more columns, an older fewer."""
-    batch = encode_events(events, first_event, trace_schema())
-    columns: list[Any] = []
+    columns = []
     for field in schema:
-        if batch.schema.get_field_index(field.name) >= 0:
-            columns.append(batch.column(field.name))
+        if pa.types.is_list(field.type) or pa.types.is_large_list(field.type):
+            columns.append(_list_array(field, lengths.get(field.name), parts.get(field.name), count))
+        elif pa.types.is_string(field.type):
+            columns.append(_text_array(scalars.get(field.name, [""] * count)))
         else:
-            nested = pa.types.is_list(field.type) or pa.types.is_large_list(field.type)
-            empty: Any = [] if nested else "" if pa.types.is_string(field.type) else 0
-            columns.append(pa.array([empty] * len(events), field.type))
+            columns.append(pa.array(scalars.get(field.name, np.zeros(count, np.int64)), field.type))
     return pa.record_batch(columns, schema=schema)
 
 
 def batch_metadata(batch: pa.RecordBatch, first_event: int, engine_events: int | None = None) -> dict[bytes, bytes]:
     """Return the custom metadata of a batch: first event number, event count and CRC, as decimal ASCII.
 
-    `engine_events` is how many of the engine's events are in the recording up to this batch's end, from which the reader knows where its
-    tail begins. Raises `ValueError` for a column type that no trace of this major version has.
+    `engine_events` is how many of the engine's events are in the recording up to this batch's end, from which the reader
+    knows where its tail begins. Raises `ValueError` for a column type that no trace of this major version has.
     """
-    forms = column_forms(batch.schema)
     known = {} if engine_events is None else {ENGINE_EVENTS_KEY: b"%d" % engine_events}
     return {
         FIRST_EVENT_KEY: b"%d" % first_event,
         NUM_EVENTS_KEY: b"%d" % batch.num_rows,
-        CRC_KEY: b"%d" % batch_crc32c(batch, first_event, forms),
+        CRC_KEY: b"%d" % batch_crc32c(batch, first_event, column_forms(batch.schema)),
         **known,
     }
 
@@ -101,21 +87,16 @@ def _text_array(values: list[str]) -> pa.Array:
 
 
 def _list_array(
-    name: str,
-    lengths: dict[str, npt.NDArray[np.int64]],
-    parts: dict[str, list[npt.NDArray[Any]]],
-    count: int,
-    *,
-    wide: bool,
+    field: pa.Field, lengths: npt.NDArray[np.int64] | None, parts: list[npt.NDArray[Any]] | None, count: int
 ) -> pa.Array:
     offsets = np.zeros(count + 1, np.int64)
-    if name in parts:
-        np.cumsum(lengths[name], out=offsets[1:])
-        values = np.concatenate(parts[name])
+    if lengths is None or parts is None:
+        values = pa.array([], field.type.value_type)
     else:
-        values = np.empty(0, np.uint8 if wide else np.int64)
-    if wide:
-        return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values), type=pa.large_list(_BYTE_ITEM))
+        np.cumsum(lengths, out=offsets[1:])
+        values = pa.array(np.concatenate(parts))
+    if pa.types.is_large_list(field.type):
+        return pa.LargeListArray.from_arrays(pa.array(offsets), values, type=field.type)
     if offsets[-1] > np.iinfo(np.int32).max:
-        raise ValueError(f"column {name} would hold {offsets[-1]} values in one batch, expected less than 2^31")
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values), type=pa.list_(_INT_ITEM))
+        raise ValueError(f"column {field.name} would hold {offsets[-1]} values in one batch, expected less than 2^31")
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, type=field.type)

@@ -6,6 +6,7 @@ knows no locks, no file is locked.
 
 import contextlib
 import fcntl
+import glob
 import os
 import re
 from pathlib import Path
@@ -24,6 +25,12 @@ def all_segments(path: Path) -> Path:
     return path.with_name(f"{base_name(path)}.*.arrow")
 
 
+def segments_of(path: Path) -> list[Path]:
+    """Return the segments of the recording `path` that are there, by name."""
+    there = sorted(path.parent.glob(glob.escape(base_name(path)) + ".*.arrow"))
+    return [one for one in there if (split_segment_name(one) or ("", 0))[0] == base_name(path)]
+
+
 def split_segment_name(path: Path) -> tuple[str, int] | None:
     """Return the recording's name and the segment's number that a file name speaks of, None if it does not."""
     found = _NUMBERED.search(path.name)
@@ -33,11 +40,6 @@ def split_segment_name(path: Path) -> tuple[str, int] | None:
 def base_name(path: Path) -> str:
     """Return `trace` for `trace.arrow`."""
     return path.name.removesuffix(".arrow")
-
-
-def glob_escape(name: str) -> str:
-    """Return a name as a pattern that only it matches."""
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def tail_paths(trace: Path) -> tuple[Path, Path]:
@@ -51,22 +53,20 @@ def is_locked(descriptor: int, *, unknown: bool = False) -> bool:
     """Say whether somebody else, a recording process as a rule, has locked an open file; `unknown` if no lock is."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return unknown
+    except OSError as error:
+        return isinstance(error, BlockingIOError) or unknown
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     return False
 
 
-def is_being_written(path: Path) -> bool:
-    """Say whether a process is writing a trace at this moment; False if it cannot be opened."""
+def is_being_written(path: Path, *, unknown: bool = False) -> bool:
+    """Say whether a process is writing a trace at this moment; `unknown` if it cannot be opened, or no lock is."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
-        return False
+        return unknown
     try:
-        return is_locked(descriptor)
+        return is_locked(descriptor, unknown=unknown)
     finally:
         os.close(descriptor)

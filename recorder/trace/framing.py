@@ -46,8 +46,8 @@ class FramingError(Exception):
 class Frame:
     """One encapsulated message: where it lies and what its metadata, of which it has its own copy, claims.
 
-    `head` is all before the body. `buffers` is [n, 2] int64 (offset in the body, length), `null_counts` [arrays] int64; these and `num_rows` are those of
-    a record batch.
+    `head` is all before the body. Of a record batch are `num_rows`, `buffers`, [n, 2] int64 (offset in the body, length), and
+    `null_counts`, [arrays] int64.
     """
 
     start: int
@@ -154,13 +154,8 @@ def check_buffers(body: memoryview, frame: Frame, expected: int) -> None:
     body_bytes = len(body)
     if len(offsets) != expected:
         raise FramingError(f"it holds {len(offsets)} buffers, expected {expected}")
-    if (
-        (offsets < 0).any()
-        or (lengths < 0).any()
-        or (offsets % 8).any()
-        or (offsets > body_bytes).any()
-        or (lengths > body_bytes - offsets).any()
-    ):
+    outside = (offsets < 0) | (lengths < 0) | (offsets % 8 != 0) | (offsets > body_bytes)
+    if (outside | (lengths > body_bytes - offsets)).any():
         raise FramingError("a buffer lies outside its body")
     if frame.compression is None:
         return
@@ -190,28 +185,13 @@ def read_footer(source: TraceBytes, size: int) -> Footer | None:
         start = size - _FOOTER_END_BYTES - length
         if length <= 0 or start < FIRST_MESSAGE:
             return None
-        return parse_footer(source.read(start, size), size)
-    except (TornError, OSError, MemoryError):
-        return None
-
-
-def parse_footer(tail: memoryview, size: int) -> Footer | None:
-    """Return the footer of a file of `size` bytes that ends with `tail`, None if there is none in there."""
-    if len(tail) < _FOOTER_END_BYTES or bytes(tail[-len(MAGIC) :]) != MAGIC:
-        return None
-    (length,) = struct.unpack_from("<i", tail, len(tail) - _FOOTER_END_BYTES)
-    start = len(tail) - _FOOTER_END_BYTES - length
-    if length <= 0 or start < 0:
-        return None
-    try:
-        root = _Table.root(tail[start : start + length])
-        blocks = root.structs(3, 24)
-    except (struct.error, ValueError, OverflowError):
+        footer = source.read(start, size)
+        blocks = _Table.root(footer[:length]).structs(3, 24)
+    except (TornError, OSError, MemoryError, struct.error, ValueError, OverflowError):
         return None
     rows = np.frombuffer(blocks, dtype="<i8").reshape(-1, 3).copy()
     rows[:, 1] &= 0xFFFFFFFF  # an int32 and four bytes of padding
-    as_file = MAGIC.ljust(FIRST_MESSAGE, b"\0") + bytes(tail[start:])
-    return Footer(start=size - _FOOTER_END_BYTES - length, blocks=rows, as_file=as_file)
+    return Footer(start=start, blocks=rows, as_file=MAGIC.ljust(FIRST_MESSAGE, b"\0") + bytes(footer))
 
 
 def footer_lists(footer: Footer, first: int) -> bool:
@@ -238,40 +218,37 @@ def _body_start(prefix: memoryview, position: int, limit: int) -> int | None:
         raise FramingError(f"the message at byte {position} claims {metadata_bytes} bytes of metadata")
     body_start = position + PREFIX_BYTES + int(metadata_bytes)
     if body_start > limit:
-        raise FramingError(f"the message at byte {position} runs past byte {limit}, where messages end", torn=True)
+        raise _runs_past(position, limit)
     return body_start
 
 
+def _runs_past(position: int, limit: int) -> FramingError:
+    return FramingError(f"the message at byte {position} runs past byte {limit}, where messages end", torn=True)
+
+
 def _parse_message(head: memoryview, position: int, body_start: int, limit: int) -> Frame:
-    try:
-        return _parsed(head, position, body_start, limit)
-    except (struct.error, ValueError, OverflowError):
-        raise FramingError(f"the message at byte {position} has damaged metadata") from None
-
-
-def _parsed(head: memoryview, position: int, body_start: int, limit: int) -> Frame:
-    if len(head) != body_start - position:
-        raise ValueError("cut off")
-    message = _Table.root(head[PREFIX_BYTES:])
-    kind = message.scalar(1, "<B", 0)
-    body_bytes = message.scalar(3, "<q", 0)
-    if body_bytes < 0:
-        raise ValueError(body_bytes)
-    if body_bytes > limit - body_start:
-        raise FramingError(f"the message at byte {position} runs past byte {limit}, where messages end", torn=True)
+    damaged = FramingError(f"the message at byte {position} has damaged metadata")
     num_rows, compression = 0, None
     buffers = nodes = np.empty((0, 2), np.int64)
-    if kind == RECORD_BATCH:
-        batch = message.table(2)
-        if batch is None:
-            raise ValueError("no record batch")
-        if len(head) - PREFIX_BYTES > MAX_BATCH_METADATA_BYTES:
-            raise ValueError("more than the columns of a trace need")
-        num_rows = batch.scalar(0, "<q", 0)
-        nodes = np.frombuffer(batch.structs(1, 16), dtype="<i8").reshape(-1, 2)
-        buffers = np.frombuffer(batch.structs(2, 16), dtype="<i8").reshape(-1, 2)
-        codec = batch.table(3)
-        compression = None if codec is None else codec.scalar(0, "<b", 0)
+    if len(head) != body_start - position:
+        raise damaged
+    try:
+        message = _Table.root(head[PREFIX_BYTES:])
+        kind, body_bytes, batch = message.scalar(1, "<B", 0), message.scalar(3, "<q", 0), message.table(2)
+        if kind == RECORD_BATCH and batch is not None:
+            num_rows = batch.scalar(0, "<q", 0)
+            nodes, buffers = (np.frombuffer(batch.structs(n, 16), dtype="<i8").reshape(-1, 2) for n in (1, 2))
+            codec = batch.table(3)
+            compression = None if codec is None else codec.scalar(0, "<b", 0)
+        metadata = _custom_metadata(message, len(head))
+    except (struct.error, ValueError, OverflowError):
+        raise damaged from None
+    if body_bytes > limit - body_start:
+        raise _runs_past(position, limit)
+    # No trace's columns need more metadata.
+    whole = kind != RECORD_BATCH or (batch is not None and len(head) - PREFIX_BYTES <= MAX_BATCH_METADATA_BYTES)
+    if body_bytes < 0 or not whole:
+        raise damaged
     return Frame(
         start=position,
         body_start=body_start,
@@ -282,7 +259,7 @@ def _parsed(head: memoryview, position: int, body_start: int, limit: int) -> Fra
         buffers=buffers,
         null_counts=nodes[:, 1],
         compression=compression,
-        metadata=_custom_metadata(message, len(head)),
+        metadata=metadata,
     )
 
 

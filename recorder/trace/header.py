@@ -4,51 +4,35 @@ It travels as JSON under `kvcanary.header` in the Arrow schema's metadata.
 """
 
 import dataclasses
-import functools
 import json
 import time
-import types
-import typing
 import uuid
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated
+
+import msgspec
 
 from ..errors import UnreadableTraceError, json_text, whole_text
-from .schema import (
-    FORMAT_MAJOR,
-    FORMAT_MINOR,
-    INT_LISTS,
-    MAX_HEADER_BYTES,
-    MAX_KV_SOURCES,
-    MAX_NOT_WATCHED,
-    MAX_PADDING_SLOTS,
-    MAX_PARTS,
-    MAX_SLOTS,
-    MAX_TABLE_CELLS,
-    MAX_TEXT_CHARS,
-    MAX_TOKEN_BYTES,
-    NOT_WATCHED,
-    ROLES,
-    SLOT_HISTORIES,
-    TOKENS,
-)
+from . import schema
+
+Text = Annotated[str, msgspec.Meta(max_length=schema.MAX_TEXT_CHARS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Which engine wrote the trace."""
 
-    name: str = "unknown"
-    version: str = ""
-    commit: str = ""
+    name: Text = "unknown"
+    version: Text = ""
+    commit: Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """Which model ran; names only, nothing is loaded from them."""
 
-    name: str = "unknown"
-    dtype: str = ""
+    name: Text = "unknown"
+    dtype: Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +43,11 @@ class KvStream:
     from what the model handed to the cache.
     """
 
-    half: str
+    half: Text
     layer: int = 0
     bytes_per_token: int
     capture_bytes: int
-    origin: str = "stored"
+    origin: Text = "stored"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +63,15 @@ class PoolGroup:
     streams say which of them are watched.
     """
 
-    name: str
-    kind: str = "full"
+    name: Text
+    kind: Text = "full"
     window: int = 0
     runner: int = 0
     table: int = 0
     lut: int = -1
     num_slots: int
     page_size: int = 1
-    halves: tuple[str, ...] = ("K", "V")
+    halves: tuple[Text, ...] = ("K", "V")
     streams: tuple[KvStream, ...] = ()
     reads_before_write: bool = False
     host_num_slots: int = 0
@@ -100,7 +84,7 @@ class PoolGroup:
 class StateTable:
     """The shape of one req_to_token table: `[rows, width] int32`."""
 
-    name: str = "req_to_token"
+    name: Text = "req_to_token"
     rows: int
     width: int
 
@@ -113,9 +97,9 @@ class Runner:
     are replayed, and nothing is judged from them.
     """
 
-    name: str = "target"
+    name: Text = "target"
     token_offset: int = 0
-    derived: tuple[str, ...] = ()
+    derived: tuple[Text, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +110,9 @@ class NotWatched:
     without its full stop.
     """
 
-    what: str
-    name: str
-    reason: str = ""
+    what: Text
+    name: Text
+    reason: Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +131,7 @@ class Ranks:
 class Oracle:
     """The token oracle that sampled: kind "hash", over `vocab_size` tokens."""
 
-    kind: str = "hash"
+    kind: Text = "hash"
     vocab_size: int
 
 
@@ -159,7 +143,7 @@ class CaptureInfo:
     truth_tokens: bool = True
     flush_bytes: int = 0
     flush_interval_ns: int = 0
-    compression: str = "lz4"
+    compression: Text = "lz4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,21 +163,20 @@ class Segment:
 class TraceHeader:
     """Everything a reader must know before the first event.
 
-    `run_id` is the same for all processes of one server, empty if they do not know of one another. `role` is
-    "prefill" or "decode" if the two are engines of their own. `slot_history` "complete" promises that every alloc, free, evict,
-    hand-over to the prefix cache and request status is recorded. `sweep_interval`: the prefix cache is walked every so many
-    forwards of the first runner, 0 never. `tokens` is "hashed" if salted hashes stand in place of token ids; `salt_id` is the same for all traces that were
-    hashed with one salt. `segment`
-    is None for a trace of one file. `not_watched` lists what the verdict must not speak for.
+    `run_id` is the same for all processes of one server, empty if they do not know of one another. `role` is "prefill" or
+    "decode" if the two are engines of their own. `slot_history` "complete" promises that every alloc, free, evict, hand-over
+    to the prefix cache and request status is recorded. `sweep_interval`: the prefix cache is walked every so many forwards
+    of the first runner, 0 never. `tokens` is "hashed" if salted hashes stand in place of token ids; `salt_id` is the same
+    for all traces hashed with one salt. `segment` is None for a trace of one file. `not_watched`: of what no verdict speaks.
     """
 
-    format_major: int = FORMAT_MAJOR
-    format_minor: int = FORMAT_MINOR
-    recorder_version: str = ""
-    trace_id: str = ""
-    run_id: str = ""
+    format_major: int = schema.FORMAT_MAJOR
+    format_minor: int = schema.FORMAT_MINOR
+    recorder_version: Text = ""
+    trace_id: Text = ""
+    run_id: Text = ""
     created_ns: int = 0
-    clock: str = "time_ns counts nanoseconds since the Unix epoch, monotonic within a trace"
+    clock: Text = "time_ns counts nanoseconds since the Unix epoch, monotonic within a trace"
     engine: EngineInfo = field(default_factory=EngineInfo)
     model: ModelInfo = field(default_factory=ModelInfo)
     groups: tuple[PoolGroup, ...]
@@ -203,15 +186,15 @@ class TraceHeader:
     runners: tuple[Runner, ...] = (Runner(),)
     ranks: Ranks = field(default_factory=Ranks)
     oracle: Oracle | None = None
-    role: str = ""
-    slot_history: str = ""
+    role: Text = ""
+    slot_history: Text = ""
     sweep_interval: int = 0
-    tokens: str = "plain"
-    salt_id: str = ""
+    tokens: Text = "plain"
+    salt_id: Text = ""
     capture: CaptureInfo = field(default_factory=CaptureInfo)
     segment: Segment | None = None
     not_watched: tuple[NotWatched, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Text, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise `ValueError` on anything a replay could not stand on."""
@@ -228,24 +211,23 @@ class TraceHeader:
         Fields that this build does not know are passed over (they come from a newer minor version); a newer major
         version is refused.
         """
-        if len(text) > MAX_HEADER_BYTES:
-            raise UnreadableTraceError(
-                f"the trace header has {len(text):,} bytes, expected at most {MAX_HEADER_BYTES:,}"
-            )
+        most = schema.MAX_HEADER_BYTES
+        if len(text) > most:
+            raise UnreadableTraceError(f"the trace header has {len(text):,} bytes, expected at most {most:,}")
         try:
             raw = whole_text(json.loads(text))
         except (ValueError, RecursionError) as error:
             raise UnreadableTraceError(f"the trace header is not JSON ({error}); the file is damaged") from None
         if not isinstance(raw, dict) or not isinstance(raw.get("format_major"), int):
             raise UnreadableTraceError("the trace header has no format version; the file is damaged or foreign")
-        if raw["format_major"] > FORMAT_MAJOR:
+        if raw["format_major"] > schema.FORMAT_MAJOR:
             raise UnreadableTraceError(
                 f"the trace has format {raw['format_major']}.{raw.get('format_minor', 0)}, this build reads up to "
-                f"{FORMAT_MAJOR}.x; install a newer kvcanary"
+                f"{schema.FORMAT_MAJOR}.x; install a newer kvcanary"
             )
         try:
-            return _build(cls, raw, "header")
-        except (TypeError, ValueError) as error:
+            return msgspec.convert(raw, cls)
+        except msgspec.ValidationError as error:
             raise UnreadableTraceError(f"the trace header cannot be used: {error}") from None
 
     @property
@@ -274,55 +256,13 @@ def completed_header(header: TraceHeader, *, flush_bytes: int, flush_interval_ns
     )
 
 
-_T = TypeVar("_T")
-
-
-@functools.cache
-def _type_hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _build(cls: type[_T], raw: Any, where: str) -> _T:
-    """Build a dataclass from parsed JSON, checking each field's type."""
-    if not isinstance(raw, dict):
-        raise TypeError(f"{where} is {type(raw).__name__}, expected an object")
-    hints = _type_hints(typing.cast(Any, cls))
-    values: dict[str, Any] = {}
-    for item in dataclasses.fields(cls):  # type: ignore[arg-type]  # every caller passes a dataclass
-        if item.name in raw:
-            values[item.name] = _convert(hints[item.name], raw[item.name], f"{where}.{item.name}")
-        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{where}.{item.name} is missing")
-    return cls(**values)
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    origin = typing.get_origin(hint)
-    if origin is types.UnionType:
-        if value is None:
-            return None
-        return _convert(next(h for h in typing.get_args(hint) if h is not type(None)), value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise TypeError(f"{where} is {type(value).__name__}, expected a list")
-        item = typing.get_args(hint)[0]
-        return tuple(_convert(item, v, f"{where}[{i}]") for i, v in enumerate(value))
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type[Any], hint), value, where)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise TypeError(f"{where} is {str(value)[:100]!r}, expected {hint.__name__}")
-    if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
-        raise ValueError(f"{where} has {len(value):,} characters, expected at most {MAX_TEXT_CHARS:,}")
-    return value
-
-
 def _expect(fits: bool, otherwise: str) -> None:
     if not fits:
         raise ValueError(otherwise)
 
 
 def _check_header(header: TraceHeader) -> None:
-    for name, allowed in (("role", ROLES), ("slot_history", SLOT_HISTORIES), ("tokens", TOKENS)):
+    for name, allowed in (("role", schema.ROLES), ("slot_history", schema.SLOT_HISTORIES), ("tokens", schema.TOKENS)):
         given = getattr(header, name)
         _expect(given in allowed, f"{name} is {given!r}, expected one of {', '.join(map(repr, allowed))}")
     if (segment := header.segment) is not None:
@@ -331,34 +271,34 @@ def _check_header(header: TraceHeader) -> None:
     sweep = header.sweep_interval
     _expect(sweep >= 0, f"sweep_interval is {sweep}, expected 0 (never) or a number of forwards")
     for number, table in enumerate([*header.tables, *([header.truth_table] if header.truth_table else [])]):
-        fits = table.rows > 0 and table.width > 0 and table.rows * table.width <= MAX_TABLE_CELLS
+        fits = table.rows > 0 and table.width > 0 and table.rows * table.width <= schema.MAX_TABLE_CELLS
         _expect(fits, f"table {number} ({table.name}) has shape [{table.rows}, {table.width}]")
     for length in header.lut_lens:
-        _expect(0 < length <= MAX_SLOTS, f"a full-to-SWA table has length {length}")
+        _expect(0 < length <= schema.MAX_SLOTS, f"a full-to-SWA table has length {length}")
     for what, count, most in (
-        ("groups", len(header.groups), MAX_PARTS),
-        ("tables", len(header.tables), MAX_PARTS),
-        ("full-to-SWA tables", len(header.lut_lens), MAX_PARTS),
-        ("runners", len(header.runners), MAX_PARTS),
-        ("entries of not_watched", len(header.not_watched), MAX_NOT_WATCHED),
+        ("groups", len(header.groups), schema.MAX_PARTS),
+        ("tables", len(header.tables), schema.MAX_PARTS),
+        ("full-to-SWA tables", len(header.lut_lens), schema.MAX_PARTS),
+        ("runners", len(header.runners), schema.MAX_PARTS),
+        ("entries of not_watched", len(header.not_watched), schema.MAX_NOT_WATCHED),
     ):
         _expect(count <= most, f"{count} {what}, expected at most {most}")
     _expect(bool(header.runners), "no runner")
     for runner in header.runners:
         where, offset = f"runner {runner.name}", runner.token_offset
         _expect(offset in (0, 1), f"{where}: token_offset {offset}, expected 0 or 1 (EAGLE draft)")
-        known = set(runner.derived) <= set(INT_LISTS)
+        known = set(runner.derived) <= set(schema.INT_LISTS)
         _expect(known, f"{where}: derived {runner.derived}, expected names of list columns")
     for entry in header.not_watched:
-        known = entry.what in NOT_WATCHED
-        _expect(known, f"not_watched says {entry.what!r}, expected one of {', '.join(NOT_WATCHED)}")
+        known = entry.what in schema.NOT_WATCHED
+        _expect(known, f"not_watched says {entry.what!r}, expected one of {', '.join(schema.NOT_WATCHED)}")
     for number, group in enumerate(header.groups):
         _check_group(header, group, f"group {number} ({group.name})")
 
 
 def _check_group(header: TraceHeader, group: PoolGroup, where: str) -> None:
     _expect(group.kind in ("full", "swa"), f"{where}: kind is {group.kind!r}, expected 'full' or 'swa'")
-    fits = (group.window > 0) == (group.kind == "swa") and 0 <= group.window <= MAX_SLOTS
+    fits = (group.window > 0) == (group.kind == "swa") and 0 <= group.window <= schema.MAX_SLOTS
     _expect(fits, f"{where}: window {group.window} does not fit kind {group.kind!r}")
     for what, index, count, least in (
         ("runner", group.runner, len(header.runners), 0),
@@ -366,23 +306,23 @@ def _check_group(header: TraceHeader, group: PoolGroup, where: str) -> None:
         ("full-to-SWA table", group.lut, len(header.lut_lens), -1),
     ):
         _expect(least <= index < count, f"{where}: {what} {index} of {count}")
-    fits = 0 < group.num_slots <= MAX_SLOTS and 0 <= group.host_num_slots <= MAX_SLOTS
+    fits = 0 < group.num_slots <= schema.MAX_SLOTS and 0 <= group.host_num_slots <= schema.MAX_SLOTS
     _expect(fits, f"{where}: {group.num_slots} slots, {group.host_num_slots} host slots")
     _expect(group.slot_shift in (0, 1), f"{where}: slot_shift is {group.slot_shift}, expected 0 or 1")
     fits = group.page_size >= 1 and group.num_layers >= 0
     _expect(fits, f"{where}: page_size {group.page_size}, {group.num_layers} layers")
     padding = group.padding_slots
-    fits = len(padding) <= MAX_PADDING_SLOTS and all(0 <= slot < group.num_slots for slot in padding)
-    what = f"expected at most {MAX_PADDING_SLOTS} of its own slots"
+    fits = len(padding) <= schema.MAX_PADDING_SLOTS and all(0 <= slot < group.num_slots for slot in padding)
+    what = f"expected at most {schema.MAX_PADDING_SLOTS} of its own slots"
     _expect(fits, f"{where}: padding_slots {padding[:8]}, {what}")
     fits = bool(group.halves) and set(group.halves) <= {"K", "V"} and len(set(group.halves)) == len(group.halves)
     _expect(fits, f"{where}: halves {group.halves}, expected K or K and V")
     for half in group.halves:
-        fits = sum(stream.half == half for stream in group.streams) <= MAX_KV_SOURCES
-        _expect(fits, f"{where}: more than {MAX_KV_SOURCES} KV sources for half {half}")
+        fits = sum(stream.half == half for stream in group.streams) <= schema.MAX_KV_SOURCES
+        _expect(fits, f"{where}: more than {schema.MAX_KV_SOURCES} KV sources for half {half}")
     for stream in group.streams:
         own = stream.half in group.halves
         _expect(own, f"{where}: a KV source for half {stream.half!r}, halves are {group.halves}")
         captured, of = stream.capture_bytes, stream.bytes_per_token
-        fits = 0 < captured <= of <= MAX_TOKEN_BYTES and not captured % 16
+        fits = 0 < captured <= of <= schema.MAX_TOKEN_BYTES and not captured % 16
         _expect(fits, f"{where}: captures {captured} of {of} bytes a token, expected a positive multiple of 16")

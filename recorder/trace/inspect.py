@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from .batch import LIVE, TraceBatch, TraceGap
+from .batch import LIVE, EventView, TraceBatch, TraceGap
 from .header import TraceHeader
 from .reader import TraceReader
 
@@ -64,8 +64,8 @@ class TraceInspection:
     @property
     def next_command(self) -> str:
         """Return the command to run next."""
-        path = shlex.quote(str(self.path))
-        return f"kvcanary recover {path}" if self.num_gaps and not self.being_recorded else f"kvcanary-replay {path}"
+        recover = self.num_gaps and not self.being_recorded
+        return shlex.join([*(["kvcanary", "recover"] if recover else ["kvcanary-replay"]), str(self.path)])
 
     @property
     def forwards(self) -> int:
@@ -84,6 +84,15 @@ class TraceInspection:
             name: {"stored_bytes": stored, "uncompressed_bytes": self.uncompressed_bytes[name]}
             for name, stored in self.stored_bytes.items()
         }
+
+    @property
+    def loss_lines(self) -> list[str]:
+        """A line for people for each loss that is listed."""
+        counts = ("an unknown number of" if n < 0 else f"{n:,}" for n in (loss["lost_events"] for loss in self.losses))
+        return [
+            f"event {loss['event']}: {count} events lost: {loss['note']}"
+            for loss, count in zip(self.losses, counts, strict=True)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as plain JSON values."""
@@ -111,13 +120,17 @@ def _add_gap(found: TraceInspection, gap: TraceGap) -> None:
         found.being_recorded = True
         return
     found.num_gaps += 1
-    if gap.missing_events is None:
-        found.unknown_losses += 1
-    else:
-        found.lost_events += gap.missing_events
+    _count_lost(found, gap.missing_events)
     # A torn end comes last and decides the state, so it is always listed.
     if len(found.gaps) < MAX_LISTED or gap.kind == "torn":
         found.gaps.append({name: getattr(gap, name) for name in ("after_event", "missing_events", "kind", "reason")})
+
+
+def _count_lost(found: TraceInspection, lost: int | None) -> None:
+    if lost is None or lost < 0:
+        found.unknown_losses += 1
+    else:
+        found.lost_events += lost
 
 
 def _add_batch(found: TraceInspection, batch: TraceBatch) -> None:
@@ -125,8 +138,9 @@ def _add_batch(found: TraceInspection, batch: TraceBatch) -> None:
     found.num_batches += 1
     found.events_by_kind.update(batch.kinds)
     times = batch.scalar_ints("time_ns")
-    found.first_ns = int(times.min()) if found.first_ns is None else min(found.first_ns, int(times.min()))
-    found.last_ns = int(times.max()) if found.last_ns is None else max(found.last_ns, int(times.max()))
+    first, last = int(times.min()), int(times.max())
+    found.first_ns = first if found.first_ns is None else min(found.first_ns, first)
+    found.last_ns = last if found.last_ns is None else max(found.last_ns, last)
     found.sampled_tokens += len(batch.values("sampled_tokens"))
     for name, stored in batch.stored_bytes().items():
         found.stored_bytes[name] += stored
@@ -138,30 +152,16 @@ def _add_batch(found: TraceInspection, batch: TraceBatch) -> None:
             found.forwards_by_mode[modes[row]] += 1
             found.input_tokens += int(tokens[row + 1] - tokens[row])
         elif kind == "loss":
-            _add_loss(found, batch, row)
+            found.num_losses += 1
+            _count_lost(found, batch.event(row).scalar("lost_events"))
+            _list(found.losses, batch.event(row), "time_ns", "lost_events", "note")
         elif kind == "mark":
             found.num_marks += 1
-            if len(found.marks) < MAX_LISTED:
-                view = batch.event(row)
-                found.marks.append(
-                    {
-                        "event": view.number,
-                        "forward": view.scalar("forward"),
-                        "time_ns": view.time_ns,
-                        "note": view.scalar("note")[:_LONGEST_NOTE],
-                        "labels": view.scalar("labels")[:_LONGEST_NOTE],
-                    }
-                )
+            _list(found.marks, batch.event(row), "forward", "time_ns", "note", "labels")
 
 
-def _add_loss(found: TraceInspection, batch: TraceBatch, row: int) -> None:
-    view = batch.event(row)
-    lost = view.scalar("lost_events")
-    found.num_losses += 1
-    if lost < 0:
-        found.unknown_losses += 1
-    else:
-        found.lost_events += lost
-    if len(found.losses) < MAX_LISTED:
-        note = view.scalar("note")[:_LONGEST_NOTE]
-        found.losses.append({"event": view.number, "time_ns": view.time_ns, "lost_events": lost, "note": note})
+def _list(listed: list[dict[str, Any]], view: EventView, *names: str) -> None:
+    if len(listed) < MAX_LISTED:
+        values = {name: view.scalar(name) for name in names}
+        cut = {name: value[:_LONGEST_NOTE] if isinstance(value, str) else value for name, value in values.items()}
+        listed.append({"event": view.number, **cut})

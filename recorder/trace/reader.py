@@ -4,7 +4,6 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import pyarrow as pa
@@ -13,7 +12,7 @@ import pyarrow.ipc
 from ..errors import TraceError, UnreadableTraceError
 from .batch import EventView, TraceBatch, TraceGap
 from .decode import ARROW_ERRORS, check_schema, decode_schema
-from .files import is_locked, split_segment_name
+from .files import is_locked, segment_path, split_segment_name
 from .framing import (
     FIRST_MESSAGE,
     MAGIC,
@@ -35,10 +34,9 @@ __all__ = ["EventView", "TraceBatch", "TraceGap", "TraceReader", "read_trace"]
 
 
 class TraceReader:
-    """A trace opened for reading.
+    """A trace opened for reading; raises `UnreadableTraceError` when the file is no trace, or its header cannot be used.
 
-    Raises `UnreadableTraceError` when the file is no trace, or its header cannot be used. A torn or damaged trace
-    opens; `complete` is then False, or `stream()` gives a `TraceGap`.
+    A torn or damaged trace opens; `complete` is then False, or `stream()` gives a `TraceGap`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -46,23 +44,20 @@ class TraceReader:
         self._bytes, self._size_bytes = _open(self.path)
         self._footer: Footer | None = None
         self._header_damage = ""
+        self._limit = self._size_bytes
         try:
-            self._limit = self._size_bytes
             self.header: TraceHeader = self._read_header()
             self._read_footer()
-        except UnreadableTraceError as error:
+        except BaseException as error:
             self.close()
-            raise UnreadableTraceError(f"{self.path}: {error}") from None
-        except BaseException:
-            self.close()
+            if isinstance(error, UnreadableTraceError):
+                raise UnreadableTraceError(f"{self.path}: {error}") from None
             raise
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -100,14 +95,13 @@ class TraceReader:
             walk = Walk(
                 source,
                 self._schema,
-                self._first_batch,
-                self._limit,
-                self.path.name,
-                self.num_batches_hint,
-                self.header.first_event,
-                self._tail(),
-                0 if self.header.segment is None else self.header.segment.engine_events,
-                lambda: self.being_written,
+                self.header,
+                name=self.path.name,
+                position=self._first_batch,
+                limit=self._limit,
+                listed=self.num_batches_hint,
+                tail=self._tail(),
+                being_written=lambda: self.being_written,
             )
             if self._header_damage:
                 yield walk.header_gap(self._header_damage)
@@ -143,11 +137,10 @@ class TraceReader:
         try:
             frame = read_frame(self._bytes, FIRST_MESSAGE, self.size_bytes)
         except FramingError as error:
+            problem = f"its header is damaged: {error}; restore a copy or record again"
             if error.torn:
-                raise UnreadableTraceError(
-                    f"torn within its header, at byte {self.size_bytes}: no event can be read; record again"
-                ) from None
-            raise UnreadableTraceError(f"its header is damaged: {error}; restore a copy or record again") from None
+                problem = f"torn within its header, at byte {self.size_bytes}: no event can be read; record again"
+            raise UnreadableTraceError(problem) from None
         if frame is None or frame.kind != SCHEMA:
             raise UnreadableTraceError("its first message is no schema: the header is damaged; restore a copy")
         return decode_schema(self._bytes, frame), self._schema_end(frame.end)
@@ -203,36 +196,33 @@ def _is_begun(path: Path, segment: Segment) -> bool:
     if named is None:
         return True
     try:
-        return path.with_name(f"{named[0]}.{segment.number + 1:06d}.arrow").stat().st_size > 0
+        return segment_path(path.with_name(named[0]), segment.number + 1).stat().st_size > 0
     except OSError:
         return False
 
 
 def _open(path: Path) -> tuple[TraceBytes, int]:
-    """Return an open trace and its size."""
+    """Return an open trace and its size; raise `UnreadableTraceError`."""
     try:
         # A pipe that nobody writes to must not make anybody wait.
         source = TraceBytes(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
     except FileNotFoundError:
         raise UnreadableTraceError(f"{path}: no such file") from None
     except PermissionError:
-        raise UnreadableTraceError(
-            f"{path}: may not be read by this user; traces are written with mode 0600, so ask their owner"
-        ) from None
+        advice = "traces are written with mode 0600, so ask their owner"
+        raise UnreadableTraceError(f"{path}: may not be read by this user; {advice}") from None
     except (OSError, ValueError) as error:
         raise UnreadableTraceError(f"{path}: cannot be opened ({error})") from None
     found = os.fstat(source.descriptor)
-    problem = ""
+    if stat.S_ISREG(found.st_mode) and found.st_size:
+        return source, found.st_size
+    source.close()
+    problem = "not a regular file; a trace is read at many places, so copy it to one first"
     if stat.S_ISDIR(found.st_mode):
         problem = "a folder, expected a trace file"
-    elif not stat.S_ISREG(found.st_mode):
-        problem = "not a regular file; a trace is read at many places, so copy it to one first"
-    elif found.st_size == 0:
+    elif stat.S_ISREG(found.st_mode):
         problem = "empty, expected a kvcanary trace; was the recorder ever started?"
-    if problem:
-        source.close()
-        raise UnreadableTraceError(f"{path}: {problem}")
-    return source, found.st_size
+    raise UnreadableTraceError(f"{path}: {problem}")
 
 
 _FOREIGN = {

@@ -2,21 +2,20 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import stat
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
 
 from .batch import TraceBatch, TraceGap
-from .encode import encode_for
+from .encode import encode_events
 from .event import TraceEvent
 from .files import tail_paths
 from .schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS
@@ -34,9 +33,9 @@ MAX_BODY_BYTES: Final = 1 << 28  # a larger event waits in memory alone
 _BATCH_BYTES: Final = 4 << 20
 _BATCH_EVENTS: Final = 4096
 _MAX_LAYOUT_BYTES: Final = 1 << 14
-_MAX_LAYOUTS: Final = 512
-_TEXTS: Final = frozenset(name for name, (_, default) in SCALARS.items() if isinstance(default, str)) - {"kind"}
-_INTS: Final = frozenset(SCALARS) - _TEXTS - {"kind", "event", "time_ns"}
+MAX_LAYOUTS: Final = 512
+TEXTS: Final = frozenset(name for name, (_, default) in SCALARS.items() if isinstance(default, str)) - {"kind"}
+_INTS: Final = frozenset(SCALARS) - TEXTS - {"kind", "event", "time_ns"}
 
 
 def tail_header(trace_id: str) -> bytes:
@@ -48,13 +47,12 @@ class _NoEventError(ValueError):
     """A record that no event can be made of."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
+class _Layout(NamedTuple):
     kind: str
-    ints: tuple[str, ...]
-    texts: tuple[str, ...]
-    int_lists: tuple[str, ...]
-    byte_lists: tuple[str, ...]
+    ints: list[str]
+    texts: list[str]
+    int_lists: list[str]
+    byte_lists: list[str]
 
 
 class TailReader:
@@ -77,9 +75,8 @@ class TailReader:
         files = [_TailFile(path, self._trace_id) for path in tail_paths(self._trace)]
         try:
             self.whole = all(file.whole for file in files)
-            found = [(first, file) for file in files if (first := file.first_number()) is not None]
             last = after - 1
-            for _, file in sorted(found, key=lambda one: one[0]):
+            for file in sorted(files, key=_TailFile.first_number):
                 for number, event in file.events(after):
                     if number <= last:
                         break
@@ -98,22 +95,18 @@ class TailReader:
         size = 0
         for number, event in self.events(after):
             if held and (number != after + len(held) or size >= _BATCH_BYTES or len(held) >= _BATCH_EVENTS):
-                yield TraceBatch(encode_for(schema, held, first_event), first_event=first_event)
+                yield TraceBatch(encode_events(held, first_event, schema), first_event=first_event)
                 first_event, after = first_event + len(held), after + len(held)
                 held, size = [], 0
             if not held and number > after:
                 missing = number - after
-                yield TraceGap(
-                    after_event=first_event - 1,
-                    missing_events=missing,
-                    kind="torn",
-                    cause=f"{self._trace.name}: {missing:,} events were lost with the process: its tail lacks them",
-                )
+                cause = f"{self._trace.name}: {missing:,} events were lost with the process: its tail lacks them"
+                yield TraceGap(after_event=first_event - 1, missing_events=missing, kind="torn", cause=cause)
                 first_event, after = first_event + missing, number
             held.append(event)
             size += event.nbytes
         if held:
-            yield TraceBatch(encode_for(schema, held, first_event), first_event=first_event)
+            yield TraceBatch(encode_events(held, first_event, schema), first_event=first_event)
 
 
 class _TailFile:
@@ -138,10 +131,10 @@ class _TailFile:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def first_number(self) -> int | None:
-        """Return the number of the file's first event, None without any."""
+    def first_number(self) -> int:
+        """Return the number of the file's first event, -1 without any."""
         found = self._head(HEADER_BYTES)
-        return None if found is None else found[1]
+        return -1 if found is None else found[1]
 
     def events(self, after: int) -> Iterator[tuple[int, TraceEvent]]:
         """Yield whole records from event `after` on, up to the first that is not."""
@@ -182,7 +175,7 @@ class _TailFile:
             (length,) = LAYOUT_BYTES.unpack_from(body)
             at = LAYOUT_BYTES.size + length
             layout = self._layout(body[LAYOUT_BYTES.size : at])
-            count = 1 + len(layout.ints) + len(layout.texts) + len(layout.int_lists) + len(layout.byte_lists)
+            count = 1 + sum(map(len, layout[1:]))
             time_ns, *numbers = struct.unpack_from(f"<{count}q", body, at)
         except struct.error:
             raise _NoEventError from None
@@ -211,7 +204,7 @@ class _TailFile:
     def _layout(self, text: bytes) -> _Layout:
         found = self._layouts.get(text)
         if found is None:
-            if len(self._layouts) >= _MAX_LAYOUTS:
+            if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
             found = self._layouts[text] = _checked_layout(text)
         return found
@@ -222,12 +215,10 @@ def _checked_layout(text: bytes) -> _Layout:
     if len(text) > _MAX_LAYOUT_BYTES:
         raise _NoEventError
     try:
-        kind, *names = json.loads(text)
-        if kind not in EVENT_KINDS or len(names) != 4:
-            raise _NoEventError
-        for given, known in zip(names, (_INTS, _TEXTS, frozenset(INT_LISTS), frozenset(BYTE_LISTS)), strict=True):
-            if not isinstance(given, list) or len(set(given)) != len(given) or not known.issuperset(given):
-                raise _NoEventError
-    except (ValueError, TypeError, RecursionError):
+        layout = msgspec.json.decode(text, type=_Layout)
+    except (msgspec.DecodeError, ValueError, RecursionError):
         raise _NoEventError from None
-    return _Layout(kind, *map(tuple, names))
+    for given, known in zip(layout[1:], (_INTS, TEXTS, INT_LISTS, BYTE_LISTS), strict=True):
+        if layout.kind not in EVENT_KINDS or len(set(given)) != len(given) or not set(known).issuperset(given):
+            raise _NoEventError
+    return layout

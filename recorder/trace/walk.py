@@ -9,6 +9,7 @@ from .batch import CUT, LIVE, TraceBatch, TraceGap
 from .checksum import column_forms
 from .decode import DamagedBatchError, DecodeAhead, claimed_events
 from .framing import PREFIX_BYTES, RECORD_BATCH, Frame, FramingError, find_frames
+from .header import TraceHeader
 from .schema import MAX_SEARCHED
 from .tail_reader import TailReader
 from .trace_bytes import TraceBytes
@@ -25,14 +26,14 @@ class Walk:
         self,
         source: TraceBytes,
         schema: pa.Schema,
+        header: TraceHeader,
+        *,
+        name: str,
         position: int,
         limit: int,
-        name: str,
         listed: int | None,
-        first_event: int = 0,
-        tail: TailReader | None = None,
-        engine_events: int = 0,
-        being_written: Callable[[], bool] = bool,
+        tail: TailReader | None,
+        being_written: Callable[[], bool],
     ) -> None:
         self._source = source
         self._decoder = DecodeAhead(source, schema, column_forms(schema))
@@ -43,7 +44,7 @@ class Walk:
         self._given = 0
         self._scan = position  # behind the start of the last good batch, whose claimed end may be wrong
         self._name = name
-        self._first = self._expected = first_event
+        self._first = self._expected = header.first_event
         self._batches = 0
         self._damage: list[str] = []
         self._searched = 0  # bytes of messages that were tried behind damage; they may lie over one another
@@ -51,7 +52,7 @@ class Walk:
         self._schema = schema
         self._tail = tail
         self._being_written = being_written
-        self._engine_events: int | None = engine_events
+        self._engine_events: int | None = 0 if header.segment is None else header.segment.engine_events
         self._from_tail = 0
 
     def run(self) -> Iterator[TraceBatch | TraceGap]:
@@ -64,38 +65,30 @@ class Walk:
     def _run(self) -> Iterator[TraceBatch | TraceGap]:
         while True:
             self._notice_a_cut()
+            batch = None
             try:
                 frame = self._decoder.frame(self._position, self._limit)
+                if frame is not None:
+                    batch = self._decode(frame)
+                elif self._at_end(self._position):
+                    break
+                else:
+                    self._note(f"batch {self._batches}: an end mark stands at byte {self._position}, too early")
             except FramingError as error:
                 # A file that ends right behind a batch is torn too: its end-of-stream mark is missing.
                 self._note(f"batch {self._batches}: {error}", torn=error.torn)
-            else:
-                if frame is None and self._at_end(self._position):
-                    break
-                if frame is None:
-                    self._note(f"batch {self._batches}: an end mark stands at byte {self._position}, too early")
-                else:
-                    batch = self._decode(frame)
-                    if batch is not None:
-                        yield from self._give(batch)
-                        self._position = frame.end
-                        self._scan = frame.start + PREFIX_BYTES
-                        continue
-            self._batches += 1
-            found = self._resume()
-            if found is None:
+            if batch is None:
+                self._batches += 1
+                batch = self._resume()
+            if batch is None:
                 yield from self._give_tail()
                 yield self._last_gap()
                 return
-            yield from self._give(found)
-            self._position = found.end_byte
+            yield from self._give(batch)
+            self._position = batch.end_byte
         if not self._closed:
-            yield self._gap(
-                0,
-                "torn",
-                "every event was read, but the footer is torn or damaged, so other Arrow readers refuse the file",
-                recover=True,
-            )
+            cause = "every event was read, but the footer is torn or damaged, so other Arrow readers refuse the file"
+            yield self._gap(0, "torn", cause, recover=True)
 
     def header_gap(self, damage: str) -> TraceGap:
         """Return the gap that says that the beginning of the file is damaged, and that no event is missing for it."""
@@ -121,12 +114,14 @@ class Walk:
             self._note(f"{where}: a message of kind {frame.kind} stands in its place")
             return None
         try:
-            return self._decoder.batch(frame, self._limit)
+            batch = self._decoder.batch(frame, self._limit)
         except DamagedBatchError as error:
             claim = claimed_events(frame)
             says = f" (it says events {claim[0]}-{claim[0] + claim[1] - 1})" if claim and claim[1] else ""
             self._note(f"{where} {error}{says}", torn=error.torn)
             return None
+        self._scan = frame.start + PREFIX_BYTES
+        return batch
 
     def _resume(self) -> TraceBatch | None:
         """Find the next batch that is whole and whose events have not been given."""
@@ -143,7 +138,6 @@ class Walk:
                 return None
             batch = self._decode(frame)
             if batch is not None:
-                self._scan = frame.start + PREFIX_BYTES
                 return batch
             self._batches += 1
         return None
@@ -155,20 +149,14 @@ class Walk:
             yield self._gap(0, "numbering", f"batch {number} holds no events, which no recorder writes")
             return
         missing = batch.first_event - self._expected
+        begins = f"batch {number} begins with event {batch.first_event}, expected {self._expected}"
         if missing < 0:
-            yield self._gap(
-                0,
-                "numbering",
-                f"batch {number} begins with event {batch.first_event}, expected {self._expected}: its "
-                f"{batch.num_events} events are given twice or out of order and are left out",
-            )
+            cause = f"{begins}: its {batch.num_events} events are given twice or out of order and are left out"
+            yield self._gap(0, "numbering", cause)
             return
         if missing or self._damage:
             kind = "damaged" if self._damage else "numbering"
-            cause = (
-                self._take_damage()
-                or f"batch {number} begins with event {batch.first_event}, expected {self._expected}"
-            )
+            cause = self._take_damage() or begins
             lost = "no event is missing" if not missing else f"{_events(self._expected, missing)} left out"
             yield self._gap(missing, kind, f"{cause}; {lost}", recover=True)
         self._expected = batch.first_event + batch.num_events
@@ -200,26 +188,17 @@ class Walk:
     def _end_of_a_torn_file(self) -> TraceGap:
         before = self._expected - self._first
         if self._being_written():
-            return self._gap(
-                None, "torn", f"it is being written; the {before} events that are in it so far were read", ends=LIVE
-            )
+            cause = f"it is being written; the {before} events that are in it so far were read"
+            return self._gap(None, "torn", cause, ends=LIVE)
         if self._tail is not None and self._tail.whole:
-            return self._gap(
-                0,
-                "torn",
+            cause = (
                 f"the recording was cut behind its {before} events: the recording process was killed or crashed; all that "
-                f"it had recorded was read, {self._from_tail} events of it from what it had not written into the trace yet",
-                ends=CUT,
+                f"it had recorded was read, {self._from_tail} events of it from what it had not written into the trace yet"
             )
+            return self._gap(0, "torn", cause, ends=CUT)
         kept = f"the {before} events before it were read" if before else "no event was flushed before"
-        return self._gap(
-            None,
-            "torn",
-            f"torn at byte {self._limit}: the recording process was killed or the file was cut; {kept}, how "
-            "many are lost is unknown",
-            recover=True,
-            ends=CUT,
-        )
+        cause = f"torn at byte {self._limit}: the recording process was killed or the file was cut; {kept}, how many are lost is unknown"
+        return self._gap(None, "torn", cause, recover=True, ends=CUT)
 
     def _note(self, text: str, *, torn: bool = False) -> None:
         self._torn = torn and not self._damage

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from ..trace.files import is_locked, split_segment_name, tail_paths
+from ..trace.files import is_being_written, split_segment_name, tail_paths
 from ..trace.schema import HEADER_KEY
 from .trace_file import MAGIC
 
@@ -28,22 +28,25 @@ def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
     Those of recordings that are being written count, and stay; so do frozen folders, traces of one file, and files of
     other programs that are called as segments are, which do not count. What cannot be deleted is logged and stays.
     """
-    recordings: dict[str, list[Path]] = {}
+    recordings: dict[str, dict[Path, int]] = {}  # each one's segments with their numbers; -1 is its tail
     for path in folder.glob("*.arrow"):
         found = split_segment_name(path)
         if found is not None and _is_ours(path):
-            recordings.setdefault(found[0], []).append(path)
-    sizes = {path: _size_and_time(path) for paths in recordings.values() for path in (*paths, *_tails(paths))}
-    total = sum(size for size, _ in sizes.values())
-    over = [
-        path
-        for paths in recordings.values()
+            recordings.setdefault(found[0], {})[path] = found[1]
+    over: list[tuple[int, int, int, Path]] = []
+    total = 0
+    for segments in recordings.values():
+        tails = [path for path in tail_paths(next(iter(segments))) if path.is_file() and not path.is_symlink()]
         # Two, since the newest has no lock yet at the moment in which it is begun.
-        if total > most_bytes and not any(map(_is_written, sorted(paths, key=_number)[-2:])) and not _begins(paths)
-        for path in (*paths, *_tails(paths))
-    ]
+        newest = sorted(segments, key=segments.__getitem__)[-2:]
+        live = _begins(newest) or any(is_being_written(path, unknown=True) for path in newest)
+        for path, number in (segments | dict.fromkeys(tails, -1)).items():
+            size, time_ns = _size_and_time(path)
+            total += size
+            if not live:
+                over.append((time_ns, number, size, path))
     deleted = []
-    for path in sorted(over, key=lambda path: (sizes[path][1], _number(path))):
+    for _, _, size, path in sorted(over):
         if total <= most_bytes:
             break
         try:
@@ -51,16 +54,11 @@ def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
         except OSError as error:
             _log.error("kvcanary: %s: a segment of an earlier recording cannot be deleted: %s", path, error.strerror)
             continue
-        total -= sizes[path][0]
+        total -= size
         deleted.append(path)
     if deleted:
         _log.info("kvcanary: %s: %d segments of earlier recordings deleted", folder, len(deleted))
     return deleted
-
-
-def _tails(paths: list[Path]) -> list[Path]:
-    """Return what the process of a recording has beside its segments, or left there when it died."""
-    return [path for path in tail_paths(paths[0]) if path.is_file() and not path.is_symlink()]
 
 
 def _is_ours(path: Path) -> bool:
@@ -70,9 +68,8 @@ def _is_ours(path: Path) -> bool:
     except OSError:
         return False
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return False
-        beginning = os.read(descriptor, _BEGINNING_BYTES)
+        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        beginning = os.read(descriptor, _BEGINNING_BYTES) if regular else b""
     except OSError:
         return False
     finally:
@@ -80,26 +77,9 @@ def _is_ours(path: Path) -> bool:
     return beginning.startswith(MAGIC) and HEADER_KEY in beginning
 
 
-def _begins(paths: list[Path]) -> bool:
+def _begins(newest: list[Path]) -> bool:
     """Say whether a recording has its first segment only, so lately that it may not be locked yet."""
-    return len(paths) == 1 and time.time_ns() - _size_and_time(paths[0])[1] < _BEGINNING_NS
-
-
-def _number(path: Path) -> int:
-    found = split_segment_name(path)
-    return found[1] if found is not None else -1
-
-
-def _is_written(path: Path) -> bool:
-    """Say whether somebody writes a file, or may."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return True
-    try:
-        return is_locked(descriptor, unknown=True)
-    finally:
-        os.close(descriptor)
+    return len(newest) == 1 and time.time_ns() - _size_and_time(newest[0])[1] < _BEGINNING_NS
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:

@@ -25,11 +25,7 @@ def _fits(event: TraceEvent, max_queued_bytes: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecorderStats:
-    """What the recorder has done so far.
-
-    `engine_thread_ns` is the time spent inside the recorder on the engine's thread. `off` is the reason why it
-    switched itself off, empty while it records.
-    """
+    """What the recorder has done so far: `engine_thread_ns` inside it on the engine's thread; `off` is why it is, or empty."""
 
     forwards: int
     events: int
@@ -41,9 +37,9 @@ class RecorderStats:
 class Outbox:
     """Hands events to a writer that may refuse them, and keeps account of what it refused.
 
-    Before the first event that is taken after a refusal goes a loss event with the number of events dropped and the
-    slots that they may have written, as the groups' shadows remember them. Behind it go the request events that were
-    dropped, the last of them: they name what all others speak of.
+    Before the first event that is taken after a refusal goes a loss event: how many were dropped, and the slots that they
+    may have written, as the groups' shadows remember them. Behind it go the last of the request events that were dropped:
+    they name what all others speak of.
     """
 
     __slots__ = ("_groups", "_loss_bytes", "_requests", "_unsaid", "dropped", "taken", "writer")
@@ -100,15 +96,15 @@ class Outbox:
         """
         if not self.writer.has_room(self._loss_bytes):
             return False
-        event = loss_event(
-            lost_events=self._unsaid, note=QUEUE_FULL if self._unsaid else HOST_TIER_LOST, time_ns=time_ns
-        )
+        note = QUEUE_FULL if self._unsaid else HOST_TIER_LOST
+        event = loss_event(lost_events=self._unsaid, note=note, time_ns=time_ns)
         event.scalars["status"] = SLOTS_LISTED
         runs = [(number, *self._lost_runs(group)) for number, group in enumerate(self._groups) if group.any_lost]
         if runs:
-            event.ints["slot_group"] = np.concatenate([np.full(starts.size, n, np.int64) for n, starts, _ in runs])
-            event.ints["slot_start"] = np.concatenate([starts for _, starts, _ in runs])
-            event.ints["slot_count"] = np.concatenate([counts for _, _, counts in runs])
+            numbers, starts, counts = zip(*runs, strict=True)
+            event.ints["slot_group"] = np.repeat(np.array(numbers, np.int64), [one.size for one in starts])
+            event.ints["slot_start"] = np.concatenate(starts)
+            event.ints["slot_count"] = np.concatenate(counts)
         if not self.writer.append(event):
             self._loss_bytes = event.nbytes
             return False

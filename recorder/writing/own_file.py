@@ -39,7 +39,6 @@ class OwnFile:
         found = os.fstat(descriptor)
         self.descriptor = descriptor
         self._identity = found.st_dev, found.st_ino
-        # Without letting another thread run first, as `os.fstat` does: the engine would wait for the interpreter.
         self._found = bytearray(_STAT_BYTES)
         self._pointer = (ctypes.c_char * _STAT_BYTES).from_buffer(self._found)
         self._begins = _IDENTITY.pack(*self._identity)
@@ -54,8 +53,8 @@ class OwnFile:
     def _is_seen_at_once(self) -> bool:
         """Whether what the system says of the open file first is what it said before."""
         return (
-            _fstat_now is not None
-            and _fstat_now(self.descriptor, self._pointer) == 0
+            fstat_now is not None
+            and fstat_now(self.descriptor, self._pointer) == 0
             and self._found.startswith(self._begins)
         )
 
@@ -78,6 +77,12 @@ class OwnFile:
             written = os.write(self.descriptor, left) if at < 0 else os.pwrite(self.descriptor, left, at)
             left, at = left[written:], at + written if at >= 0 else at
 
+    def write_at_once(self, data: bytes, at: int) -> None:
+        """Write some kilobytes at byte `at`, before another thread runs; raises as `write` does."""
+        self.check()
+        if pwrite_now is None or pwrite_now(self.descriptor, data, len(data), at) != len(data):
+            self.write(data, at)
+
     def truncate(self, size: int) -> None:
         """Cut the file off at `size` bytes; raises as `check` does, and `OSError`."""
         self.check()
@@ -94,17 +99,23 @@ class OwnFile:
             os.close(descriptor)
 
 
-def _fstat() -> Callable[[int, Any], int] | None:
+def _at_once(name: str, returns: Any, *takes: Any) -> Callable[..., int] | None:
+    """Return a system call without what Python puts around it.
+
+    `os` lets another thread run first: the engine would wait for the interpreter, as a rule for longer than for the call.
+    """
     try:
-        call = ctypes.PyDLL(None).fstat64
-        call.argtypes = (ctypes.c_int, ctypes.c_void_p)
-        call.restype = ctypes.c_int
+        call = getattr(ctypes.PyDLL(None), name)
     except (OSError, AttributeError, TypeError):
         return None
+    call.argtypes, call.restype = takes, returns
     return call
 
 
-_fstat_now: Final = _fstat()
+fstat_now: Final = _at_once("fstat64", ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+pwrite_now: Final = _at_once(
+    "pwrite64", ctypes.c_ssize_t, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int64
+)
 
 
 class HasDescriptors(Protocol):
@@ -142,5 +153,4 @@ def _forked() -> None:
     _open.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forked)

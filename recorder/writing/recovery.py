@@ -1,8 +1,6 @@
 """Recovery: what is whole in a torn or damaged trace goes to a new one, and the rest becomes loss events."""
 
 import contextlib
-import os
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -11,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from ..errors import TraceError
+from ..files import partial_path
 from ..trace.batch import CUT, TraceBatch, TraceGap
-from ..trace.encode import batch_metadata, encode_for
+from ..trace.encode import batch_metadata, encode_events
 from ..trace.event import loss_event
 from ..trace.reader import TraceReader
 from .trace_file import COMPRESSIONS, TraceFile
@@ -22,10 +21,10 @@ MAX_CAUSES: Final = 100
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryResult:
-    """What a recovery kept and lost.
+    """What a recovery kept, without the loss events that it added, and lost.
 
-    `kept_events` counts without the loss events that were added. `lost_events` is None when nobody can know how many
-    are gone (at least `known_lost_events`). `causes` are the gaps' causes, the first `MAX_CAUSES` of `num_gaps`.
+    `lost_events` is None when nobody can know how many are gone (at least `known_lost_events`). `causes` are the gaps'
+    causes, the first `MAX_CAUSES` of `num_gaps`.
     """
 
     source: Path
@@ -38,9 +37,7 @@ class RecoveryResult:
     causes: list[str] = field(default_factory=list)
 
 
-def recover(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
-) -> RecoveryResult:
+def recover(source: str | Path, target: str | Path, *, overwrite: bool = False) -> RecoveryResult:
     """Write every whole batch of `source` to `target`, with a footer and a loss event wherever events are missing.
 
     Events behind a gap are numbered anew, so that the new trace is whole; their `forward` numbers stay. Raises
@@ -50,9 +47,8 @@ def recover(
     source, target = Path(source), Path(target)
     with TraceReader(source) as reader:
         if reader.being_written:
-            raise TraceError(
-                f"{source}: is being recorded, nothing of it is torn; replay it as far as it is, or stop the engine"
-            )
+            advice = "replay it as far as it is, or stop the engine"
+            raise TraceError(f"{source}: is being recorded, nothing of it is torn; {advice}")
         if target.exists() or target.is_symlink():
             if target.exists() and source.samefile(target):
                 raise TraceError(f"{target}: is the trace to recover itself; name another file")
@@ -60,18 +56,17 @@ def recover(
                 raise TraceError(f"{target}: cannot be written: it exists; pass --force or choose another name")
             if target.exists() and not target.is_file():
                 raise TraceError(f"{target}: cannot be written: it is not a regular file; name another file")
-        # A name that nobody has, and short: the target's own may be as long as a name can be.
-        partial = target.with_name(f".kvcanary-{uuid.uuid4().hex}.part")
+        partial = partial_path(target)
         compression = reader.header.capture.compression
-        file = TraceFile(
-            partial,
-            reader.schema,
-            compression=compression if compression in COMPRESSIONS else "lz4",
-            named=target,
-        )
+        compression = compression if compression in COMPRESSIONS else "lz4"
+        file = TraceFile(partial, reader.schema, compression=compression, named=target)
         copy = _Copy(reader, file, RecoveryResult(source=source, target=target))
         try:
-            copy.run()
+            for item in reader.stream():
+                if isinstance(item, TraceGap):
+                    copy.record_loss(item)
+                else:
+                    copy.keep(item)
             file.close()
             partial.replace(target)
         except BaseException as error:
@@ -92,14 +87,7 @@ class _Copy:
         self._next = reader.header.first_event
         self._time_ns = reader.header.created_ns
 
-    def run(self) -> None:
-        for item in self._reader.stream():
-            if isinstance(item, TraceGap):
-                self._record_loss(item)
-            else:
-                self._keep(item)
-
-    def _keep(self, item: TraceBatch) -> None:
+    def keep(self, item: TraceBatch) -> None:
         batch = item.record_batch
         if item.first_event != self._next:
             numbers = pa.array(np.arange(self._next, self._next + item.num_events, dtype=np.int64))
@@ -110,7 +98,7 @@ class _Copy:
         self.result.kept_events += item.num_events
         self._time_ns = int(item.scalar_ints("time_ns")[-1])
 
-    def _record_loss(self, gap: TraceGap) -> None:
+    def record_loss(self, gap: TraceGap) -> None:
         result = self.result
         result.num_gaps += 1
         if len(result.causes) < MAX_CAUSES:
@@ -124,7 +112,7 @@ class _Copy:
         event = loss_event(lost_events=lost, note=f"recovered: {gap.cause}", time_ns=self._time_ns)
         if gap.ends == CUT:
             event.scalars["status"] = CUT
-        self._write(encode_for(self._reader.schema, [event], self._next))
+        self._write(encode_events([event], self._next, self._reader.schema))
 
     def _write(self, batch: pa.RecordBatch, engine_events: int | None = None) -> None:
         self._file.write(batch, batch_metadata(batch, self._next, engine_events))

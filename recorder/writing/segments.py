@@ -14,20 +14,17 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-import pyarrow as pa
-
 from ..errors import TraceError, TraceExistsError
 from ..process.settings import WriterSettings
 from ..trace.batch import TraceBatch
 from ..trace.encode import batch_metadata, encode_events, header_schema
 from ..trace.event import TraceEvent
-from ..trace.files import base_name, glob_escape, segment_path
-from ..trace.files import split_segment_name as split_segment_name
+from ..trace.files import base_name, segment_path, segments_of
 from ..trace.header import Segment, TraceHeader
 from ..trace.schema import FROZEN, SEGMENT_CONTINUES
 from .folder_bound import drop_the_past
 from .own_file import hold
-from .trace_file import DeletedError, TraceFile
+from .trace_file import EXISTS, DeletedError, TraceFile
 
 _log = logging.getLogger("kvcanary")
 
@@ -91,13 +88,9 @@ class SingleFile:
         return self._put(events)
 
     def _put(self, events: list[TraceEvent]) -> TraceBatch:
-        batch = self._put_into(self._file, self._schema, self._events, events)
+        first_event, batch = self._events, encode_events(events, self._events, self._schema)
+        self._file.write(batch, batch_metadata(batch, first_event, self._engine_events))
         self._events += len(events)
-        return batch
-
-    def _put_into(self, file: TraceFile, schema: pa.Schema, first_event: int, events: list[TraceEvent]) -> TraceBatch:
-        batch = encode_events(events, first_event, schema)
-        file.write(batch, batch_metadata(batch, first_event, self._engine_events))
         return TraceBatch(batch, first_event=first_event)
 
     def _frozen_mark(self, note: str) -> TraceEvent:
@@ -155,7 +148,10 @@ class Segments(SingleFile):
         try:
             folder = str(self._frozen_folder())
             for path in self._kept:
-                self._give_second_name(path, Path(folder) / path.name)
+                try:
+                    _second_name(path, Path(folder) / path.name)
+                except FileNotFoundError:  # somebody tidied up: what is left is kept all the same
+                    _log.error("kvcanary: %s: is gone, and so in no frozen folder", path)
         except OSError as error:
             _log.error("kvcanary: %s: what is kept could not be frozen: %s", self._path, error)
             folder = ""
@@ -165,21 +161,19 @@ class Segments(SingleFile):
 
     def _is_due(self) -> bool:
         settings = self._settings
-        if not self._has_events:
-            return False
-        if settings.segment_bytes and self._file.size_bytes - self._overhead >= settings.segment_bytes:
-            return True
-        return bool(settings.segment_ns) and time.monotonic_ns() - self._begun >= settings.segment_ns
+        large = 0 < settings.segment_bytes <= self._file.size_bytes - self._overhead
+        return self._has_events and (large or 0 < settings.segment_ns <= time.monotonic_ns() - self._begun)
 
     def _cut(self, note: str) -> None:
         """Finish the segment and begin the next, which wants a keyframe; killed in between, one of the two is torn."""
         end = TraceEvent(kind="segment", time_ns=self.last_ns, scalars={"status": SEGMENT_CONTINUES, "note": note})
-        number, schema, old = self._events, self._schema, self._file
+        batch, old = encode_events([end], self._events, self._schema), self._file
+        metadata = batch_metadata(batch, self._events, self._engine_events)
         self._events += 1
         self._number += 1
         new = self._open(self._path, self._header)
         try:
-            self._put_into(old, schema, number, [end])
+            old.write(batch, metadata)
             old.close()
         except BaseException:
             new.abandon()
@@ -217,27 +211,19 @@ class Segments(SingleFile):
 
     def _append(self, events: list[TraceEvent], engine_events: int) -> TraceBatch:
         batch = super()._append(events, engine_events)
-        self._advance(batch)
         self._has_events = True
-        return batch
-
-    def _advance(self, batch: TraceBatch) -> None:
-        """Apply the event to the state; a fault of it costs knowledge, never events."""
         try:
             for view in batch:
                 self._recorded.apply(view)
                 time.sleep(0)  # a batch takes long: the engine's threads get the interpreter in between
-        except Exception as error:  # noqa: BLE001  # the engine's recording must go on
+        except Exception as error:  # noqa: BLE001  # a fault of the state costs knowledge, never events
             self._forget(error)
+        return batch
 
     def _forget(self, error: Exception) -> None:
         if not self._state_failed:
-            _log.error(
-                "kvcanary: %s: keyframes know nothing of what came so far (said once): %s",
-                self._path,
-                error,
-                exc_info=error,
-            )
+            what = "keyframes know nothing of what came so far (said once)"
+            _log.error("kvcanary: %s: %s: %s", self._path, what, error, exc_info=error)
         self._state_failed = True
         self._recorded.forget()
 
@@ -253,12 +239,6 @@ class Segments(SingleFile):
                 if not self._delete_failed:
                     _log.error("kvcanary: %s: an old segment cannot be deleted: %s (said once)", self._path, error)
                 self._delete_failed = True
-
-    def _give_second_name(self, path: Path, target: Path) -> None:
-        try:
-            _second_name(path, target)
-        except FileNotFoundError:  # somebody tidied up: what is left is kept all the same
-            _log.error("kvcanary: %s: is gone, and so in no frozen folder", path)
 
     def _frozen_folder(self) -> Path:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -278,15 +258,9 @@ def open_files(path: Path, header: TraceHeader, settings: WriterSettings, *, ove
 
 def _remove_segments(recording: Path, overwrite: bool) -> None:
     """Remove segments of another recording under this name: they must not be taken for some of this one."""
-    for path in sorted(recording.parent.glob(f"{glob_escape(base_name(recording))}.*.arrow")):
-        found = split_segment_name(path)
-        if found is None or found[0] != base_name(recording):
-            continue
+    for path in segments_of(recording):
         if not overwrite:
-            raise TraceExistsError(
-                f"{path}: cannot be written: it exists; choose another name, or have it replaced "
-                "(--force, overwrite=True)"
-            )
+            raise TraceExistsError(f"{path}: cannot be written: {EXISTS}")
         with contextlib.suppress(OSError):
             path.unlink()
 

@@ -7,13 +7,12 @@ in the writer's queue, and have its bound. docs/reference/trace-format.md descri
 """
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,16 +21,17 @@ from crc32c import crc32c
 from ..files import new_private_descriptor
 from ..trace.event import TraceEvent
 from ..trace.files import tail_paths
-from ..trace.schema import SCALARS
 from ..trace.tail_reader import (
     HEADER_BYTES,
     LAYOUT_BYTES,
     MAX_BODY_BYTES,
+    MAX_LAYOUTS,
     NUMBERS,
     RECORD,
     RECORD_MAGIC,
     STATE,
     STATE_AT,
+    TEXTS,
     tail_header,
 )
 from .own_file import OwnFile, close_in_children
@@ -43,8 +43,7 @@ _SMALL_BYTES: Final = 1 << 18  # written in one piece, without letting other thr
 _SLOW_NS: Final = 50_000_000
 _MOST_SLOW: Final = 3
 _REST_NS: Final = 10_000_000_000
-_MAX_LAYOUTS: Final = 512
-_TEXTS: Final = frozenset(name for name, (_, default) in SCALARS.items() if isinstance(default, str))
+
 
 _Layout = tuple[bytes, struct.Struct, tuple[str, ...], tuple[str, ...]]
 
@@ -62,11 +61,8 @@ def open_tail(trace: Path, trace_id: str) -> "Tail | None":
             os.close(descriptor)
             with contextlib.suppress(OSError):
                 path.unlink()
-        _log.warning(
-            "kvcanary: %s: a process that dies loses what it has not flushed: its tail cannot be made: %s",
-            trace,
-            error.strerror,
-        )
+        lost = "a process that dies loses what it has not flushed"
+        _log.warning("kvcanary: %s: %s: its tail cannot be made: %s", trace, lost, error.strerror)
         return None
     return Tail(trace, paths, made)
 
@@ -106,41 +102,31 @@ class Tail:
         if self._sizes[now] >= _SWITCH_BYTES and self._empty[1 - now]:
             now = self._now = 1 - now
             self._empty[now] = False
+        own, size, small = self._files[now], self._sizes[now], nbytes <= _SMALL_BYTES
         try:
-            self._sizes[now] += _append(
-                self._files[now], self._sizes[now], number, self._body(event), small=nbytes <= _SMALL_BYTES
-            )
+            self._sizes[now] = size + append_record(own, size, number, self._body(event), small=small)
             self._last[now] = number
         except Exception as error:  # noqa: BLE001  # nothing may reach the engine
             self._off = True
             with contextlib.suppress(OSError):
                 self._files[now].truncate(self._sizes[now])
             self._say_state(number)
-            _log.warning(
-                "kvcanary: %s: from here on a process that dies loses what it has not flushed: its tail cannot be "
-                "written: %s",
-                self._trace,
-                getattr(error, "strerror", None) or type(error).__name__,
-            )
+            lost = "from here on a process that dies loses what it has not flushed: its tail cannot be written"
+            why = getattr(error, "strerror", None) or type(error).__name__
+            _log.warning("kvcanary: %s: %s: %s", self._trace, lost, why)
             return
-        self._mind(begin, number)
+        self._rest_if_slow(begin, number)
 
-    def _mind(self, begin: int, number: int) -> None:
+    def _rest_if_slow(self, begin: int, number: int) -> None:
         """Take a rest if the engine has waited for the disk several times in a row."""
-        now = time.perf_counter_ns()
-        if now - begin < _SLOW_NS:
-            self._slow = 0
-            return
-        self._slow += 1
+        end = time.perf_counter_ns()
+        self._slow = 0 if end - begin < _SLOW_NS else self._slow + 1
         if self._slow >= _MOST_SLOW:
             self._slow = 0
-            self._rests_until = now + _REST_NS
+            self._rests_until = end + _REST_NS
             self._say_state(number + 1)
-            _log.warning(
-                "kvcanary: %s: the disk made the engine wait; for %d s a process that dies loses what it has not flushed",
-                self._trace,
-                _REST_NS // 10**9,
-            )
+            lost = f"for {_REST_NS // 10**9} s a process that dies loses what it has not flushed"
+            _log.warning("kvcanary: %s: the disk made the engine wait; %s", self._trace, lost)
 
     def _say_state(self, first_missing: int) -> None:
         for own in self._files:
@@ -153,24 +139,14 @@ class Tail:
         key = (event.kind, *scalars, None, *ints, None, *lists)
         layout = self._layouts.get(key)
         if layout is None:
-            if len(self._layouts) >= _MAX_LAYOUTS:
+            if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
             layout = self._layouts[key] = _layout(event)
         blob, numbers, int_names, text_names = layout
         texts = [_utf8(scalars[name]) for name in text_names] if text_names else ()
-        return [
-            blob,
-            numbers.pack(
-                event.time_ns,
-                *[scalars[name] for name in int_names],
-                *map(len, texts),
-                *map(len, ints.values()),
-                *map(len, lists.values()),
-            ),
-            *texts,
-            *ints.values(),
-            *lists.values(),
-        ]
+        values = (*texts, *ints.values(), *lists.values())
+        packed = numbers.pack(event.time_ns, *[scalars[name] for name in int_names], *map(len, values))
+        return [blob, packed, *values]
 
     def outdated(self, events: int) -> int | None:
         """Return which file holds nothing but what is in the trace, now that it has the first `events` events."""
@@ -209,8 +185,8 @@ class Tail:
 
 def _layout(event: TraceEvent) -> _Layout:
     """Return what all events with the same columns have in common: their names, and how their numbers are packed."""
-    texts = tuple(name for name in event.scalars if name in _TEXTS)
-    ints = tuple(name for name in event.scalars if name not in _TEXTS)
+    texts = tuple(name for name in event.scalars if name in TEXTS)
+    ints = tuple(name for name in event.scalars if name not in TEXTS)
     names = json.dumps([event.kind, ints, texts, list(event.ints), list(event.bytes)], separators=(",", ":")).encode()
     count = 1 + len(ints) + len(texts) + len(event.ints) + len(event.bytes)
     return LAYOUT_BYTES.pack(len(names)) + names, struct.Struct(f"<{count}q"), ints, texts
@@ -223,16 +199,13 @@ def _utf8(text: Any) -> bytes:
         return bytes(text.encode("utf-8", "replace"))
 
 
-def _append(own: OwnFile, at: int, number: int, parts: list[Any], *, small: bool) -> int:
-    """Write a record; return its bytes. Raises `OSError`."""
+def append_record(own: OwnFile, at: int, number: int, parts: list[Any], *, small: bool) -> int:
+    """Write a record of the event `number` at byte `at`; return its bytes. Raises `OSError`."""
     if small:
         body = _joined(parts)
         crc = crc32c(body, crc32c(NUMBERS.pack(number, len(body))))
-        record = RECORD.pack(RECORD_MAGIC, crc, number, len(body)) + body
-        own.check()
-        if _write_now(own.descriptor, record, len(record), at) != len(record):
-            own.write(record, at)
-        return len(record)
+        own.write_at_once(RECORD.pack(RECORD_MAGIC, crc, number, len(body)) + body, at)
+        return RECORD.size + len(body)
     views = [memoryview(_contiguous(part)).cast("B") for part in parts if len(part)]
     size = sum(view.nbytes for view in views)
     if size > MAX_BODY_BYTES:
@@ -256,21 +229,3 @@ def _joined(parts: list[Any]) -> bytes:
 
 def _contiguous(part: Any) -> Any:
     return part if isinstance(part, bytes) or part.flags.c_contiguous else part.tobytes()
-
-
-def _pwrite() -> Callable[[int, bytes, int, int], int]:
-    """Return the system call without what Python puts around it.
-
-    `os.pwrite` lets another thread run first: the engine would wait for the interpreter, as a rule for longer than for
-    the call, which copies some kilobytes.
-    """
-    try:
-        call = ctypes.PyDLL(None).pwrite64
-        call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int64)
-        call.restype = ctypes.c_ssize_t
-    except (OSError, AttributeError, TypeError):
-        return lambda descriptor, data, _, at: os.pwrite(descriptor, data, at)
-    return call
-
-
-_write_now: Final = _pwrite()

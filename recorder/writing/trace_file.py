@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import stat
 from collections.abc import Callable
@@ -24,10 +25,11 @@ MAX_NAMES: Final = 100  # that are tried for a new trace
 
 _T = TypeVar("_T")
 
+EXISTS: Final = "it exists; choose another name, or have it replaced (--force, overwrite=True)"
 _ADVICE: Final = {
     errno.ENOENT: "its folder does not exist; create it first",
     errno.ENOTDIR: "its folder is not a folder",
-    errno.EEXIST: "it exists; choose another name, or have it replaced (--force, overwrite=True)",
+    errno.EEXIST: EXISTS,
     errno.EISDIR: "it is a folder; name a file",
     errno.EACCES: "its folder or the file may not be written by this user",
     errno.EROFS: "its file system is read-only",
@@ -61,7 +63,9 @@ class TraceFile:
         self.batches = 0
         self.size_bytes = 0
         self._pending = _Pending()
-        options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
+        # In Arrow's threads a request for memory that fails would end the process.
+        codec = None if compression == "none" else compression
+        options = pa.ipc.IpcWriteOptions(compression=codec, use_threads=False)
         self._beginning = b""
         self._own: OwnFile | None = None
         close_in_children(self)
@@ -115,16 +119,14 @@ class TraceFile:
         own, self._own = self._file, None
         own.close()
 
-    def forget_files(self) -> None:
-        """Close the file as it is, in a child process that got it by a fork."""
-        self.abandon()
-
     def abandon(self) -> None:
         """Close the file as it is, without a footer."""
         own, self._own = self._own, None
         if own is not None:
             with contextlib.suppress(OSError):
                 own.close()
+
+    forget_files = abandon  # in a child process that got it by a fork
 
     def _drop(self, path: Path) -> None:
         """Close a file that could not be begun, and leave nothing of it: it would be a trace that nobody can read."""
@@ -153,14 +155,15 @@ class TraceFile:
         self.size_bytes += len(data)
 
 
-class _Pending:
+class _Pending(io.RawIOBase):
     """The file object that Arrow writes to: it keeps the pieces until a whole batch is there."""
-
-    closed = False
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self._position = 0
+
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
         piece = bytes(data)
@@ -170,12 +173,6 @@ class _Pending:
 
     def tell(self) -> int:
         return self._position
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _create(path: Path, overwrite: bool) -> int:

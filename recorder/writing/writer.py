@@ -7,7 +7,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from ..errors import TraceError, error_text
@@ -27,10 +26,7 @@ MAX_NOTES: Final = 2000  # characters of what those say who ask for a freeze
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterStats:
-    """What a writer has done so far; `queued_bytes` includes what is being written right now.
-
-    `frozen` are the folders of what was frozen (of a recording that is one file, that file).
-    """
+    """What a writer has done so far; `queued_bytes` includes what is being written; `frozen` are folders, or the one file."""
 
     appended_events: int
     written_events: int
@@ -51,8 +47,6 @@ class TraceWriter:
     nothing that `append` took. The files have mode 0600. With `segment_bytes` or `segment_ns` there are several,
     `trace.000000.arrow` and so on for `trace.arrow`. `settings` are those of `WriterSettings`.
 
-    `freeze`, the signal `freeze_signal` and the file `freeze_file` keep from deletion what is there.
-
     Raises `TraceError` when the file cannot be made: it exists (without `overwrite`), its folder is missing or cannot
     be written, the disk is full; `ValueError` for settings out of range.
     """
@@ -68,12 +62,8 @@ class TraceWriter:
     ) -> None:
         self.settings = WriterSettings(**settings)
         self.path = Path(path)
-        self.header = completed_header(
-            header,
-            flush_bytes=self.settings.flush_bytes,
-            flush_interval_ns=self.settings.flush_interval_ns,
-            compression=self.settings.compression,
-        )
+        names = ("flush_bytes", "flush_interval_ns", "compression")
+        self.header = completed_header(header, **{name: getattr(self.settings, name) for name in names})
         self._file = open_files(self.path, self.header, self.settings, overwrite=overwrite)
         self._tail = open_tail(self.path, self.header.trace_id) if tail and self._file.regular else None
         self._triggers: list[FreezeFile | FreezeSignal] = []
@@ -81,6 +71,7 @@ class TraceWriter:
             self._triggers.append(FreezeFile(Path(self.settings.freeze_file)))
         if self.settings.freeze_signal:
             self._triggers.append(FreezeSignal(self.settings.freeze_signal))
+        self._flush_seconds = self.settings.flush_interval_ns / 1e9
         self._pid = os.getpid()
         self._changed = threading.Condition()
         # All below are guarded by `_changed`.
@@ -113,9 +104,7 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -173,7 +162,7 @@ class TraceWriter:
             return True
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until every event appended so far is in the file; return False when it is not within `timeout` s."""
+        """Wait until every event appended so far is in the file; return False if it is not within `timeout` s."""
         if self._forked():
             return False
         with self._changed:
@@ -220,14 +209,12 @@ class TraceWriter:
         if self._forked():
             return False
         for trigger in self._triggers:
-            if isinstance(trigger, FreezeSignal):
-                trigger.remove()
+            trigger.remove()
         self.end()
         self._thread.join(timeout)
         if self._thread.is_alive():
-            _log.error(
-                "kvcanary: %s: not closed within %g s, the disk is stuck; the trace may be torn", self.path, timeout
-            )
+            stuck = "the disk is stuck; the trace may be torn"
+            _log.error("kvcanary: %s: not closed within %g s, %s", self.path, timeout, stuck)
             return False
         self._no_close_at_end()
         return self._failed is None
@@ -262,17 +249,20 @@ class TraceWriter:
                     if self._tail is not None and outdated is not None:
                         self._tail.empty(outdated)
                     events.clear()
-                self._look_for_triggers()
+                for trigger in self._triggers:  # outside the lock: a look at a file takes as long as its disk likes
+                    note = trigger.asked()
+                    if note is not None:
+                        self.freeze(note)
                 if self._freeze_is_due():
                     self._freeze_now()
                 elif self._closing and not self._queue:
                     break
-            self._write_last_loss()
+            self._write_last_losses()
             self._file.close()
-            self._end_tail(keep=False)
+            self._end_tail()
         except DeletedError as error:
             self._fail(error_text(error), "nothing of it is left")
-            self._end_tail(keep=False)
+            self._end_tail()
         except BaseException as error:  # noqa: BLE001  # whatever it is, the engine must go on
             self._fail(error_text(error), f"the first {self._written} events are kept (run kvcanary recover)")
 
@@ -281,11 +271,10 @@ class TraceWriter:
         poll = POLL_SECONDS if self._triggers else None
         with self._changed:
             while not self._due():
-                left = poll
+                times = [] if poll is None else [poll]
                 if self._queue:
-                    until = max(self._oldest + self.settings.flush_interval_ns / 1e9 - time.monotonic(), 0.0)
-                    left = until if poll is None else min(until, poll)
-                if not self._changed.wait(left) and poll is not None and not self._due():
+                    times.append(max(self._oldest + self._flush_seconds - time.monotonic(), 0.0))
+                if not self._changed.wait(min(times, default=None)) and poll is not None and not self._due():
                     return [], 0
             events: list[TraceEvent] = []
             size = 0
@@ -303,19 +292,12 @@ class TraceWriter:
             self._closing
             or self._waiting_bytes >= self.settings.flush_bytes
             or self._flush_until > self._settled
-            or time.monotonic() - self._oldest >= self.settings.flush_interval_ns / 1e9
+            or time.monotonic() - self._oldest >= self._flush_seconds
         )
 
     def _write(self, events: list[TraceEvent]) -> None:
         self._file.write(events)
         self._written += len(events)
-
-    def _look_for_triggers(self) -> None:
-        """Outside the lock: a look at a file may take as long as its disk likes."""
-        for trigger in self._triggers:
-            note = trigger.asked()
-            if note is not None:
-                self.freeze(note)
 
     def _freeze_is_due(self) -> bool:
         return self._freeze is not None and self._settled >= self._freeze[1]
@@ -330,35 +312,29 @@ class TraceWriter:
             self._frozen.append(where)
             _log.warning("kvcanary: %s: frozen (%s): %s", self.path, asked[0], where)
 
-    def _write_last_loss(self) -> None:
+    def _write_last_losses(self) -> None:
         with self._changed:
             lost = self._dropped - self._reported
-        if lost > 0:
-            note = "events were dropped: the writer's queue was full or an event was not fit for the trace"
-            self._write([loss_event(lost_events=lost, note=note, time_ns=self._file.last_ns)])
-        if self._unknown_loss:
-            self._write([loss_event(lost_events=-1, note=self._unknown_loss, time_ns=self._file.last_ns)])
+        dropped = "events were dropped: the writer's queue was full or an event was not fit for the trace"
+        for count, note in ((max(lost, 0), dropped), (-1, self._unknown_loss)):
+            if count and note:
+                self._write([loss_event(lost_events=count, note=note, time_ns=self._file.last_ns)])
 
-    def _end_tail(self, *, keep: bool) -> None:
-        """Leave the tail beside a trace that lacks what is in it, else delete it."""
+    def _end_tail(self) -> None:
         with self._changed:
-            if self._tail is None:
-                return
-            if keep:
-                self._tail.leave(self._appended)
-            else:
+            if self._tail is not None:
                 self._tail.remove()
 
     def _fail(self, reason: str, left: str) -> None:
         with self._changed:
             self._failed = reason
-            lost = self._appended - self._settled
-            self._dropped += lost
+            self._dropped += self._appended - self._settled
             self._settled = self._appended
             self._queue.clear()
             self._queued_bytes = self._waiting_bytes = 0
             self._changed.notify_all()
-        self._end_tail(keep=True)
+            if self._tail is not None:
+                self._tail.leave(self._appended)
         _log.error("kvcanary: %s: recording stopped: %s; %s, the engine goes on", self.path, reason, left)
         self._file.abandon()
 

@@ -15,7 +15,7 @@ from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.checksum import batch_crc32c, column_forms, text_crc32c
 from kvcanary.recorder.trace.decode import ARROW_ERRORS
-from kvcanary.recorder.trace.encode import batch_metadata, encode_for, header_schema
+from kvcanary.recorder.trace.encode import batch_metadata, encode_events, header_schema
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.framing import FIRST_MESSAGE, RECORD_BATCH, find_frames
 from kvcanary.recorder.trace.header import TraceHeader
@@ -74,7 +74,7 @@ def write_trace(path: Path, header: TraceHeader, events: list[TraceEvent], *, ba
     size = max(1, -(-len(events) // batches))
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for start in range(0, len(events), size):
-            batch = encode_for(schema, events[start : start + size], first + start)
+            batch = encode_events(events[start : start + size], first + start, schema)
             metadata = batch_metadata(batch, first + start)
             metadata[CRC_KEY] = metadata[CRC_KEY].rjust(10, b"0")
             writer.write_batch(batch, custom_metadata=metadata)

@@ -1,6 +1,7 @@
 """Small traces for the tests of this folder."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.framing import read_footer
 from kvcanary.recorder.trace.header import EngineInfo, KvStream, ModelInfo, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import EventView, TraceBatch, TraceGap, TraceReader
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
+from kvcanary.recorder.trace.trace_bytes import TraceBytes
 from kvcanary.recorder.writing.writer import TraceWriter
 
 
@@ -83,6 +86,14 @@ class TraceMaker:
         gaps = [item for item in items if isinstance(item, TraceGap)]
         assert len(batches) + len(gaps) == len(items)
         return batches, gaps, complete
+
+    def blocks(self, path) -> np.ndarray:
+        """Return where the footer says that batches lie, [n, 3] int64: offset, bytes of metadata, of body."""
+        source = TraceBytes(os.open(path, os.O_RDONLY))
+        footer = read_footer(source, source.size())
+        source.close()
+        assert footer is not None
+        return footer.blocks
 
     def plain(self, view: EventView) -> dict:
         """An event as plain values, every column of it."""

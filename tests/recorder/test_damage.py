@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvcanary.recorder.errors import UnreadableTraceError
-from kvcanary.recorder.trace.framing import parse_footer
 from kvcanary.recorder.trace.reader import TraceReader
 
 BATCHES = (2, 1)
@@ -130,7 +129,7 @@ def test_a_schema_message_that_swallows_batches(traces):
 def test_a_wrong_body_length_takes_no_other_batch_with_it(traces, which, change):
     path = traces.write(batches=(2, 3, 1), compression="none")
     data = bytearray(path.read_bytes())
-    start, metadata_bytes, body_bytes = parse_footer(memoryview(data), len(data)).blocks[which].tolist()
+    start, metadata_bytes, body_bytes = traces.blocks(path)[which].tolist()
     at = data.index(struct.pack("<q", body_bytes), start, start + metadata_bytes)
     data[at : at + 8] = struct.pack("<q", body_bytes + change)
     path.write_bytes(data)

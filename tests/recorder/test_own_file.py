@@ -69,7 +69,7 @@ def test_the_tail(traces, caplog: pytest.LogCaptureFixture, size: int) -> None:
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_file_that_was_closed_or_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool) -> None:
     if not quick:
-        monkeypatch.setattr(own_file, "_fstat_now", None)
+        monkeypatch.setattr(own_file, "fstat_now", None)
     own = OwnFile(os.open(tmp_path / "ours", os.O_WRONLY | os.O_CREAT))
     own.check()
     number = own.descriptor

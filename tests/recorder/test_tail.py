@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import stat
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,9 @@ from kvcanary.recorder.trace.files import is_being_written, tail_paths
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.trace.tail_reader import HEADER_BYTES, TailReader
-from kvcanary.recorder.writing import tail as tail_module
+from kvcanary.recorder.writing.own_file import OwnFile
 from kvcanary.recorder.writing.recovery import recover
-from kvcanary.recorder.writing.tail import open_tail
+from kvcanary.recorder.writing.tail import append_record, open_tail
 from kvcanary.recorder.writing.writer import TraceWriter
 
 HEADER = TraceHeader(groups=(PoolGroup(name="full", num_slots=64),), tables=(StateTable(rows=2, width=2),))
@@ -166,7 +167,7 @@ def test_a_full_disk_ends_the_tail_and_nothing_else(tmp_path: Path, monkeypatch:
     if child == 0:
         writer = TraceWriter(tmp_path / "t.arrow", HEADER, flush_interval_ns=NEVER_NS)
         writer.append(event(0))
-        monkeypatch.setattr(tail_module, "_write_now", full)
+        monkeypatch.setattr(OwnFile, "write_at_once", full)
         for number in range(1, 4):
             assert writer.append(event(number))
         os._exit(0)
@@ -179,7 +180,7 @@ def test_a_full_disk_ends_the_tail_and_nothing_else(tmp_path: Path, monkeypatch:
 def test_a_disk_that_makes_the_engine_wait_is_spared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.arrow"
     now = [0]
-    monkeypatch.setattr(tail_module.time, "perf_counter_ns", lambda: now.__setitem__(0, now[0] + 60_000_000) or now[0])
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now.__setitem__(0, now[0] + 60_000_000) or now[0])
     tail = open_tail(path, "id")
     assert tail is not None
     for number in range(6):
@@ -239,7 +240,7 @@ def test_bodies_with_a_right_crc_may_say_anything(tmp_path: Path, body: bytes | 
     if isinstance(body, list):
         body = len(names).to_bytes(4, "little") + names + np.array(body, np.int64).tobytes()
     tail = open_tail(tmp_path / "t.arrow", "id")
-    tail_module._append(tail._files[0], HEADER_BYTES, 0, [body], small=True)
+    append_record(OwnFile(os.open(tail_paths(tmp_path / "t.arrow")[0], os.O_RDWR)), HEADER_BYTES, 0, [body], small=True)
     for _, found in TailReader(tmp_path / "t.arrow", "id").events(0):
         assert found.problem() is None
     tail.remove()

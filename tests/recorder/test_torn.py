@@ -5,7 +5,6 @@ import os
 import pyarrow as pa
 import pyarrow.ipc
 from kvcanary.recorder.errors import UnreadableTraceError
-from kvcanary.recorder.trace.framing import parse_footer
 from kvcanary.recorder.writing.recovery import recover
 
 
@@ -14,11 +13,11 @@ def test_cut_anywhere(traces, every_byte):
     whole, _, _ = traces.read(path)
     data = path.read_bytes()
     ends = [batch.end_byte for batch in whole]
-    footer = parse_footer(memoryview(data), len(data))
-    header_end = int(footer.blocks[0, 0])
+    blocks = traces.blocks(path)
+    header_end = int(blocks[0, 0])
     # Where a header, a batch's metadata, its body, the end mark or the footer ends, or the file's magic.
     edges = {0, header_end, *ends, ends[-1] + 8, len(data) - 10, len(data)}
-    edges |= {int(start + metadata_bytes) for start, metadata_bytes, _ in footer.blocks}
+    edges |= {int(start + metadata_bytes) for start, metadata_bytes, _ in blocks}
     sizes = {*range(0, len(data), 1 if every_byte else 17)}
     sizes |= {size for edge in edges for size in range(edge - 9, edge + 10) if 0 <= size < len(data)}
     torn = traces.folder / "torn.arrow"
@@ -48,7 +47,7 @@ def test_recover_cuts(traces, every_byte):
     data = path.read_bytes()
     good = [traces.plain(view) for batch in whole for view in batch]
     ends = [batch.end_byte for batch in whole]
-    header_end = int(parse_footer(memoryview(data), len(data)).blocks[0, 0])
+    header_end = int(traces.blocks(path)[0, 0])
     torn, target = traces.folder / "torn.arrow", traces.folder / "new.arrow"
     sizes = {*range(header_end, len(data), 1 if every_byte else 307)}
     sizes |= {edge + step for edge in (header_end, *ends, ends[-1] + 8, len(data) - 9) for step in range(9)}
