@@ -26,11 +26,12 @@ def show_incidents(console: Console, incidents: Sequence[Row], *, total: int, fi
         total: how many there are.
         first_time_ns: when the trace began.
     """
-    for row in incidents[:MOST_SHOWN]:
+    shown = incidents[:MOST_SHOWN]
+    for row in shown:
         show_incident(console, row, first_time_ns)
         console.print()
-    if total > min(len(incidents), MOST_SHOWN):
-        console.print(Text(f"and {total - MOST_SHOWN:,} more: kvcanary incidents shows them", style="dim"))
+    if total > len(shown):
+        console.print(Text(f"and {total - len(shown):,} more: kvcanary incidents shows them", style="dim"))
 
 
 def show_incident(console: Console, row: Row, first_time_ns: int) -> None:
