@@ -1,16 +1,11 @@
 """Options and hypothesis profiles for all tests; where there is no GPU, Triton's interpreter."""
 
-import os
 import signal
-from pathlib import Path
-
-# Triton decides when it is first imported, by whichever test that is.
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from .support import environment  # noqa: F401  # first of all, what libraries read when they are imported
 from .support.quick_interpreter import quicken_interpreter
 
 NORMAL_CASES = 500
@@ -26,9 +21,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What whoever runs the tests has set for an engine of theirs is not for the engines of the tests.
-    for name in [name for name in os.environ if name.startswith("KVCANARY_") and name != "KVCANARY_CHROMIUM"]:
-        del os.environ[name]
     # Started in the background or under nohup, a process ignores these, and so would every process that a test starts.
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),

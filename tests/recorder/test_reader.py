@@ -153,7 +153,7 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout.startswith("UnreadableTraceError trace.arrow: may not be read by this user"), done.stderr
     else:
         assert "may not be read by this user" in unreadable(path)

@@ -60,9 +60,7 @@ def record_arguments(folder: Path, body: str, *options: str) -> list[str]:
 def record(
     folder: Path, body: str, *options: str, **run: Any
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    done = subprocess.run(
-        record_arguments(folder, body, *options), capture_output=True, text=True, timeout=120, check=False, **run
-    )
+    done = subprocess.run(record_arguments(folder, body, *options), capture_output=True, text=True, check=False, **run)
     return done, json.loads((folder / "run.json").read_text())
 
 
@@ -187,9 +185,7 @@ while True:
 
 
 def wait_for(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 120
     while not (path.exists() and text in path.read_text()):
-        assert time.monotonic() < deadline, f"{path} never said {text}"
         time.sleep(0.02)
 
 
@@ -206,7 +202,7 @@ def test_signals_reach_the_engine_once_and_its_exit_code_comes_back(tmp_path: Pa
     for name in ("INT", "HUP", "TERM"):
         process.send_signal(getattr(signal, f"SIG{name}"))
         wait_for(log, name)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 3, err
     assert log.read_text().split() == ["ready", "SIGINT", "SIGHUP", "SIGTERM"]
     assert json.loads((tmp_path / "run.json").read_text())["traces"][0]["state"] == "complete", "closed by its atexit"
@@ -219,7 +215,7 @@ def test_sigterm_reaches_what_a_script_left_behind(tmp_path: Path) -> None:
     process = subprocess.Popen([*own, "--", "sh", "-c", script], env={**os.environ, "TOLD": str(log)}, stderr=-1)
     wait_for(log, "ready")
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
     assert log.read_text().split() == ["ready", "SIGTERM"]
     assert json.loads((tmp_path / "run.json").read_text())["traces"][0]["state"] == "complete"
@@ -261,7 +257,7 @@ def test_on_a_terminal_keys_reach_the_engine_once_and_it_can_read(tmp_path: Path
     except OSError:  # how a terminal says that nobody is at its other end
         pass
     os.close(terminal)
-    assert process.wait(timeout=60) == 3, shown
+    assert process.wait() == 3, shown
     assert log.read_text().split() == ["ready", "SIGINT", "SIGINT", "SIGTERM"]
     assert b"asked hello" in shown
     assert b"kvcanary-replay" in shown
@@ -381,9 +377,7 @@ def test_a_python_that_does_not_answer(tmp_path: Path) -> None:
 def test_what_cannot_be_written_to_is_known_before_the_engine_runs(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     options = ["record", "-o", str(tmp_path / "traces"), "--json", str(tmp_path)]
-    done = subprocess.run(
-        [*KVCANARY, *options, "--", "touch", str(ran)], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([*KVCANARY, *options, "--", "touch", str(ran)], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == f"Error: {tmp_path}: Is a directory\n"
     assert not ran.exists()
@@ -396,7 +390,6 @@ def test_a_full_disk_for_the_json_hides_no_exit_code(tmp_path: Path) -> None:
             [*KVCANARY, *options, "--", "sh", "-c", f"exit {exit_code}"],
             capture_output=True,
             text=True,
-            timeout=60,
             check=False,
         )
         assert done.returncode == expected
@@ -419,7 +412,5 @@ def test_the_salt_is_gone_however_the_command_ends_and_its_json_is_private(tmp_p
         assert stat.S_IMODE(told.stat().st_mode) == 0o600
         process.kill()
         process.wait()
-    deadline = time.monotonic() + 60
-    while salt.exists() and time.monotonic() < deadline:
+    while salt.exists():
         time.sleep(0.05)
-    assert not salt.exists()

@@ -30,7 +30,7 @@ def here() -> Iterator[click.Command]:
 
 def test_a_recording_can_be_repeated(here: click.Command, tmp_path: Path) -> None:
     command = [sys.executable, str(DATA / "record.py"), "kv_flip", "-o", str(tmp_path / "one")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "57 forwards" in done.stdout
     again = CliRunner().invoke(here, ["kv_flip", "-o", str(tmp_path / "two")])

@@ -26,7 +26,7 @@ def before():
 
 def engine(body: str, trace: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", ENGINE + body, str(trace)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", ENGINE + body, str(trace)], capture_output=True, text=True, check=False
     )
 
 

@@ -32,7 +32,7 @@ def run(body: str, trace: Path, *signals: signal.Signals) -> int:
         process.send_signal(number)
     process.stdout.read()
     process.stdout.close()
-    return process.wait(timeout=60)
+    return process.wait()
 
 
 def test_the_trace_is_whole_even_where_the_engine_s_thread_holds_the_recorder(tmp_path: Path) -> None:

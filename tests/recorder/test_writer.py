@@ -73,7 +73,7 @@ def test_flush_by_size(traces):
         for number in range(5):
             writer.append(traces.event(number))
         with writer._changed:
-            assert writer._changed.wait_for(lambda: writer._settled == 5, 30)
+            assert writer._changed.wait_for(lambda: writer._settled == 5)
     assert [batch.num_events for batch in traces.read(writer.path)[0]] == [1] * 5
 
 
@@ -81,7 +81,7 @@ def test_flush_by_time(traces):
     with TraceWriter(traces.folder / "t.arrow", traces.header(), flush_interval_ns=1_000_000) as writer:
         writer.append(traces.event(0))
         with writer._changed:
-            assert writer._changed.wait_for(lambda: writer._settled == 1, 30)
+            assert writer._changed.wait_for(lambda: writer._settled == 1)
         batches, gaps, complete = traces.read(writer.path)
         assert [batch.num_events for batch in batches] == [1] and gaps[0].kind == "torn" and not complete
 
@@ -106,7 +106,7 @@ def test_a_stuck_disk_bounds_memory_and_never_blocks(traces, monkeypatch):
     writer = TraceWriter(traces.folder / "t.arrow", traces.header(), max_queued_bytes=bound, flush_bytes=1)
     with stuck_disk(monkeypatch) as began:
         taken = [writer.append(traces.event(n)) for n in range(5)]
-        assert began.wait(30)
+        assert began.wait()
         taken += [writer.append(traces.event(n)) for n in range(5, 100)]  # returns while the disk is stuck
         assert taken == [True] * 20 + [False] * 80
         assert writer.stats().queued_bytes <= bound
@@ -341,7 +341,7 @@ if child == 0:
 writer._changed.release()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """  # the parent ends without close(): atexit writes the footer
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [view.kind for view in read_trace(traces.folder / "t.arrow")] == ["mark"]
 

@@ -247,7 +247,7 @@ def test_ctrl_c_judges_what_was_under_way_and_leaves_out_the_rest(sent: signal.S
     begun = [tmp_path / f"{number}.report" / "violations.parquet.partial" for number in (0, 1)]
     wait_until_under_way(process, begun, cpu_seconds=0.3)  # within the first of three batches, at whose end they look
     os.killpg(process.pid, sent)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert process.returncode == 125, (out, err)
     assert out.count("interrupted after") == 2
     assert "interrupted: 1 more not replayed" in err
@@ -279,7 +279,7 @@ def test_ctrl_c_while_workers_load_ends_without_tracebacks(tmp_path: Path) -> No
     while process.poll() is None and children(process.pid) < 2:  # their server, and who keeps book of resources
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert "Traceback" not in err
     assert (process.returncode, out) == (130, "")
 

@@ -83,9 +83,9 @@ def generate(
     manager.start()
     found = {}
     for _ in range(len(prompts) * generation["num_return_sequences"]):
-        answer = manager.get_result(timeout=60)
+        answer = manager.get_result(timeout=600)
         assert answer is not None
         assert answer.error is None, answer.error
         found[answer.request_id] = answer.generated_tokens
-    manager.stop(block=True, timeout=60, keep_for_next_session=keep_manager)
+    manager.stop(block=True, timeout=600, keep_for_next_session=keep_manager)
     return [found[name] for name in sorted(found)]
