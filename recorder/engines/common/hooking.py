@@ -38,11 +38,6 @@ class Target(NamedTuple):
                 continue
         return None
 
-    @property
-    def missed(self) -> str:
-        """How the trace names it if it could not be hooked."""
-        return f"not hooked: {self.paths[0].replace(':', '.')}"
-
 
 def around(hook: Callable[..., Around]) -> Hook:
     """Return a generator as a hook: behind its `yield` it goes on with the result once the engine's function has returned.

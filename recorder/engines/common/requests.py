@@ -24,8 +24,6 @@ def request_id_of(name: str, *, signed: bool = False) -> int:
 class TokenList:
     """The tokens of one request so far; none is converted twice."""
 
-    __slots__ = ("_count", "_prompt", "_tokens")
-
     def __init__(self) -> None:
         self._tokens = np.empty(0, np.int64)
         self._count = 0
@@ -87,8 +85,6 @@ def mode_by_lens(extend: Int64Array, prefix: Int64Array, prompt_lens: Int64Array
 class KnownRequest:
     """One request: its name, its 64-bit id, its row (0: none now), and the tokens known of it."""
 
-    __slots__ = ("last_forward", "name", "request_id", "row", "tokens")
-
     def __init__(self, name: str, request_id: int) -> None:
         self.name = name
         self.request_id = request_id
@@ -103,8 +99,7 @@ R = TypeVar("R", bound=KnownRequest)
 class RequestRows(Generic[R]):
     """An engine's live requests by name, for one without rows of its own; rows 1 and up are lent to those that run.
 
-    If all rows are lent, the request that has not run for longest gives up its row, and gets another when it runs again:
-    the table's changes then hold all of it anew.
+    If all are lent, the request that has not run for longest gives up its row, and gets another when it runs again.
     """
 
     def __init__(self, num_rows: int, make: Callable[[str], R]) -> None:
@@ -125,11 +120,7 @@ class RequestRows(Generic[R]):
         return known, False
 
     def run(self, known: R, forward: int) -> bool:
-        """Let a request take part in a forward; return whether it was given a row for that.
-
-        Raises:
-            ValueError: the forward has more requests than there are rows.
-        """
+        """Let a request take part in a forward; return whether it was given a row; raise a `ValueError` if there is none."""
         known.last_forward = forward
         self._by_name.move_to_end(known.name)
         if known.row:

@@ -18,10 +18,8 @@ class StepCost:
     """How long the hooks kept the engine's thread, engine step by engine step; only the latest steps are kept.
 
     One list holds everything in the order in which it was spent, so that little is touched in a step: `spent` takes
-    nanoseconds times `PLACES`, plus the place that the hook has been given.
-
-    Args:
-        apart: names of at most 7 hooks whose time is also counted for itself.
+    nanoseconds times `PLACES`, plus the place that the hook has been given. `apart` are the names of at most 7 hooks whose
+    time is also counted for itself.
     """
 
     def __init__(self, apart: Sequence[str] = ()) -> None:
@@ -47,10 +45,6 @@ class StepCost:
             self._mode, self._rows = mode, rows
             kind = self._kinds.setdefault((getattr(mode, "name", str(mode)), rows), len(self._kinds))
             self._begins = kind * PLACES + BEGINS
-        self.same_step()
-
-    def same_step(self) -> None:
-        """Begin another step of the last one's kind."""
         if len(self.log) > 2 * ENTRIES_KEPT:
             del self.log[:-ENTRIES_KEPT]
         self.spent(self._begins)

@@ -13,11 +13,11 @@ from ..common.step_cost import StepCost
 from ..common.stopping import stop_tree
 from .history import knows_allocator, on_host
 from .hooks import not_applied, register_drafts
-from .host_cache import HostCache
 from .inside import InsideModels
 from .layers import ModelLayers
 from .layout import RunnerLayout, controller_of
 from .recording import SglangRecording
+from .transfers import HostCache
 
 logger = logging.getLogger("kvcanary")
 
@@ -108,9 +108,8 @@ class SglangAttachment(EngineAttachment):
         if any(runner.is_draft_worker for runner in runners):
             self.not_watched += register_drafts(self)
         settings, missing = self._settings, (*self.not_watched, *not_applied())
-        recording = SglangRecording(
-            scheduler, runners, settings, tuple(self.notes), missing, self._inside, self._layers
-        )
+        looked_at = self._inside, self._layers
+        recording = SglangRecording(scheduler, runners, settings, tuple(self.notes), missing, *looked_at)
         with beginning(recording.recorder):
             self._follow(scheduler, recording, allocator if history else None)
         self.recording = recording

@@ -46,10 +46,7 @@ def forward_input(
 ) -> ForwardInput:
     """Return what a forward is about to read and write: `batch` is the `ForwardBatch`, `request_ids` `[bs]`, -1 for padding.
 
-    `forward_mode` is the mode that the scheduler gave it, if its batch has another by now.
-
-    Raises:
-        ValueError: a mode that the adapter does not know.
+    `forward_mode` is the mode that the scheduler gave it, if its batch has another by now; a `ValueError` if it is unknown.
     """
     mode = mode_of(batch.forward_mode if forward_mode is None else forward_mode)
     rows = own_int64(batch.req_pool_indices)
@@ -188,10 +185,7 @@ def draft_steps(graph_runner: Any, batch: Any, own: Callable[[Any], Any]) -> Cal
     """Copy what goes into a graph of several draft steps, before it runs; `own` copies a tensor, here or on the device.
 
     What is returned makes of what came out of the graph, `draft_tokens` `[bs, steps]`, the forwards that ran in it, with
-    the fields of SGLang's `ForwardBatch` that the adapter looks at.
-
-    Raises:
-        ValueError: a draft tree (top-k above 1), whose steps are no chain.
+    the fields of SGLang's `ForwardBatch` that the adapter looks at. Raises as `check_chain`.
     """
     check_chain(graph_runner)
     rows, positions, seq_lens = (own(part) for part in (batch.req_pool_indices, batch.positions, batch.seq_lens))

@@ -5,6 +5,7 @@ is recorded when a forward first writes it, for the request that writes it, with
 when it is asked for, even if the engine puts it off to the end of its step.
 """
 
+import functools
 from typing import Any, Final
 
 import numpy as np
@@ -50,7 +51,8 @@ class GroupHistory:
         hooks: dict[str, Hook] = dict.fromkeys(("alloc", "alloc_extend", "alloc_decode"), self._on_alloc)
         hooks |= dict.fromkeys(("free", "free_segment"), self._on_free)
         # The frees that the engine had put off were recorded when they were asked for.
-        hooks |= {"free_page_ids": self._on_free_page_ids, "free_group_end": self._outermost, "clear": self._on_clear}
+        hooks |= {"free_group_end": self._outermost, "clear": self._on_clear}
+        hooks["free_page_ids"] = functools.partial(self._on_free, scale=self.page_size)
         return {name: hook for name, hook in hooks.items() if hasattr(self.allocator, name)}
 
     def _outermost(self, *_args: Any, **_kwargs: Any) -> Finish:
@@ -75,14 +77,9 @@ class GroupHistory:
             slots = self._inside(self._whole_pages(slots[slots % self.page_size == 0]))
             self._pending[slots] = True
 
-    def _on_free(self, free_index: Any, *_args: Any, **_kwargs: Any) -> Finish:
+    def _on_free(self, freed: Any, *_args: Any, scale: int = 1, **_kwargs: Any) -> Finish:
         if not self._depth:
-            self.freed(own_int64(free_index))
-        return self._outermost()
-
-    def _on_free_page_ids(self, page_ids: Any, *_args: Any, **_kwargs: Any) -> Finish:
-        if not self._depth:
-            self.freed(own_int64(page_ids) * self.page_size)
+            self.freed(own_int64(freed) * scale)
         return self._outermost()
 
     def _on_clear(self, *_args: Any, **_kwargs: Any) -> Finish:
@@ -183,9 +180,10 @@ class RadixCacheWalk:
         self._forwards = 0
         self._passes = self._online_passes()
         self.walks = bool(self._online or every)
-        self._walk: Any = self._walker() if self.walks else None
+        self._walk: Any = self.walker() if self.walks else None
 
-    def _walker(self) -> Any:
+    def walker(self) -> Any:
+        """Return what SGLang's own canary walks the prefix cache with."""
         from sglang.srt.kv_canary.radix_cache_walker import walk_radix_cache_for_canary
 
         return walk_radix_cache_for_canary

@@ -1,8 +1,8 @@
 """SGLang's models, captured where their first layer begins and their last one ends, as its own canary does.
 
-What a model is run with is read from its arguments, and what its attention gets from the attention backend's own
-metadata. Inside a CUDA graph the same launches are captured with the model's; they do nothing until a forward is
-expected, right before the graph is launched. A draft's steps in one graph are so many runs of its model.
+What a model is run with is read from its arguments, what its attention gets from the backend's own metadata. Inside a
+CUDA graph the same launches are captured with the model's; they do nothing until a forward is expected, right before the
+graph is launched. A draft's steps in one graph are so many runs of its model.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.capture import DeviceCapture
 from ...capture.device.forward import FrameInFlight
-from ..common.hooking import Around, OnFault, around
+from ..common.hooking import Around, OnFault, around, harmless
 from .forward import MODES, has_embeddings, lens_of
 from .layers import backend_around, batch_among
 from .requests import KnownBatch
@@ -53,8 +53,7 @@ class Expected:
 class InsideModels:
     """What stands around the forward of each of a process's models, and around its graphs.
 
-    Args:
-        on_fault: called with the part that failed, and how. It is switched off then, and forwards are captured outside.
+    `on_fault` is called with the part that failed, and how. It is switched off then, and forwards are captured outside.
     """
 
     def __init__(self, on_fault: OnFault) -> None:
@@ -117,35 +116,33 @@ class InsideModels:
 
             self._tickets[device] = torch.zeros((MAX_TICKETS, TICKET_WORDS), dtype=torch.int64, device=device)
             self._used[device] = 1  # the first is nobody's: what is run before a graph is captured gets it
-        forward = functools.partial(self._forward, torch.compiler.is_compiling, runner, device, original)
-        model.forward = functools.update_wrapper(forward, original)
+        compiling = torch.compiler.is_compiling
+
+        @around
+        def on_inside(*args: Any, **kwargs: Any) -> Around:
+            end = self.begin(runner, device, args, kwargs)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+            if end is not None:
+                end()
+
+        watched = harmless(on_inside, self._fail)
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if compiling() or self._depth or self.off or (self._capturing is None and self.expected is None):
+                return original(*args, **kwargs)
+            return watched(original, *args, **kwargs)
+
+        model.forward = forward
         self._wrapped[id(runner)] = runner
 
-    def _forward(
-        self, compiling: Callable[[], bool], runner: Any, device: Any, original: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if compiling() or self._depth or self.off or (self._capturing is None and self.expected is None):
-            return original(*args, **kwargs)
-        end: Callable[[], None] | None = None
-        try:
-            end = self.begin(runner, device, args, kwargs)
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self._fail(error)
-        self._depth += 1
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            self._depth -= 1
-        if end is not None:
-            try:
-                end()
-            except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-                self._fail(error)
-        return result
-
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, hook: str, error: Exception) -> None:
         self.off = True
-        self._on_fault("on_inside", error)
+        self._on_fault(hook, error)
 
     def begin(
         self, runner: Any, device: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,10 +160,8 @@ class InsideModels:
             return None
         if runs is None:
             assert expected is not None  # for the type checker: see above
-            own = (
-                MAX_TICKETS - 1 - list(self._wrapped).index(id(runner))
-            )  # one of the last: of what runs outside graphs
-            forward = self._made(runner, batch, given, self._tickets[device][own])
+            last = MAX_TICKETS - 1 - list(self._wrapped).index(id(runner))  # the last are of what runs outside graphs
+            forward = self._made(runner, batch, given, self._tickets[device][last])
             expected.captured = True
             capture = expected.capture
             flight = capture.expect(forward, mode, expected.index, expected.bs, expected.known, expected.truth_lens)
@@ -177,11 +172,8 @@ class InsideModels:
         captured = is_capturing(device)
         number = self._used[device] if captured else 0
         # Padding can be distinguished from requests only if each has as many tokens.
-        if (
-            number >= MAX_TICKETS - len(self._wrapped)
-            or mode in ("extend", "mixed")
-            or given.tokens % given.rows.numel()
-        ):
+        uneven = mode in ("extend", "mixed") or given.tokens % given.rows.numel()
+        if uneven or number >= MAX_TICKETS - len(self._wrapped):
             return None
         forward = self._made(runner, batch, given, self._tickets[device][number])
         forward.begin()
@@ -194,12 +186,8 @@ class InsideModels:
         from ....kernels.capture.model_forward import ModelForward
 
         lut = getattr(getattr(runner, "token_to_kv_pool", None), "full_to_swa_index_mapping", None)
-        return ModelForward(
-            ticket,
-            given,
-            attention_tensors(runner, batch, int(given.rows.numel())),
-            lut_int64=str(getattr(lut, "dtype", "")) == "torch.int64",
-        )
+        attention = attention_tensors(runner, batch, int(given.rows.numel()))
+        return ModelForward(ticket, given, attention, lut_int64=str(getattr(lut, "dtype", "")) == "torch.int64")
 
 
 def gpu_of(runner: Any) -> Any:
@@ -226,9 +214,10 @@ def model_input(batch: Any, mode: str, args: tuple[Any, ...], kwargs: dict[str, 
     """
     from ....kernels.capture.model_forward import ModelInput
 
-    ids, positions = (_argument(args, kwargs, place, name) for place, name in enumerate(("input_ids", "positions")))
-    ids = batch.input_ids if ids is None else ids
-    positions = batch.positions if positions is None else positions
+    names = ("input_ids", "positions")
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    flat = {name: value for name, value in arguments.items() if getattr(value, "ndim", 0) == 1}
+    ids, positions = (flat.get(name, getattr(batch, name)) for name in names)
     if positions is not None and (has_embeddings(batch) or kwargs.get("input_embeds") is not None):
         ids = positions.new_full(positions.shape, UNKNOWN_TOKEN)
     rows, loc = batch.req_pool_indices, batch.out_cache_loc
@@ -242,11 +231,6 @@ def model_input(batch: Any, mode: str, args: tuple[Any, ...], kwargs: dict[str, 
     return ModelInput(rows=rows, **lens._asdict(), **given)
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:
-    found = args[place] if place < len(args) else kwargs.get(name)
-    return found if getattr(found, "ndim", 0) == 1 else None
-
-
 def attention_tensors(runner: Any, batch: Any, bs: int) -> "AttentionTensors | None":
     """Return what the attention kernels of a forward are about to be given, None of a backend that is not known."""
     from ....kernels.capture.model_forward import AttentionTensors
@@ -255,27 +239,17 @@ def attention_tensors(runner: Any, batch: Any, bs: int) -> "AttentionTensors | N
     metadata = getattr(backend, "forward_metadata", None)
     # Other backends give other tensors other meanings; parts of a context on several devices, or a pool that slots are
     # translated for, have slots of their own.
-    if (
-        metadata is None
-        or type(backend).__name__ not in KNOWN_ATTENTION
-        or getattr(backend, "dcp_size", 1) != 1
-        or getattr(backend, "_translate_kv_loc", None) is not None
-    ):
+    plain = getattr(backend, "dcp_size", 1) == 1 and getattr(backend, "_translate_kv_loc", None) is None
+    if metadata is None or type(backend).__name__ not in KNOWN_ATTENTION or not plain:
         return None
-    indptr, indices = metadata.kv_indptr, metadata.kv_indices
-    if not (_fits(indptr, bs + 1) and _fits(indices, 0)):
+    own, queries = (metadata.kv_indptr, metadata.kv_indices), metadata.qo_indptr
+    window = metadata.window_kv_indptr, metadata.window_kv_indices
+    if not (_fits(own[0], bs + 1) and _fits(own[1], 0) and (queries is None or _fits(queries, bs + 1))):
         return None
-    window_indptr, window_indices = metadata.window_kv_indptr, metadata.window_kv_indices
-    windowed = _fits(window_indptr, bs + 1) and _fits(window_indices, 0)
-    qo_indptr = metadata.qo_indptr
-    if qo_indptr is not None and not _fits(qo_indptr, bs + 1):
-        return None
+    if not (_fits(window[0], bs + 1) and _fits(window[1], 0)):
+        window = None, None
     return AttentionTensors(
-        kv_indptr=indptr,
-        kv_indices=indices,
-        window_indptr=window_indptr if windowed else None,
-        window_indices=window_indices if windowed else None,
-        qo_indptr=qo_indptr,
+        kv_indptr=own[0], kv_indices=own[1], window_indptr=window[0], window_indices=window[1], qo_indptr=queries
     )
 
 

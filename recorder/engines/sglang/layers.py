@@ -3,13 +3,10 @@
 What a model is called with is another batch than the one that its runner is given: a copy in buffers of the runner's
 own. And what is damaged between the last layer and the runner's return is damage to what was written, not written.
 
-What attention is given is read there too, where its kernels take it. `torch_native` and `intel_amx` have no tables of their
-own: in each layer they read the batch's `seq_lens` and the rows of `req_to_token`. So that is what is read, once before the
-first layer and once after the last. Their `seq_lens` count the tokens of this forward too, but for a verify forward, in
-which the drafted tokens come on top of them.
-
-Not read: what layers with a sliding window read through the full-to-SWA table, which `intel_amx` looks up anew in each
-forward; cross-attention; any other backend.
+What attention is given is read there too: `torch_native` and `intel_amx` have no tables of their own, each of their layers
+reads the batch's `seq_lens`, which count the tokens of this forward, but not those that a verify forward drafted, and the
+rows of `req_to_token`. Not read: what layers with a sliding window read through the full-to-SWA table, which `intel_amx`
+looks up anew in each forward; cross-attention; any other backend.
 """
 
 from collections.abc import Callable
@@ -22,7 +19,7 @@ from ...capture.attention import row_read
 from ...capture.forward_input import AttentionInput
 from ...capture.host_arrays import own_int64
 from ...trace.header import NotWatched
-from ..common.hooking import Finish, Hook, OnFault, wrap_method
+from ..common.hooking import Finish, OnFault, wrap_method
 from ..common.step_cost import StepCost
 from .layout import RunnerLayout, SglangLayout
 
@@ -40,49 +37,36 @@ class ModelLayers:
         self._on_fault = on_fault
         self._cost = cost
         self._wrapped: dict[int, Any] = {}  # model runners by their ids
-        self._expected: tuple[int, Begin] | None = None
+        # The id of a runner whose model is about to be called, and what is to be called then, and after that.
+        self.expected: tuple[int, Begin] | None = None
 
     def wrap(self, runner: Any) -> None:
         """Stand around a runner's model from now on, nearest to it: whoever wraps it later stands around this."""
-        if id(runner) not in self._wrapped and can_be_hooked(runner):
+        settings, model = getattr(runner, "server_args", None), getattr(runner, "model", None)
+        on_cpu = str(getattr(runner, "device", "")).startswith("cpu")
+        # Of one that is compiled the hook would be, too.
+        if id(runner) in self._wrapped or not on_cpu or getattr(settings, "enable_torch_compile", False):
+            return
+
+        def on_layers(*args: Any, **kwargs: Any) -> Finish | None:
+            expected = self.expected
+            batch = None if expected is None or expected[0] != id(runner) else batch_among(args, kwargs)
+            if expected is None or batch is None:
+                return None
+            self.expected = None
+            return expected[1](runner, batch)
+
+        if wrap_method(model, "forward", on_layers, self._on_fault, self._cost):
             self._wrapped[id(runner)] = runner
-            wrap_method(runner.model, "forward", self._around(runner), self._on_fault, self._cost)
 
     def watches(self, runner: int) -> bool:
         """Say whether a runner's model is hooked; `runner` is its id."""
         return runner in self._wrapped
 
-    def expect(self, runner: int, begin: Begin) -> None:
-        """Have `begin` called once the model of a runner is called, and what it returns after that."""
-        self._expected = (runner, begin)
-
-    def still_expected(self) -> bool:
-        """Say whether the model has not been called since `expect`; nothing is expected any more."""
-        expected, self._expected = self._expected, None
-        return expected is not None
-
-    def _around(self, runner: Any) -> Hook:
-        def on_layers(*args: Any, **kwargs: Any) -> Finish | None:
-            expected = self._expected
-            batch = None if expected is None or expected[0] != id(runner) else batch_among(args, kwargs)
-            if expected is None or batch is None:
-                return None
-            self._expected = None
-            return expected[1](runner, batch)
-
-        return on_layers
-
 
 def batch_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the `ForwardBatch` among what a model is called with, None if there is none."""
     return next((one for one in (*args, *kwargs.values()) if hasattr(one, "forward_mode")), None)
-
-
-def can_be_hooked(runner: Any) -> bool:
-    """Say whether a runner's model can be hooked: on the CPU, and not compiled, since the hook would be, too."""
-    settings, model = getattr(runner, "server_args", None), getattr(runner, "model", None)
-    on_cpu = str(getattr(runner, "device", "")).startswith("cpu")
-    return on_cpu and not getattr(settings, "enable_torch_compile", False) and callable(getattr(model, "forward", None))
 
 
 def attention_input(

@@ -21,8 +21,7 @@ from .history import GroupHistory, RadixCacheWalk, allocators_of
 from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input, not_read
 from .layout import RunnerLayout, SglangLayout, describe_engine, own_slots
-from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, row_of
-from .results import StepResults
+from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, row_of
 from .transfers import SglangTransfers, room_of
 
 logger = logging.getLogger("kvcanary")
@@ -52,7 +51,10 @@ class SglangRecording:
             raise ValueError("this process has no target model runner")
         self.layout = SglangLayout(model_runners, settings)
         header = describe_engine(scheduler, self.layout, self.target, settings, notes)
-        entries = [*header.not_watched, *not_watched, *submitted_is_not(header)]
+        entries, reason = [*header.not_watched, *not_watched], "what the model hands to the pool is not read"
+        for index, runner in enumerate(header.runners):
+            if header.streams(index):
+                entries.append(NotWatched(what="submitted", name=runner.name, reason=reason))
         if not on_gpu(self.layout.tables[0]):
             entries += not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
         header = dataclasses.replace(header, not_watched=tuple(entries))
@@ -150,7 +152,8 @@ class SglangRecording:
         else:
             number = self.recorder.next_forward
             if self._layers.watches(layout.runner) and batch.forward_mode.name != "SPLIT_PREFILL":
-                self._layers.expect(layout.runner, functools.partial(self._begin, layout, batch, batch.forward_mode))
+                begin = functools.partial(self._begin, layout, batch, batch.forward_mode)
+                self._layers.expected = (layout.runner, begin)
                 self._outside = functools.partial(self._on_host, batch, layout, known)
             else:
                 self._on_host(batch, layout, known)
@@ -210,16 +213,15 @@ class SglangRecording:
                 outside()  # no model of ours was run, or in a graph without our launches
             self._ended(None, error)
             return
-        if self._layers.still_expected() and self._outside is not None:
+        if self._layers.expected is not None and self._outside is not None:
             self._outside()  # the model was never called
+        self._layers.expected = None
         inside, self._begun_inside, self._outside = self._begun_inside, False, None
         if not inside:
             self._complete(error)
 
     def _end_expected(self, error: BaseException | None) -> Expected | None:
-        """Return the forward that was expected inside its model, None for none; nothing is expected any more.
-
-        What a graph captured of it is delivered.
+        """Return the forward that was expected inside its model, None for none, and deliver what a graph captured of it.
 
         Raises:
             RuntimeError: the graph failed.
@@ -230,9 +232,8 @@ class SglangRecording:
         expected, self._inside.expected = self._inside.expected, None
         if expected is not None and expected.in_flight:
             if error is not None:  # nobody knows whether its launches ever run
-                raise RuntimeError(
-                    f"a CUDA graph with the recorder's launches failed: {self.recorder.error_text(error)}"
-                )
+                said = self.recorder.error_text(error)
+                raise RuntimeError(f"a CUDA graph with the recorder's launches failed: {said}")
             expected.deliver()
         return expected
 
@@ -336,23 +337,12 @@ class SglangRecording:
                 history.evicting = False
 
 
-def submitted_is_not(header: TraceHeader) -> tuple[NotWatched, ...]:
-    """Return that of no runner it is seen what the model hands to its pool."""
-    reason = "what the model hands to the pool is not read"
-    runners = [runner for index, runner in enumerate(header.runners) if header.streams(index)]
-    return tuple(NotWatched(what="submitted", name=runner.name, reason=reason) for runner in runners)
-
-
 def what_is_derived(header: TraceHeader, model_runners: list[Any], inside: InsideModels | None) -> TraceHeader:
-    """Return a header that says which columns of draft steps in CUDA graphs are worked out instead of observed.
-
-    `inside` is None if nothing is captured inside a model.
-    """
+    """Return a header that says which columns of draft steps in CUDA graphs are derived; `inside` None: no graph is read."""
     runners, not_watched = list(header.runners), list(header.not_watched)
     for index, model_runner in enumerate(model_runners):
-        graphs = on_gpu(model_runner.req_to_token_pool.req_to_token) and not getattr(
-            model_runner.server_args, "disable_cuda_graph", False
-        )
+        eager = getattr(model_runner.server_args, "disable_cuda_graph", False)
+        graphs = on_gpu(model_runner.req_to_token_pool.req_to_token) and not eager
         seen = inside is not None and not inside.off and inside.drafts_in_graphs(model_runner)
         if model_runner.is_draft_worker and graphs and not seen:
             runners[index] = dataclasses.replace(runners[index], derived=DERIVED_OF_DRAFTS)

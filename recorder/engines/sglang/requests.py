@@ -1,6 +1,10 @@
-"""SGLang's requests: ids, rows, the tokens that the scheduler believes them to have, and which requests a batch has.
+"""SGLang's requests: ids, rows, the tokens that the scheduler believes them to have, which a batch has, and its results.
 
 The engine's thread keeps references alone; what they hold is read by the recorder's own thread, if there is one.
+
+A stage of a pipeline runs a micro-batch, and later takes over a result that is made anew from what the last stage sent. It
+takes it over for the very batch that it ran, and before that batch runs again; or, if the batch is speculative, for the
+copy that newer versions make of it as it was launched.
 """
 
 from array import array
@@ -8,12 +12,16 @@ from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Final
+from weakref import ref
 
 import numpy as np
 
 from ....kernels.arrays import Int64Array
 from ....kernels.constants import UNKNOWN_TOKEN
+from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import TruthTokens
+from ...capture.recorder import Recorder
+from ..common.hooking import Around, around
 from ..common.requests import TokenList, request_id_of, truth_tokens
 
 
@@ -31,18 +39,13 @@ def row_of(req: Any) -> int:
     return -1 if row is None else int(row)
 
 
-def has_placeholders(req: Any) -> tuple[bool, bool]:
-    """Say whether prompt and output of a request are placeholders: of embeddings, and of a beam search's tokens."""
-    return getattr(req, "input_embeds", None) is not None, getattr(req, "beam_group", None) is not None
-
-
 class TokenLists:
     """A request's prompt and output, the very lists that the scheduler had when it was looked at: it only appends.
 
     `placeholders` says which of the two hold none but placeholders, whose tokens are unknown.
     """
 
-    def __init__(self, prompt: Any, output: Any, placeholders: tuple[bool, bool] = (False, False)) -> None:
+    def __init__(self, prompt: Any, output: Any, placeholders: tuple[bool, ...] = (False, False)) -> None:
         self.prompt = prompt
         self.output = output
         self.placeholders = placeholders
@@ -64,7 +67,8 @@ class SglangRequest:
     def __init__(self, req: Any, request_id: int) -> None:
         self.req = req
         self.request_id = request_id
-        self.placeholders = has_placeholders(req)
+        # Of embeddings, and of a beam search's tokens.
+        self.placeholders = tuple(getattr(req, name, None) is not None for name in ("input_embeds", "beam_group"))
         self._tokens = TokenList()
         self._lists: TokenLists | None = None
 
@@ -89,8 +93,7 @@ MAX_KNOWN: Final = 8192  # requests, more than an engine runs at once
 class SglangRequests:
     """The engine's requests by name; `version` grows with each one that comes or goes.
 
-    Nothing is called for a request that is aborted while it waits for another row: if those without a row have become
-    many, they are forgotten. One that does get a row is recorded once more.
+    Nothing is called for a request that is aborted while it waits for another row: many without one are forgotten.
     """
 
     def __init__(self, *, exact_ids: bool) -> None:
@@ -167,11 +170,7 @@ class KnownBatch:
         self.lens = b""
 
     def output_lens(self, moment: int) -> bytes:
-        """Return how many tokens each request has sampled by a moment, in which none is added, as int64.
-
-        It is asked for thrice in a step, of which two are one moment. No loop of Python's own: this is the engine's
-        thread.
-        """
+        """Return how many tokens each request has sampled by a moment, as int64; no loop of Python's on the engine's thread."""
         if moment != self.moment:
             self.moment = moment
             self.lens = b"" if self.outputs is None else array("q", map(len, self.outputs)).tobytes()
@@ -200,11 +199,8 @@ class KnownBatch:
 
     def stale(self) -> bool:
         """Say whether the scheduler keeps tokens in other lists than it did."""
-        if self.outputs is None:
-            return False
-        prompts, outputs = map(_PROMPT, self.requests), map(_OUTPUT, self.requests)
-        kept = zip(prompts, self._prompts, outputs, self.outputs, strict=True)
-        return any(prompt is not had or output is not grew for prompt, had, output, grew in kept)
+        kept = zip(self.requests, self._prompts, self.outputs or (), strict=True)
+        return any(_PROMPT(one) is not prompt or _OUTPUT(one) is not output for one, prompt, output in kept)
 
     def sampled(self, before: bytes, after: bytes) -> tuple[Int64Array, Int64Array]:
         """Return what each request has got from length `before` to `after`, one after another, and how many each."""
@@ -234,3 +230,95 @@ class BatchLookup:
         """Look again where the scheduler keeps tokens in other lists than before; any thread may ask."""
         if self.last.stale():
             self._known_requests.version += 1
+
+
+# Forwards whose samples may still be outstanding: overlap scheduling is one behind, pipelines a few.
+MAX_OUTSTANDING: Final = 64
+# Micro-batches whose results may still be outstanding; a pipeline has a few.
+MAX_LAUNCHED: Final = 64
+
+RunForward = tuple[int, KnownBatch]  # a forward's number and its requests
+
+
+class StepResults:
+    """Records the tokens that the scheduler takes over from each step's result."""
+
+    def __init__(self, recorder: Recorder | DeviceRecorder, batches: BatchLookup) -> None:
+        self._recorder = recorder
+        self._batches = batches
+        device = recorder if isinstance(recorder, DeviceRecorder) else None
+        # Bound once: each step would make them anew otherwise, and leave them to the collector of garbage.
+        self._later: Any = None if device is None else device.later
+        self._record_sampled: Any = None if device is None else device.record_sampled
+        self._read_sampled = self._sampled
+        self.last_target: RunForward | None = None
+        # The result that is being taken over: its forward's number and requests, and how many tokens each had.
+        self._taken: tuple[int, KnownBatch, bytes] | None = None
+        # By id of the result, oldest first. The weak reference tells a result from a later one at the same address, and
+        # keeps no tensor alive.
+        self.by_result: dict[int, tuple[ref[Any], RunForward]] = {}
+        self.moment = 0  # between two, the scheduler appends no token to any request's
+        # Micro-batches without a result yet, by id of the batch, which is held, so that ids stay its own.
+        self._launched: dict[int, tuple[Any, RunForward | None]] = {}
+
+    def ran(self, result: Any, _: BaseException | None) -> None:
+        """Note which forward a scheduler step's result belongs to."""
+        last, self.last_target = self.last_target, None
+        if last is None or result is None:
+            return
+        results = self.by_result
+        results[id(result)] = (ref(result), last)
+        if len(results) > MAX_OUTSTANDING:
+            del results[next(iter(results))]
+
+    def takes(self, result: Any) -> bool:
+        """Note how many tokens each request has before the scheduler takes over a result; return whether it is one of ours."""
+        ran = self.by_result.pop(id(result), None)
+        moment = self.moment
+        self.moment = moment + 1
+        if ran is None or ran[0]() is not result:
+            self._taken = None
+            return False
+        forward, known = ran[1]
+        self._taken = (forward, known, known.lens if known.moment == moment else known.output_lens(moment))
+        return True
+
+    def took(self, _: Any, error: BaseException | None) -> None:
+        """Record which tokens the scheduler took over from a result."""
+        if self._taken is None or error is not None:
+            return
+        forward, known, before = self._taken
+        after = known.output_lens(self.moment)
+        if after == before:
+            return
+        if self._later is not None:
+            self._later(self._record_sampled, forward, self._read_sampled, known, before, after)
+            return
+        tokens, lens = self._sampled(known, before, after)
+        self._recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
+
+    def _sampled(self, known: KnownBatch, before: bytes, after: bytes) -> tuple[Int64Array, Int64Array]:
+        self._batches.refresh()
+        return known.sampled(before, after)
+
+    @around
+    def on_launch(
+        self, mb_id: Any, batch: Any, _proxy: Any = None, mb_metadata: Any = None, *_args: Any, **_kwargs: Any
+    ) -> Around:
+        """Note which forward a micro-batch of a pipeline's stage ran."""
+        returned = yield
+        ran = self.by_result.pop(id(returned[0]), None)
+        if ran is None or ran[0]() is not returned[0]:
+            return
+        copied = None if mb_metadata is None else getattr(mb_metadata[mb_id], "fwd_batch", None)
+        key = batch if copied is None else copied
+        again = id(key) in self._launched  # without a result in between: whose the next one is, nobody knows
+        self._launched[id(key)] = (key, None if again else ran[1])
+        if len(self._launched) > MAX_LAUNCHED:
+            del self._launched[next(iter(self._launched))]
+
+    def on_process(self, batch: Any, result: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Note that a result is the one of the forward that this batch of a pipeline's stage ran."""
+        _, ran = self._launched.pop(id(batch), (None, None))
+        if ran is not None and result is not None:
+            self.by_result[id(result)] = (ref(result), ran)

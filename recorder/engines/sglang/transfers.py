@@ -1,4 +1,6 @@
-"""KV that goes from a prefill engine to a decode engine: recorded on both sides under the request's bootstrap room.
+"""KV that goes elsewhere and comes back: from a prefill engine to a decode engine, and to the host.
+
+Between engines it is recorded on both sides under the request's bootstrap room.
 
 SGLang sends a prompt in chunks while it is computed. It is recorded as one transfer, which begins when the last chunk goes
 out and ends when the sender says so. On the other side it begins when the sender knows where to write, and ends
@@ -6,6 +8,12 @@ when the scheduler takes the request over. Of a sliding-window pool only the win
 
 A health check's or warm-up's prompt is sent to nobody, and the decode engine takes over what its slots held before: that
 is a receive without a room, which leaves the slots unjudged.
+
+HiCache's KV, which goes to a pool on the host and comes back, is recorded as copies between the two tiers, where they were
+asked for: the write runs behind all that was launched before it, the load before the forward that reads what it brings.
+Only the plain case is recorded slot by slot: one pool, no draft model, no storage behind the host's pool, which fills the
+host's slots past the controller (`layout.host_slots`). In any other the trace says at each load-back that everything
+before it is unknown.
 """
 
 from collections.abc import Callable
@@ -15,10 +23,10 @@ import numpy as np
 
 from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
-from ...capture.host_arrays import read_runs
+from ...capture.host_arrays import own_int64, read_runs
 from ...capture.recorder import Recorder
 from ...trace.event import INT64_MAX
-from ...trace.schema import RECEIVE, SEND
+from ...trace.schema import RECEIVE, SEND, TIER_HOST, TIER_POOL
 from ..common.hooking import Around, OnFault, around, wrap_method
 from .history import GroupHistory
 from .layout import SglangLayout, own_slots
@@ -145,7 +153,11 @@ class SglangTransfers:
                     parts.append((-1, start - 1, before[before > 0]))
                 for in_room, position, which in parts:
                     if which.size and direction == RECEIVE and status == "start":
-                        self._given_out(number, which, row, known)
+                        # No forward writes them, so nothing has recorded yet whose they are.
+                        mine = np.array([row]), np.array([known.request_id]), np.array([which.size])
+                        for history in self._histories:
+                            if number in history.groups:
+                                history.written(which, *mine)
                     if which.size or in_room == room:
                         self._recorder.transfer(
                             status,
@@ -164,18 +176,9 @@ class SglangTransfers:
         where = (np.array([row]), np.array([start]), np.array([max(0, count)]))
         return own_slots(self._layout, number, read_runs(self._layout.tables[table], *where))
 
-    def _given_out(self, number: int, slots: Int64Array, row: int, known: SglangRequest) -> None:
-        """Record whose slots these are: no forward writes them, so nothing has recorded it yet."""
-        for history in self._histories:
-            if number in history.groups:
-                history.written(slots, np.array([row]), np.array([known.request_id]), np.array([slots.size]))
-
 
 def room_of(req: Any) -> int:
-    """Return a request's bootstrap room, -1 for none; of one that no trace can hold, which both sides get alike, 63 bits.
-
-    Whoever sends a request may choose it.
-    """
+    """Return a request's bootstrap room, -1 for none; whoever sends a request may choose it: 63 bits, alike on both sides."""
     room = getattr(req, "bootstrap_room", None)
     return -1 if room is None else int(room) & INT64_MAX
 
@@ -183,3 +186,76 @@ def room_of(req: Any) -> int:
 def to_nobody(connection: Any) -> bool:
     """Say whether a sender or receiver is the one that SGLang takes where nothing is sent: for health checks."""
     return type(connection).__name__.startswith("FakeKV")
+
+
+class HostCache:
+    """Records what one controller copies, of the only group that there is."""
+
+    def __init__(self, controller: Any, recorder: Recorder | DeviceRecorder, histories: list[GroupHistory]) -> None:
+        self.controller = controller
+        self._recorder = recorder
+        self._histories = histories
+
+    @around
+    def on_write(self, device_indices: Any, *_args: Any, **_kwargs: Any) -> Around:
+        """Record slots that go to the host; the controller returns which of the host's they went to, None for none."""
+        host_indices = yield
+        if host_indices is not None:
+            self._record(device_indices, host_indices, to_host=True)
+
+    @around
+    def on_load(self, host_indices: Any, *_args: Any, **_kwargs: Any) -> Around:
+        """Record slots that come back; the controller returns which of the device's they come to, None for none."""
+        device_indices = yield
+        if device_indices is None:
+            return
+        if getattr(self.controller, "enable_storage", False):  # attached since the recording began
+            self._recorder.lost("KV was loaded back from the host cache, which is filled from a storage")
+            return
+        for history in self._histories:
+            history.filled(own_int64(device_indices))
+        self._record(device_indices, host_indices, to_host=False)
+
+    def on_load_back(self, *_args: Any, **_kwargs: Any) -> None:
+        """Record that slots may have got content from a host cache; which ones is unknown."""
+        self._recorder.lost("KV was loaded back from the host cache, which is not recorded")
+
+    def _record(self, pool: Any, host: Any, *, to_host: bool) -> None:
+        src_tier, dst_tier = (TIER_POOL, TIER_HOST) if to_host else (TIER_HOST, TIER_POOL)
+        note = "offload" if to_host else "load-back"
+        copy: dict[str, Any] = {"group": 0, "src_tier": src_tier, "dst_tier": dst_tier, "note": note}
+        on_device = isinstance(self._recorder, DeviceRecorder)
+        sides = [_to_host(side) if on_device else (side, None) for side in (pool, host)]
+
+        def copies() -> tuple[Int64Array, Int64Array, Int64Array]:
+            for _, there in sides:
+                if there is not None:
+                    there.synchronize()
+            first, second = (own_int64(side) for side, _ in (sides if to_host else reversed(sides)))
+            return copy_runs(first, second)
+
+        if isinstance(self._recorder, DeviceRecorder):
+            self._recorder.kv_copy_later(copies, filled=None if to_host else pool, **copy)
+        else:
+            src, dst, count = copies()
+            self._recorder.kv_copy(src=src, dst=dst, count=count, **copy)
+
+
+def copy_runs(src: Int64Array, dst: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return pairs of slots `[n]`, `[n]` as runs in which both rise by one: first of each, first of each, lengths."""
+    ends = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    starts = np.concatenate([np.zeros(min(src.size, 1), np.int64), ends])
+    return src[starts], dst[starts], np.diff(np.append(starts, src.size))
+
+
+def _to_host(indices: Any) -> tuple[Any, Any]:
+    """Have indices copied to the host without waiting; return the copy, and an event after which it is there."""
+    if indices.device.type == "cpu":
+        return indices.clone(), None
+    import torch
+
+    copied = torch.empty(indices.shape, dtype=indices.dtype, pin_memory=True)
+    copied.copy_(indices, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+    return copied, there

@@ -87,10 +87,7 @@ def attention_input(
 def _with_predecessors(
     layout: TransformersGroup, io: Any, slots: Int64Array, first: Int64Array, counts: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Put the slot of the position before each window in front of it: the next link of the chain.
-
-    The engine does not read it, but it is still in the ring, where this step's first token goes.
-    """
+    """Put the slot before each window in front of it: not read, but still in the ring, where this step's first token goes."""
     sliding = np.flatnonzero(first > 0)
     before = [layout.ring_slot(io.requests_in_batch[r].state.request_id, int(first[r]) - 1) for r in sliding]
     offsets = (np.cumsum(counts) - counts)[sliding]
@@ -101,10 +98,7 @@ def _with_predecessors(
 
 
 def _allocator_rows(indices_of: Any, io: Any, prefix: Int64Array, extend: Int64Array) -> Int64Array:
-    """Return the physical rows of a step on the decode fast path, whose kernel walks the block table itself.
-
-    That path needs a GPU with flash attention; untested.
-    """
+    """Return the physical rows of a step on the decode fast path, which needs a GPU with flash attention; untested."""
     rows: list[int] = []
     for future, past, query in zip(io.requests_in_batch, prefix, extend, strict=True):
         rows.extend(indices_of(future.state.request_id, int(past), int(query)))

@@ -38,7 +38,7 @@ class VllmAttachment(EngineAttachment):
         return [recording.recorder for recording in self.recordings.values() if recording is not None]
 
     def _live(self, hook: str, runner: Any) -> VllmRecording | None:
-        """Return a runner's recording, if the hook has not failed, and in the forward's hooks if a step is under way."""
+        """Return a runner's recording unless the hook has failed; for the forward's hooks, only while a step is under way."""
         recording = None if hook in self.off or runner is None else self.recordings.get(runner)
         of_forward = hook in ("on_forward", "on_prepared")
         return None if recording is None or (of_forward and recording.output is None) else recording

@@ -51,11 +51,6 @@ def why_no_history(scheduler: Any, groups: Sequence[VllmGroup]) -> str:
     return ""
 
 
-def caches_prefixes(scheduler: Any) -> bool:
-    """Say whether a scheduler keeps a prefix cache."""
-    return bool(getattr(scheduler.kv_cache_manager.coordinator.block_pool, "enable_caching", False))
-
-
 class CachedBlock(NamedTuple):
     """A block of the prefix cache: its group's index, its first position, and the cached block before it, if any.
 

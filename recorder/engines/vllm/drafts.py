@@ -15,9 +15,8 @@ from ...capture.forward_input import ForwardInput, TableRead
 from ...capture.host_arrays import own_int64, ragged_index
 from ...capture.recorder import Recorder
 from ..common.hooking import OnFault, wrap_method
-from .attention import forward_context
 from .layout import DRAFT_RUNNER, VllmLayout
-from .step import VllmRequest
+from .step import VllmRequest, forward_context
 
 
 class DraftWrites:

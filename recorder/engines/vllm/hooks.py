@@ -80,7 +80,7 @@ def hook_module(module: ModuleType, attachment: Any) -> None:
             if callable(getattr(owner, name, None)):
                 found.append((owner, name, f"on_{target.hook}"))
                 continue
-            note = f"{target.missed}: {target.without}"
+            note = f"not hooked: {target.paths[0].replace(':', '.')}: {target.without}"
             logger.warning("kvcanary: %s", note)
             attachment.notes.append(note)
             lacking |= target.essential

@@ -60,7 +60,13 @@ class KvCapture:
     def attach(self, on_fault: OnFault) -> None:
         """Hook the updates of the caches whose bytes are taken as they are submitted."""
         for impl, mirrors in self._of_impl.values():
-            wrap_method(impl, "do_kv_cache_update", _on_update(mirrors), on_fault)
+
+            def on_kv_update(_: Any, key: Any, value: Any, __: Any, slot_mapping: Any, *, mine: Any = mirrors) -> None:
+                slots = slot_mapping.detach().numpy().reshape(-1)
+                for mirror in mine:
+                    mirror.take(key if mirror.half == "K" else value, slots)
+
+            wrap_method(impl, "do_kv_cache_update", on_kv_update, on_fault)
 
     def copied(self, group: Any, src: Int64Array, dst: Int64Array) -> None:
         """Do to the copies of the pool what the engine does to the pool: `src` and `dst` `[n]` slots of a group."""
@@ -120,15 +126,6 @@ class KvCapture:
         self._of_group.setdefault(group.index, []).append(mirror)
         self._of_impl.setdefault(id(layer.impl), (layer.impl, []))[1].append(mirror)
         return KvSource(tensor=mirror.content, page_size=1, bytes_per_token=capture, read_bytes=capture)
-
-
-def _on_update(mirrors: list[_Mirror]) -> Any:
-    def on_kv_update(_layer: Any, key: Any, value: Any, _kv_cache: Any, slot_mapping: Any) -> None:
-        slots = slot_mapping.detach().numpy().reshape(-1)
-        for mirror in mirrors:
-            mirror.take(key if mirror.half == "K" else value, slots)
-
-    return on_kv_update
 
 
 def head_views(kv: Any, spec: Any, num_slots: int) -> dict[str, Any]:

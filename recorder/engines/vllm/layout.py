@@ -93,17 +93,15 @@ class VllmLayout:
         spec = group.kv_cache_spec
         members = getattr(spec, "kv_cache_specs", None)  # layers of one type that differ in size share a group
         first = next(iter(members.values())) if members else spec
-        why = ""
         kind = kind_of(first)
         window = int(first.sliding_window) - 1 if kind == SWA else 0
-        if not kind:
-            why = f"its KV is a {type(first).__name__}, which is not known to give each token one slot"
-        elif getattr(first, "tokens_per_state", 1) != 1:
-            why = "its states stand for several tokens each"
-        elif kind == SWA and window < 1:
-            why = "a sliding window of 1 reads nothing from the cache"
-        elif getattr(group, "host_resident", False):
-            why = "it lies in the host's memory"
+        reasons = {
+            f"its KV is a {type(first).__name__}, which is not known to give each token one slot": not kind,
+            "its states stand for several tokens each": getattr(first, "tokens_per_state", 1) != 1,
+            "a sliding window of 1 reads nothing from the cache": kind == SWA and window < 1,
+            "it lies in the host's memory": getattr(group, "host_resident", False),
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), "")
         if why:
             name = f"KV-cache group {gid} ({', '.join(group.layer_names[:1])})"
             self.notes.append(f"{name} is not recorded: {why}")

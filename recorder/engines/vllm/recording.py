@@ -14,13 +14,22 @@ from ...trace.header import NotWatched
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, OnFault, around, while_true, wrap_method
-from .attention import AttentionReader, chosen_attention, same_attention
-from .blocks import BlockHistory, caches_prefixes, why_no_history
+from .blocks import BlockHistory, why_no_history
 from .drafts import DraftWrites
 from .external import ExternalLoads, connector_of
 from .external import not_watched as connector_not_watched
 from .layout import VllmLayout, describe_engine
-from .step import Step, StepForward, VllmRequest, VllmRequests, forwards_of, prompt_of
+from .step import (
+    AttentionReader,
+    Step,
+    StepForward,
+    VllmRequest,
+    VllmRequests,
+    chosen_attention,
+    forwards_of,
+    prompt_of,
+    same_attention,
+)
 
 logger = logging.getLogger("kvcanary")
 
@@ -43,7 +52,8 @@ class VllmRecording:
         no_history = _why_no_history(layout, scheduler, settings)
         if no_history:
             notes = (*notes, f"allocations and frees of slots are not recorded: {no_history}")
-        sweep_every = settings.sweep_every if not no_history and caches_prefixes(scheduler) else 0
+        pool = None if no_history else scheduler.kv_cache_manager.coordinator.block_pool
+        sweep_every = settings.sweep_every if getattr(pool, "enable_caching", False) else 0
         header = describe_engine(runner, layout, notes, history=not no_history, sweep_every=sweep_every)
         settings.folder.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = {"kv_sources": layout.kv.sources, "kv_watch_every": settings.kv_watch_every}
@@ -69,10 +79,7 @@ class VllmRecording:
         logger.info("%s", settings.start_up_line(recorder.path, recorder.header))
 
     def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:
-        """Hook what belongs to this engine alone: its attention layers' updates and its scheduler's blocks.
-
-        `on_history_fault` is called when a hook of the slot history failed, after which none of them does anything.
-        """
+        """Hook this engine's own parts; `on_history_fault` is called when the slot history failed, which is over then."""
 
         def history_fault(hook: str, error: Exception) -> None:
             self.history = None
@@ -121,14 +128,13 @@ class VllmRecording:
         known.begin(tokens or prompt)
 
     def _record_copies(self, copies: Any) -> None:
-        """Record blocks that the step copies before its forward: a prefix hit that ends inside a block gets its own.
-
-        Which group's they are is not said; to the others, which do not hold them, it makes no difference.
-        """
+        """Record blocks that the step copies before its forward: a prefix hit that ends inside a block gets its own."""
         if not copies:
             return
         blocks = np.array([(copy.src_block_id, copy.dst_block_id) for copy in copies], np.int64)
-        for group in self.layout.groups:
+        for (
+            group
+        ) in self.layout.groups:  # whose they are is not said; to those that do not hold them it is all the same
             src, dst = blocks[:, 0] * group.block_size, blocks[:, 1] * group.block_size
             count = np.full(src.size, group.block_size, np.int64)
             self.recorder.kv_copy(group=group.index, src=src, dst=dst, count=count, note="copy on write")

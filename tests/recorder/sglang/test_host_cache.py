@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcanary.recorder.engines.sglang import host_cache as sglang_host_cache
 from kvcanary.recorder.engines.sglang import layout as sglang_layout
-from kvcanary.recorder.engines.sglang.host_cache import copy_runs
+from kvcanary.recorder.engines.sglang import transfers as sglang_transfers
+from kvcanary.recorder.engines.sglang.transfers import copy_runs
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.replayer.report.summary import Summary
@@ -155,7 +155,7 @@ def test_copies_that_cannot_be_told_make_every_load_back_unknown(
     def fails(*_: object) -> None:
         raise RuntimeError("as a newer version might")
 
-    monkeypatch.setattr(sglang_host_cache, "copy_runs", fails)
+    monkeypatch.setattr(sglang_transfers, "copy_runs", fails)
     trace = served(monkeypatch, tmp_path)
     notes = [e.scalar("note") for e in read_trace(trace) if e.kind == "loss"]
     assert notes[0].startswith("SGLang adapter, on_host_cache is no longer recorded: RuntimeError")

@@ -488,7 +488,7 @@ def walk(told: Told, monkeypatch: pytest.MonkeyPatch, *, every: int, online: int
         slots = [21] if unlocked_only else [20, 21]
         return SimpleNamespace(slot_indices=slots, positions=[0, 1], prev_slot_indices=[-1, 20])
 
-    monkeypatch.setattr(RadixCacheWalk, "_walker", lambda self: found)
+    monkeypatch.setattr(RadixCacheWalk, "walker", lambda self: found)
     return target, RadixCacheWalk(target, "tree", layout, every, told)  # type: ignore[arg-type]
 
 

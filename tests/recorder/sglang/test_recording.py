@@ -10,7 +10,7 @@ from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.sglang import recording as sglang_recording
 from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.engines.sglang.recording import SglangRecording
-from kvcanary.recorder.engines.sglang.results import StepResults
+from kvcanary.recorder.engines.sglang.requests import StepResults
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
