@@ -23,7 +23,9 @@ from typing import Any
 
 from kvcanary.recorder.engines.simulated.config import Counters, EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.recorder.engines.simulated.memory import Sweeper
 from kvcanary.recorder.engines.simulated.requests import RequestSpec
+from kvcanary.recorder.engines.simulated.runner import ForwardRunner, Model
 from kvcanary.recorder.engines.simulated.workloads import FileWorkload, RandomWorkload
 
 TARGET_TOKENS_PER_SECOND = 20_000
@@ -76,8 +78,8 @@ class UnrecordedEngine(SimulatedEngine):
         self.recorder.close()
         nobody: Any = Unrecorded()
         self.recorder = self.history.recorder = nobody
-        self.runner, self.sweeper = self.make_runner(), self.make_sweeper()
-        self.eagle = self.make_eagle() if self.config.eagle else None
+        self.runner = ForwardRunner(nobody, self.memory, Model(self.config, self.memory), self.counters)
+        self.sweeper = Sweeper(nobody, self.memory)
 
 
 def main() -> int:

@@ -8,17 +8,10 @@ from typing import Any, Final
 from .faults import FAULTS
 from .results import CLEAN, Row, build_id
 
-HEADINGS: Final = (
-    "fault",
-    "runs",
-    "injected",
-    "effect",
-    "detected",
-    "in time",
-    "max delay",
-    "false pos.",
+HEADINGS: Final = [
+    *("fault", "runs", "injected", "effect", "detected", "in time", "max delay", "false pos."),
     "first seen by",
-)
+]
 _MOST_NAMES: Final = 4
 
 _HEAD: Final = """# The fault matrix
@@ -42,11 +35,7 @@ minutes; how to read it, and what each fault does, is in [fault-lab.md](fault-la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One fault's rows, counted.
-
-    `in_time` are effects that were detected no later than in the first forward that reads the damage; `by` counts first
-    detections by what made them; `failures` says, in words, what contradicts the claim.
-    """
+    """One fault's rows, counted."""
 
     fault: str
     benign: bool
@@ -57,11 +46,11 @@ class Claim:
     injected: int
     effects: int
     detected: int
-    in_time: int
+    in_time: int  # effects that were detected no later than in the first forward that reads the damage
     max_delay: int | None
-    by: dict[str, int]
+    by: dict[str, int]  # first detections by what made them
     false_positives: int
-    failures: tuple[str, ...]
+    failures: tuple[str, ...]  # what contradicts the claim, in words
 
     @property
     def holds(self) -> bool:
@@ -111,21 +100,21 @@ def _claim(name: str, rows: list[Row]) -> Claim:
 
 
 def _failures(row: Row) -> list[str]:
-    at = f"{row.fault} on {row.config}, seed {row.seed}"
-    if row.error:
-        return [f"{at}: the lab failed: {row.error}"]
+    wrong = f"wrong {row.effect} in forward {row.effect_forward}"
     found = []
-    if row.false_positive:
-        found.append(f"{at}: reported without reason: {row.false_positive}")
-    if row.effect and (row.fault == CLEAN or FAULTS[row.fault].benign):
-        found.append(f"{at}: forward {row.effect_forward} had wrong {row.effect}, though nothing was broken")
-    elif row.effect and not row.detected:
-        found.append(f"{at}: wrong {row.effect} in forward {row.effect_forward}, not detected")
+    if row.error:
+        found.append(f"the lab failed: {row.error}")
+    elif row.false_positive:
+        found.append(f"reported without reason: {row.false_positive}")
+    if row.error or not row.effect:
+        pass
+    elif row.fault == CLEAN or FAULTS[row.fault].benign:
+        found.append(f"forward {row.effect_forward} had wrong {row.effect}, though nothing was broken")
+    elif not row.detected:
+        found.append(f"{wrong}, not detected")
     elif row.delay is not None and row.delay > 0:
-        found.append(
-            f"{at}: wrong {row.effect} in forward {row.effect_forward}, detected in {row.first_detection_forward}"
-        )
-    return found
+        found.append(f"{wrong}, detected in {row.first_detection_forward}")
+    return [f"{row.fault} on {row.config}, seed {row.seed}: {text}" for text in found]
 
 
 def cells(claim: Claim) -> list[str]:
@@ -133,14 +122,13 @@ def cells(claim: Claim) -> list[str]:
     by = [f"{name} {count}" for name, count in claim.by.items()]
     if len(by) > _MOST_NAMES:
         by = [*by[:_MOST_NAMES], f"and {len(by) - _MOST_NAMES} more"]
-    nothing = claim.benign
     return [
         claim.fault,
         f"{claim.runs:,}",
         "" if claim.fault == CLEAN else f"{claim.injected:,}",
         f"{claim.effects:,}",
-        "" if nothing else f"{claim.detected:,}",
-        "" if nothing else f"{claim.in_time:,}",
+        "" if claim.benign else f"{claim.detected:,}",
+        "" if claim.benign else f"{claim.in_time:,}",
         "" if claim.max_delay is None else f"{claim.max_delay:,}",
         f"{claim.false_positives:,}",
         ", ".join(by),
@@ -151,13 +139,9 @@ def matrix_markdown(claims: list[Claim], *, command: str, seeds: int, clean_seed
     """Return the page; `command` is what makes it."""
     date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     text = _HEAD.format(command=command, date=date, build=build_id(), seeds=seeds, clean_seeds=clean_seeds)
-    text += _line(HEADINGS) + _line(["---", *["---:"] * (len(HEADINGS) - 2), "---"])
-    text += "".join(_line(cells(claim)) for claim in claims)
+    table = [HEADINGS, ["---", *["---:"] * (len(HEADINGS) - 2), "---"], *map(cells, claims)]
+    text += "".join(f"| {' | '.join(values)} |\n" for values in table)
     failures = [failure for claim in claims for failure in claim.failures]
     if failures:
         text += "\n## What contradicts the claims\n\n" + "".join(f"- {failure}\n" for failure in failures)
     return text
-
-
-def _line(values: "list[str] | tuple[str, ...]") -> str:
-    return "| " + " | ".join(values) + " |\n"

@@ -54,10 +54,15 @@ class Configuration:
 
     def requests(self, seed: int) -> Iterator[RequestSpec]:
         """Yield the requests of a seed."""
-        for spec in RandomWorkload(seed=seed, **{**_WORKLOAD, **self.workload}):
-            for _ in range(self.repeat):
-                yield spec
+        common = _WORKLOAD if self.pair is None else _WORKLOAD | _PAIR_WORKLOAD
+        for spec in RandomWorkload(seed=seed, **{**common, **self.workload}):
+            yield from [spec] * self.repeat
 
+
+_SWA: Final[dict[str, Any]] = {"shape": "swa", "window": 16, "swa_num_pages": 70}
+_TWINS: Final[dict[str, Any]] = {"sampler": "content", "num_pages": 300, "chunk_tokens": 96}
+_TWIN_WORKLOAD: Final[dict[str, Any]] = {"requests": 12, "prompt_tokens": 30, "sharing": 0.8}
+_SWEPT: Final[dict[str, Any]] = {"sweep_interval": 5, "num_pages": 200}
 
 _CONFIGURATIONS: Final = (
     Configuration(name="mha", summary="K and V, pages of 4, prefix cache with evictions, chunked prefill"),
@@ -82,9 +87,7 @@ _CONFIGURATIONS: Final = (
         workload={"priorities": 2, "arrival_rate": 1000.0, "output_tokens": 24, "requests": 20},
     ),
     Configuration(
-        name="forks",
-        summary="requests that want several answers",
-        workload={"fork_rate": 0.4, "requests": 16},
+        name="forks", summary="requests that want several answers", workload={"fork_rate": 0.4, "requests": 16}
     ),
     Configuration(
         name="host",
@@ -95,62 +98,50 @@ _CONFIGURATIONS: Final = (
     Configuration(
         name="twins",
         summary="each prompt twice at once, equal answers: pages are de-duplicated",
-        engine={"sampler": "content", "num_pages": 300, "chunk_tokens": 96},
-        workload={"requests": 12, "prompt_tokens": 30, "sharing": 0.8},
+        engine=_TWINS,
+        workload=_TWIN_WORKLOAD,
         repeat=2,
     ),
     Configuration(
         name="twins_swa",
         summary="the same over sliding-window layers",
-        engine={"sampler": "content", "num_pages": 300, "chunk_tokens": 96, "shape": "swa", "window": 16},
-        workload={"requests": 12, "prompt_tokens": 30, "sharing": 0.8},
+        engine={**_TWINS, "shape": "swa", "window": 16},
+        workload=_TWIN_WORKLOAD,
         repeat=2,
     ),
-    Configuration(
-        name="swa",
-        summary="full and sliding-window layers",
-        engine={"shape": "swa", "window": 16, "swa_num_pages": 70},
-    ),
+    Configuration(name="swa", summary="full and sliding-window layers", engine=_SWA),
     Configuration(
         name="swa_page1",
         summary="full and sliding-window layers, pages of one token",
         engine={"shape": "swa", "window": 24, "page_size": 1, "num_pages": 520, "swa_num_pages": 260},
     ),
-    Configuration(
-        name="dsv4",
-        summary="sliding window only, K only, no KV bytes",
-        engine={"shape": "dsv4", "window": 16, "swa_num_pages": 70},
-    ),
+    Configuration(name="dsv4", summary="sliding window only, K only, no KV bytes", engine={**_SWA, "shape": "dsv4"}),
     Configuration(name="eagle", summary="speculative decoding, three guesses a round", engine={"eagle": True}),
     Configuration(
         name="eagle_swa",
         summary="speculative decoding over sliding-window layers",
-        engine={"eagle": True, "shape": "swa", "window": 16, "swa_num_pages": 80, "draft_tokens": 2},
+        engine={**_SWA, "eagle": True, "swa_num_pages": 80, "draft_tokens": 2},
     ),
-    Configuration(
-        name="sweeps",
-        summary="the prefix cache is swept every five forwards",
-        engine={"sweep_interval": 5, "num_pages": 200},
-    ),
+    Configuration(name="sweeps", summary="the prefix cache is swept every five forwards", engine=_SWEPT),
     Configuration(
         name="sweeps_swa",
         summary="the same over sliding-window layers",
-        engine={"sweep_interval": 5, "num_pages": 200, "shape": "swa", "window": 16, "swa_num_pages": 120},
+        engine={**_SWA, **_SWEPT, "swa_num_pages": 120},
     ),
     Configuration(
         name="sweeps_eagle",
         summary="the same with a draft model",
-        engine={"sweep_interval": 8, "num_pages": 200, "eagle": True},
+        engine={**_SWEPT, "sweep_interval": 8, "eagle": True},
     ),
     Configuration(
         name="submitted",
         summary="what the model hands to the pools is recorded beside what they hold",
-        engine={"submitted": True, "shape": "swa", "window": 16, "swa_num_pages": 70},
+        engine={**_SWA, "submitted": True},
     ),
     Configuration(
         name="told_reads",
         summary="sliding window only; what attention reads is recorded in place of req_to_token",
-        engine={"shape": "dsv4", "reads_given": True, "window": 16, "swa_num_pages": 70},
+        engine={**_SWA, "shape": "dsv4", "reads_given": True},
     ),
     Configuration(
         name="overlap", summary="a forward is launched before the one before it is heard of", engine={"overlap": True}
@@ -158,23 +149,11 @@ _CONFIGURATIONS: Final = (
     Configuration(
         name="overlap_swa",
         summary="the same over sliding-window layers",
-        engine={"overlap": True, "shape": "swa", "window": 16, "swa_num_pages": 70, "mixed": True},
+        engine={**_SWA, "overlap": True, "mixed": True},
     ),
-    Configuration(name="pd", summary="a prefill and a decode engine", workload=_PAIR_WORKLOAD, pair=_PAIR),
-    Configuration(
-        name="pd_swa",
-        summary="the same over sliding-window layers",
-        engine={"shape": "swa", "window": 16, "swa_num_pages": 70},
-        workload=_PAIR_WORKLOAD,
-        pair=_PAIR,
-    ),
-    Configuration(
-        name="pd_eagle",
-        summary="the same with a draft model",
-        engine={"eagle": True},
-        workload=_PAIR_WORKLOAD,
-        pair=_PAIR,
-    ),
+    Configuration(name="pd", summary="a prefill and a decode engine", pair=_PAIR),
+    Configuration(name="pd_swa", summary="the same over sliding-window layers", engine=_SWA, pair=_PAIR),
+    Configuration(name="pd_eagle", summary="the same with a draft model", engine={"eagle": True}, pair=_PAIR),
 )
 
 CONFIGURATIONS: Final = {configuration.name: configuration for configuration in _CONFIGURATIONS}

@@ -7,25 +7,31 @@ slot of the prefix that the forward reads, through block table and full-to-SWA t
 that it is fed; and before each sweep at every slot that is swept. The first one that differs is the fault's effect.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
+from ...kernels.arrays import Int64Array
 from ...recorder.engines.simulated.batch import Batch
+from ...recorder.engines.simulated.config import EngineConfig
 from ...recorder.engines.simulated.engine import SimulatedEngine
-from ...recorder.engines.simulated.pools import TARGET
+from ...recorder.engines.simulated.pools import TARGET, KvPool, WordArray
+from ...recorder.engines.simulated.radix import NO_PAGE, Node, RadixTree
 from ...recorder.engines.simulated.requests import NO_ROW, Request
-from .true_content import PoolTruth, TokenTruth, true_nodes
+from ...recorder.engines.simulated.runner import Sampler, token_words
 
+# Numeric noise may flip the bits below this one in each 8 bytes.
+_NOISE_BITS: Final = np.uint64(2)
 _Wrong = tuple[str, int, int, int]  # kind, position, slot, group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """The first thing that a forward, or a sweep, had wrong; -1 where a field does not apply.
+    """The first thing that a forward, or a sweep, had wrong; -1 if a field does not apply.
 
-    `forward` is the forward that reads it, in the trace of `side` ("prefill", "decode", or "" where there is one trace
+    `forward` is the forward that reads it, in the trace of `side` ("prefill", "decode", or "" if there is one trace
     only); for a sweep, or something that happens between forwards, the one that comes next. `tick` counts the forwards
     of both sides before it. `kind` is "prefix" (a prefix longer or shorter than what is cached), "position" or "input"
     (fed wrongly), "content" (a slot that holds another token's KV), "bytes" (KV bytes that are not those of the
@@ -42,11 +48,23 @@ class Effect:
     group: int
 
 
+def around(owner: object, name: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Put `call(original, *args, **kwargs)` in the place of a method of one object; it has `call`'s name if none is given."""
+
+    def put(call: Callable[..., Any]) -> Callable[..., Any]:
+        method = name or call.__name__
+        original = getattr(owner, method)
+        setattr(owner, method, lambda *args, **kwargs: call(original, *args, **kwargs))
+        return call
+
+    return put
+
+
+@dataclass(slots=True)
 class Clock:
     """Counts the forwards of all engines of a trial: `now` is how many have begun."""
 
-    def __init__(self) -> None:
-        self.now = 0
+    now: int = 0
 
 
 class Probe:
@@ -59,24 +77,24 @@ class Probe:
         self._clock = clock
         self._tokens = TokenTruth(engine.config)
         self._pools = [PoolTruth(pool, engine.config.width) for pool in engine.memory.pools]
-        run, sweep = engine.runner.run, engine.sweeper.sweep
 
-        def run_watched(batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        @around(engine.runner)
+        def run(original: Any, batch: Batch, *args: Any, **kwargs: Any) -> Any:
             if self.first is None:
                 self._look(batch)
             self.ticks.append(clock.now)
             clock.now += 1
-            return run(batch, *args, **kwargs)
+            return original(batch, *args, **kwargs)
 
-        def sweep_watched() -> None:
+        @around(engine.sweeper)
+        def sweep(original: Any) -> None:
             if self.first is None:
                 self._look_at_cache()
-            sweep()
+            original()
 
-        engine.runner.run = run_watched  # type: ignore[method-assign]  # of this one engine
-        engine.sweeper.sweep = sweep_watched  # type: ignore[method-assign]  # of this one engine
-
-    def note(self, kind: str, *, request: Request | None, position: int = -1, slot: int = -1, group: int = -1) -> None:
+    def note(
+        self, kind: str, position: int = -1, slot: int = -1, group: int = -1, *, request: Request | None = None
+    ) -> None:
         """Take an effect; the first one stays."""
         if self.first is None:
             self.first = Effect(
@@ -91,34 +109,30 @@ class Probe:
             )
 
     def _look(self, batch: Batch) -> None:
-        first = 0
         for index, request in enumerate(batch.requests):
-            wrong = self._fed(batch, index, first) or self._read(batch, index)
+            wrong = self._fed(batch, index) or self._read(batch, index)
             if wrong is not None:
-                kind, position, slot, group = wrong
-                self.note(kind, request=request, position=position, slot=slot, group=group)
+                self.note(*wrong, request=request)
                 return
-            first += int(batch.extend_lens[index])
 
-    def _fed(self, batch: Batch, index: int, first: int) -> _Wrong | None:
-        """Hold what a request is fed, its tokens from `first` on in the batch, against its own tokens."""
-        request = batch.requests[index]
+    def _fed(self, batch: Batch, index: int) -> _Wrong | None:
+        """Hold what a request is fed against its own tokens."""
+        request, first = batch.requests[index], int(batch.extend_lens[:index].sum())
         prefix, extend = int(batch.prefix_lens[index]), int(batch.extend_lens[index])
         # The draft decodes its own guesses behind what is cached; a request without a row is on its way out.
         if batch.runner == TARGET and request.row != NO_ROW and prefix != request.cached_len:
             return "prefix", prefix, -1, -1
         places = np.arange(prefix, prefix + extend)
-        wrong = np.flatnonzero(batch.positions[first : first + extend] != places)
-        if wrong.size:
-            return "position", int(places[wrong[0]]), -1, -1
         tokens = self._tokens.tokens(request)
         if batch.mode == "target_verify" or (batch.runner != TARGET and batch.mode == "decode"):
             tokens = tokens[: request.num_tokens]  # the rest is guessed
         at = places + (batch.runner != TARGET)
         inside = at < tokens.size
-        wrong = np.flatnonzero(inside & (tokens[np.where(inside, at, 0)] != batch.input_ids[first : first + extend]))
-        if wrong.size:
-            return "input", int(places[wrong[0]]), -1, -1
+        other_token = inside & (tokens[np.where(inside, at, 0)] != batch.input_ids[first : first + extend])
+        other_position = batch.positions[first : first + extend] != places
+        for kind, wrong in (("position", other_position), ("input", other_token)):
+            if wrong.any():
+                return kind, int(places[np.argmax(wrong)]), -1, -1
         return None
 
     def _read(self, batch: Batch, index: int) -> _Wrong | None:
@@ -127,35 +141,119 @@ class Probe:
         prefix = int(batch.prefix_lens[index])
         if batch.runner != TARGET and batch.mode == "decode":
             prefix = min(prefix, request.cached_len)  # what the draft wrote of its own guesses is nobody's truth
-        for pool in self._pools:
-            group = pool.pool.group
+        for truth in self._pools:
+            group = truth.pool.group
             if group.runner != batch.runner:
                 continue
             start = max(0, prefix - group.window) if group.window else 0
-            slots = memory.req_to_token[batch.rows[index], start:prefix].astype(np.int64)
             expected = self._tokens.content(request, batch.runner, prefix)[start:]
-            slots = slots[: expected.size]
-            if group.lut >= 0:
-                slots = memory.lut[slots]
-            wrong = pool.first_wrong(slots, expected)
+            slots = memory.row_slots(truth.pool, int(batch.rows[index]), start, start + expected.size)
+            wrong = truth.first_wrong(slots, expected)
             if wrong is not None:
                 kind, at = wrong
-                return kind, start + at, int(slots[at]), pool.pool.index
+                return kind, start + at, int(slots[at]), truth.pool.index
         return None
 
     def _look_at_cache(self) -> None:
         memory = self._engine.memory
-        for pool in self._pools:
-            for node, expected in true_nodes(memory.cache.tree, pool.pool.group.runner):
-                slots = node.page * memory.page_size + np.arange(memory.page_size, dtype=np.int64)
-                if pool.pool.group.lut >= 0:
-                    slots = memory.lut[slots]
-                    if not slots.any():
-                        continue
-                wrong = pool.first_wrong(slots, expected)
+        for truth in self._pools:
+            for node, expected in true_nodes(memory.cache.tree, truth.pool.group.runner):
+                slots = memory.pool_slots(truth.pool, memory.page_slots(np.array([node.page])))
+                if truth.pool.group.lut >= 0 and not slots.any():
+                    continue
+                wrong = truth.first_wrong(slots, expected)
                 if wrong is not None:
                     position = (node.depth - 1) * memory.page_size + wrong[1]
-                    self.note(
-                        "sweep", request=None, position=position, slot=int(slots[wrong[1]]), group=pool.pool.index
-                    )
+                    self.note("sweep", position, int(slots[wrong[1]]), truth.pool.index)
                     return
+
+
+class TokenTruth:
+    """Tokens and content words of requests.
+
+    If the sampler is a function of request and position, the tokens come from a sampler of its own, so that a token
+    that the engine mixed up is seen as wrong; otherwise they are what the scheduler holds.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._sampler = Sampler(config)
+        self._predictable = config.sampler != "content"
+        self._tokens: dict[int, Int64Array] = {}
+        self._content: dict[tuple[int, int], WordArray] = {}
+
+    def tokens(self, request: Request) -> Int64Array:
+        """Return a request's tokens, `[n] int64`: all that it will ever have, or if they cannot be known, so far."""
+        if not self._predictable:
+            return request.known_tokens.astype(np.int64)
+        tokens = self._tokens.get(request.request_id)
+        if tokens is None:
+            tokens = request.tokens[: request.max_tokens].astype(np.int64)
+            positions = np.arange(request.prompt_len, request.max_tokens, dtype=np.int64)
+            ids = np.full(positions.size, request.sampling_id, np.int64)
+            tokens[request.prompt_len :] = self._sampler.tokens(ids, positions, None)
+            self._tokens[request.request_id] = tokens
+        return tokens
+
+    def content(self, request: Request, runner: int, length: int) -> WordArray:
+        """Return the content of a request's first `length` positions in a runner's pools, `[length] uint64`, or less
+        if its tokens are not known as far.
+        """
+        content = self._content.get((request.request_id, runner))
+        if content is None:
+            content = _content(self.tokens(request), runner)
+            if self._predictable:
+                self._content[request.request_id, runner] = content
+        return content[:length]
+
+
+class PoolTruth:
+    """Holds slots of a pool against the content that they must have, and the bytes against the content."""
+
+    def __init__(self, pool: KvPool, width: int) -> None:
+        self.pool = pool
+        self._sane = KvPool(replace(pool.group, num_slots=width, page_size=1), index=pool.index)
+
+    def first_wrong(self, slots: Int64Array, expected: WordArray) -> tuple[str, int] | None:
+        """Return what is wrong with the first slot that is, and its place; `slots`, `expected` `[n]`."""
+        pool = self.pool
+        inside = (slots >= 0) & (slots < pool.content.size)
+        at = np.where(inside, slots, 0)
+        wrong = ~inside | (pool.content[at] != expected)
+        if wrong.any():
+            return "content", int(np.argmax(wrong))
+        if not slots.size or not pool.group.streams:
+            return None
+        self._sane.write(np.arange(slots.size, dtype=np.int64), expected, None)
+        for stream in range(len(pool.group.streams)):
+            mine = np.ascontiguousarray(pool.stream_bytes(stream)[at]).view(np.uint64)
+            sane = np.ascontiguousarray(self._sane.stream_bytes(stream)[: slots.size]).view(np.uint64)
+            wrong = ((mine ^ sane) >> _NOISE_BITS).any(axis=1)
+            if wrong.any():
+                return "bytes", int(np.argmax(wrong))
+        return None
+
+
+def true_nodes(tree: RadixTree, runner: int) -> Iterator[tuple[Node, WordArray]]:
+    """Yield the nodes of a prefix cache that have a page in the pool, with the content that their keys ask for.
+
+    A node whose key lacks tokens is left out, and so is what hangs below it.
+    """
+    base: dict[int, np.uint64] = {id(tree.root): np.uint64(0)}
+    size = tree.page_size
+    for node in tree.walk():
+        if node.parent is None or id(node.parent) not in base or len(node.key) != 4 * (size + tree.lookahead):
+            continue
+        tokens = np.frombuffer(node.key, np.int32).astype(np.int64)
+        content = base[id(node.parent)] + _content(tokens, runner, first=(node.depth - 1) * size)[:size]
+        base[id(node)] = content[-1]
+        if node.page != NO_PAGE:
+            yield node, content
+
+
+def _content(tokens: Int64Array, runner: int, *, first: int = 0) -> WordArray:
+    """Return the running sum of the words of tokens from position `first` on, as a runner is fed them.
+
+    The draft's input at a position is the token of the next one.
+    """
+    tokens = tokens[int(runner != TARGET) :]
+    return np.cumsum(token_words(tokens, np.arange(first, first + tokens.size, dtype=np.int64)), dtype=np.uint64)

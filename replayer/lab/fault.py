@@ -5,60 +5,44 @@ what the recorder is given: it sees the broken engine as it would see a real one
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
+from ...recorder.engines.simulated.batch import Batch
 from ...recorder.engines.simulated.engine import SimulatedEngine
 from ...recorder.engines.simulated.pd_pair import PdPair
-from ...recorder.engines.simulated.pools import PageAllocator
+from ...recorder.engines.simulated.pools import TARGET
 from ...recorder.engines.simulated.requests import Request
 from .effect import Clock, Probe
+from .effect import around as around  # which every fault needs
 
 MARK_NOTE: Final = "fault injected"
+Act = Callable[..., bool | None]
 
 
+@dataclass(eq=False)
 class Bench:
-    """One engine under test, or a prefill/decode pair, and the moment from which its fault may happen.
+    """One engine under test, or a prefill/decode pair, and the moment from which its fault may happen."""
 
-    Attributes:
-        engine: the running engine; of a pair the prefill side.
-        pair: the pair, if it is one.
-        random: draws the moment and whatever else a fault chooses.
-        starts_at: how many forwards must have begun, on both sides, before the fault may happen.
-        injected_at: number of the forward that came next when the fault happened first, -1 before.
-        injections: how often it happened.
-        label: what the first mark says.
-    """
-
-    def __init__(
-        self,
-        fault: str,
-        engine: SimulatedEngine,
-        probe: Probe,
-        clock: Clock,
-        random: np.random.Generator,
-        *,
-        starts_at: int,
-        pair: PdPair | None = None,
-    ) -> None:
-        self.fault = fault
-        self.engine = engine
-        self.pair = pair
-        self.random = random
-        self.starts_at = starts_at
-        self.injected_at = -1
-        self.injections = 0
-        self.label: dict[str, object] = {}
-        self._clock = clock
-        self._probe = probe
-        self._acts: list[Callable[[], bool]] = []
+    fault: str
+    engine: SimulatedEngine  # of a pair the prefill side
+    probe: Probe
+    clock: Clock
+    random: np.random.Generator  # draws the moment and whatever else a fault chooses
+    _: KW_ONLY
+    starts_at: int  # forwards that must have begun, on both sides, before the fault may happen
+    pair: PdPair | None = None
+    injected_at: int = -1  # number of the forward that came next when the fault happened first, -1 before
+    injections: int = 0
+    label: dict[str, object] = field(default_factory=dict)  # what the first mark says
+    _acts: list[Callable[[], bool]] = field(default_factory=list)
 
     @property
     def started(self) -> bool:
         """Whether the moment has come."""
-        return self._clock.now >= self.starts_at
+        return self.clock.now >= self.starts_at
 
     @property
     def due(self) -> bool:
@@ -69,7 +53,6 @@ class Bench:
         self,
         *,
         request: Request | None = None,
-        row: int = -1,
         slot: int = -1,
         position: int = -1,
         group: int = -1,
@@ -78,7 +61,7 @@ class Bench:
     ) -> None:
         """Say in the trace, as ground truth, that the fault happens now; a systematic fault says so the first time.
 
-        `engine` is the side that it happens on, where not `self.engine`; the mark's "forward" is the one that comes
+        `engine` is the side that it happens on, if not `self.engine`; the mark's "forward" is the one that comes
         next there. Both traces of a pair get the mark.
         """
         self.injections += 1
@@ -91,7 +74,7 @@ class Bench:
             "side": where.config.role,
             "forward": self.injected_at,
             "request": request.name if request is not None else "",
-            "row": request.row if request is not None and row < 0 else row,
+            "row": request.row if request is not None else -1,
             "slot": slot,
             "position": position,
             "group": group,
@@ -100,70 +83,90 @@ class Bench:
         for side in [self.engine] if self.pair is None else [self.pair.prefill, self.pair.decode]:
             side.recorder.mark(MARK_NOTE, labels=self.label)
 
-    def between_steps(self, act: Callable[[], bool]) -> None:
-        """Call `act` after every step from the moment on, until it returns True."""
-        self._acts.append(act)
+    def between_steps(self, candidates: Callable[[], Sequence[Any]] | None = None) -> Callable[[Act], Act]:
+        """Call the function below after every step from the moment on, until it does not return False.
+
+        It gets one of `candidates()`, and is called only if there are any.
+        """
+
+        def register(act: Act) -> Act:
+            def tried() -> bool:
+                if candidates is None:
+                    return act() is not False
+                found = candidates()
+                return bool(found) and act(self.pick(found)) is not False
+
+            self._acts.append(tried)
+            return act
+
+        return register
 
     def stepped(self) -> None:
         """Let the fault act between two steps; the lab calls it."""
         if self.started:
             self._acts = [act for act in self._acts if not act()]
 
-    def note_effect(self, kind: str, *, request: Request | None = None, slot: int = -1, group: int = -1) -> None:
-        """Say that the fault has its effect now; for one that no forward can read."""
-        self._probe.note(kind, request=request, slot=slot, group=group)
+    def attention_victim(
+        self, modes: tuple[str, ...], *, behind: int, labels: Callable[[int], dict[str, object]]
+    ) -> list[int]:
+        """Return a list that holds the victim's place in the batch while the one forward runs that is to be broken.
+
+        It is a forward of the target in one of `modes`, the victim a request with a prefix of more than `behind` tokens;
+        `labels` makes the mark's labels of the prefix length.
+        """
+
+        def victim(batch: Batch, *_: Any) -> int | None:
+            if not self.due or batch.runner != TARGET or batch.mode not in modes:
+                return None
+            found = np.flatnonzero(batch.prefix_lens[: len(batch.requests)] > behind).tolist()
+            if not found:
+                return None
+            index: int = self.pick(found)
+            self.inject(request=batch.requests[index], **labels(int(batch.prefix_lens[index])))  # type: ignore[arg-type]
+            self.probe.note("attention", request=batch.requests[index])
+            return index
+
+        return while_inside(self.engine.runner, "run", victim)
 
     def pick(self, candidates: Sequence[Any]) -> Any:
         """Return one of the candidates."""
         return candidates[int(self.random.integers(len(candidates)))]
 
 
-def around(owner: object, name: str, call: Callable[..., Any]) -> None:
-    """Put `call(original, *args, **kwargs)` in the place of a method of one object."""
-    original = getattr(owner, name)
+def while_inside(owner: object, name: str, enter: Callable[..., Any]) -> list[Any]:
+    """Return a list that holds what `enter` made of a method's arguments while that method runs, unless it made None."""
+    inside: list[Any] = []
 
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return call(original, *args, **kwargs)
+    def call(original: Any, *args: Any, **kwargs: Any) -> Any:
+        entered = enter(*args, **kwargs)
+        inside[:] = [] if entered is None else [entered]
+        result = original(*args, **kwargs)
+        inside.clear()
+        return result
 
-    setattr(owner, name, replaced)
-
-
-def unchecked(*allocators: PageAllocator) -> None:
-    """Let allocators take back whatever they are given, as a real free list does."""
-    for allocator in allocators:
-        around(allocator, "check_free", lambda _check, _pages: None)
+    around(owner, name)(call)
+    return inside
 
 
 def unchecked_pools(engine: SimulatedEngine) -> None:
-    """Let all of an engine's allocators take back whatever they are given."""
-    unchecked(engine.memory.allocator)
-    if engine.memory.swa is not None:
-        unchecked(engine.memory.swa.pages)
+    """Let all of an engine's allocators take back whatever they are given, as a real free list does."""
+    swa = engine.memory.swa
+    for allocator in [engine.memory.allocator, *([swa.pages] if swa is not None else [])]:
+        around(allocator, "check_free")(lambda _check, _pages: None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault of the lab; `fault` makes one of a function.
+    """One fault of the lab; `fault` makes one of a function."""
 
-    Attributes:
-        name: as the commands take it.
-        summary: one sentence.
-        reference: where it was seen: S sgl-project/sglang, V vllm-project/vllm, or whatever the name says.
-        configs: names of the engine configurations in which its mechanism exists.
-        arm: prepares a bench, so that the fault happens at its moment.
-        benign: whether it is no fault, and nothing may be reported.
-        family: the module that it stands in.
-        warm_up: forwards `(first, last)` between which the moment is drawn.
-    """
-
-    name: str
+    name: str  # as the commands take it
     summary: str
-    reference: str
-    configs: tuple[str, ...]
-    arm: Callable[[Bench], None]
-    benign: bool = False
-    family: str = ""
-    warm_up: tuple[int, int] = (10, 50)
+    reference: str  # where it was seen: S sgl-project/sglang, V vllm-project/vllm, or whatever the name says
+    configs: tuple[str, ...]  # the engine configurations in which its mechanism exists
+    arm: Callable[[Bench], None]  # prepares a bench, so that the fault happens at its moment
+    benign: bool = False  # it is no fault, and nothing may be reported
+    family: str = ""  # the module that it stands in
+    warm_up: tuple[int, int] = (10, 50)  # forwards between which the moment is drawn
 
 
 def fault(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ...recorder.process.endings import ignore_endings
 from .faults import FAULTS
@@ -82,19 +82,20 @@ def try_one(key: Key) -> Row:
     except Exception as error:  # noqa: BLE001  # one trial's failure must not end an hour's work
         return Row(fault=fault, config=config, seed=seed, error=f"{type(error).__name__}: {error}")
     effect, first = outcome.effect, found.first
+    known: dict[str, Any] = {}
+    if effect is not None:
+        known |= {"effect": effect.kind, "effect_forward": effect.forward}
+    if first is not None:
+        known |= {"detected": True, "detected_by": first.by, "first_detection_forward": first.forward}
+        known["delay"] = first.tick - effect.tick if effect is not None else None
     return Row(
         fault=fault,
         config=config,
         seed=seed,
         injected=outcome.injected_forward >= 0,
         injected_forward=outcome.injected_forward,
-        effect=effect.kind if effect is not None else "",
-        effect_forward=effect.forward if effect is not None else -1,
-        detected=first is not None,
-        detected_by=first.by if first is not None else "",
+        **known,
         reasons=", ".join(found.reasons),
-        first_detection_forward=first.forward if first is not None else -1,
-        delay=first.tick - effect.tick if first is not None and effect is not None else None,
         false_positive=", ".join(found.unfounded),
         broke_down=outcome.broke_down,
         forwards=outcome.forwards,
@@ -103,12 +104,9 @@ def try_one(key: Key) -> Row:
 
 
 def as_they_come(function: Callable[[_Task], _Result], todo: Sequence[_Task], jobs: int) -> Iterator[_Result]:
-    """Yield `function`'s result of each task, in any order; with one job, here and in order.
+    """Yield `function`'s result of each task, in any order; with one job, here and in order, else by so many processes.
 
-    Args:
-        function: of a module, so that another process finds it.
-        todo: the tasks.
-        jobs: processes at once.
+    It must be a function of a module, so that another process finds it.
     """
     if jobs == 1 or len(todo) < 2:
         yield from map(function, todo)

@@ -23,44 +23,23 @@ class ResultsError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One trial.
+    """One trial."""
 
-    Attributes:
-        fault: the fault's name, "clean" for a run without one.
-        config: the engine configuration.
-        seed: of engine, workload and fault.
-        injected: whether the fault happened.
-        injected_forward: the forward that came next when it did; -1 where it did not.
-        effect: what the first wrong thing was that a forward read or was fed, "" where there was none.
-        effect_forward: that forward.
-        detected: whether the replay reported anything at or after the injection.
-        detected_by: the first thing reported, a violation's reasons and launch or a finding's kind.
-        reasons: everything reported, by name, joined by ", ".
-        first_detection_forward: the forward at which, or before which, that was; -1 where nothing was.
-        delay: forwards, on both sides of a pair, from the effect to the first detection; None without both. Not
-            positive: seen in time.
-        false_positive: what was reported of a clean run, of a fault that is none, or before the injection.
-        broke_down: how the engine gave up on its damaged books, if it did.
-        error: how the lab itself failed, if it did.
-        forwards: forwards recorded.
-        seconds: how long the trial took.
-    """
-
-    fault: str
+    fault: str  # the fault's name, "clean" for a run without one
     config: str
-    seed: int
+    seed: int  # of engine, workload and fault
     injected: bool = False
-    injected_forward: int = -1
-    effect: str = ""
+    injected_forward: int = -1  # the forward that came next when the fault happened
+    effect: str = ""  # what the first wrong thing was that a forward read or was fed
     effect_forward: int = -1
-    detected: bool = False
-    detected_by: str = ""
-    reasons: str = ""
-    first_detection_forward: int = -1
-    delay: int | None = None
-    false_positive: str = ""
-    broke_down: str = ""
-    error: str = ""
+    detected: bool = False  # the replay reported something at or after the injection
+    detected_by: str = ""  # the first thing reported, a violation's reasons and launch or a finding's kind
+    reasons: str = ""  # everything reported, by name, joined by ", "
+    first_detection_forward: int = -1  # the forward at which, or before which, that was
+    delay: int | None = None  # forwards of all engines from effect to first detection; not positive: seen in time
+    false_positive: str = ""  # what was reported of a clean run, of a fault that is none, or before the injection
+    broke_down: str = ""  # how the engine gave up on its damaged books, if it did
+    error: str = ""  # how the lab itself failed, if it did
     forwards: int = 0
     seconds: float = 0.0
 
@@ -86,30 +65,27 @@ def build_id() -> str:
 
 
 def load(path: Path, *, force: bool) -> list[Row]:
-    """Return the rows of an earlier call, none where there is no file.
-
-    Args:
-        path: the results file.
-        force: start anew where the file is of another build.
+    """Return the rows of an earlier call, none if there is no file; with `force` none if it is of another build.
 
     Raises:
         ResultsError: the file is of another build, or no results file.
     """
     if not path.exists():
         return []
+    expected = f"{path}: expected a results file of kvcanary lab matrix"
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
-        raise ResultsError(f"{path}: expected a results file of kvcanary lab matrix, {error}; name another") from None
+        raise ResultsError(f"{expected}, {error}; name another") from None
     known = (table.schema.metadata or {}).get(_META)
     if known is None or table.schema.names != SCHEMA.names:
-        raise ResultsError(f"{path}: expected a results file of kvcanary lab matrix, it is another table; name another")
-    if json.loads(known)["build"] != build_id():
+        raise ResultsError(f"{expected}, it is another table; name another")
+    build = json.loads(known)["build"]
+    if build != build_id():
         if force:
             return []
         raise ResultsError(
-            f"{path}: its results are of build {json.loads(known)['build']}, this is {build_id()}; name another file, or "
-            "start anew with --force"
+            f"{path}: its results are of build {build}, this is {build_id()}; name another file, or start anew with --force"
         )
     return [Row(**row) for row in table.to_pylist()]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -30,21 +30,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRun:
-    """What happened in the engine, or in both engines of a pair.
-
-    `traces` are the files, `ticks[t]` for each forward of trace t how many forwards of all engines began before it.
-    `forwards` counts them all. `injected_forward` is -1 where the fault never happened; `label` is what its mark says;
-    `effect` is None where no forward had anything wrong; `broke_down` says how the engine itself gave up on its damaged
-    books, if it did.
-    """
+    """What happened in the engine, or in both engines of a pair."""
 
     traces: tuple[Path, ...]
-    ticks: tuple[tuple[int, ...], ...]
-    forwards: int
-    injected_forward: int
-    label: dict[str, object]
-    effect: Effect | None
-    broke_down: str
+    ticks: tuple[tuple[int, ...], ...]  # of each trace, for each of its forwards, how many of all engines began before
+    forwards: int  # of all engines
+    injected_forward: int  # -1 if the fault never happened
+    label: dict[str, object]  # what its mark says
+    effect: Effect | None  # None if no forward had anything wrong
+    broke_down: str  # how the engine itself gave up on its damaged books, if it did
 
 
 def run_trial(trial: Trial, target: Path, *, overwrite: bool = False) -> TrialRun:
@@ -53,23 +47,24 @@ def run_trial(trial: Trial, target: Path, *, overwrite: bool = False) -> TrialRu
     Raises:
         TraceError: a trace cannot be created, or not be written to its end.
     """
-    configuration = CONFIGURATIONS[trial.config]
+    configuration, fault, clock = CONFIGURATIONS[trial.config], trial.fault, Clock()
     config, workload = configuration.engine_config(trial.seed), configuration.requests(trial.seed)
-    clock = Clock()
+    pair: PdPair | None = None
+    bench: Bench | None = None
     with ExitStack() as stack:
-        pair: PdPair | None = None
-        engines: list[SimulatedEngine]
-        step: Callable[[], Any]
         if configuration.pair is not None:
-            pair = stack.enter_context(
-                PdPair(config, workload, target, settings=configuration.pair, overwrite=overwrite)
-            )
-            engines, step = [pair.prefill, pair.decode], pair.step
+            pair = PdPair(config, workload, target, settings=configuration.pair, overwrite=overwrite)
+            engines: list[SimulatedEngine] = [pair.prefill, pair.decode]
+            step: Callable[[], bool] = stack.enter_context(pair).step
         else:
-            engine = stack.enter_context(SimulatedEngine(config, workload, target, overwrite=overwrite))
-            engines, step = [engine], engine.step
+            engine = SimulatedEngine(config, workload, target, overwrite=overwrite)
+            engines, step = [engine], stack.enter_context(engine).step
         probes = [Probe(engine, clock) for engine in engines]
-        bench = _bench(trial, engines[0], probes[0], clock, pair)
+        if fault is not None:
+            random = np.random.default_rng([trial.seed, *fault.name.encode()])
+            begin = int(random.integers(*fault.warm_up))
+            bench = Bench(fault.name, engines[0], probes[0], clock, random, starts_at=begin, pair=pair)
+            fault.arm(bench)
         broke_down = _run(step, bench)
     for engine in engines:
         if engine.unwritten:  # half a trace says nothing of what a replay sees
@@ -86,7 +81,7 @@ def run_trial(trial: Trial, target: Path, *, overwrite: bool = False) -> TrialRu
     )
 
 
-def _run(step: Callable[[], Any], bench: Bench | None) -> str:
+def _run(step: Callable[[], bool], bench: Bench | None) -> str:
     """Step to the end; how the engine broke down, if it did."""
     try:
         for _ in range(MAX_STEPS):
@@ -100,13 +95,3 @@ def _run(step: Callable[[], Any], bench: Bench | None) -> str:
             raise
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _bench(trial: Trial, engine: SimulatedEngine, probe: Probe, clock: Clock, pair: PdPair | None) -> Bench | None:
-    fault = trial.fault
-    if fault is None:
-        return None
-    random = np.random.default_rng([trial.seed, *fault.name.encode()])
-    bench = Bench(fault.name, engine, probe, clock, random, starts_at=int(random.integers(*fault.warm_up)), pair=pair)
-    fault.arm(bench)
-    return bench

@@ -1,7 +1,7 @@
 """A forward's batch: requests, tokens, positions, slots, padding; and what attention gets for it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,24 +18,20 @@ NO_REQUEST = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a forward gets, padding included; `bs` rows, `T` tokens.
-
-    `rows`, `request_ids`, `prefix_lens`, `extend_lens`, `truth_lens` `[bs] int64`; `input_ids`, `positions`, `slots`
-    `[T] int64`, slots of the full pool; `truth` `[sum(truth_lens)]`. The first `len(requests)` rows are requests.
-    """
+    """What a forward gets, padding included; `bs` rows, `T` tokens. The first `len(requests)` rows are requests."""
 
     mode: str
     runner: int
     requests: Sequence[Request]
-    rows: Int64Array
-    request_ids: Int64Array
-    prefix_lens: Int64Array
-    extend_lens: Int64Array
-    input_ids: Int64Array
-    positions: Int64Array
-    slots: Int64Array
-    truth: Int32Array
-    truth_lens: Int64Array
+    rows: Int64Array  # [bs]
+    request_ids: Int64Array  # [bs]
+    prefix_lens: Int64Array  # [bs]
+    extend_lens: Int64Array  # [bs]
+    input_ids: Int64Array  # [T]
+    positions: Int64Array  # [T]
+    slots: Int64Array  # [T], of the full pool
+    truth: Int32Array  # [sum(truth_lens)]
+    truth_lens: Int64Array  # [bs]
 
     @property
     def num_tokens(self) -> int:
@@ -67,37 +63,31 @@ class BatchBuilder:
     ) -> Batch:
         """Return the batch in which `requests[r]` gets `tokens[r]` behind its `prefix_lens[r]` cached tokens."""
         rows = np.array([request.row for request in requests], np.int64)
-        request_ids = np.array([request.request_id for request in requests], np.int64)
         prefix = np.array(prefix_lens, np.int64)
         extend = np.array([len(part) for part in tokens], np.int64)
         input_ids = np.concatenate(tokens, dtype=np.int64) if tokens else np.empty(0, np.int64)
         positions = self.positions(prefix, extend)
         slots = self.out_cache_loc(rows, prefix, extend)
-        truth, truth_lens = self.truth(requests)
+        truth = [request.known_tokens for request in requests]
         extra = self.graph_batch_size(len(requests)) - len(requests) if padded and requests else 0
-        if extra:
-            per_row = int(extend.max())
-            rows = np.append(rows, np.zeros(extra, np.int64))
-            request_ids = np.append(request_ids, np.full(extra, NO_REQUEST, np.int64))
-            prefix = np.append(prefix, np.zeros(extra, np.int64))
-            extend = np.append(extend, np.full(extra, per_row, np.int64))
-            truth_lens = np.append(truth_lens, np.zeros(extra, np.int64))
-            input_ids = np.append(input_ids, np.zeros(extra * per_row, np.int64))
-            positions = np.append(positions, np.zeros(extra * per_row, np.int64))
-            slots = np.append(slots, self.padding_slots(extra * per_row))
+        per_row = int(extend.max()) if extra else 0
+
+        def padded_with(fill: int, values: Int64Array, count: int = extra) -> Int64Array:
+            return np.append(values, np.full(count, fill, np.int64))
+
         return Batch(
             mode=mode,
             runner=runner,
             requests=requests,
-            rows=rows,
-            request_ids=request_ids,
-            prefix_lens=prefix,
-            extend_lens=extend,
-            input_ids=input_ids,
-            positions=positions,
-            slots=slots,
-            truth=truth,
-            truth_lens=truth_lens,
+            rows=padded_with(0, rows),
+            request_ids=padded_with(NO_REQUEST, np.array([request.request_id for request in requests], np.int64)),
+            prefix_lens=padded_with(0, prefix),
+            extend_lens=padded_with(per_row, extend),
+            input_ids=padded_with(0, input_ids, extra * per_row),
+            positions=padded_with(0, positions, extra * per_row),
+            slots=np.append(slots, self.padding_slots(extra * per_row)),
+            truth=np.concatenate(truth) if truth else np.empty(0, np.int32),
+            truth_lens=padded_with(0, np.array([request.num_tokens for request in requests], np.int64)),
         )
 
     def positions(self, prefix_lens: Int64Array, extend_lens: Int64Array) -> Int64Array:
@@ -109,19 +99,12 @@ class BatchBuilder:
         places = ragged_index(prefix_lens, extend_lens)
         return self._req_to_token[np.repeat(rows, extend_lens), places].astype(np.int64)
 
-    def truth(self, requests: Sequence[Request]) -> tuple[Int32Array, Int64Array]:
-        """Return what the scheduler believes: all tokens of each request one after another, and how many."""
-        if not requests:
-            return np.empty(0, np.int32), np.empty(0, np.int64)
-        flat = np.concatenate([request.known_tokens for request in requests])
-        return flat, np.array([request.num_tokens for request in requests], np.int64)
-
     def padding_slots(self, count: int) -> Int64Array:
         """Return the slots that padding tokens are written to."""
         return np.zeros(count, np.int64)
 
     def graph_batch_size(self, batch_size: int) -> int:
-        """Return the captured batch size that a decode batch is padded to; its own where none is large enough."""
+        """Return the captured batch size that a decode batch is padded to; its own if none is large enough."""
         return next((size for size in self._sizes if size >= batch_size), batch_size)
 
 
@@ -174,16 +157,14 @@ class AttentionBackend:
     def reads(self, batch: Batch, seq_lens: Int64Array) -> tuple[TableRead | None, ...]:
         """Return the slots of each pool that attention reads."""
         memory = self._memory
-        found: list[TableRead | None] = []
+        found: list[TableRead | None] = [None] * len(memory.pools)
         for pool in memory.pools:
             group = pool.group
-            if group.runner != batch.runner:
-                found.append(None)
-                continue
-            starts = self.first_read(seq_lens - batch.extend_lens, group.window) if group.window else None
-            read = row_read(memory.req_to_token, batch.rows, seq_lens, starts=starts)
-            if group.lut >= 0:
-                slots = np.where(read.slots < 0, -1, memory.lut[np.maximum(read.slots, 0)])
-                read = TableRead(starts=read.starts, counts=read.counts, slots=slots)
-            found.append(read)
+            if group.runner == batch.runner:
+                starts = self.first_read(seq_lens - batch.extend_lens, group.window) if group.window else None
+                read = row_read(memory.req_to_token, batch.rows, seq_lens, starts=starts)
+                if group.lut >= 0:
+                    slots = np.where(read.slots < 0, -1, memory.lut[np.maximum(read.slots, 0)])
+                    read = replace(read, slots=slots)
+                found[pool.index] = read
         return tuple(found)

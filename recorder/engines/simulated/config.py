@@ -24,76 +24,55 @@ SLIDE_TOKENS: Final = 8
 SLIDING_SHAPES: Final = ("swa", "dsv4")
 
 
+def check_numbers(given: object, *, positive: str = "", chances: str = "") -> None:
+    """Raise `ValueError` if a field named in `positive` is below 1, or one named in `chances` is not from 0 to 1."""
+    for name in positive.split():
+        if getattr(given, name) < 1:
+            raise ValueError(f"{name} is {getattr(given, name)}, expected at least 1")
+    for name in chances.split():
+        if not 0.0 <= getattr(given, name) <= 1.0:
+            raise ValueError(f"{name} is {getattr(given, name)}, expected 0 to 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine.
+    """One engine."""
 
-    Attributes:
-        seed: of the engine's own choices (numeric noise, random sampling, wrong draft guesses).
-        shape: "mha" (K and V), "mla" (K only), "swa" (a full pool and a sliding-window pool behind a full-to-SWA
-            table), "dsv4" (the canary looks at the sliding-window pool only, K only, no KV bytes).
-        page_size: tokens a page; slot = page * page_size + offset, page 0 is padding.
-        num_pages: pages of the full pool, page 0 not counted.
-        swa_num_pages: pages of the sliding-window pool, page 0 not counted; 0 for `num_pages // 2`, at least what one
-            request needs.
-        window: positions before the prefix's end that a sliding layer reads.
-        rows: rows of req_to_token, the padding row 0 included.
-        width: positions of a row, hence the longest request.
-        kv_bytes_per_token: bytes of one slot in each captured layer and half, a multiple of 16.
-        noise: equal content computed twice gives KV bytes that differ in their low bits, as on a GPU.
-        chunk_tokens: tokens that one prefill forward computes at most.
-        max_running: requests that hold a row at the same time.
-        max_waiting: requests taken off the workload ahead of time.
-        mixed: prefill forwards carry the running requests' decodes too.
-        prefix_cache: keep finished prefixes in a radix tree.
-        host_pages: pages of the host tier that evicted prefixes move to, 0 for none.
-        graph_batch_sizes: batch sizes that decode forwards are padded to, () for no padding.
-        sampler: "oracle" (the hash oracle), "content" (a function of the context: equal prompts, equal answers),
-            "random" (a function of seed, request and position).
-        vocab_size: tokens are 0 .. vocab_size - 1.
-        eagle: draft and verify, top-k 1.
-        draft_tokens: tokens guessed in each round.
-        accept_rate: chance that one guess is right.
-        idle_forwards: record an idle forward whenever there is nothing to do.
-        free_order: "lifo" hands out the page freed last, "fifo" the one freed first, "shuffled" as "lifo" from an
-            order by seed, so that pages do not follow one another.
-        sweep_interval: target forwards between two walks of the prefix cache, 0 for none.
-        overlap: a forward is launched before the host has seen what the one before it sampled.
-        role: "prefill" or "decode" for the half of a pair, "" for an engine that does both.
-        submitted: the recorder gets what the model hands to the pools, beside what they hold after the forward.
-        reads_given: the recorder gets the positions and slots that attention reads, in place of req_to_token; of a shape
-            without full layers (dsv4).
-    """
-
-    seed: int = 0
+    seed: int = 0  # of the engine's own choices: numeric noise, random sampling, wrong draft guesses
+    # "mha": K and V. "mla": K only. "swa": a full pool and a sliding-window pool behind a full-to-SWA table. "dsv4": the
+    # canary looks at the sliding-window pool only, K only, no KV bytes.
     shape: str = "mha"
-    page_size: int = 1
-    num_pages: int = 1024
-    swa_num_pages: int = 0
-    window: int = 48
-    rows: int = 17
-    width: int = 1024
-    kv_bytes_per_token: int = 32
-    noise: bool = True
-    chunk_tokens: int = 128
-    max_running: int = 12
-    max_waiting: int = 64
-    mixed: bool = False
-    prefix_cache: bool = True
-    host_pages: int = 0
-    graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES
+    page_size: int = 1  # tokens a page; slot = page * page_size + offset, page 0 is padding
+    num_pages: int = 1024  # of the full pool, page 0 not counted
+    swa_num_pages: int = 0  # of the sliding-window pool; 0: num_pages // 2, at least what one request needs
+    window: int = 48  # positions before the prefix's end that a sliding layer reads
+    rows: int = 17  # of req_to_token, the padding row 0 included
+    width: int = 1024  # positions of a row, hence the longest request
+    kv_bytes_per_token: int = 32  # of one slot in each captured layer and half, a multiple of 16
+    noise: bool = True  # equal content computed twice gives KV bytes that differ in their low bits, as on a GPU
+    chunk_tokens: int = 128  # that one prefill forward computes at most
+    max_running: int = 12  # requests that hold a row at the same time
+    max_waiting: int = 64  # requests taken off the workload ahead of time
+    mixed: bool = False  # prefill forwards carry the running requests' decodes too
+    prefix_cache: bool = True  # keep finished prefixes in a radix tree
+    host_pages: int = 0  # of the host tier that evicted prefixes move to, 0 for none
+    graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES  # that decode forwards are padded to, () for no padding
+    # "oracle": the hash oracle. "content": a function of the context, equal prompts have equal answers. "random": a
+    # function of seed, request and position.
     sampler: str = "oracle"
-    vocab_size: int = 32_000
-    eagle: bool = False
-    draft_tokens: int = 3
-    accept_rate: float = 0.6
-    idle_forwards: bool = True
+    vocab_size: int = 32_000  # tokens are 0 .. vocab_size - 1
+    eagle: bool = False  # draft and verify, top-k 1
+    draft_tokens: int = 3  # guessed in each round
+    accept_rate: float = 0.6  # chance that one guess is right
+    idle_forwards: bool = True  # record an idle forward whenever there is nothing to do
+    # "lifo" hands out the page freed last, "fifo" the one freed first, "shuffled" as "lifo" from an order by seed, so
+    # that pages do not follow one another.
     free_order: str = "lifo"
-    sweep_interval: int = 0
-    overlap: bool = False
-    role: str = ""
-    submitted: bool = False
-    reads_given: bool = False
+    sweep_interval: int = 0  # target forwards between two walks of the prefix cache, 0 for none
+    overlap: bool = False  # a forward is launched before the host has seen what the one before it sampled
+    role: str = ""  # "prefill" or "decode" for the half of a pair, "" for an engine that does both
+    submitted: bool = False  # record what the model hands to the pools, beside what they hold after the forward
+    reads_given: bool = False  # record the positions and slots that attention reads in place of req_to_token (dsv4)
 
     def __post_init__(self) -> None:
         """Raise `ValueError` on anything the engine could not run with."""
@@ -101,9 +80,8 @@ class EngineConfig:
         for name, allowed in named.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
-        for name in ("page_size", "num_pages", "window", "width", "chunk_tokens", "max_running", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        positive = "page_size num_pages window width chunk_tokens max_running max_waiting"
+        check_numbers(self, positive=positive, chances="accept_rate")
         if self.rows <= self.max_running:
             raise ValueError(
                 f"rows is {self.rows}, expected more than max_running, {self.max_running}: row 0 is padding"
@@ -114,8 +92,6 @@ class EngineConfig:
             raise ValueError(f"kv_bytes_per_token is {self.kv_bytes_per_token}, expected a positive multiple of 16")
         if not 2 <= self.vocab_size < 1 << 31:
             raise ValueError(f"vocab_size is {self.vocab_size}, expected 2 to {(1 << 31) - 1}")
-        if not 0.0 <= self.accept_rate <= 1.0:
-            raise ValueError(f"accept_rate is {self.accept_rate}, expected 0 to 1")
         if self.sweep_interval < 0:
             raise ValueError(f"sweep_interval is {self.sweep_interval}, expected 0 (never) or a number of forwards")
         if any(size < 1 for size in self.graph_batch_sizes):
@@ -125,9 +101,6 @@ class EngineConfig:
                 f"swa_num_pages is {self.swa_num_pages}, expected at least {self.least_swa_pages}: "
                 "one window, one chunk and what a decode adds"
             )
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
         if self.host_pages and (self.sliding or not self.prefix_cache):
             raise ValueError("host_pages needs the prefix cache, and a shape without sliding layers (mha, mla)")
         if self.eagle and self.draft_tokens < 1:

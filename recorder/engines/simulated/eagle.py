@@ -3,46 +3,33 @@
 The draft has a pool of its own under the same slots. Its input at position p is the token of position p + 1.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ....kernels.arrays import Int32Array, Int64Array
-from .batch import Batch, BatchBuilder
-from .config import Counters, EngineConfig
-from .memory import KvMemory
 from .pools import DRAFT, WordArray
 from .requests import Request
-from .runner import ForwardRunner, Sampler
+
+if TYPE_CHECKING:
+    from .engine import SimulatedEngine
 
 
 class Eagle:
     """Drafts, verifies, accepts, rejects."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        memory: KvMemory,
-        builder: BatchBuilder,
-        runner: ForwardRunner,
-        sampler: Sampler,
-        counters: Counters,
-    ) -> None:
-        self._config = config
-        self._memory = memory
-        self._builder = builder
-        self._runner = runner
-        self._sampler = sampler
-        self._counters = counters
-        self._coin = np.random.default_rng([config.seed, 0xEA61])
+    def __init__(self, engine: "SimulatedEngine") -> None:
+        self._engine = engine
+        self._config = engine.config
+        self._coin = np.random.default_rng([engine.config.seed, 0xEA61])
 
     def draft_extend(self, requests: list[Request], prefix_lens: list[int], extend_lens: list[int]) -> None:
         """Bring the draft's pool to where the target's is, after a prefill or after a verify."""
-        tokens = [
-            self.draft_inputs(request, prefix, extend)
-            for request, prefix, extend in zip(requests, prefix_lens, extend_lens, strict=True)
-        ]
-        batch = self._builder.build("draft_extend", requests, prefix_lens=prefix_lens, tokens=tokens, runner=DRAFT)
-        self._runner.run(batch)
+        tokens = list(map(self.draft_inputs, requests, prefix_lens, extend_lens))
+        engine = self._engine
+        engine.runner.run(
+            engine.builder.build("draft_extend", requests, prefix_lens=prefix_lens, tokens=tokens, runner=DRAFT)
+        )
 
     def draft_inputs(self, request: Request, prefix: int, extend: int) -> Int32Array:
         """Return the draft's inputs for positions prefix .. prefix + extend - 1: each the token that comes next."""
@@ -50,10 +37,10 @@ class Eagle:
 
     def decode(self, requests: list[Request]) -> None:
         """Draft and verify one chain for each request; each gets at least one token."""
-        guesses = self.guess(requests)
+        engine, guesses = self._engine, self.guess(requests)
         starts = [request.cached_len for request in requests]
         for step in range(self._config.draft_tokens - 1):
-            batch = self._builder.build(
+            batch = engine.builder.build(
                 "decode",
                 requests,
                 prefix_lens=[start + step for start in starts],
@@ -61,11 +48,11 @@ class Eagle:
                 runner=DRAFT,
                 padded=True,
             )
-            self._runner.run(batch)
+            engine.runner.run(batch)
         counts = self._verify(requests, guesses)
         for request, count in zip(requests, counts, strict=True):
             request.cached_len += count
-            self._memory.trim(request, request.cached_len, note="rejected")
+            engine.memory.trim(request, request.cached_len, note="rejected")
         self.draft_extend(requests, starts, counts)
 
     def guess(self, requests: list[Request]) -> Int32Array:
@@ -73,7 +60,7 @@ class Eagle:
         steps = np.arange(1, self._config.draft_tokens + 1, dtype=np.int64)
         positions = np.array([request.cached_len for request in requests], np.int64)[:, None] + steps
         ids = np.repeat([request.sampling_id for request in requests], steps.size)
-        tokens = self._sampler.tokens(ids, positions.reshape(-1), None)
+        tokens = self._engine.sampler.tokens(ids, positions.reshape(-1), None)
         wrong = self._coin.random(tokens.size) >= self._config.accept_rate
         tokens[wrong] = (tokens[wrong] + 1) % self._config.vocab_size
         return tokens.astype(np.int32).reshape(positions.shape)
@@ -89,12 +76,14 @@ class Eagle:
             np.append(request.tokens[request.num_tokens - 1], chain)
             for request, chain in zip(requests, guesses, strict=True)
         ]
-        starts = [request.cached_len for request in requests]
-        batch = self._builder.build("target_verify", requests, prefix_lens=starts, tokens=tokens, padded=True)
-        counts: list[int] = []
+        engine, starts, counts = self._engine, [request.cached_len for request in requests], list[int]()
+        batch = engine.builder.build("target_verify", requests, prefix_lens=starts, tokens=tokens, padded=True)
 
         def pick(content: WordArray) -> tuple[Int64Array, Int64Array]:
-            sampled = self._sample_all(batch, content)
+            total = batch.num_tokens
+            ids = np.repeat([request.sampling_id for request in requests], self._config.verify_tokens)
+            sampled = engine.sampler.tokens(ids, batch.positions[:total] + 1, content[:total])
+            sampled = sampled.reshape(len(requests), -1)  # the target's next token at each position of each chain
             for request, chain, mine in zip(requests, guesses, sampled, strict=True):
                 counts.append(self.accepted(chain, mine, request.max_tokens - request.num_tokens))
                 for token in mine[: counts[-1]].tolist():
@@ -103,16 +92,10 @@ class Eagle:
             padding = [0] * (batch.rows.size - len(counts))
             return sampled[taken], np.array(counts + padding, np.int64)
 
-        self._runner.run(batch, pick)
-        self._counters.drafted += guesses.size
-        self._counters.accepted += sum(counts) - len(counts)
-        self._counters.rejected += guesses.size - sum(counts) + len(counts)
-        self._counters.output_tokens += sum(counts)
+        engine.runner.run(batch, pick)
+        accepted = sum(counts) - len(counts)
+        engine.counters.drafted += guesses.size
+        engine.counters.accepted += accepted
+        engine.counters.rejected += guesses.size - accepted
+        engine.counters.output_tokens += sum(counts)
         return counts
-
-    def _sample_all(self, batch: Batch, content: WordArray) -> Int64Array:
-        """Return the target's next token at each position of the chain, `[bs, draft_tokens + 1]`."""
-        total = batch.num_tokens
-        ids = np.repeat([request.sampling_id for request in batch.requests], self._config.verify_tokens)
-        sampled = self._sampler.tokens(ids, batch.positions[:total] + 1, content[:total])
-        return sampled.reshape(len(batch.requests), -1)

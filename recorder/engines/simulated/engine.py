@@ -1,13 +1,13 @@
 """The engine: everything put together, stepped until the workload is through."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ....kernels.arrays import BoolArray, Int64Array
-from ....kernels.ops.hash.reference import splitmix64_words
+from ....kernels.arrays import BoolArray, Int32Array, Int64Array
 from ...capture.recorder import Recorder
 from ...capture.recording import WRITER_STOPPED
 from .batch import Batch, BatchBuilder
@@ -16,8 +16,8 @@ from .eagle import Eagle
 from .history import SlotEvents
 from .memory import KvMemory, Sweeper
 from .pools import KvPool, WordArray, make_layout
-from .requests import NEVER, NO_FUTURE, NO_ROOM, NO_ROW, Request, RequestSpec
-from .runner import ForwardRunner, FutureMap, InFlight, Launched, Model, Sampler
+from .requests import NEVER, NO_FUTURE, NO_ROOM, NO_ROW, Arrivals, Request, RequestSpec, seeded_word
+from .runner import ForwardRunner, FutureMap, Launched, Model, Sampler
 from .scheduler import Prefill, Scheduler
 
 # Simulated time of a forward: enough to give arrivals a meaning.
@@ -28,8 +28,7 @@ TOKEN_SECONDS = 0.00002
 class SimulatedEngine:
     """An engine over one workload, recording into one trace; a context manager, which closes the trace.
 
-    The parts are attributes, and each is made by a `make_...` method: a fault is a subclass of a part, or a wrapper
-    around it.
+    The parts are attributes: a fault stands in for a part's method, or for the part.
 
     Args:
         config: the engine.
@@ -55,8 +54,7 @@ class SimulatedEngine:
         self.config = config
         self.counters = Counters()
         self.clock_s = 0.0
-        self._workload: Iterator[RequestSpec] = iter(workload)
-        self._upcoming: RequestSpec | None = next(self._workload, None)
+        self._arrivals = Arrivals(workload)
         self._order = 0
         layout = make_layout(config)
         pools = [KvPool(group, index=index) for index, group in enumerate(layout.header.groups)]
@@ -67,46 +65,15 @@ class SimulatedEngine:
         self.history = SlotEvents(self.recorder, layout, page_size=config.page_size)
         self.memory = KvMemory(config, layout, pools=pools, history=self.history, counters=self.counters)
         self.sampler = Sampler(config)
-        self.builder = self.make_builder()
-        self.scheduler = self.make_scheduler()
-        self.scheduler.drain = self.drain
-        self.runner = self.make_runner()
-        self.eagle = self.make_eagle() if config.eagle else None
-        self.sweeper = self.make_sweeper()
-        self.futures = self.make_futures()
-        self.in_flight = InFlight()
+        self.builder = BatchBuilder(config, self.memory.req_to_token)
+        self.scheduler = Scheduler(config, self.memory, self.counters, drain=self.drain)
+        self.runner = ForwardRunner(self.recorder, self.memory, Model(config, self.memory), self.counters)
+        self.eagle = Eagle(self) if config.eagle else None
+        self.sweeper = Sweeper(self.recorder, self.memory)
+        # Two forwards' worth of tokens that wait on the device: the one in flight and the next.
+        self.futures = FutureMap(2 * config.rows)
+        self.in_flight: deque[Launched] = deque()  # oldest first; each of their requests counts them
         self._swept = 0
-
-    def make_builder(self) -> BatchBuilder:
-        """Return what puts batches together."""
-        return BatchBuilder(self.config, self.memory.req_to_token)
-
-    def make_scheduler(self) -> Scheduler:
-        """Return the scheduler."""
-        return Scheduler(self.config, self.memory, self.counters)
-
-    def make_runner(self) -> ForwardRunner:
-        """Return what runs forwards."""
-        return ForwardRunner(self.recorder, self.memory, Model(self.config, self.memory), self.counters)
-
-    def make_eagle(self) -> Eagle:
-        """Return the speculative decoder."""
-        return Eagle(
-            self.config,
-            memory=self.memory,
-            builder=self.builder,
-            runner=self.runner,
-            sampler=self.sampler,
-            counters=self.counters,
-        )
-
-    def make_sweeper(self) -> Sweeper:
-        """Return what walks the prefix cache."""
-        return Sweeper(self.recorder, self.memory)
-
-    def make_futures(self) -> FutureMap:
-        """Return where sampled tokens wait on the device: two forwards' worth, the one in flight and the next."""
-        return FutureMap(2 * self.config.rows)
 
     def run(self, on_step: Callable[["SimulatedEngine"], None] = lambda _: None) -> Counters:
         """Step until every request has gone through."""
@@ -116,7 +83,11 @@ class SimulatedEngine:
 
     def step(self) -> bool:
         """Do one scheduling round, one forward or a speculative handful of them; False when nothing is left to do."""
-        self._arrivals()
+        for spec in self._arrivals.until(self.clock_s, lambda: len(self.scheduler.waiting) < self.config.max_waiting):
+            if len(spec.prompt) and len(spec.prompt) + spec.max_new_tokens <= self.config.longest_request:
+                self.scheduler.add(self.new_request(spec))
+            else:
+                self.counters.refused += 1
         self._aborts()
         picked = self.scheduler.next_prefill()
         if picked:
@@ -125,26 +96,26 @@ class SimulatedEngine:
             self._decode()
         elif not self.drain():
             self._nothing_to_run()
-        self._sweep()
-        return bool(self.scheduler.active or self.scheduler.waiting or self._upcoming)
+        interval = self.config.sweep_interval
+        if interval and self.counters.target_forwards >= self._swept + interval:
+            self._swept = self.counters.target_forwards
+            self.sweeper.sweep()
+        return bool(self.scheduler.active or self.scheduler.waiting or self._arrivals.next)
 
     def drain(self, keep: int = 0) -> bool:
         """Hear back from the forwards in flight, but for the newest `keep`; False if there was none to hear from."""
         if len(self.in_flight) <= keep:
             return False
         while len(self.in_flight) > keep:
-            launched = self.in_flight.pop()
-            self._take(launched)
-            self._settle(launched.batch.requests)
+            self._settle(self._hear_back().batch.requests)
         return True
 
     def new_request(
         self, spec: RequestSpec, labels: dict[str, object] | None = None, *, room: int = NO_ROOM
     ) -> Request:
         """Return a request with an id of its own, which is recorded."""
-        seed = np.array([self.config.seed & 0xFFFFFFFF], np.uint64)
-        word = splitmix64_words(splitmix64_words(seed + np.uint64(1)) ^ np.uint64(self._order))
-        request = Request.of(spec, request_id=int(word[0] >> np.uint64(1)), order=self._order, room=room)
+        word = seeded_word(self.config.seed, 1, self._order)
+        request = Request.of(spec, request_id=int(word >> np.uint64(1)), order=self._order, room=room)
         self._order += 1
         self.counters.requests += 1
         self.recorder.request(
@@ -168,18 +139,6 @@ class SimulatedEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _arrivals(self) -> None:
-        while (
-            self._upcoming is not None
-            and self._upcoming.arrival_s <= self.clock_s
-            and len(self.scheduler.waiting) < self.config.max_waiting
-        ):
-            spec, self._upcoming = self._upcoming, next(self._workload, None)
-            if len(spec.prompt) and len(spec.prompt) + spec.max_new_tokens <= self.config.longest_request:
-                self.scheduler.add(self.new_request(spec))
-            else:
-                self.counters.refused += 1
-
     def _aborts(self) -> None:
         for request in [r for r in self.scheduler.waiting if r.abort_at == 0]:
             self.scheduler.abort(request)
@@ -188,19 +147,17 @@ class SimulatedEngine:
                 self.scheduler.abort(request)
 
     def _prefill(self, picked: list[Prefill]) -> None:
-        decoding = self._mixed_in() if self.config.mixed else []
+        # Mixed in are the running requests that decode along: those that there is a slot for.
+        mixed = self.scheduler.decoding if self.config.mixed else []
+        decoding = [r for r in mixed if self.memory.extend(r, r.cached_len + 1)]
         requests = [request for request, _ in picked] + decoding
         prefix = [request.cached_len for request in requests]
         extend = [taken for _, taken in picked] + [1] * len(decoding)
         complete = [p + e >= r.num_tokens for r, p, e in zip(requests, prefix, extend, strict=True)]
-        batch = self.builder.build(
-            "mixed" if decoding else "extend",
-            requests,
-            prefix_lens=prefix,
-            tokens=[r.tokens[p : p + e] for r, p, e in zip([r for r, _ in picked], prefix, extend, strict=False)]
-            + [self.next_input(request) for request in decoding],
-        )
-        self._run(batch, np.array(complete))
+        tokens = [r.tokens[p : p + e] for (r, e), p in zip(picked, prefix, strict=False)]
+        tokens += [self.next_input(request) for request in decoding]
+        mode = "mixed" if decoding else "extend"
+        self._run(self.builder.build(mode, requests, prefix_lens=prefix, tokens=tokens), np.array(complete))
         self.counters.mixed_forwards += bool(decoding)
         self.counters.prefill_tokens += sum(taken for _, taken in picked)
         self.counters.prefill_chunks += len(complete) - sum(complete)
@@ -215,11 +172,9 @@ class SimulatedEngine:
     def _prefilled(self, request: Request) -> None:
         """A prompt is computed, its first token sampled: go on from there."""
         self.scheduler.running.append(request)
-        self._forks(request)
-
-    def _mixed_in(self) -> list[Request]:
-        """Return the running requests that decode along with a prefill: those that there is a slot for."""
-        return [r for r in self.scheduler.decoding if self.memory.extend(r, r.cached_len + 1)]
+        for _ in range(request.copies_left):
+            self._fork(request)
+        request.copies_left = 0
 
     def _decode(self) -> None:
         self.scheduler.make_decode_room()
@@ -240,7 +195,7 @@ class SimulatedEngine:
             self._run(batch, np.ones(len(requests), np.bool_))
         self._settle(requests)
 
-    def next_input(self, request: Request) -> "np.ndarray[Any, np.dtype[np.int32]]":
+    def next_input(self, request: Request) -> Int32Array:
         """Return the token that a running request goes on from, `[1] int32`: known to the host, or on the device only."""
         if request.cached_len < request.num_tokens:
             return request.tokens[request.cached_len : request.cached_len + 1]
@@ -251,16 +206,14 @@ class SimulatedEngine:
 
         With overlap scheduling, the host hears of a decode's tokens only when the next forward is on its way.
         """
-        overlap = self.config.overlap
-        launched = self._launch(batch, samples)
+        self.in_flight.append(self._launch(batch, samples))
         self.clock_s += FORWARD_SECONDS + TOKEN_SECONDS * batch.num_tokens
-        if not overlap:
-            self._take(launched)
-            return
-        self.in_flight.push(launched)
-        self.drain(keep=1)
-        if batch.mode != "decode":  # what follows needs to know what came of it
-            self._take(self.in_flight.pop())
+        for request in batch.requests:
+            request.in_flight += 1
+        if self.config.overlap:
+            self.drain(keep=1)
+        if not self.config.overlap or batch.mode != "decode":  # what follows needs to know what came of it
+            self._hear_back()
 
     def _launch(self, batch: Batch, samples: BoolArray) -> Launched:
         """Run a forward; each of its requests has its tokens in the cache then."""
@@ -286,25 +239,21 @@ class SimulatedEngine:
                 request.future = next(places) if gets else NO_FUTURE
         return Launched(forward=forward, batch=batch, samples=samples, tokens=sampled[0])
 
-    def _take(self, launched: Launched) -> None:
-        """Give a forward's tokens to its requests; one that had finished before gets none."""
+    def _hear_back(self) -> Launched:
+        """Give the oldest forward's tokens to its requests, and return it; one that had finished before gets none."""
+        launched = self.in_flight.popleft()
+        batch, samples = launched.batch, launched.samples
         if self.config.overlap:
-            self.recorder.sampled(
-                forward=launched.forward, sampled_tokens=launched.tokens, sampled_lens=launched.sampled_lens
-            )
+            lens = np.append(samples.astype(np.int64), np.zeros(batch.rows.size - samples.size, np.int64))
+            self.recorder.sampled(forward=launched.forward, sampled_tokens=launched.tokens, sampled_lens=lens)
         tokens = iter(launched.tokens.tolist())
-        for request, gets in zip(launched.batch.requests, launched.samples.tolist(), strict=True):
-            if not gets:
-                continue
-            token = next(tokens)
-            if not request.done:
+        for request, gets in zip(batch.requests, samples.tolist(), strict=True):
+            request.in_flight -= 1
+            token = next(tokens) if gets else None
+            if token is not None and not request.done:
                 request.append(token)
                 self.counters.output_tokens += 1
-
-    def _forks(self, request: Request) -> None:
-        for _ in range(request.copies_left):
-            self._fork(request)
-        request.copies_left = 0
+        return launched
 
     def _fork(self, parent: Request) -> None:
         """Start another answer to a request whose prompt has just been computed.
@@ -324,8 +273,8 @@ class SimulatedEngine:
             self.scheduler.add(child)
             return
         ids = np.array([child.sampling_id], np.int64)
-        last = self.memory.req_to_token[child.row, child.cached_len - 1]
-        content = self.memory.pools[0].content[self.memory.lut[[last]] if self.config.shape == "dsv4" else [last]]
+        pool = self.memory.pools[0]
+        content = pool.content[self.memory.row_slots(pool, child.row, child.cached_len - 1, child.cached_len)]
         child.append(int(self.sampler.tokens(ids, np.array([child.cached_len], np.int64), content)[0]))
         self.counters.forks += 1
         self.counters.output_tokens += 1
@@ -353,23 +302,14 @@ class SimulatedEngine:
             self.counters.overruns += 1
         self.scheduler.finish(request)
 
-    def _sweep(self) -> None:
-        interval = self.config.sweep_interval
-        if interval and self.counters.target_forwards >= self._swept + interval:
-            self._swept = self.counters.target_forwards
-            self.sweeper.sweep()
-
     def _nothing_to_run(self) -> None:
         if self.scheduler.waiting:
             raise BrokenEngineError(f"nothing runs, and request {self.scheduler.waiting[0].name} is not admitted")
-        if self._upcoming is not None:
-            self._idle(self._upcoming)
+        if self._arrivals.next is not None:
+            if self.config.idle_forwards:
+                self._idle_forward()
+            self.clock_s = max(self.clock_s, self._arrivals.next.arrival_s)
 
     def _idle_forward(self) -> None:
         self.runner.run(self.builder.build("idle", [], prefix_lens=[], tokens=[]))
         self.counters.idle_forwards += 1
-
-    def _idle(self, upcoming: RequestSpec) -> None:
-        if self.config.idle_forwards:
-            self._idle_forward()
-        self.clock_s = max(self.clock_s, upcoming.arrival_s)

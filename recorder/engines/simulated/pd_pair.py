@@ -3,18 +3,17 @@
 Each is an engine of its own, with pools, page numbers and a trace of its own.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ....kernels.ops.hash.reference import splitmix64_words
-from .config import BrokenEngineError, EngineConfig
+from .config import BrokenEngineError, EngineConfig, check_numbers
 from .engine import SimulatedEngine
-from .requests import NEVER, Request, RequestSpec
-from .transfers import Link, Transfer
+from .requests import NEVER, Arrivals, Request, RequestSpec, seeded_word
+from .transfers import Link, Room
 
 
 class _Half(SimulatedEngine):
@@ -76,19 +75,12 @@ class DecodeEngine(_Half):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSettings:
-    """How the two halves are joined.
+    """How the two halves are joined."""
 
-    Attributes:
-        min_steps: scheduling rounds that a transfer takes at least.
-        max_steps: ... at most; several are under way at the same time.
-        failure_rate: chance that a transfer fails half way.
-        retries: how often a failed one is tried again before its request is aborted.
-    """
-
-    min_steps: int = 1
-    max_steps: int = 5
-    failure_rate: float = 0.0
-    retries: int = 2
+    min_steps: int = 1  # scheduling rounds that a transfer takes at least
+    max_steps: int = 5  # ... at most; several are under way at the same time
+    failure_rate: float = 0.0  # chance that a transfer fails half way
+    retries: int = 2  # how often a failed one is tried again before its request is aborted
 
     def __post_init__(self) -> None:
         """Raise `ValueError` on numbers without a meaning."""
@@ -96,20 +88,9 @@ class PairSettings:
             raise ValueError(
                 f"transfers take {self.min_steps} to {self.max_steps} steps, expected 1 or more, ascending"
             )
-        if not 0.0 <= self.failure_rate <= 1.0:
-            raise ValueError(f"failure_rate is {self.failure_rate}, expected 0 to 1")
+        check_numbers(self, chances="failure_rate")
         if self.retries < 0:
             raise ValueError(f"retries is {self.retries}, expected 0 or more")
-
-
-@dataclass(slots=True, kw_only=True)
-class Room:
-    """A request on both sides, until its KV has landed; `transfer` while it is under way."""
-
-    number: int
-    sender: Request
-    receiver: Request
-    transfer: Transfer | None = None
 
 
 class PdPair:
@@ -148,17 +129,12 @@ class PdPair:
         except BaseException:
             self.prefill.close()
             raise
-        self.link = self.make_link()
+        self.link = Link(self.prefill, self.decode)
         self.rooms: dict[int, Room] = {}
         self.clock_s = 0.0
-        self._workload: Iterator[RequestSpec] = iter(workload)
-        self._upcoming: RequestSpec | None = next(self._workload, None)
+        self._arrivals = Arrivals(workload)
         self._luck = np.random.default_rng([config.seed, 0x7D])
         self._longest = min(side.longest_request for side in sides)
-
-    def make_link(self) -> Link:
-        """Return what moves KV from one side to the other."""
-        return Link(self.prefill, self.decode)
 
     def run(self, on_step: Callable[["PdPair"], None] = lambda _: None) -> None:
         """Step until every request has gone through."""
@@ -167,17 +143,28 @@ class PdPair:
 
     def step(self) -> bool:
         """Let each side do one scheduling round, and transfers go on; False when nothing is left to do."""
-        self._arrivals()
-        self._aborts()
-        self.prefill.step()
+        prefill, decode, coming = self.prefill, self.decode, self._arrivals
+        room_for_more = prefill.config.max_waiting
+        for spec in coming.until(self.clock_s, lambda: len(prefill.scheduler.waiting) < room_for_more):
+            for _ in range(spec.copies):
+                if len(spec.prompt) and len(spec.prompt) + spec.max_new_tokens <= self._longest:
+                    self.submit(replace(spec, copies=1))
+                else:
+                    prefill.counters.refused += 1
+        for room in list(self.rooms.values()):
+            if not room.steps_left and NEVER < room.sender.abort_at <= room.sender.cached_len:
+                self.abort(room)
+        prefill.step()
         self._start_transfers()
         self._progress()
-        self.decode.step()
-        self.clock_s = max(self.clock_s, self.prefill.clock_s, self.decode.clock_s)
-        if not self._busy() and self._upcoming is not None:
-            self.clock_s = max(self.clock_s, self._upcoming.arrival_s)
-        self.prefill.clock_s = self.decode.clock_s = self.clock_s
-        return self._busy() or self._upcoming is not None
+        decode.step()
+        self.clock_s = max(self.clock_s, prefill.clock_s, decode.clock_s)
+        schedulers = prefill.scheduler, decode.scheduler
+        busy = bool(self.rooms) or any(scheduler.active or scheduler.waiting for scheduler in schedulers)
+        if not busy and coming.next is not None:
+            self.clock_s = max(self.clock_s, coming.next.arrival_s)
+        prefill.clock_s = decode.clock_s = self.clock_s
+        return busy or coming.next is not None
 
     def abort(self, room: Room) -> None:
         """Stop a request that has not landed yet, on both sides; not while its KV is under way."""
@@ -198,38 +185,13 @@ class PdPair:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _busy(self) -> bool:
-        schedulers = self.prefill.scheduler, self.decode.scheduler
-        return bool(self.rooms) or any(scheduler.active or scheduler.waiting for scheduler in schedulers)
-
-    def _arrivals(self) -> None:
-        waiting = self.prefill.scheduler.waiting
-        limit = self.prefill.config.max_waiting
-        while self._upcoming is not None and self._upcoming.arrival_s <= self.clock_s and len(waiting) < limit:
-            spec, self._upcoming = self._upcoming, next(self._workload, None)
-            for _ in range(spec.copies):
-                if len(spec.prompt) and len(spec.prompt) + spec.max_new_tokens <= self._longest:
-                    self.submit(replace(spec, copies=1))
-                else:
-                    self.prefill.counters.refused += 1
-
     def submit(self, spec: RequestSpec) -> None:
         """Take in one request, on both sides."""
-        seed = np.array([self.prefill.config.seed & 0xFFFFFFFF], np.uint64)
-        word = splitmix64_words(splitmix64_words(seed + np.uint64(0x4007)) ^ np.uint64(self.prefill.counters.requests))
-        number = int(word[0] >> np.uint64(2))
-        room = Room(
-            number=number,
-            sender=self.prefill.new_request(spec, room=number),
-            receiver=self.decode.new_request(spec, room=number),
-        )
-        self.rooms[number] = room
-        self.prefill.scheduler.add(room.sender)
-
-    def _aborts(self) -> None:
-        for room in list(self.rooms.values()):
-            if room.transfer is None and NEVER < room.sender.abort_at <= room.sender.cached_len:
-                self.abort(room)
+        word = seeded_word(self.prefill.config.seed, 0x4007, self.prefill.counters.requests)
+        number = int(word >> np.uint64(2))
+        sender, receiver = (side.new_request(spec, room=number) for side in (self.prefill, self.decode))
+        self.rooms[number] = Room(number=number, sender=sender, receiver=receiver)
+        self.prefill.scheduler.add(sender)
 
     def _start_transfers(self) -> None:
         """Let those that are ready go, in their order, as long as the other side has room."""
@@ -239,45 +201,32 @@ class PdPair:
             if room.receiver.row < 0 and not self.decode.preallocate(room.receiver, room.sender.cached_len):
                 return
             ready.pop(0)
-            self._start(room, attempt=1)
+            self._start(room)
 
-    def _start(self, room: Room, *, attempt: int) -> None:
-        steps = self._luck.integers(self.settings.min_steps, self.settings.max_steps + 1)
-        room.transfer = Transfer(
-            room=room.number,
-            sender=room.sender,
-            receiver=room.receiver,
-            steps_left=int(steps),
-            fails=bool(self._luck.random() < self.settings.failure_rate),
-            attempt=attempt,
-        )
-        self.link.start(room.transfer)
+    def _start(self, room: Room) -> None:
+        room.attempt += 1
+        room.steps_left = int(self._luck.integers(self.settings.min_steps, self.settings.max_steps + 1))
+        room.fails = bool(self._luck.random() < self.settings.failure_rate)
+        self.link.start(room)
         self.prefill.counters.transfers += 1
 
     def _progress(self) -> None:
-        for room in list(self.rooms.values()):
-            transfer = room.transfer
-            if transfer is None:
+        for room in [room for room in self.rooms.values() if room.steps_left]:
+            room.steps_left -= 1
+            if room.steps_left:
                 continue
-            transfer.steps_left -= 1
-            if transfer.steps_left > 0:
+            if not room.fails:
+                self._landed(room)
                 continue
-            if transfer.fails:
-                self._failed(room, transfer)
+            self.link.fail(room)
+            self.prefill.counters.failed_transfers += 1
+            if room.attempt > self.settings.retries:
+                self.abort(room)
             else:
-                self._landed(room, transfer)
+                self._start(room)
 
-    def _failed(self, room: Room, transfer: Transfer) -> None:
-        room.transfer = None
-        self.link.fail(transfer)
-        self.prefill.counters.failed_transfers += 1
-        if transfer.attempt > self.settings.retries:
-            self.abort(room)
-        else:
-            self._start(room, attempt=transfer.attempt + 1)
-
-    def _landed(self, room: Room, transfer: Transfer) -> None:
-        self.link.end(transfer)
+    def _landed(self, room: Room) -> None:
+        self.link.end(room)
         del self.rooms[room.number]
         sender = room.sender
         num_tokens, token = sender.cached_len, int(sender.tokens[sender.prompt_len])

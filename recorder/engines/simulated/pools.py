@@ -1,7 +1,9 @@
 """The pools: the header's groups, the KV bytes and content of each slot, and the allocators of their pages."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,10 @@ from .config import BrokenEngineError, EngineConfig
 
 CAPTURE_BYTES = 16
 TARGET, DRAFT = 0, 1
+NO_PAGES: Final = np.empty(0, np.int64)
+WordArray = npt.NDArray[np.uint64]
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,59 +49,36 @@ class SimulatedLayout:
 
 def make_layout(config: EngineConfig) -> SimulatedLayout:
     """Return header and group indices of an engine."""
-    halves: tuple[str, ...] = ("K",) if config.shape in ("mla", "dsv4") else ("K", "V")
     num_slots = (config.num_pages + 1) * config.page_size
-    host_slots = (config.host_pages + 1) * config.page_size if config.host_pages else 0
+    of_full = {
+        "num_slots": num_slots,
+        "host_num_slots": (config.host_pages + 1) * config.page_size if config.host_pages else 0,
+    }
+    of_swa = {"num_slots": (config.swa_pages + 1) * config.page_size, "kind": "swa", "window": config.window, "lut": 0}
     groups: list[PoolGroup] = []
     found = {"full": -1, "swa": -1, "draft": -1}
 
-    def add(group: PoolGroup) -> None:
-        found[group.name] = len(groups)
-        groups.append(group)
-
-    def streams(layer: int) -> tuple[KvStream, ...]:
-        size = config.kv_bytes_per_token
-        return tuple(KvStream(half=h, layer=layer, bytes_per_token=size, capture_bytes=CAPTURE_BYTES) for h in halves)
+    def add(name: str, *, layer: int = 0, **more: Any) -> None:
+        size, halves = config.kv_bytes_per_token, ("K",) if config.shape in ("mla", "dsv4") else ("K", "V")
+        streams = (KvStream(half=h, layer=layer, bytes_per_token=size, capture_bytes=CAPTURE_BYTES) for h in halves)
+        found[name] = len(groups)
+        groups.append(
+            PoolGroup(
+                name=name,
+                page_size=config.page_size,
+                num_layers=1,
+                halves=halves,
+                streams=tuple(streams) if config.shape != "dsv4" else (),
+                **more,
+            )
+        )
 
     if config.shape != "dsv4":
-        add(
-            PoolGroup(
-                name="full",
-                num_slots=num_slots,
-                page_size=config.page_size,
-                num_layers=1,
-                halves=halves,
-                streams=streams(0),
-                host_num_slots=host_slots,
-            )
-        )
+        add("full", **of_full)
     if config.sliding:
-        add(
-            PoolGroup(
-                name="swa",
-                kind="swa",
-                window=config.window,
-                lut=0,
-                num_slots=(config.swa_pages + 1) * config.page_size,
-                page_size=config.page_size,
-                num_layers=1,
-                halves=halves,
-                streams=streams(1) if config.shape == "swa" else (),
-            )
-        )
+        add("swa", layer=1, **of_swa)
     if config.eagle:
-        add(
-            PoolGroup(
-                name="draft",
-                runner=DRAFT,
-                num_slots=num_slots,
-                page_size=config.page_size,
-                num_layers=1,
-                halves=halves,
-                streams=streams(0) if config.shape != "dsv4" else (),
-                host_num_slots=host_slots,
-            )
-        )
+        add("draft", runner=DRAFT, **of_full)
     runners = (Runner(), Runner(name="draft", token_offset=1)) if config.eagle else (Runner(),)
     captured = {group.runner for group in groups if group.streams}
     off = [NotWatched(what="submitted", name=runners[number].name, reason="not configured") for number in captured]
@@ -116,27 +99,23 @@ def make_layout(config: EngineConfig) -> SimulatedLayout:
     return SimulatedLayout(header=header, full_group=found["full"], swa_group=found["swa"], draft_group=found["draft"])
 
 
-WordArray = npt.NDArray[np.uint64]
-
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-
-
 class KvPool:
-    """One pool group: `content` `[num_slots] uint64`, the word that stands for a slot's whole KV; `streams[i]`
-    `[pages, page_size * bytes_per_token] uint8`, the bytes of one captured layer and half; the same for the host tier.
+    """One pool group: `arrays` holds `content` `[num_slots] uint64`, the word that stands for a slot's whole KV, and the
+    `[num_slots, words] uint64` of each captured layer and half; `host_arrays` the same for the host tier.
     """
 
     def __init__(self, group: PoolGroup, *, index: int) -> None:
         self.group = group
         self.index = index
-        self.content: WordArray = np.zeros(group.num_slots, np.uint64)
-        self.host_content: WordArray = np.zeros(group.host_num_slots, np.uint64)
-        self._words = [np.zeros((group.num_slots, s.bytes_per_token // 8), np.uint64) for s in group.streams]
-        self._host_words = [np.zeros((group.host_num_slots, s.bytes_per_token // 8), np.uint64) for s in group.streams]
+        self.arrays, self.host_arrays = (
+            [np.zeros(size, np.uint64), *(np.zeros((size, s.bytes_per_token // 8), np.uint64) for s in group.streams)]
+            for size in (group.num_slots, group.host_num_slots)
+        )
+        self.content: WordArray = self.arrays[0]
         self.submitted: dict[int, WordArray] = {}  # what was handed in last, `[n, words]` for each stream
         self._salts = [
             splitmix64_words((np.arange(words.shape[1], dtype=np.uint64) + np.uint64(1 + 97 * number)) * _GAMMA)
-            for number, words in enumerate(self._words)
+            for number, words in enumerate(self.arrays[1:])
         ]
 
     def sources(self) -> list[KvSource]:
@@ -149,40 +128,40 @@ class KvPool:
                 bytes_per_token=stream.bytes_per_token,
                 read_bytes=stream.bytes_per_token,
             )
-            for words, stream in zip(self._words, self.group.streams, strict=True)
+            for words, stream in zip(self.arrays[1:], self.group.streams, strict=True)
         ]
 
     def stream_bytes(self, stream: int) -> npt.NDArray[np.uint8]:
         """Return one stream as `[num_slots, bytes_per_token] uint8`, a view that may be written."""
-        return self._words[stream].view(np.uint8)
+        return self.arrays[1 + stream].view(np.uint8)
 
     def write(self, slots: Int64Array, content: WordArray, noise: WordArray | None) -> None:
         """Write tokens' KV: bytes follow from the content word, but for the low bits that `noise` flips.
 
-        `slots` `[n] int64`, `content`, `noise` `[n] uint64`. Where a slot comes twice, the last write stays.
+        `slots` `[n] int64`, `content`, `noise` `[n] uint64`. If a slot comes twice, the last write stays.
         """
         self.content[slots] = content
-        for number, (words, salt) in enumerate(zip(self._words, self._salts, strict=True)):
+        for number, (words, salt) in enumerate(zip(self.arrays[1:], self._salts, strict=True)):
             rows = splitmix64_words(content[:, None] ^ salt)
             self.submitted[number] = words[slots] = rows if noise is None else rows ^ noise[:, None]
 
     def copy(self, src: Int64Array, dst: Int64Array) -> None:
         """Copy whole slots within the pool."""
-        self.content[dst] = self.content[src]
-        for words in self._words:
-            words[dst] = words[src]
+        copy_slots(self.arrays, src, self.arrays, dst)
 
     def to_host(self, slots: Int64Array, host_slots: Int64Array) -> None:
         """Copy whole slots from the pool to the host tier."""
-        self.host_content[host_slots] = self.content[slots]
-        for words, host in zip(self._words, self._host_words, strict=True):
-            host[host_slots] = words[slots]
+        copy_slots(self.arrays, slots, self.host_arrays, host_slots)
 
     def from_host(self, host_slots: Int64Array, slots: Int64Array) -> None:
         """Copy whole slots from the host tier to the pool."""
-        self.content[slots] = self.host_content[host_slots]
-        for words, host in zip(self._words, self._host_words, strict=True):
-            words[slots] = host[host_slots]
+        copy_slots(self.host_arrays, host_slots, self.arrays, slots)
+
+
+def copy_slots(source: Sequence[WordArray], src: Int64Array, target: Sequence[WordArray], dst: Int64Array) -> None:
+    """Copy content and bytes of whole slots between two pools or tiers."""
+    for here, there in zip(source, target, strict=True):
+        there[dst] = here[src]
 
 
 class PageAllocator:
@@ -212,21 +191,16 @@ class PageAllocator:
         if count > len(self._free):
             return None
         take = self._free.popleft if self._fifo else self._free.pop
-        if count == 1:  # by far the most frequent: a decode's next page
-            page = take()
-            self._held[page] = True
-            return np.array([page], np.int64)
         pages = np.array([take() for _ in range(count)], np.int64)
         self._held[pages] = True
         return pages
 
     def free(self, pages: Int64Array) -> None:
         """Take pages back."""
-        if not pages.size:
-            return
-        self.check_free(pages)
-        self._held[pages] = False
-        self._free.extend(pages.tolist())
+        if pages.size:
+            self.check_free(pages)
+            self._held[pages] = False
+            self._free.extend(pages.tolist())
 
     def check_free(self, pages: Int64Array) -> None:
         """Raise `BrokenEngineError` if a page is given back that is not held, or twice at once."""
@@ -249,11 +223,10 @@ class SlidingWindowPool:
         )
         self._page_size = config.page_size
         self._by_page = lut.reshape(-1, config.page_size)
-        self._offsets = np.arange(config.page_size, dtype=np.int64)
 
     def pair(self, full_pages: Int64Array, swa_pages: Int64Array) -> None:
         """Let full pages lead to sliding-window pages, slot by slot."""
-        self._by_page[full_pages] = swa_pages[:, None] * self._page_size + self._offsets
+        self._by_page[full_pages] = swa_pages[:, None] * self._page_size + np.arange(self._page_size)
 
     def paired(self, full_pages: Int64Array) -> Int64Array:
         """Return the sliding-window page of each full page, 0 if there is none."""

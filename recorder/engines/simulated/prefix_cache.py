@@ -1,15 +1,14 @@
 """The prefix cache: hits, insertions with de-duplication, locks, evictions from both pools, host tier."""
 
-import heapq
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from .pools import PageAllocator
-from .radix import NO_PAGE, Inserted, Node, RadixTree, window_prefix
+from .pools import NO_PAGES, PageAllocator
+from .radix import NO_PAGE, Inserted, Node, RadixTree, UseQueue, window_prefix
 from .requests import Request
 
 if TYPE_CHECKING:
@@ -21,13 +20,9 @@ class HostTier:
 
     def __init__(self, memory: "KvMemory") -> None:
         self.pages = PageAllocator(memory.config.host_pages, name="host")
-        self._page_size = memory.page_size
-        self._tree = memory.cache.tree
+        self._memory = memory
         self._pools = [memory.pools[group] for group in memory.layout.full_groups]
-        self._events = memory.history
-        self._counters = memory.counters
-        self._queue: list[tuple[int, int, Node]] = []
-        self._entry = 0
+        self._queue = UseQueue(lambda node: node.host_page != NO_PAGE and not node.children and node.parent is not None)
 
     def offload(self, node: Node) -> bool:
         """Copy a node's page to the host tier; the node stays in the tree. False if there is no room."""
@@ -39,17 +34,17 @@ class HostTier:
         node.host_page = int(taken[0])
         for pool in self._pools:
             pool.to_host(self._slots(node.page), self._slots(node.host_page))
-        self._events.moved(node.page, node.host_page, to_host=True)
-        self._counters.offloaded_pages += 1
-        self._offer(node)
+        self._memory.history.moved(node.page, node.host_page, to_host=True)
+        self._memory.counters.offloaded_pages += 1
+        self._queue.offer(node)
         return True
 
     def load(self, node: Node, page: int) -> None:
         """Copy a node's host page into a page of the pool, which becomes the node's."""
         for pool in self._pools:
             pool.from_host(self._slots(node.host_page), self._slots(page))
-        self._events.moved(page, node.host_page, to_host=False)
-        self._counters.loaded_pages += 1
+        self._memory.history.moved(page, node.host_page, to_host=False)
+        self._memory.counters.loaded_pages += 1
         self.leave(node)
         node.page = page
         if node.parent is not None:
@@ -68,34 +63,21 @@ class HostTier:
             self._drop(child)
 
     def _drop_one(self) -> bool:
-        while self._queue:
-            used, _, node = heapq.heappop(self._queue)
-            if node.host_page == NO_PAGE or node.children or node.parent is None:
-                continue
-            if used != node.last_used:
-                self._offer(node)
-                continue
+        node = self._queue.pop()
+        if node is not None:
             self._drop(node)
-            return True
-        return False
+        return node is not None
 
     def _drop(self, node: Node) -> None:
         self.leave(node)
         parent = node.parent
-        self._tree.drop(node)
-        self._counters.host_dropped_pages += 1
-        if parent is not None and parent.host_page != NO_PAGE and not parent.children:
-            self._offer(parent)
-
-    def _offer(self, node: Node) -> None:
-        if len(self._queue) > 4 * self.pages.num_pages + 64:  # mostly entries of nodes that have come back since
-            self._queue = [entry for entry in self._queue if entry[2].host_page != NO_PAGE]
-            heapq.heapify(self._queue)
-        self._entry += 1
-        heapq.heappush(self._queue, (node.last_used, self._entry, node))
+        self._memory.cache.tree.drop(node)
+        self._memory.counters.host_dropped_pages += 1
+        if parent is not None:
+            self._queue.offer(parent)
 
     def _slots(self, page: int) -> Int64Array:
-        return np.arange(page * self._page_size, (page + 1) * self._page_size, dtype=np.int64)
+        return self._memory.page_slots(np.array([page]))
 
 
 class PrefixCache:
@@ -121,7 +103,7 @@ class PrefixCache:
         if not path:
             return
         self.tree.lock(path[-1])
-        self._hold(request, path)
+        request.node, request.shared_pages = path[-1], path[-1].depth
         pages = _pages(path)
         memory.req_to_token[request.row, : pages.size * memory.page_size] = memory.page_slots(pages)
         request.cached_len = request.allocated_len = pages.size * memory.page_size
@@ -134,7 +116,8 @@ class PrefixCache:
         if request.shared_pages:
             memory = self._memory
             pages = memory.row_pages(request.row, 0, request.shared_pages)
-            memory.history.passed(request, "shared", pages, memory.halves(_pages(request.window_nodes)))
+            halves = memory.halves(_pages(request.window_nodes))
+            memory.history.record("alloc", pages, halves=halves, request=request, status="shared")
             memory.counters.cache_hits += 1
             memory.counters.cache_hit_tokens += request.cached_len
 
@@ -160,18 +143,20 @@ class PrefixCache:
         if memory.swa is not None:
             for node, half in zip(handed, memory.swa.paired(handed_pages).tolist(), strict=True):
                 node.windowed = half > 0
-        memory.history.passed(request, "cached", handed_pages, memory.halves(handed_pages))
+        halves = memory.halves(handed_pages)
+        memory.history.record("alloc", handed_pages, halves=halves, request=request, status="cached")
         memory.counters.inserted_pages += len(done.new)
         self.tree.lock(done.nodes[-1], below=request.node)
         duplicates = self._deduplicate(request, done)
-        self._hold(request, done.nodes)
+        request.node, request.shared_pages = done.nodes[-1], done.nodes[-1].depth
         self._lock_window(request, done.nodes)
         if stays:
             read = [node for node in request.window_nodes if node.depth > fresh]
-            memory.history.passed(request, "shared", _pages(done.nodes), memory.halves(_pages(read)))
+            halves = memory.halves(_pages(read))
+            memory.history.record("alloc", _pages(done.nodes), halves=halves, request=request, status="shared")
         memory.give_back(duplicates, request, note="duplicate")
         for node in done.nodes:  # those that came with a sliding-window half, or were moved one
-            self.tree.offer_window(node)
+            self.tree.windows.offer(node)
 
     def unlock(self, request: Request) -> None:
         """Let go of what a request stands on."""
@@ -186,7 +171,7 @@ class PrefixCache:
             if node.depth - 1 >= upto:
                 break
             node.window_lock -= 1
-            self.tree.offer_window(node)
+            self.tree.windows.offer(node)
             done += 1
         del request.window_nodes[:done]
 
@@ -195,10 +180,10 @@ class PrefixCache:
         memory = self._memory
         halves = count if halves is None else halves
         while (missing := count - memory.allocator.free_pages) > 0:
-            if not self.evict(self._next(self.tree.next_leaf, missing)):
+            if not self.evict(islice(iter(self.tree.leaves.pop, None), missing)):
                 return False
         while memory.swa is not None and (missing := halves - memory.swa.pages.free_pages) > 0:
-            if not self.evict_window(self._next(self.tree.next_window, missing)):
+            if not self.evict_window(islice(iter(self.tree.windows.pop, None), missing)):
                 return False
         return True
 
@@ -233,21 +218,17 @@ class PrefixCache:
         for node in nodes:
             node.windowed = False
             pages.append(node.page)
-        self._memory.history.record("evict", self._part(pages), swa=True, note="window")
+        self._memory.history.record("evict", NO_PAGES, halves=self._part(pages), note="window")
         return len(pages)
 
     def _part(self, pages: list[int]) -> Int64Array:
         """Give back the sliding-window halves of full pages, and return them."""
         memory = self._memory
         if memory.swa is None or not pages:
-            return np.empty(0, np.int64)
+            return NO_PAGES
         parted = memory.swa.part(np.array(pages, np.int64))
         memory.counters.window_evicted_pages += parted.size
         return parted
-
-    def _next(self, source: Callable[[], Node | None], count: int) -> Iterator[Node]:
-        """Yield up to `count` nodes that may go, each found once the one before it has been dealt with."""
-        return itertools.islice(iter(source, None), count)
 
     def _deduplicate(self, request: Request, done: Inserted) -> Int64Array:
         """Move the request's row to the tree's pages where the tree had them, and return the request's own."""
@@ -264,14 +245,10 @@ class PrefixCache:
                 moved.append(half)
             begin = node.page * size
             memory.req_to_token[request.row, index * size : (index + 1) * size] = range(begin, begin + size)
-        memory.history.passed(request, "cached", pages[:0], np.array(moved, np.int64))
+        memory.history.record("alloc", NO_PAGES, halves=np.array(moved, np.int64), request=request, status="cached")
         memory.counters.window_remapped_pages += len(moved)
         memory.counters.deduplicated_pages += pages.size
         return pages
-
-    def _hold(self, request: Request, path: list[Node]) -> None:
-        request.node = path[-1]
-        request.shared_pages = path[-1].depth
 
     def _lock_window(self, request: Request, path: list[Node]) -> None:
         """Hold the sliding-window halves on a path that the request's next forward reads, and let go of those before."""

@@ -1,7 +1,8 @@
 """The prefix cache's tree: one node a page of tokens, lock counts, least recently used leaves first out."""
 
 import heapq
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ....kernels.arrays import Int32Array
@@ -12,53 +13,75 @@ NO_PAGE = -1
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Node:
-    """One page of a cached prefix.
-
-    `page` is its page in the pool, `host_page` its page in the host tier; exactly one of them is set, except in the
-    root. `lock` counts the requests that stand on this node or below it, `live_children` the children with a page in
-    the pool. `windowed` says that the page's sliding-window half is still there, `window_lock` who needs it.
-    """
+    """One page of a cached prefix; exactly one of `page` and `host_page` is set, except in the root."""
 
     key: bytes
     parent: "Node | None"
-    page: int
+    page: int  # in the pool
     last_used: int
     depth: int
     children: dict[bytes, "Node"] = field(default_factory=dict)
-    host_page: int = NO_PAGE
-    lock: int = 0
-    live_children: int = 0
-    queued: bool = False
-    windowed: bool = False
-    window_lock: int = 0
-    window_queued: bool = False
+    host_page: int = NO_PAGE  # in the host tier
+    lock: int = 0  # requests that stand on this node or below it
+    live_children: int = 0  # children with a page in the pool
+    windowed: bool = False  # the page's sliding-window half is still there
+    window_lock: int = 0  # requests that need that half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inserted:
-    """What came of putting a prefix into the tree, page by page.
+    """What came of putting a prefix into the tree, page by page."""
 
-    `nodes` is the path below where it began, `new` the nodes made by it, `duplicates` `(page index, the page brought along)` where the
-    tree had the prefix in another page, `taken` the nodes that had a host page only and took the one brought along.
-    """
+    nodes: list[Node] = field(default_factory=list)  # the path below where it began
+    new: list[Node] = field(default_factory=list)
+    # (page index, the page brought along) if the tree had the prefix in another page.
+    duplicates: list[tuple[int, int]] = field(default_factory=list)
+    taken: list[Node] = field(default_factory=list)  # had a host page only, and took the one brought along
 
-    nodes: list[Node]
-    new: list[Node]
-    duplicates: list[tuple[int, int]]
-    taken: list[Node]
+
+class UseQueue:
+    """Nodes that may go, the one used longest ago first; what changed since one was queued shows when its turn comes."""
+
+    def __init__(self, may_go: Callable[[Node], bool]) -> None:
+        self._may_go = may_go
+        self._heap: list[tuple[int, int, Node]] = []
+        self._queued: set[Node] = set()
+        self._entries = itertools.count()
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._queued
+
+    def offer(self, node: Node) -> None:
+        """Queue a node if it may go now."""
+        if node not in self._queued and self._may_go(node):
+            self._queued.add(node)
+            heapq.heappush(self._heap, (node.last_used, next(self._entries), node))
+
+    def pop(self) -> Node | None:
+        """Return the node used longest ago of those that may go, or None."""
+        while self._heap:
+            used, _, node = heapq.heappop(self._heap)
+            self._queued.remove(node)
+            if self._may_go(node):
+                if used == node.last_used:
+                    return node
+                self.offer(node)  # used since it was queued
+        return None
 
 
 class RadixTree:
-    """The tree itself: it knows pages as numbers and touches no pool."""
+    """The tree itself: it knows pages as numbers and touches no pool.
+
+    `leaves` are the nodes whose page may go, `windows` those whose sliding-window half may.
+    """
 
     def __init__(self, *, page_size: int, lookahead: int) -> None:
         self.page_size = page_size
         self.lookahead = lookahead
         self.root = Node(key=b"", parent=None, page=0, last_used=0, depth=0)
+        self.leaves = UseQueue(self.evictable)
+        self.windows = UseQueue(lambda node: node.windowed and not node.window_lock and node.parent is not None)
         self._tick = 0
-        self._entry = 0
-        self._leaves: list[tuple[int, int, Node]] = []
-        self._windows: list[tuple[int, int, Node]] = []
 
     def key(self, raw: bytes, index: int) -> bytes:
         """Return the key of page `index` of a token sequence's bytes (int32): its tokens, and the look-ahead."""
@@ -89,7 +112,7 @@ class RadixTree:
         What the tree has already stays. `below` must stand for the tokens before.
         """
         self._tick += 1
-        done = Inserted(nodes=[], new=[], duplicates=[], taken=[])
+        done = Inserted()
         node = self.root if below is None else below
         first = node.depth
         raw = tokens[first * self.page_size :].tobytes()
@@ -110,7 +133,7 @@ class RadixTree:
             child.last_used = self._tick
             done.nodes.append(child)
             node = child
-        self.offer(node)
+        self.leaves.offer(node)
         return done
 
     def lock(self, node: Node | None, *, below: Node | None = None) -> None:
@@ -125,29 +148,12 @@ class RadixTree:
             node.lock -= 1
             if node.lock < 0:
                 raise BrokenEngineError(f"the prefix cache: page {node.page} is unlocked more often than locked")
-            self.offer(node)
+            self.leaves.offer(node)
             node = node.parent
 
     def evictable(self, node: Node) -> bool:
         """Whether a node's page may go: nobody stands on it, nothing in the pool hangs below it."""
         return node.lock == 0 and node.live_children == 0 and node.page != NO_PAGE and node.parent is not None
-
-    def offer(self, node: Node) -> None:
-        """Queue a node for eviction if its page may go now."""
-        if not node.queued and self.evictable(node):
-            node.queued = True
-            self._push(self._leaves, node)
-
-    def next_leaf(self) -> Node | None:
-        """Return the leaf used longest ago whose page may go, or None."""
-        while self._leaves:
-            used, _, node = heapq.heappop(self._leaves)
-            node.queued = False
-            if self.evictable(node):
-                if used == node.last_used:
-                    return node
-                self.offer(node)  # used since it was queued
-        return None
 
     def drop(self, node: Node) -> None:
         """Take a node out of the tree."""
@@ -163,24 +169,7 @@ class RadixTree:
         if node.page != NO_PAGE and node.parent is not None:
             node.page = NO_PAGE
             node.parent.live_children -= 1
-            self.offer(node.parent)
-
-    def offer_window(self, node: Node) -> None:
-        """Queue a node's sliding-window half for eviction if it may go now."""
-        if node.windowed and not node.window_lock and not node.window_queued:
-            node.window_queued = True
-            self._push(self._windows, node)
-
-    def next_window(self) -> Node | None:
-        """Return the node used longest ago whose sliding-window half may go, or None."""
-        while self._windows:
-            used, _, node = heapq.heappop(self._windows)
-            node.window_queued = False
-            if node.windowed and not node.window_lock and node.parent is not None:
-                if used == node.last_used:
-                    return node
-                self.offer_window(node)
-        return None
+            self.leaves.offer(node.parent)
 
     def walk(self) -> Iterator[Node]:
         """Yield every node below the root, parents first."""
@@ -189,10 +178,6 @@ class RadixTree:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
-
-    def _push(self, heap: list[tuple[int, int, Node]], node: Node) -> None:
-        self._entry += 1
-        heapq.heappush(heap, (node.last_used, self._entry, node))
 
 
 def window_prefix(nodes: list[Node], *, page_size: int, window: int) -> int:

@@ -1,10 +1,12 @@
 """A request as the workload gives it, and as the scheduler carries it along."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ....kernels.arrays import Int32Array
+from ....kernels.ops.hash.reference import splitmix64_words
 from .radix import Node
 
 NO_ROW = -1
@@ -13,36 +15,45 @@ NO_FUTURE = -1
 NEVER = -1
 
 
+def seeded_word(seed: int, salt: int, number: int) -> np.uint64:
+    """Return the word that a seed gives to the thing of that number, of the kind that `salt` stands for."""
+    words = splitmix64_words(np.array([seed & 0xFFFFFFFF], np.uint64) + np.uint64(salt))
+    word: np.uint64 = splitmix64_words(words ^ np.uint64(number))[0]
+    return word
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """What a client asks for.
+    """What a client asks for."""
 
-    `arrival_s` is simulated time, `prompt` `[n] int32`. `copies` is the number of answers wanted (more than one:
-    forks after the prefill). `abort_at` aborts the request once that many of its tokens are in the cache, 0 at once,
-    -1 never.
-    """
-
-    arrival_s: float
-    prompt: Int32Array
+    arrival_s: float  # simulated time
+    prompt: Int32Array  # [n]
     max_new_tokens: int
     priority: int = 0
-    copies: int = 1
-    abort_at: int = NEVER
+    copies: int = 1  # answers wanted; more than one: forks after the prefill
+    abort_at: int = NEVER  # abort once that many of its tokens are in the cache, 0 at once
+
+
+class Arrivals:
+    """A workload's requests as they come, one read ahead."""
+
+    def __init__(self, workload: Iterable[RequestSpec]) -> None:
+        self._workload = iter(workload)
+        self.next = next(self._workload, None)
+
+    def until(self, now_s: float, has_room: Callable[[], bool]) -> Iterator[RequestSpec]:
+        """Yield the requests that have come by `now_s`, as long as there is room for them."""
+        while self.next is not None and self.next.arrival_s <= now_s and has_room():
+            spec, self.next = self.next, next(self._workload, None)
+            yield spec
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """A request in the engine.
-
-    `tokens[:num_tokens]` is prompt and output so far; `cached_len` of them have their KV in the cache (positions
-    0 .. cached_len - 1 of `row`), `allocated_len` have a slot, the first `shared_pages` pages of which belong to the
-    prefix cache, which `node` holds in place. `window_start` is the first page whose sliding-window half may still be held.
-    `room` is what the two halves of a prefill/decode pair call it, -1 for none. `in_flight` counts the forwards with it
-    that the host has not heard back from, and `future` is where the token sampled last lies on the device.
-    """
+    """A request in the engine; `tokens[:num_tokens]` is prompt and output so far."""
 
     request_id: int
-    room: int
+    room: int  # what the two halves of a prefill/decode pair call it, -1 for none
     name: str
     order: int
     priority: int
@@ -54,14 +65,14 @@ class Request:
     abort_at: int
     retracted: bool = False
     row: int = NO_ROW
-    cached_len: int = 0
-    allocated_len: int = 0
-    shared_pages: int = 0
-    node: Node | None = None
+    cached_len: int = 0  # tokens whose KV is in the cache, at positions 0 .. cached_len - 1 of the row
+    allocated_len: int = 0  # tokens that have a slot
+    shared_pages: int = 0  # the first of its pages, which belong to the prefix cache
+    node: Node | None = None  # holds them in place
     window_nodes: list[Node] = field(default_factory=list)
-    window_start: int = 0
-    in_flight: int = 0
-    future: int = NO_FUTURE
+    window_start: int = 0  # the first page whose sliding-window half may still be held
+    in_flight: int = 0  # forwards with it that the host has not heard back from
+    future: int = NO_FUTURE  # where the token sampled last lies on the device
 
     @classmethod
     def of(cls, spec: RequestSpec, *, request_id: int, order: int, room: int = NO_ROOM) -> "Request":
@@ -87,18 +98,13 @@ class Request:
 
     @property
     def sampling_id(self) -> int:
-        """The id that a sampler goes by: the room where there is one, so that both halves of a pair sample alike."""
+        """The id that a sampler goes by: the room if there is one, so that both halves of a pair sample alike."""
         return self.room if self.room >= 0 else self.request_id
 
     @property
     def known_tokens(self) -> Int32Array:
         """Prompt and output so far, a view."""
         return self.tokens[: self.num_tokens]
-
-    @property
-    def prefilled(self) -> bool:
-        """Whether all that is left to compute is the token sampled last."""
-        return self.cached_len >= self.num_tokens - 1 and self.num_tokens > self.prompt_len
 
     @property
     def done(self) -> bool:
@@ -113,9 +119,6 @@ class Request:
     def leave_row(self) -> None:
         """Forget everything that was held in pools and tables."""
         self.row = NO_ROW
-        self.cached_len = 0
-        self.allocated_len = 0
-        self.shared_pages = 0
+        self.cached_len = self.allocated_len = self.shared_pages = self.window_start = 0
         self.node = None
         self.window_nodes = []
-        self.window_start = 0

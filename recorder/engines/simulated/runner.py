@@ -1,6 +1,5 @@
-"""One forward: recorded, computed, sampled. What an integrator writes, and nothing else; and the forwards in flight."""
+"""One forward: recorded, computed, sampled. What an integrator writes, and nothing else."""
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +8,6 @@ import numpy as np
 from ....kernels.arrays import BoolArray, Int32Array, Int64Array
 from ....kernels.ops.hash.reference import splitmix64_words
 from ....kernels.ops.oracle.reference import oracle_tokens
-from ...capture.forward_event import Submitted
 from ...capture.forward_input import AttentionInput, ForwardInput, TruthTokens
 from ...capture.recorder import Recorder
 from .batch import AttentionBackend, AttentionMetadata, Batch
@@ -18,6 +16,11 @@ from .memory import KvMemory
 from .pools import TARGET, KvPool, WordArray
 
 _LOW_BITS = np.uint64(4)
+
+
+def token_words(tokens: Int64Array, positions: Int64Array) -> WordArray:
+    """Return the word that each token adds to the content of the slot before it, `[n] uint64`."""
+    return splitmix64_words((tokens.view(np.uint64) << np.uint64(32)) ^ positions.view(np.uint64))
 
 
 class Model:
@@ -37,32 +40,23 @@ class Model:
         Returns:
             `[T] uint64`, the content word of each token in the runner's first pool.
         """
-        words = splitmix64_words((batch.input_ids.view(np.uint64) << np.uint64(32)) ^ batch.positions.view(np.uint64))
+        words = token_words(batch.input_ids, batch.positions)
         computed: WordArray | None = None
         for pool in self._memory.pools:
             if pool.group.runner == batch.runner:
                 content = self._content(pool, batch, attention, words)
-                pool.write(self.pool_slots(pool, batch.slots), content, self._noise_bits(content.size))
+                noise = self._noise.integers(0, _LOW_BITS, content.size, np.uint64) if self._noise is not None else None
+                pool.write(self._memory.pool_slots(pool, batch.slots), content, noise)
                 computed = content if computed is None else computed
         return words if computed is None else computed
-
-    def pool_slots(self, pool: KvPool, slots: Int64Array) -> Int64Array:
-        """Return slots of the full pool as the pool's own."""
-        return self._memory.lut[slots] if pool.group.lut >= 0 else slots
 
     def _content(self, pool: KvPool, batch: Batch, attention: AttentionMetadata, words: WordArray) -> WordArray:
         extend = batch.extend_lens
         sums = np.cumsum(words, dtype=np.uint64)
         first = np.cumsum(extend) - extend
-        seeds = attention.slot_before(pool.index)
         reads = attention.seq_lens > attention.query_lens
-        base = np.where(reads, pool.content[seeds], np.uint64(0))
+        base = np.where(reads, pool.content[attention.slot_before(pool.index)], np.uint64(0))
         return sums + np.repeat(base - sums[first] + words[first], extend)
-
-    def _noise_bits(self, count: int) -> WordArray | None:
-        if self._noise is None:
-            return None
-        return self._noise.integers(0, _LOW_BITS, count, np.uint64)
 
 
 class Sampler:
@@ -90,8 +84,8 @@ class Sampler:
         return (words % np.uint64(self._vocab_size)).astype(np.int64)
 
 
-# From the content of each token to (sampled tokens, how many each row of the batch got); nothing of either where the
-# host hears of them later.
+# From the content of each token to (sampled tokens, how many each row of the batch got); nothing of either if the host
+# hears of them later.
 Pick = Callable[[WordArray], tuple[Int64Array, Int64Array]]
 
 
@@ -108,8 +102,16 @@ class ForwardRunner:
     def run(self, batch: Batch, pick: Pick | None = None) -> None:
         """Run one forward; `pick` samples from it."""
         self.begin(batch)
-        content = self._compute(batch) if batch.input_ids.size else np.empty(0, np.uint64)
-        submitted = self._submitted(batch)
+        content, submitted = np.empty(0, np.uint64), {}
+        if batch.input_ids.size:
+            attention = self.attention.plan(batch)
+            self._recorder.attention(
+                AttentionInput(seq_lens=attention.seq_lens, query_lens=attention.query_lens, slots=attention.reads)
+            )
+            content = self.model.run(batch, attention)
+            if self._memory.config.submitted:
+                pools = [pool for pool in self._memory.pools if pool.group.runner == batch.runner]
+                submitted = {(pool.index, stream): rows for pool in pools for stream, rows in pool.submitted.items()}
         if pick is None:
             self._recorder.after_forward(submitted=submitted)
         else:
@@ -120,20 +122,6 @@ class ForwardRunner:
         if batch.runner == TARGET:
             self._counters.target_forwards += 1
             self._counters.tokens += batch.num_tokens
-
-    def _submitted(self, batch: Batch) -> Submitted:
-        """Return what the model handed to the pools in the forward that just ran, where that is to be recorded."""
-        if not self._memory.config.submitted or not batch.input_ids.size:
-            return {}
-        pools = [pool for pool in self._memory.pools if pool.group.runner == batch.runner]
-        return {(pool.index, stream): rows for pool in pools for stream, rows in pool.submitted.items()}
-
-    def _compute(self, batch: Batch) -> WordArray:
-        attention = self.attention.plan(batch)
-        self._recorder.attention(
-            AttentionInput(seq_lens=attention.seq_lens, query_lens=attention.query_lens, slots=attention.reads)
-        )
-        return self.model.run(batch, attention)
 
     def begin(self, batch: Batch) -> None:
         """Record what is about to run."""
@@ -159,20 +147,12 @@ class ForwardRunner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A forward on its way: its number in the trace, its batch, which of its requests get a token, and the tokens.
+    """A forward on its way."""
 
-    `samples` is `[len(batch.requests)] bool`, `tokens` `[samples.sum()] int64`; the host looks at them when it hears back.
-    """
-
-    forward: int
+    forward: int  # its number in the trace
     batch: Batch
-    samples: BoolArray
-    tokens: Int64Array
-
-    @property
-    def sampled_lens(self) -> Int64Array:
-        """How many tokens each row of the batch got, padding included."""
-        return np.append(self.samples, np.zeros(self.batch.rows.size - self.samples.size, np.bool_)).astype(np.int64)
+    samples: BoolArray  # [len(batch.requests)], whether a request gets a token
+    tokens: Int64Array  # [samples.sum()]; the host looks at them when it hears back
 
 
 class FutureMap:
@@ -197,26 +177,3 @@ class FutureMap:
     def read(self, place: int) -> Int32Array:
         """Return the token at a place, `[1] int32`."""
         return self._tokens[place : place + 1].copy()
-
-
-class InFlight:
-    """The forwards in flight, oldest first; each of their requests counts them."""
-
-    def __init__(self) -> None:
-        self._launched: deque[Launched] = deque()
-
-    def __len__(self) -> int:
-        return len(self._launched)
-
-    def push(self, launched: Launched) -> None:
-        """Take a forward that was just launched."""
-        self._launched.append(launched)
-        for request in launched.batch.requests:
-            request.in_flight += 1
-
-    def pop(self) -> Launched:
-        """Return the oldest one, which the host hears back from now."""
-        launched = self._launched.popleft()
-        for request in launched.batch.requests:
-            request.in_flight -= 1
-        return launched

@@ -12,20 +12,20 @@ Prefill = tuple[Request, int]  # a request, and how many of its tokens the next 
 class Scheduler:
     """The queues, and the rows of req_to_token.
 
-    `waiting` is kept in the order in which it is served; `prefilling` is the one request whose prompt is computed in
-    parts; `running` have one sampled token to go on from; `parked` hold a row and wait for a transfer. `drain` waits for
-    the forwards in flight and says whether there were any.
+    `drain` waits for the forwards in flight and says whether there were any.
     """
 
-    def __init__(self, config: EngineConfig, memory: KvMemory, counters: Counters) -> None:
+    def __init__(
+        self, config: EngineConfig, memory: KvMemory, counters: Counters, *, drain: Callable[[], bool]
+    ) -> None:
         self._config = config
         self._memory = memory
         self._counters = counters
-        self.waiting: list[Request] = []
-        self.prefilling: Request | None = None
-        self.running: list[Request] = []
-        self.parked: list[Request] = []
-        self.drain: Callable[[], bool] = lambda: False
+        self._drain = drain
+        self.waiting: list[Request] = []  # in the order in which it is served
+        self.prefilling: Request | None = None  # the one request whose prompt is computed in parts
+        self.running: list[Request] = []  # they have one sampled token to go on from
+        self.parked: list[Request] = []  # they hold a row and wait for a transfer
         self.free_rows = list(range(config.rows - 1, 0, -1))
         # After a retraction nobody is let in until somebody has finished: what was put back would come straight back.
         self._hold = False
@@ -155,7 +155,7 @@ class Scheduler:
             while (
                 request in self.running and not request.done and not memory.extend(request, request.cached_len + ahead)
             ):
-                if not self.drain():  # those that have finished meanwhile may have left enough
+                if not self._drain():  # those that have finished meanwhile may have left enough
                     self.retract(self.victim())
 
     def victim(self) -> Request:
@@ -218,7 +218,7 @@ class Scheduler:
     def still_held(self, request: Request) -> bool:
         """Wait until no forward with this request is in flight; whether it has its row still."""
         if request.in_flight:
-            self.drain()
+            self._drain()
         return request.row != NO_ROW
 
     def _forget(self, request: Request) -> None:

@@ -3,17 +3,7 @@
 from typing import Final
 
 from ..fault import Fault
-from . import (
-    allocation,
-    attention,
-    batches,
-    kv_bytes,
-    prefix_cache,
-    sliding,
-    table,
-    tokens,
-    transfer,
-)
+from . import allocation, attention, batches, kv_bytes, prefix_cache, sliding, table, tokens, transfer
 
 _FAMILIES: Final = (kv_bytes, table, allocation, prefix_cache, sliding, attention, tokens, batches, transfer)
 

@@ -5,7 +5,7 @@ from typing import Any, Final
 import numpy as np
 
 from ....recorder.engines.simulated.requests import Request
-from ..fault import Bench, around, fault, unchecked_pools
+from ..fault import Bench, around, fault, unchecked_pools, while_inside
 
 _ALL: Final = ("mha", "mha_page1", "mha_page16", "mla", "mixed", "no_cache", "tight", "swa", "dsv4", "eagle")
 
@@ -16,16 +16,14 @@ def double_free(bench: Bench) -> None:
     memory = bench.engine.memory
     unchecked_pools(bench.engine)
 
+    @around(memory)
     def release(original: Any, request: Request, **kwargs: Any) -> None:
         own = memory.row_pages(request.row, request.shared_pages, memory.pages_for(request.allocated_len))
-        if bench.due and own.size:
+        again = own[:1] if bench.due else own[:0]
+        if again.size:
             bench.inject(request=request, slot=int(own[0]) * memory.page_size, position=_first_own(bench, request))
-            original(request, **kwargs)
-            memory.give_back(own[:1], request, **kwargs)
-            return
         original(request, **kwargs)
-
-    around(memory, "release", release)
+        memory.give_back(again, request, **kwargs)
 
 
 @fault(reference="lab", configs=_ALL)
@@ -34,32 +32,26 @@ def free_too_early(bench: Bench) -> None:
     memory = bench.engine.memory
     unchecked_pools(bench.engine)
 
-    def act() -> bool:
-        found = [r for r in bench.engine.scheduler.running if _first_own(bench, r) < r.cached_len]
-        if not found:
-            return False
-        request = bench.pick(found)
+    @bench.between_steps(lambda: _with_own_pages(bench))
+    def act(request: Request) -> None:
         index = request.shared_pages
         if memory.swa is not None:  # of a page whose half has left the window nobody would read much
             index = max(index, memory.swa.first_needed_page(request.cached_len))
         page = memory.row_pages(request.row, index, index + 1)
         bench.inject(request=request, slot=int(page[0]) * memory.page_size, position=index * memory.page_size)
         memory.give_back(page, request, note="too early")
-        return True
-
-    bench.between_steps(act)
 
 
 @fault(reference="lab", configs=_ALL)
 def page_given_twice(bench: Bench) -> None:
     """The allocator gives out a page that a running request holds."""
-    engine, memory, allocator = bench.engine, bench.engine.memory, bench.engine.memory.allocator
-    unchecked_pools(engine)
+    memory, allocator = bench.engine.memory, bench.engine.memory.allocator
+    unchecked_pools(bench.engine)
 
+    @around(allocator)
     def alloc(original: Any, count: int) -> Any:
         pages = original(count)
-        found = [r for r in engine.scheduler.running if _first_own(bench, r) < r.cached_len]
-        if not bench.due or pages is None or not pages.size or not found:
+        if not bench.due or pages is None or not pages.size or not (found := _with_own_pages(bench)):
             return pages
         holder = bench.pick(found)
         page = int(memory.row_pages(holder.row, holder.shared_pages, holder.shared_pages + 1)[0])
@@ -67,52 +59,42 @@ def page_given_twice(bench: Bench) -> None:
         allocator.free(pages[-1:])
         return np.append(pages[:-1], page)
 
-    around(allocator, "alloc", alloc)
-
 
 @fault(reference="lab", configs=_ALL)
 def page_leaked(bench: Bench) -> None:
     """A leaving request forgets a page; nobody ever gives it back."""
     memory = bench.engine.memory
-    leaving: list[Request] = []
-    leaked: list[int] = []
+    leaving = while_inside(bench.engine.scheduler, "leave", lambda request, **_: request)
 
+    @around(memory)
     def give_back(original: Any, pages: Any, request: Request | None, **kwargs: Any) -> None:
         if bench.due and request is not None and leaving and pages.size:
-            leaked.append(int(pages[-1]) * memory.page_size)
-            bench.inject(request=request, slot=leaked[0])
+            slot = int(pages[-1]) * memory.page_size
+            bench.inject(request=request, slot=slot)
+            bench.probe.note("leak", request=request, slot=slot)  # which no forward can read
             pages = pages[:-1]
         original(pages, request, **kwargs)
-
-    def leave(original: Any, request: Request, **kwargs: Any) -> None:
-        leaving.append(request)
-        original(request, **kwargs)
-        leaving.clear()
-        if leaked:
-            bench.note_effect("leak", request=request, slot=leaked.pop())
-
-    around(memory, "give_back", give_back)
-    around(bench.engine.scheduler, "leave", leave)
 
 
 @fault(reference="S#28754", configs=("mha", "mha_page1", "mla", "mixed", "no_cache", "tight", "swa", "dsv4", "eagle"))
 def commit_beyond_allocation(bench: Bench) -> None:
     """More is committed than was allocated: the request's slots go on into another's page."""
-    engine, memory, size = bench.engine, bench.engine.memory, bench.engine.config.page_size
-    unchecked_pools(engine)
+    memory, size, scheduler = bench.engine.memory, bench.engine.config.page_size, bench.engine.scheduler
+    unchecked_pools(bench.engine)
 
     def neighbour(request: Request, upto: int) -> int:
         """Return the page behind the request's last one if another active request reads it, else 0."""
         start = request.allocated_len
-        if not bench.due or request not in engine.scheduler.running or start % size or not start < upto <= start + size:
+        if not bench.due or request not in scheduler.running or start % size or not start < upto <= start + size:
             return 0
         page = int(memory.req_to_token[request.row, start - 1]) // size + 1
-        for other in engine.scheduler.running:
+        for other in scheduler.running:
             first = 0 if memory.swa is None else memory.swa.first_needed_page(other.cached_len + 4)
             if other is not request and page in memory.row_pages(other.row, first, other.cached_len // size):
                 return page
         return 0
 
+    @around(memory)
     def extend(original: Any, request: Request, upto: int) -> bool:
         page = neighbour(request, upto)
         if not page:
@@ -123,8 +105,10 @@ def commit_beyond_allocation(bench: Bench) -> None:
         request.allocated_len = upto
         return True
 
-    around(memory, "extend", extend)
-
 
 def _first_own(bench: Bench, request: Request) -> int:
     return request.shared_pages * bench.engine.config.page_size
+
+
+def _with_own_pages(bench: Bench) -> list[Request]:
+    return [r for r in bench.engine.scheduler.running if _first_own(bench, r) < r.cached_len]

@@ -14,31 +14,28 @@ def draft_position_plus_one(bench: Bench) -> None:
     builder = bench.engine.builder
     off = [0]
 
+    @around(builder)
     def build(original: Any, mode: str, requests: Any, **kwargs: Any) -> Any:
         off[0] = int(bench.started and mode == "decode" and kwargs.get("runner", 0) == 1)
         if off[0]:
             bench.inject(request=requests[0], position=kwargs["prefix_lens"][0])
         return original(mode, requests, **kwargs)
 
-    around(builder, "build", build)
-    around(builder, "positions", lambda original, *args: original(*args) + off[0])
+    around(builder, "positions")(lambda original, *args: original(*args) + off[0])
 
 
 @fault(reference="lab", configs=("mha", "mha_page1", "mha_page16", "mla", "no_cache", "tight", "swa", "dsv4"))
 def seq_len_backwards(bench: Bench) -> None:
     """A decode is built with the prefix length of the step before."""
 
-    def build(original: Any, mode: str, requests: Any, **kwargs: Any) -> Any:
-        found = [i for i, prefix in enumerate(kwargs["prefix_lens"]) if prefix > 1]
+    @around(bench.engine.builder)
+    def build(original: Any, mode: str, requests: Any, *, prefix_lens: Any, **kwargs: Any) -> Any:
+        found = [i for i, prefix in enumerate(prefix_lens) if prefix > 1]
         if bench.due and mode == "decode" and kwargs.get("runner", 0) == 0 and found:
             index = bench.pick(found)
-            prefix_lens = list(kwargs["prefix_lens"])
-            prefix_lens[index] -= 1
+            prefix_lens = [prefix - (i == index) for i, prefix in enumerate(prefix_lens)]
             bench.inject(request=requests[index], position=prefix_lens[index])
-            kwargs["prefix_lens"] = prefix_lens
-        return original(mode, requests, **kwargs)
-
-    around(bench.engine.builder, "build", build)
+        return original(mode, requests, prefix_lens=prefix_lens, **kwargs)
 
 
 @fault(reference="V#43810", configs=("tight", "mha", "mla"))
@@ -51,6 +48,7 @@ def pad_slot_wraps(bench: Bench) -> None:
     memory = bench.engine.memory
     last = memory.pools[0].group.num_slots - 1
 
+    @around(bench.engine.builder)
     def build(original: Any, *args: Any, **kwargs: Any) -> Batch:
         batch: Batch = original(*args, **kwargs)
         real, held = batch.num_tokens, memory.allocator.held_pages()
@@ -61,15 +59,13 @@ def pad_slot_wraps(bench: Bench) -> None:
             batch.slots[real:] = -1
         return batch
 
-    around(bench.engine.builder, "build", build)
-
 
 @fault(reference="lmdeploy#4569", configs=("mha", "mha_page1", "mla", "no_cache", "tight", "swa", "eagle"))
 def pad_rows_keep_last_blocks(bench: Bench) -> None:
     """Padded rows keep the slots of the step before."""
-    engine = bench.engine
     buffer = np.zeros(4096, np.int64)
 
+    @around(bench.engine.builder)
     def build(original: Any, mode: str, requests: Any, **kwargs: Any) -> Batch:
         batch: Batch = original(mode, requests, **kwargs)
         if not kwargs.get("padded") or kwargs.get("runner", 0) != 0:
@@ -81,20 +77,15 @@ def pad_rows_keep_last_blocks(bench: Bench) -> None:
         buffer[:total] = batch.slots
         return batch
 
-    around(engine.builder, "build", build)
-
 
 @fault(reference="S#13713", configs=("overlap", "overlap_swa"))
 def future_map_overrun(bench: Bench) -> None:
     """The ring of future tokens is overrun: a request is fed another one's token."""
-    engine = bench.engine
 
+    @bench.between_steps()
     def act() -> bool:
-        count = len(engine.scheduler.decoding)
-        if count < 2:
-            return False
-        bench.inject(ring_size=count - 1)
-        engine.futures.size = count - 1
-        return True
-
-    bench.between_steps(act)
+        size = len(bench.engine.scheduler.decoding) - 1
+        if size >= 1:
+            bench.inject(ring_size=size)
+            bench.engine.futures.size = size
+        return size >= 1

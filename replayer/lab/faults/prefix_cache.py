@@ -12,7 +12,7 @@ _ALL: Final = ("mha", "mha_page1", "mha_page16", "mla", "mixed", "tight", "swa",
 @fault(reference="S#38319", configs=_ALL)
 def radix_insert_then_free(bench: Bench) -> None:
     """Pages that the prefix cache holds are freed by a retraction or an abort."""
-    scheduler = bench.engine.scheduler
+    scheduler, memory = bench.engine.scheduler, bench.engine.memory
     unchecked_pools(bench.engine)
 
     def own_nodes(request: Request) -> int:
@@ -22,29 +22,22 @@ def radix_insert_then_free(bench: Bench) -> None:
             count, node = count + 1, node.parent
         return count
 
-    def act() -> bool:
-        found = [request for request in scheduler.active if own_nodes(request)]
-        if not found:
-            return False
-        request = bench.pick(found)
-        kept = request.shared_pages - own_nodes(request)
-        size = bench.engine.config.page_size
-        slot = int(bench.engine.memory.req_to_token[request.row, kept * size])
-        bench.inject(request=request, slot=slot, position=kept * size)
-        request.shared_pages = kept
+    @bench.between_steps(lambda: [request for request in scheduler.active if own_nodes(request)])
+    def act(request: Request) -> None:
+        request.shared_pages -= own_nodes(request)
+        first = request.shared_pages * memory.page_size
+        bench.inject(request=request, slot=int(memory.req_to_token[request.row, first]), position=first)
         (scheduler.retract if bench.random.random() < 0.7 else scheduler.abort)(request)
-        return True
-
-    bench.between_steps(act)
 
 
 @fault(reference="V#38715", configs=("twins", "twins_swa"), warm_up=(4, 20))
 def hit_before_written(bench: Bench) -> None:
     """A prefix hit in the very step that is still writing the content."""
-    engine, memory = bench.engine, bench.engine.memory
+    scheduler, memory = bench.engine.scheduler, bench.engine.memory
     early: set[int] = set()
     hits: list[Request] = []
 
+    @around(scheduler)
     def admit(original: Any, request: Request, *args: Any) -> int:
         taken = int(original(request, *args))
         if not taken or not bench.started or hits:
@@ -61,12 +54,10 @@ def hit_before_written(bench: Bench) -> None:
             bench.inject(request=request, position=known)
         return taken
 
+    @around(scheduler)
     def next_prefill(original: Any) -> Any:
         early.clear()
         return original()
-
-    around(engine.scheduler, "admit", admit)
-    around(engine.scheduler, "next_prefill", next_prefill)
 
 
 @fault(
@@ -74,8 +65,9 @@ def hit_before_written(bench: Bench) -> None:
 )
 def tokens_truncated_hash_kept(bench: Bench) -> None:
     """A cached page's key loses its last tokens, so that another prompt hits it."""
-    tree, size = bench.engine.memory.cache.tree, bench.engine.config.page_size
+    size = bench.engine.config.page_size
 
+    @around(bench.engine.memory.cache.tree)
     def key(original: Any, raw: bytes, index: int) -> bytes:
         found = bytes(original(raw, index))
         if not bench.started:
@@ -83,33 +75,22 @@ def tokens_truncated_hash_kept(bench: Bench) -> None:
         bench.inject(position=index * size)
         return found[: 4 * (size // 2)]
 
-    around(tree, "key", key)
-
 
 @fault(reference="lab", configs=_ALL)
 def eviction_of_locked_page(bench: Bench) -> None:
     """The prefix cache evicts a page that a running request stands on."""
-    engine, cache = bench.engine, bench.engine.memory.cache
+    engine, size = bench.engine, bench.engine.config.page_size
     unchecked_pools(engine)
 
-    def act() -> bool:
-        found = [
-            request
-            for request in engine.scheduler.running
-            if request.node is not None
-            and request.node.parent is not None
-            and request.node.page != NO_PAGE
-            and not request.node.children
-        ]
-        if not found:
-            return False
-        request = bench.pick(found)
-        node, size = request.node, engine.config.page_size
-        bench.inject(request=request, slot=node.page * size, position=(node.depth - 1) * size)
-        cache.evict([node])
-        return True
+    def on_a_leaf(request: Request) -> bool:
+        node = request.node
+        return node is not None and node.parent is not None and node.page != NO_PAGE and not node.children
 
-    bench.between_steps(act)
+    @bench.between_steps(lambda: [request for request in engine.scheduler.running if on_a_leaf(request)])
+    def act(request: Any) -> None:
+        node = request.node
+        bench.inject(request=request, slot=node.page * size, position=(node.depth - 1) * size)
+        engine.memory.cache.evict([node])
 
 
 @fault(reference="lab", configs=("forks",), warm_up=(0, 20))
@@ -117,6 +98,7 @@ def fork_copy_missing(bench: Bench) -> None:
     """A fork gets slots of its own for the begun page, and nothing is copied there."""
     memory = bench.engine.memory
 
+    @around(memory)
     def copy_tail(original: Any, parent: Request, child: Request, **kwargs: Any) -> None:
         first = child.shared_pages * memory.page_size
         if bench.due and first < parent.cached_len:
@@ -124,14 +106,13 @@ def fork_copy_missing(bench: Bench) -> None:
             return
         original(parent, child, **kwargs)
 
-    around(memory, "copy_tail", copy_tail)
-
 
 @fault(reference="S#38140", configs=("twins", "twins_swa"), benign=True, warm_up=(0, 20))
 def dedup_remap(bench: Bench) -> None:
     """No fault: equal pages are merged, a request moves to the tree's slots and frees its own."""
     engine = bench.engine
 
+    @bench.between_steps()
     def act() -> bool:
         for request in list(engine.scheduler.running):
             before = engine.counters.deduplicated_pages
@@ -139,5 +120,3 @@ def dedup_remap(bench: Bench) -> None:
             if engine.counters.deduplicated_pages > before:
                 bench.inject(request=request)
         return False
-
-    bench.between_steps(act)

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 
 from ....recorder.engines.simulated.batch import Batch
+from ....recorder.engines.simulated.pools import TARGET
 from ....recorder.engines.simulated.requests import Request
-from ..fault import Bench, around, fault
+from ..fault import Bench, around, fault, while_inside
 
 
 @fault(
@@ -14,35 +15,29 @@ from ..fault import Bench, around, fault
 )
 def next_token_swap(bench: Bench) -> None:
     """Two requests' sampled tokens are swapped, and believed."""
-    engine = bench.engine
-    sampling: list[Batch] = []
 
-    def run(original: Any, batch: Batch, *args: Any, **kwargs: Any) -> None:
-        if bench.due and batch.mode in ("decode", "target_verify") and batch.runner == 0:
-            sampling.append(batch)
-        original(batch, *args, **kwargs)
-        sampling.clear()
+    def sampled_from(batch: Batch, *_: Any) -> Batch | None:
+        decodes = batch.mode in ("decode", "target_verify") and batch.runner == TARGET
+        return batch if bench.due and decodes else None
 
+    sampling = while_inside(bench.engine.runner, "run", sampled_from)
+
+    @around(bench.engine.sampler)
     def tokens(original: Any, request_ids: Any, positions: Any, content: Any) -> Any:
         sampled = original(request_ids, positions, content)
-        if sampling and bench.due:
-            # Each request's first token, which it takes whatever a verify forward accepts.
-            first = np.unique(request_ids, return_index=True)[1]
-            batch = sampling[0]
-            going_on = {r.request_id for r in batch.requests if r.num_tokens + 1 < r.max_tokens}
-            first = first[[int(request_ids[i]) in going_on for i in first]]
-            if first.size > 1:
-                one, two = bench.random.permutation(first)[:2]
-                if sampled[one] != sampled[two]:
-                    by_id = {r.request_id: r for r in batch.requests}
-                    victim = by_id[int(request_ids[one])]
-                    bench.inject(request=victim, position=int(positions[one]))
-                    sampled = sampled.copy()
-                    sampled[[one, two]] = sampled[[two, one]]
+        if not sampling or not bench.due:
+            return sampled
+        # Each request's first token, which it takes whatever a verify forward accepts.
+        first = np.unique(request_ids, return_index=True)[1]
+        going_on = {r.request_id: r for r in sampling[0].requests if r.num_tokens + 1 < r.max_tokens}
+        first = first[[int(request_ids[i]) in going_on for i in first]]
+        if first.size > 1:
+            one, two = bench.random.permutation(first)[:2]
+            if sampled[one] != sampled[two]:
+                bench.inject(request=going_on[int(request_ids[one])], position=int(positions[one]))
+                sampled = sampled.copy()
+                sampled[[one, two]] = sampled[[two, one]]
         return sampled
-
-    around(engine.runner, "run", run)
-    around(engine.sampler, "tokens", tokens)
 
 
 @fault(reference="S#26800", configs=("eagle", "eagle_swa"))
@@ -58,38 +53,31 @@ def chunk_tail_predicted_token(bench: Bench) -> None:
             predicted = int(engine.sampler.tokens(ids, positions, None)[0])
             if predicted != fed[-1]:
                 bench.inject(request=request, position=at - 1, fed=predicted)
-                fed = fed.copy()
-                fed[-1] = predicted
+                fed = np.append(fed[:-1], np.int32(predicted))
         return fed
 
-    around(engine.eagle, "draft_inputs", draft_inputs)
+    around(engine.eagle)(draft_inputs)
 
 
 @fault(reference="V#26385", configs=("mha", "mla", "mixed", "no_cache", "tight", "swa", "dsv4", "eagle"))
 def async_resume_wrong_input(bench: Bench) -> None:
     """A resumed request is fed a stale token."""
-    engine = bench.engine
+    scheduler = bench.engine.scheduler
     put_back: list[Request] = []
 
-    def act() -> bool:
-        found = [r for r in engine.scheduler.running if r.num_tokens > r.prompt_len + 1]
-        if not found or put_back:
-            return False
-        put_back.append(bench.pick(found))
-        engine.scheduler.retract(put_back[0])
-        return True
+    @bench.between_steps(lambda: [r for r in scheduler.running if r.num_tokens > r.prompt_len + 1])
+    def act(request: Request) -> None:
+        put_back.append(request)
+        scheduler.retract(request)
 
-    def build(original: Any, mode: str, requests: Any, **kwargs: Any) -> Any:
+    @around(bench.engine.builder)
+    def build(original: Any, mode: str, requests: Any, *, prefix_lens: Any, tokens: Any, **kwargs: Any) -> Any:
         for index, request in enumerate(requests):
-            end = kwargs["prefix_lens"][index] + len(kwargs["tokens"][index])
+            end = prefix_lens[index] + len(tokens[index])
             stale = request.tokens[request.num_tokens - 2]
             resumed = bench.due and request in put_back and kwargs.get("runner", 0) == 0 and end == request.num_tokens
-            if resumed and stale != kwargs["tokens"][index][-1]:
+            if resumed and stale != tokens[index][-1]:
                 bench.inject(request=request, position=end - 1, fed=int(stale))
-                tokens = [part.copy() for part in kwargs["tokens"]]
+                tokens = [part.copy() for part in tokens]
                 tokens[index][-1] = stale
-                kwargs["tokens"] = tokens
-        return original(mode, requests, **kwargs)
-
-    bench.between_steps(act)
-    around(engine.builder, "build", build)
+        return original(mode, requests, prefix_lens=prefix_lens, tokens=tokens, **kwargs)

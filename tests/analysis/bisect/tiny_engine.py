@@ -23,14 +23,10 @@ class Builder(BatchBuilder):
         return super().positions(prefix_lens, extend_lens){bug}
 
 
-class Engine(SimulatedEngine):
-    def make_builder(self):
-        return Builder(self.config, self.memory.req_to_token)
-
-
 def main(trace):
     workload = RandomWorkload(requests=4, prompt_tokens=20, output_tokens=6, max_tokens=60)
-    with Engine(EngineConfig(num_pages=200, width=64), workload, trace, overwrite=True) as engine:
+    with SimulatedEngine(EngineConfig(num_pages=200, width=64), workload, trace, overwrite=True) as engine:
+        engine.builder.__class__ = Builder
         engine.run()
 
 

@@ -58,12 +58,12 @@ def test_eviction_takes_the_leaf_used_longest_ago_and_no_locked_one():
     tree.lock(tree.match(tokens(1, 3), 2)[-1])
     tree.match(tokens(1, 2), 2)
     gone = []
-    while (node := tree.next_leaf()) is not None:
+    while (node := tree.leaves.pop()) is not None:
         gone.append(node.page)
         tree.drop(node)
     assert gone == [13, 11]
     tree.unlock(tree.match(tokens(1, 3), 2)[-1])
-    while (node := tree.next_leaf()) is not None:
+    while (node := tree.leaves.pop()) is not None:
         gone.append(node.page)
         tree.drop(node)
     assert gone == [13, 11, 12, 10]

@@ -164,12 +164,10 @@ class PairMachine(_Machine):
         running = self.pair.decode.scheduler.running
         self.pair.decode.scheduler.retract(running[which % len(running)])
 
-    @precondition(
-        lambda self: self.pair is not None and any(room.transfer is None for room in self.pair.rooms.values())
-    )
+    @precondition(lambda self: self.pair is not None and any(not room.steps_left for room in self.pair.rooms.values()))
     @rule(which=WHICH)
     def abort(self, which: int) -> None:
-        rooms = [room for room in self.pair.rooms.values() if room.transfer is None]
+        rooms = [room for room in self.pair.rooms.values() if not room.steps_left]
         self.pair.abort(rooms[which % len(rooms)])
 
     @rule(count=st.integers(1, 400))

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
-from kvcanary.replayer.lab.effect import Clock, Probe
-from kvcanary.replayer.lab.fault import around
+from kvcanary.replayer.lab.effect import Clock, Probe, around
 
 
 def flip_byte(engine, request, slot):
@@ -24,25 +23,23 @@ def move_entry(engine, request, slot):
 
 
 def swap_input(engine, request, slot):
+    @around(engine.builder)
     def build(original, mode, requests, **kwargs):
         batch = original(mode, requests, **kwargs)
         if request in requests:
             batch.input_ids[: batch.num_tokens] ^= 1
         return batch
 
-    around(engine.builder, "build", build)
-
 
 def shift_positions(engine, request, slot):
-    around(engine.builder, "positions", lambda original, *args: original(*args) + 1)
+    around(engine.builder, "positions")(lambda original, *args: original(*args) + 1)
 
 
 def shorten_prefix(engine, request, slot):
+    @around(engine.builder)
     def build(original, mode, requests, **kwargs):
         kwargs["prefix_lens"] = [prefix - 1 for prefix in kwargs["prefix_lens"]]
         return original(mode, requests, **kwargs)
-
-    around(engine.builder, "build", build)
 
 
 DAMAGE = {

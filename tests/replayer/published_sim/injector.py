@@ -141,7 +141,7 @@ class Injector:
             self.act_kv_flip()
             return
         size = self._engine.config.page_size
-        pool._host_words[0].view(np.uint8)[self.choose(pages) * size + self.choose(range(size)), 0] ^= 0xFF
+        pool.host_arrays[1].view(np.uint8)[self.choose(pages) * size + self.choose(range(size)), 0] ^= 0xFF
 
     def act_table_entry(self) -> None:
         request = self._reader()

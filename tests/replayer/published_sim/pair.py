@@ -44,16 +44,16 @@ def carry_records(link: Link, prefill: Spy, decode: Spy) -> None:
     start, end = link.start, link.end
     under_way: dict[tuple[int, int], dict] = {}
 
-    def spied_start(transfer) -> None:
-        for part in link.parts(transfer):
-            under_way[transfer.room, part.group] = prefill.canary.records(part.group, part.src)
-        start(transfer)
+    def spied_start(room) -> None:
+        for part in link.parts(room):
+            under_way[room.number, part.group] = prefill.canary.records(part.group, part.src)
+        start(room)
 
-    def spied_end(transfer) -> None:
-        parts = link.parts(transfer)
-        end(transfer)
+    def spied_end(room) -> None:
+        parts = link.parts(room)
+        end(room)
         for part in parts:
-            decode.canary.land(part.group, part.dst, under_way.pop((transfer.room, part.group)))
+            decode.canary.land(part.group, part.dst, under_way.pop((room.number, part.group)))
             decode.seen.landed += part.dst.size
 
     link.start, link.end = spied_start, spied_end

@@ -64,11 +64,12 @@ def _locks(engine: "SimulatedEngine") -> list[str]:
         for node in nodes
         if (node.lock, node.window_lock, node.live_children) != (locks[id(node)], windows[id(node)], live[id(node)])
     ]
+    tree = engine.memory.cache.tree
     wrong += [
         f"the node of page {node.page} may be evicted and is not queued for it"
         for node in nodes
-        if (engine.memory.cache.tree.evictable(node) and not node.queued)
-        or (node.windowed and not node.window_lock and not node.window_queued)
+        if (tree.evictable(node) and node not in tree.leaves)
+        or (node.windowed and not node.window_lock and node not in tree.windows)
     ]
     return wrong + [f"page {n.page} is neither in the pool nor in the host tier, or in both" for n in nodes if _lost(n)]
 
