@@ -85,7 +85,7 @@ class BatchBuilder:
             extend_lens=padded_with(per_row, extend),
             input_ids=padded_with(0, input_ids, extra * per_row),
             positions=padded_with(0, positions, extra * per_row),
-            slots=np.append(slots, self.padding_slots(extra * per_row)),
+            slots=np.append(slots, self.padding_slots(extra * per_row)) if extra else slots,
             truth=np.concatenate(truth) if truth else np.empty(0, np.int32),
             truth_lens=padded_with(0, np.array([request.num_tokens for request in requests], np.int64)),
         )
