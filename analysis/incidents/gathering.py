@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 
 from ...kernels.arrays import Int64Array
+from ...kernels.replay_pass.invalidation import Runs
 from ...recorder.state.events import (
     CopyEvent,
     GroupSlots,
@@ -132,19 +133,10 @@ class _Gathering(StateListener):
 
     # --- tables
 
-    def table_runs(
-        self,
-        tables: StateTables,
-        *,
-        index: int,
-        indices: Int64Array,
-        rows: Int64Array,
-        starts: Int64Array,
-        lens: Int64Array,
-        values: Int64Array,
-    ) -> None:
+    def table_runs(self, tables: StateTables, index: int, runs: Runs) -> None:
         """Remember entries that change inside what a row's request has computed, until its next forward."""
         del tables
+        indices, rows, starts, lens, values = runs
         ends = np.cumsum(lens)
         inside = (indices == index) & (rows >= 0) & (rows < len(self._owner))
         inside &= starts < self._length[np.where(inside, rows, 0)] if len(self._length) else False

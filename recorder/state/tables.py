@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import UNKNOWN_TOKEN
+from ...kernels.replay_pass.invalidation import Runs
 from ...kernels.replay_pass.state import apply_forward, apply_runs
 from ...kernels.sparse import sparse_zeros
 from ..trace.header import TraceHeader
@@ -28,26 +29,13 @@ class EventColumns(Protocol):
 class StateListener:
     """Is told what is about to change in a state; each method does nothing until somebody overrides it.
 
-    Runs of a table come as the event has them: run r writes `lens[r]` of `values`, one run after another, from
-    `(rows[r], starts[r])` on. They may lie outside of the table: the event is refused then, after this call.
+    Runs of a table come as the event has them. They may lie outside of the table: the event is refused then, after this call.
     """
 
-    def table_runs(
-        self,
-        tables: "StateTables",
-        *,
-        index: int,
-        indices: Int64Array,
-        rows: Int64Array,
-        starts: Int64Array,
-        lens: Int64Array,
-        values: Int64Array,
-    ) -> None:
+    def table_runs(self, tables: "StateTables", index: int, runs: Runs) -> None:
         """Runs of block table `index`: those whose `indices[r]` names it."""
 
-    def truth_runs(
-        self, tables: "StateTables", *, rows: Int64Array, starts: Int64Array, lens: Int64Array, values: Int64Array
-    ) -> None:
+    def truth_runs(self, tables: "StateTables", runs: Runs) -> None:
         """Runs of the truth tokens."""
 
     def lut_entries(self, tables: "StateTables", *, index: int, places: Int64Array, values: Int64Array) -> None:
@@ -82,49 +70,41 @@ class StateTables:
 
     def apply_changes(self, event: EventColumns) -> None:
         """Apply the changes that an event carries; raise `UnusableEventError` when runs and values do not fit."""
-        indices, rows, starts, lens = _runs(event, "table", ("index", "row", "start", "count"))
+        indices, rows, starts, counts = _runs(event, "table", ("index", "row", "start", "count"))
         if len(indices) and self.req_to_token:
             if not 0 <= indices.min() <= indices.max() < len(self.req_to_token):
                 raise UnusableEventError("table_index names a table that the header does not have")
-            for index in range(len(self.req_to_token)):
-                self._apply_runs(index, indices, rows, starts, lens, event.ints("table_slots"))
+            for index, table in enumerate(self.req_to_token):
+                self._apply_runs(index, table, Runs(indices, rows, starts, counts, event.ints("table_slots")))
         if self.luts:
             self._apply_luts(event)
         if self.truth is not None:
-            rows, starts, lens = _runs(event, "truth", ("row", "start", "count"))
+            rows, starts, counts = _runs(event, "truth", ("row", "start", "count"))
             if len(rows):
-                self._apply_runs(-1, np.full(len(rows), -1, np.int64), rows, starts, lens, event.ints("truth_tokens"))
+                runs = Runs(np.full(len(rows), -1, np.int64), rows, starts, counts, event.ints("truth_tokens"))
+                self._apply_runs(-1, self.truth, runs)
 
-    def _apply_runs(
-        self,
-        index: int,
-        indices: Int64Array,
-        rows: Int64Array,
-        starts: Int64Array,
-        lens: Int64Array,
-        values: Int64Array,
-    ) -> None:
-        """Apply the runs of block table `index`, or those of the truth tokens, -1."""
-        what = "table_slots" if index >= 0 else "truth_tokens"
-        table = self.req_to_token[index] if index >= 0 else self.truth
-        if table is None:
-            return
+    def _announce(self, index: int, runs: Runs) -> None:
+        """Tell the listener of runs of block table `index`, or of the truth tokens, -1."""
         if self._listener is not None and index >= 0:
-            self._listener.table_runs(
-                self, index=index, indices=indices, rows=rows, starts=starts, lens=lens, values=values
-            )
+            self._listener.table_runs(self, index, runs)
         elif self._listener is not None:
-            self._listener.truth_runs(self, rows=rows, starts=starts, lens=lens, values=values)
+            self._listener.truth_runs(self, runs)
+
+    def _apply_runs(self, index: int, table: npt.NDArray[np.int32], runs: Runs) -> None:
+        self._announce(index, runs)
+        indices, rows, starts, counts, values = runs
         outside = apply_runs(
             index=index,
             indices=indices,
             rows=rows,
             starts=starts,
-            counts=lens,
+            counts=counts,
             values=values,
             table=table,
             backend=self._backend,
         )
+        what = "table_slots" if index >= 0 else "truth_tokens"
         if outside < 0:
             raise UnusableEventError(f"the runs in {what.split('_')[0]}_count do not add up to the values in {what}")
         if outside:
@@ -174,31 +154,15 @@ class StateTables:
         extends = np.maximum(extend_lens, 0)
         lens = np.where(rows == 0, 0, extends)
         for index, (slots, table) in enumerate(zip(out_cache_loc, self.req_to_token, strict=True)):
-            if self._listener is not None:
-                self._listener.table_runs(
-                    self,
-                    index=index,
-                    indices=np.full(len(rows), index, np.int64),
-                    rows=rows,
-                    starts=prefix_lens,
-                    lens=lens,
-                    values=slots,
-                )
-            apply_forward(
-                rows=rows, prefix_lens=prefix_lens, lens=lens, values=slots, table=table, backend=self._backend
-            )
+            self._write(index, table, Runs(np.full(len(rows), index, np.int64), rows, prefix_lens, lens, slots))
         if self.truth is not None and len(sampled_lens):
-            starts, lens = prefix_lens + extends, np.where(rows == 0, 0, sampled_lens)
-            if self._listener is not None:
-                self._listener.truth_runs(self, rows=rows, starts=starts, lens=lens, values=sampled_tokens)
-            apply_forward(
-                rows=rows,
-                prefix_lens=starts,
-                lens=lens,
-                values=sampled_tokens,
-                table=self.truth,
-                backend=self._backend,
-            )
+            lens = np.where(rows == 0, 0, sampled_lens)
+            self._write(-1, self.truth, Runs(rows, rows, prefix_lens + extends, lens, sampled_tokens))
+
+    def _write(self, index: int, table: npt.NDArray[np.int32], runs: Runs) -> None:
+        self._announce(index, runs)
+        _, rows, starts, lens, values = runs
+        apply_forward(rows=rows, prefix_lens=starts, lens=lens, values=values, table=table, backend=self._backend)
 
     def forget(self) -> None:
         """After a gap in the trace: every entry is unknown, so none may be judged.
@@ -233,28 +197,16 @@ class TableUse(StateListener):
             ends[:] = 0
         self.truth_fill = UNKNOWN_TOKEN
 
-    def table_runs(
-        self,
-        tables: StateTables,
-        *,
-        index: int,
-        indices: Int64Array,
-        rows: Int64Array,
-        starts: Int64Array,
-        lens: Int64Array,
-        values: Int64Array,
-    ) -> None:
+    def table_runs(self, tables: StateTables, index: int, runs: Runs) -> None:
         """Note runs of a block table."""
-        del tables, values
-        mine = indices == index
-        _reach(self.ends[index], rows[mine], (starts + lens)[mine], self._widths[index])
+        del tables
+        mine = runs.indices == index
+        _reach(self.ends[index], runs.rows[mine], (runs.starts + runs.lens)[mine], self._widths[index])
 
-    def truth_runs(
-        self, tables: StateTables, *, rows: Int64Array, starts: Int64Array, lens: Int64Array, values: Int64Array
-    ) -> None:
+    def truth_runs(self, tables: StateTables, runs: Runs) -> None:
         """Note runs of the truth tokens."""
-        del tables, values
-        _reach(self.truth_ends, rows, starts + lens, self._truth_width)
+        del tables
+        _reach(self.truth_ends, runs.rows, runs.starts + runs.lens, self._truth_width)
 
 
 def _runs(event: EventColumns, table: str, names: Sequence[str]) -> list[Int64Array]:

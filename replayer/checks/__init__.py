@@ -39,8 +39,8 @@ FINDING_KINDS: Final = {**{kind: check.finds for kind, check in CHECKS.items()},
 
 def make_checks(
     names: Iterable[str], *, header: TraceHeader, request_table: RequestTable, backend: str = "cpu"
-) -> list[HistoryCheck]:
-    """Return the named checks as one that must be given every forward and every other event, in order; none for none.
+) -> CheckSet | None:
+    """Return the named checks as one that must be given every forward and every other event, in order; None for none.
 
     Args:
         names: out of `CHECK_NAMES`; the checks keep their own order.
@@ -50,9 +50,9 @@ def make_checks(
     """
     chosen = set(names)
     if not chosen:
-        return []
+        return None
     history = History(header, request_table, backend=backend)
-    return [CheckSet(history, [check for kind, check in CHECKS.items() if kind in chosen])]
+    return CheckSet(history, [check for kind, check in CHECKS.items() if kind in chosen])
 
 
 def covered_by(names: Iterable[str]) -> dict[str, Covered]:

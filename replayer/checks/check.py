@@ -15,7 +15,7 @@ from ...recorder.state.events import SlotEvent, StatusEvent, TransferEvent
 from ...recorder.state.forward import Forward
 from ...recorder.state.ledger import TIMELESS
 from ...recorder.trace.reader import EventView
-from ..report.findings import NO_CAUSE, Cause, Finding, counted, evidence
+from ..report.findings import NO_CAUSE, Cause, Finding, counted, evidence, forward_finding
 from .history import History, Judged, NamedSlots
 from .view import ForwardView, GroupReads
 
@@ -138,21 +138,15 @@ class HistoryCheck:
         cause: Cause = NO_CAUSE,
     ) -> Finding:
         """Return a finding about request number `request` of a forward; past the batch, about its padding."""
-        padding = request >= len(forward.request_ids)
-        request_id = -1 if padding else int(forward.request_ids[request])
-        return Finding(
-            kind=self.kind,
-            event=forward.event,
-            forward=forward.forward,
-            time_ns=forward.time_ns,
-            runner=forward.runner,
+        return forward_finding(
+            self.kind,
+            forward,
+            counted(detail, count),
+            self.history.request_table,
+            request=request,
             group=group,
-            request_id=request_id,
-            request=self.history.request_table.name(request_id),
-            req_pool_idx=0 if padding else int(forward.req_pool_indices[request]),
             position=position,
             slot=slot,
-            detail=counted(detail, count),
             count=count,
             evidence=evidence(events, forward.event),
             **cause._asdict(),
@@ -221,7 +215,6 @@ class HistoryCheck:
             request_id=event.request_id,
             request=history.request_table.name(event.request_id),
             req_pool_idx=event.row,
-            position=-1,
             slot=int(slots[0]),
             detail=counted(detail, len(slots)),
             count=len(slots),

@@ -13,7 +13,7 @@ from ..run.health import Health
 from ..run.settings import ReplaySettings
 from .incremental.compiled_pass import CompiledPass, open_pass
 from .incremental.executor import IncrementalExecutor
-from .stepwise import StepwiseExecutor
+from .stepwise import ExecutorInput, StepwiseExecutor
 
 _log = logging.getLogger("kvcanary")
 
@@ -31,36 +31,26 @@ def make_executor(
     Raises:
         MemoryError: its pools and tables find no room.
     """
-    checks = make_checks(settings.checks, header=header, request_table=request_table, backend=settings.backend)
     uncovered = [name for name, ways in covered_by(settings.checks).items() if ways < Covered.INCREMENTAL]
     if uncovered and (settings.device != "cpu" or settings.executor != "stepwise"):
         _log.info(
             "replaying step by step on the CPU: %s does not say that it is covered otherwise", ", ".join(uncovered)
         )
-    if settings.device != "cpu" and not uncovered:
-        from .device.executor import DeviceExecutor  # which needs torch
-
-        return DeviceExecutor(
-            header,
-            kv_hash_mode=kv_hash_mode,
-            backend=settings.backend,
-            request_table=request_table,
-            on_violations=results.violations,
-            on_findings=results.findings,
-            checks=checks,
-            device=settings.device,
-            at_once=settings.merges_rows or settings.fail_fast or settings.max_violations is not None,
-        )
-    kind = IncrementalExecutor if settings.executor == "interval" and not uncovered else StepwiseExecutor
-    return kind(
-        header,
+    given = ExecutorInput(
+        header=header,
         kv_hash_mode=kv_hash_mode,
         backend=settings.backend,
         request_table=request_table,
-        on_violations=results.violations,
-        on_findings=results.findings,
-        checks=checks,
+        results=results,
+        checks=make_checks(settings.checks, header=header, request_table=request_table, backend=settings.backend),
     )
+    if settings.device != "cpu" and not uncovered:
+        from .device.executor import DeviceExecutor  # which needs torch
+
+        at_once = settings.merges_rows or settings.fail_fast or settings.max_violations is not None
+        return DeviceExecutor(given, device=settings.device, at_once=at_once)
+    kind = IncrementalExecutor if settings.executor == "interval" and not uncovered else StepwiseExecutor
+    return kind(given)
 
 
 def make_pass(

@@ -4,8 +4,8 @@ This is section 9 of the canary's semantics. Nothing is skipped for lack of room
 to fit before each launch.
 """
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Final
 
 from ...kernels.arrays import Int64Array
@@ -20,13 +20,11 @@ from ...recorder.state.tables import StateListener, StateTables
 from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
-from ..checks import HistoryCheck
 from ..checks.check_set import CheckSet
 from ..checks.view import ForwardView, GroupReads
-from ..report.findings import Finding
-from ..report.violations import LaunchViolations
+from ..report.results import ResultCollector
 from ..run.divergence import SwaDivergence
-from ..run.launch import Launcher, sweep_violations, verify_violations, write_violations
+from ..run.launch import Launcher, launch_violations
 from ..run.out_of_range import beyond_table, explain_plan, explain_requests, explain_writes
 from ..run.planning import GroupStep, Planner, expected_tokens, leave_out_unknown
 from ..run.sweep import explain_sweep, read_sweep
@@ -35,13 +33,25 @@ from ..run.transfers import Transfers
 ENDPOINTS: Final[tuple[Endpoint, ...]] = ("HEAD", "TAIL")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorInput:
+    """What every executor is made of; `checks` is None if there are no history checks."""
+
+    header: TraceHeader
+    kv_hash_mode: KvHashMode
+    backend: str
+    request_table: RequestTable
+    results: ResultCollector
+    checks: CheckSet | None
+
+
 class StepwiseExecutor(EventApplier[GroupStep]):
     """Steps forwards and sweeps through plan, verify and write on rebuilt pools, in the order of `EventApplier`.
 
     `launcher` holds the canary's own health counters; `verified` and `written` count the entries of those launches;
     `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot,
     `entries_read` all entries of prefixes and sweeps, once for a pool group;
-    `history` is what the history checks share, None without any; `num_on_host` counts the forwards that a replay on a GPU
+    `checks` are the history checks and `history` what they share, None without any; `num_on_host` counts the forwards that a replay on a GPU
     left to the CPU, None if there is no GPU; `name` is what a summary calls the executor that ran. `transfers` judges
     transfers between engines; whoever replays sets it.
     """
@@ -49,25 +59,16 @@ class StepwiseExecutor(EventApplier[GroupStep]):
     name = "stepwise"
 
     def __init__(
-        self,
-        header: TraceHeader,
-        *,
-        kv_hash_mode: KvHashMode,
-        backend: str,
-        request_table: RequestTable,
-        on_violations: Callable[[LaunchViolations], None],
-        on_findings: Callable[[list[Finding]], None],
-        checks: Sequence[HistoryCheck] = (),
-        listener: StateListener | None = None,
-        divergence: SwaDivergence | None = None,
+        self, given: ExecutorInput, *, listener: StateListener | None = None, divergence: SwaDivergence | None = None
     ) -> None:
-        self.panel = next((check for check in checks if isinstance(check, CheckSet)), None)
-        self.history = None if self.panel is None else self.panel.history
+        header, backend = given.header, given.backend
+        self.checks = given.checks
+        self.history = None if given.checks is None else given.checks.history
         state = ReplayState(
             header=header,
             tables=StateTables(header, backend=backend, listener=listener),
-            pools=[GroupPool(group, index=i, kv_hash_mode=kv_hash_mode) for i, group in enumerate(header.groups)],
-            request_table=request_table,
+            pools=[GroupPool(g, index=i, kv_hash_mode=given.kv_hash_mode) for i, g in enumerate(header.groups)],
+            request_table=given.request_table,
             activity=RunnerActivity(len(header.runners)),
             history=self.history,
         )
@@ -80,10 +81,8 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         self.unknown_entries = 0
         self.entries_read = 0
         self.num_on_host: int | None = None
-        self._request_table = request_table
-        self._on_violations = on_violations
-        self._on_findings = on_findings
-        self._checks = checks
+        self._request_table = given.request_table
+        self._results = given.results
         self._planner = Planner(header, self.tables, backend=backend)
         self._expected: Int64Array | None = None
 
@@ -96,12 +95,11 @@ class StepwiseExecutor(EventApplier[GroupStep]):
     def _judge(self, forward: Forward, view: EventView, steps: list[GroupStep]) -> None:
         self.unknown_entries += sum(step.unknown_entries for step in steps)
         self.entries_read += sum(step.reads for step in steps)
-        self._check(forward, view, steps)
+        if self.checks is not None:
+            self._results.findings(self.checks.forward(self._view(forward, view, steps)))
         self._expected = expected_tokens(forward, self.header, self._request_table, backend=self._backend)
 
-    def _check(self, forward: Forward, event: EventView, steps: list[GroupStep]) -> None:
-        if not self._checks:
-            return
+    def _view(self, forward: Forward, event: EventView, steps: list[GroupStep]) -> ForwardView:
         bs = len(forward.req_pool_indices)
         groups = [
             GroupReads(
@@ -113,9 +111,7 @@ class StepwiseExecutor(EventApplier[GroupStep]):
             )
             for step in steps
         ]
-        view = ForwardView(event=event, forward=forward, tables=self.tables, groups=groups)
-        for check in self._checks:
-            self._take(check.forward(view))
+        return ForwardView(event=event, forward=forward, tables=self.tables, groups=groups)
 
     def _verify(self, endpoint: Endpoint, half: str, step: GroupStep, forward: Forward) -> None:
         pool, plan = step.pool, step.verify_plan
@@ -126,9 +122,7 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         if log.write_index[0]:
             if step.due is not None:
                 step.due.marks[log.entries[: log.num_rows]] = 1
-            self._on_violations(
-                verify_violations(log, plan=plan, forward=forward, pool=pool, endpoint=endpoint, half=half)
-            )
+            self._results.violations(launch_violations(log, plan, forward, pool, endpoint, half))
         step.looked_beyond |= bool(log.out_of_range[0])
 
     def _write(self, endpoint: Endpoint, half: str, step: GroupStep, forward: Forward) -> None:
@@ -138,9 +132,7 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         log = self.launcher.write(endpoint, half, pool, plan, forward, slots=step.slots, expected_tokens=self._expected)
         self.written += int(counter[0]) - before
         if log.write_index[0]:
-            self._on_violations(
-                write_violations(log, plan=plan, forward=forward, pool=pool, endpoint=endpoint, half=half)
-            )
+            self._results.violations(launch_violations(log, plan, forward, pool, endpoint, half))
         step.looked_beyond |= bool(log.out_of_range[0])
 
     def _finish(self, step: GroupStep, forward: Forward) -> None:
@@ -150,7 +142,7 @@ class StepwiseExecutor(EventApplier[GroupStep]):
             findings = explain_plan(step.verify_plan, forward, step.pool, shape, self._request_table)
             findings += explain_writes(step.slots, step.write_plan, forward, step.pool, self._request_table)
             findings += explain_requests(forward, step.pool, shape, self._request_table)
-            self._take(findings)
+            self._results.findings(findings)
 
     def _finish_forward(self, forward: Forward, steps: list[GroupStep]) -> None:
         self.divergence.forward(forward, steps, self.tables)
@@ -158,9 +150,10 @@ class StepwiseExecutor(EventApplier[GroupStep]):
     # --- what happens between forwards
 
     def _judge_event(self, view: EventView) -> KnownEvent | None:
-        for check in self._checks:
-            self._take(check.event(view))
-        return super()._judge_event(view) if self.history is None else self.history.known
+        if self.checks is None:
+            return super()._judge_event(view)
+        self._results.findings(self.checks.event(view))
+        return self.checks.history.known
 
     def sweep(self, view: EventView) -> None:
         """Verify what the prefix cache holds."""
@@ -175,29 +168,29 @@ class StepwiseExecutor(EventApplier[GroupStep]):
                 log = self.launcher.verify("SWEEP", half, pool, plan, check_tokens=False)
                 self.verified += int(plan.num_valid[0]) - unknown
                 if log.write_index[0]:
-                    self._on_violations(sweep_violations(log, plan=plan, sweep=sweep, pool=pool, half=half))
-            self._take(explain_sweep(sweep, index, pool.num_slots))
+                    self._results.violations(launch_violations(log, plan, sweep, pool, "SWEEP", half))
+            self._results.findings(explain_sweep(sweep, index, pool.num_slots))
 
     def _sent(self, event: TransferEvent, changes: KvChanges) -> None:
         if self.transfers is not None:
-            self._take(self.transfers.send(event, changes))
+            self._results.findings(self.transfers.send(event, changes))
 
     def _received(self, event: TransferEvent) -> None:
         if self.transfers is None:
             super()._received(event)
         else:
-            self._take(self.transfers.receive(event))
+            self._results.findings(self.transfers.receive(event))
 
     def forget(self) -> None:
         """Take all state for unknown, after a gap whose events may have changed any of it."""
         super().forget()
-        for check in self._checks:
-            check.forget()
+        if self.checks is not None:
+            self.checks.forget()
 
     def finish(self) -> None:
         """Let the history checks judge the end of a complete trace."""
-        for check in self._checks:
-            self._take(check.finish())
+        if self.checks is not None:
+            self._results.findings(self.checks.finish())
 
     def launched(self, pool: GroupPool, *, forwards: int, reads: int, written: int) -> None:
         """Count launches on a group's buffers that were carried out elsewhere: its entries read, records written."""
@@ -224,7 +217,3 @@ class StepwiseExecutor(EventApplier[GroupStep]):
 
     def loads_state(self) -> None:
         """Take note that a part of a keyframe has replaced what `tables` and `pools` held."""
-
-    def _take(self, findings: list[Finding]) -> None:
-        if findings:
-            self._on_findings(findings)

@@ -1,35 +1,16 @@
 """Findings: faults that are no violation row of the canary, each with the events that prove it."""
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-FINDING_SCHEMA = pa.schema(
-    [
-        ("kind", pa.utf8()),
-        ("event", pa.int64()),
-        ("forward", pa.int64()),
-        ("time_ns", pa.int64()),
-        ("runner", pa.int16()),
-        ("group", pa.int16()),
-        ("request_id", pa.int64()),
-        ("request", pa.utf8()),
-        ("req_pool_idx", pa.int64()),
-        ("position", pa.int64()),
-        ("slot", pa.int64()),
-        ("detail", pa.utf8()),
-        ("count", pa.int64()),
-        ("evidence", pa.utf8()),
-        ("cause", pa.utf8()),
-        ("other_request_id", pa.int64()),
-        ("token", pa.int64()),
-        ("expected_token", pa.int64()),
-    ]
-)
+from ...recorder.state.forward import Forward
+from ...recorder.state.requests import RequestTable
 
 # Kinds that no history check finds; each check says what its own mean.
 OTHER_KINDS = {
@@ -93,13 +74,13 @@ class Finding:
     event: int
     forward: int
     time_ns: int
-    runner: int
-    group: int
-    request_id: int
-    request: str
-    req_pool_idx: int
-    position: int
-    slot: int
+    runner: int = -1
+    group: int = -1
+    request_id: int = -1
+    request: str = ""
+    req_pool_idx: int = -1
+    position: int = -1
+    slot: int = -1
     detail: str
     count: int = 1
     evidence: str = "[]"
@@ -109,7 +90,33 @@ class Finding:
     expected_token: int = -1
 
 
+_TYPES = {"runner": pa.int16(), "group": pa.int16(), str: pa.utf8(), int: pa.int64()}
+FINDING_SCHEMA = pa.schema([(f.name, _TYPES.get(f.name, _TYPES[f.type])) for f in dataclasses.fields(Finding)])
 MAX_EVIDENCE = 16
+
+
+def forward_finding(
+    kind: str, forward: Forward, detail: str, names: RequestTable, *, request: int = -1, **fields: Any
+) -> Finding:
+    """Return a finding about entry `request` of a forward's batch: past the batch about its padding, -1 about all of it.
+
+    `fields` are those of `Finding` that the forward does not say.
+    """
+    request_id, row = -1, -1 if request < 0 else 0
+    if 0 <= request < len(forward.request_ids):
+        request_id, row = int(forward.request_ids[request]), int(forward.req_pool_indices[request])
+    return Finding(
+        kind=kind,
+        event=forward.event,
+        forward=forward.forward,
+        time_ns=forward.time_ns,
+        runner=forward.runner,
+        request_id=request_id,
+        request=names.name(request_id),
+        req_pool_idx=row,
+        detail=detail,
+        **{"evidence": evidence(forward.event), **fields},
+    )
 
 
 def evidence(*events: int | Iterable[int]) -> str:

@@ -166,7 +166,7 @@ class EventReplay:
         missing = self._health.missing(executor.launcher.kernel_counters)
         # Judged at the end, and there only by who has seen a forward.
         silent = self._health.silent_runners()
-        pending = executor.panel is not None and executor.panel.pending()
+        pending = executor.checks is not None and executor.checks.pending()
         return self._continues and not executor.unknown_entries and not missing and not silent and not pending
 
     def finish(self) -> None:

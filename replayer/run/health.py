@@ -1,7 +1,7 @@
 """The health check: launches that should have run and did not.
 
-For each forward with requests, every half of every pool group of its runner must have had a HEAD and a TAIL endpoint: a verify and a write launch each.
-Where the trace says that the prefix cache is walked every so many forwards of the first runner, a stretch of twice as
+Each forward with requests owes every half of every pool group of its runner a verify and a write launch, HEAD and TAIL.
+If the trace says that the prefix cache is walked every so many forwards of the first runner, a stretch of twice as
 many without a walk is a stall. A runner that never ran although the first one decoded has lost its hooks.
 """
 
@@ -12,8 +12,9 @@ from ...kernels.constants import LaunchTag
 from ...recorder.state.forward import Forward
 from ...recorder.state.pools import launch_tag
 from ...recorder.state.replay_state import DECODING, RunnerActivity
+from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
-from ..report.findings import Finding
+from ..report.findings import Finding, forward_finding
 
 
 class Health:
@@ -112,17 +113,4 @@ class Health:
 
 
 def _finding(forward: Forward, detail: str) -> Finding:
-    return Finding(
-        kind="launch_missing",
-        event=forward.event,
-        forward=forward.forward,
-        time_ns=forward.time_ns,
-        runner=forward.runner,
-        group=-1,
-        request_id=-1,
-        request="",
-        req_pool_idx=-1,
-        position=-1,
-        slot=-1,
-        detail=detail,
-    )
+    return forward_finding("launch_missing", forward, detail, RequestTable(), evidence="[]")

@@ -1,7 +1,9 @@
 """Launches of the canary's verify and write kernels on a pool's buffers, with the counters of each launch tag."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
-import numpy.typing as npt
 
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import KvHashMode, LaunchTag
@@ -15,44 +17,29 @@ from ..report.merged.turns import first_places
 from ..report.violations import LaunchViolations
 from .sweep import Sweep
 
-NUM_TAGS = len(LaunchTag)
+_SLOT_FIELD = 1
+_AUX_FIELD = 6
 
 
 class Launcher:
     """Runs launches, each into a log that has room for everything it may find.
 
-    `slot_counters` and `kernel_counters` are `[12] int64`, the canary's own health counters by launch tag.
+    `slot_counters` and `kernel_counters` are `[12] int64`, the canary's own health counters by launch tag. A log that is
+    returned is the launcher's own and good until the next launch.
     """
 
     def __init__(self, *, backend: str) -> None:
-        self.slot_counters: Int64Array = np.zeros(NUM_TAGS, dtype=np.int64)
-        self.kernel_counters: Int64Array = np.zeros(NUM_TAGS, dtype=np.int64)
+        self.slot_counters: Int64Array = np.zeros(len(LaunchTag), dtype=np.int64)
+        self.kernel_counters: Int64Array = np.zeros(len(LaunchTag), dtype=np.int64)
         self._backend = backend
         self._log = ViolationLog.allocate(1024)
 
     def verify(
         self, endpoint: Endpoint, half: str, pool: GroupPool, plan: VerifyPlan, *, check_tokens: bool
     ) -> ViolationLog:
-        """Verify a buffer against a plan: HEAD without KV hash, TAIL and SWEEP the TAIL buffer with it.
-
-        The log is the launcher's own and good until the next launch.
-        """
-        tag = launch_tag(endpoint, half, pool.group.kind)
-        log = self._cleared_log(int(plan.num_valid[0]))
-        head = endpoint == "HEAD"
-        verify(
-            canary=(pool.pool.head if head else pool.pool.tail)[half],
-            tag=tag,
-            plan=plan,
-            check_tokens=check_tokens,
-            sources=() if head else pool.sources[half],
-            kv_hash_mode=KvHashMode.NONE if head else pool.kv_hash_mode,
-            violations=log,
-            slot_counter=self.slot_counters[tag : tag + 1],
-            kernel_counter=self.kernel_counters[tag : tag + 1],
-            backend=self._backend,
-        )
-        return log
+        """Verify a buffer against a plan."""
+        capacity = int(plan.num_valid[0])
+        return self._launch(verify, endpoint, half, pool, capacity, plan=plan, check_tokens=check_tokens)
 
     def write(
         self,
@@ -66,12 +53,12 @@ class Launcher:
         expected_tokens: Int64Array | None,
     ) -> ViolationLog:
         """Write a forward's records; `expected_tokens` `[T] int64` turns the write-input assert on."""
-        tag = launch_tag(endpoint, half, pool.group.kind)
-        log = self._cleared_log(2 * forward.num_tokens)
-        head = endpoint == "HEAD"
-        write(
-            canary=(pool.pool.head if head else pool.pool.tail)[half],
-            tag=tag,
+        return self._launch(
+            write,
+            endpoint,
+            half,
+            pool,
+            2 * forward.num_tokens,
             plan=plan,
             input_ids=forward.input_ids,
             positions=forward.positions,
@@ -80,113 +67,66 @@ class Launcher:
             # Nobody but the chain knows better than the engine where a token belongs.
             expected_positions=None if expected_tokens is None else forward.positions,
             chain_step_assert=True,
-            sources=() if head else pool.sources[half],
-            kv_hash_mode=KvHashMode.NONE if head else pool.kv_hash_mode,
-            violations=log,
-            slot_counter=self.slot_counters[tag : tag + 1],
-            kernel_counter=self.kernel_counters[tag : tag + 1],
-            backend=self._backend,
         )
-        return log
 
-    def _cleared_log(self, capacity: int) -> ViolationLog:
+    def _launch(
+        self, op: Callable[..., None], endpoint: Endpoint, half: str, pool: GroupPool, capacity: int, **given: Any
+    ) -> ViolationLog:
+        """Launch on a buffer: HEAD without KV hash, TAIL and SWEEP on the TAIL buffer with it."""
         if capacity > len(self._log.entries):
             self._log = ViolationLog.allocate(2 * capacity)
         self._log.clear()
+        tag, head = launch_tag(endpoint, half, pool.group.kind), endpoint == "HEAD"
+        op(
+            canary=(pool.pool.head if head else pool.pool.tail)[half],
+            tag=tag,
+            sources=() if head else pool.sources[half],
+            kv_hash_mode=KvHashMode.NONE if head else pool.kv_hash_mode,
+            violations=self._log,
+            slot_counter=self.slot_counters[tag : tag + 1],
+            kernel_counter=self.kernel_counters[tag : tag + 1],
+            backend=self._backend,
+            **given,
+        )
         return self._log
 
 
-_SLOT_FIELD = 1
-_AUX_FIELD = 6
-
-
-def verify_violations(
-    log: ViolationLog, *, plan: VerifyPlan, forward: Forward, pool: GroupPool, endpoint: Endpoint, half: str
-) -> LaunchViolations:
-    """Return the violations that a verify launch left in `log`."""
-    rows, entries = log.rows[: log.num_rows].copy(), log.entries[: log.num_rows]
-    requests = np.searchsorted(plan.request_offsets[1 : len(forward.request_ids) + 1], entries, side="right")
-    return _attributed(
-        rows,
-        requests,
-        forward,
-        pool,
-        endpoint,
-        half,
-        expected_positions=plan.expected_positions[entries],
-        writers=pool.last_writers(rows[:, _SLOT_FIELD]),
-    )
-
-
-def sweep_violations(
-    log: ViolationLog, *, plan: VerifyPlan, sweep: Sweep, pool: GroupPool, half: str
-) -> LaunchViolations:
-    """Return the violations that a sweep launch left in `log`; no request reads what it verifies."""
-    rows, entries = log.rows[: log.num_rows].copy(), log.entries[: log.num_rows]
-    nobody = np.full(len(rows), -1, dtype=np.int64)
-    return LaunchViolations(
-        event=sweep.event,
-        forward=sweep.forward,
-        time_ns=sweep.time_ns,
-        mode="sweep",
-        runner=sweep.runner,
-        group=pool.index,
-        endpoint="SWEEP",
-        half=half,
-        rows=rows,
-        request_ids=nobody,
-        req_pool_indices=nobody,
-        expected_positions=plan.expected_positions[entries],
-        writers=pool.last_writers(rows[:, _SLOT_FIELD]),
-        places=first_places(np.stack([plan.slots, plan.expected_positions], axis=1))[entries],
-    )
-
-
-def write_violations(
-    log: ViolationLog, *, plan: WritePlan, forward: Forward, pool: GroupPool, endpoint: Endpoint, half: str
-) -> LaunchViolations:
-    """Return the violations that a write launch left in `log`; the writer is this very forward."""
-    rows, tokens = log.rows[: log.num_rows].copy(), log.entries[: log.num_rows]
-    requests = np.searchsorted(plan.offsets[1 : len(forward.request_ids) + 1], tokens, side="right")
-    writers = np.empty((len(rows), 3), dtype=np.int64)
-    writers[:, 0], writers[:, 1] = forward.event, forward.forward
-    writers[:, 2] = forward.request_ids[requests]
-    return _attributed(
-        rows,
-        requests,
-        forward,
-        pool,
-        endpoint,
-        half,
-        expected_positions=rows[:, _AUX_FIELD],  # expected_aux of a write row is a position
-        writers=writers,
-    )
-
-
-def _attributed(
-    rows: Int64Array,
-    requests: npt.NDArray[np.intp],
-    forward: Forward,
+def launch_violations(
+    log: ViolationLog,
+    plan: VerifyPlan | WritePlan,
+    what: Forward | Sweep,
     pool: GroupPool,
     endpoint: Endpoint,
     half: str,
-    *,
-    expected_positions: Int64Array,
-    writers: Int64Array,
 ) -> LaunchViolations:
+    """Return the violations that a launch left in `log`; no request reads what a sweep verifies."""
+    rows, entries = log.rows[: log.num_rows].copy(), log.entries[: log.num_rows]
+    if isinstance(what, Sweep):
+        request_ids = req_pool_indices = np.full(len(rows), -1, dtype=np.int64)
+    else:
+        offsets = plan.offsets if isinstance(plan, WritePlan) else plan.request_offsets
+        places = np.searchsorted(offsets[1 : len(what.request_ids) + 1], entries, side="right").astype(np.int64)
+        request_ids, req_pool_indices = what.request_ids[places], what.req_pool_indices[places]
+    if isinstance(plan, WritePlan):  # the writer is this very forward, and expected_aux of such a row is a position
+        expected_positions = rows[:, _AUX_FIELD]
+        writers = np.stack([np.full(len(rows), what.event), np.full(len(rows), what.forward), request_ids], axis=1)
+    else:
+        expected_positions, writers = plan.expected_positions[entries], pool.last_writers(rows[:, _SLOT_FIELD])
+        if isinstance(what, Sweep):
+            places = first_places(np.stack([plan.slots, plan.expected_positions], axis=1))[entries]
     return LaunchViolations(
-        event=forward.event,
-        forward=forward.forward,
-        time_ns=forward.time_ns,
-        mode=forward.mode,
-        runner=forward.runner,
+        event=what.event,
+        forward=what.forward,
+        time_ns=what.time_ns,
+        mode=what.mode,
+        runner=what.runner,
         group=pool.index,
         endpoint=endpoint,
         half=half,
         rows=rows,
-        request_ids=forward.request_ids[requests],
-        req_pool_indices=forward.req_pool_indices[requests],
+        request_ids=request_ids,
+        req_pool_indices=req_pool_indices,
         expected_positions=expected_positions,
         writers=writers,
-        places=requests.astype(np.int64, copy=False),
+        places=places,
     )

@@ -5,16 +5,14 @@ this module, run only when they counted one, says which entry it was.
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from ...kernels.arrays import BoolArray, Int64Array
 from ...kernels.constants import SLOT_OUT_OF_RANGE
 from ...kernels.ops.plan.reference import VerifyPlan, WritePlan
 from ...recorder.state.forward import Forward
 from ...recorder.state.pools import GroupPool
 from ...recorder.state.requests import RequestTable
-from ..report.findings import Finding, evidence
-
-Int64Array = npt.NDArray[np.int64]
+from ..report.findings import Finding, forward_finding
 
 
 def explain_plan(
@@ -68,11 +66,11 @@ def explain_writes(
     return findings
 
 
-def beyond_table(forward: Forward, table_shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+def beyond_table(forward: Forward, table_shape: tuple[int, ...]) -> BoolArray:
     """Say for each request, `[bs] bool`, whether its row or a position of it is none of the block table's."""
     rows, prefix = forward.req_pool_indices, forward.prefix_lens
     ends = prefix + np.maximum(forward.extend_lens, 0)
-    beyond: npt.NDArray[np.bool_] = (rows < 0) | (rows >= table_shape[0]) | (prefix < 0) | (ends > table_shape[1])
+    beyond: BoolArray = (rows < 0) | (rows >= table_shape[0]) | (prefix < 0) | (ends > table_shape[1])
     return beyond & (rows != 0)
 
 
@@ -102,19 +100,7 @@ def _finding(
     slot: int,
     request_table: RequestTable,
 ) -> Finding:
-    request_id = int(forward.request_ids[request])
-    return Finding(
-        kind=kind,
-        event=forward.event,
-        forward=forward.forward,
-        time_ns=forward.time_ns,
-        runner=forward.runner,
-        group=pool.index,
-        request_id=request_id,
-        request=request_table.name(request_id),
-        req_pool_idx=int(forward.req_pool_indices[request]),
-        position=position,
-        slot=slot if slot != SLOT_OUT_OF_RANGE else -1,
-        detail=detail,
-        evidence=evidence(forward.event),
+    slot = slot if slot != SLOT_OUT_OF_RANGE else -1
+    return forward_finding(
+        kind, forward, detail, request_table, request=request, group=pool.index, position=position, slot=slot
     )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ...recorder.state.forward import Forward
 from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
-from ..report.findings import Finding, evidence
+from ..report.findings import Finding, forward_finding
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -129,21 +129,8 @@ class Schedule:
                 at = int(np.flatnonzero(theirs != mine)[0])
                 detail += f"; {fields[0]}[{at}] is {mine[at]} here, {theirs[at]} there"
                 request, position, slot = _whose(forward, fields[0], at)
-        request_id = int(forward.request_ids[request]) if request >= 0 else -1
-        return Finding(
-            kind="ranks_disagree",
-            event=forward.event,
-            forward=forward.forward,
-            time_ns=forward.time_ns,
-            runner=forward.runner,
-            group=-1,
-            request_id=request_id,
-            request=request_table.name(request_id),
-            req_pool_idx=int(forward.req_pool_indices[request]) if request >= 0 else -1,
-            position=position,
-            slot=slot,
-            detail=detail,
-            evidence=evidence(forward.event),
+        return forward_finding(
+            "ranks_disagree", forward, detail, request_table, request=request, position=position, slot=slot
         )
 
 

@@ -7,15 +7,12 @@ stands for a sliding-window half that is gone and is passed over, as in every la
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ...kernels.ops.plan.reference import VerifyPlan
 from ...recorder.state.forward import UnusableEventError
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 from ..report.findings import Finding
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +24,7 @@ class Sweep:
     time_ns: int
     runner: int
     plans: dict[int, VerifyPlan]
+    mode: str = "sweep"
 
 
 def read_sweep(view: EventView, header: TraceHeader) -> Sweep:
@@ -44,26 +42,18 @@ def read_sweep(view: EventView, header: TraceHeader) -> Sweep:
     plans = {}
     for index in mine:
         chosen = groups == index
-        plans[index] = _plan(slots[chosen], positions[chosen], prevs[chosen])
+        count = int(chosen.sum())
+        plans[index] = VerifyPlan(
+            slots=slots[chosen],
+            expected_tokens=np.full(count, -1, np.int64),
+            expected_positions=positions[chosen],
+            prev_slots=prevs[chosen],
+            num_valid=np.array([count], np.int32),
+            enable=np.ones(1, np.int32),
+            request_offsets=np.array([0, count], np.int64),
+        )
     return Sweep(
-        event=int(view.scalar("event")),
-        forward=int(view.scalar("forward")),
-        time_ns=int(view.scalar("time_ns")),
-        runner=runner,
-        plans=plans,
-    )
-
-
-def _plan(slots: Int64Array, positions: Int64Array, prevs: Int64Array) -> VerifyPlan:
-    count = len(slots)
-    return VerifyPlan(
-        slots=slots.copy(),
-        expected_tokens=np.full(count, -1, np.int64),
-        expected_positions=positions,
-        prev_slots=prevs.copy(),
-        num_valid=np.array([count], np.int32),
-        enable=np.ones(1, np.int32),
-        request_offsets=np.array([0, count], np.int64),
+        event=view.number, forward=int(view.scalar("forward")), time_ns=view.time_ns, runner=runner, plans=plans
     )
 
 
@@ -74,6 +64,7 @@ def explain_sweep(sweep: Sweep, group: int, num_slots: int) -> list[Finding]:
     if not len(beyond):
         return []
     first = int(beyond[0])
+    detail = f"the prefix cache holds {len(beyond)} slots, or predecessors of slots, that the pool of {num_slots} does not have"
     return [
         Finding(
             kind="slot_out_of_pool",
@@ -82,12 +73,8 @@ def explain_sweep(sweep: Sweep, group: int, num_slots: int) -> list[Finding]:
             time_ns=sweep.time_ns,
             runner=sweep.runner,
             group=group,
-            request_id=-1,
-            request="",
-            req_pool_idx=-1,
             position=int(plan.expected_positions[first]),
             slot=int(plan.slots[first]),
-            detail=f"the prefix cache holds {len(beyond)} slots, or predecessors of slots, that the pool of {num_slots} "
-            "does not have",
+            detail=detail,
         )
     ]

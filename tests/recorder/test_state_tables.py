@@ -27,16 +27,14 @@ class Heard(StateListener):
     def __init__(self) -> None:
         self.before: list[tuple] = []
 
-    def table_runs(self, tables, *, index, indices, rows, starts, lens, values) -> None:
-        del values
-        for number, row, start, count in zip(indices, rows, starts, lens, strict=True):
+    def table_runs(self, tables, index, runs) -> None:
+        for number, row, start, count in zip(runs.indices, runs.rows, runs.starts, runs.lens, strict=True):
             if number == index:
                 found = tables.req_to_token[index][row, start : start + count].tolist()
                 self.before.append(("table", index, int(row), int(start), found))
 
-    def truth_runs(self, tables, *, rows, starts, lens, values) -> None:
-        del values
-        for row, start, count in zip(rows, starts, lens, strict=True):
+    def truth_runs(self, tables, runs) -> None:
+        for row, start, count in zip(runs.rows, runs.starts, runs.lens, strict=True):
             self.before.append(("truth", int(row), int(start), tables.truth[row, start : start + count].tolist()))
 
     def lut_entries(self, tables, *, index, places, values) -> None:

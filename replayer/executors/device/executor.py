@@ -9,7 +9,7 @@ With history checks, and whenever something may have to be explained from the st
 table entry that there is not, unknown slots), each forward is read at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -24,17 +24,12 @@ from ....kernels.ops.write.reference import write
 from ....recorder.capture.host_arrays import ragged_index
 from ....recorder.state.forward import Forward
 from ....recorder.state.pools import Endpoint, GroupPool, launch_tag
-from ....recorder.state.requests import RequestTable
 from ....recorder.state.writes import KvChanges, own_slots, part_from_unstored, readable_prefixes
 from ....recorder.trace.batch import EventView
-from ....recorder.trace.header import TraceHeader
-from ...checks import HistoryCheck
-from ...report.findings import Finding
-from ...report.violations import LaunchViolations
-from ...run.launch import verify_violations, write_violations
+from ...run.launch import launch_violations
 from ...run.out_of_range import beyond_table
 from ...run.planning import GroupStep
-from ..stepwise import ENDPOINTS, StepwiseExecutor
+from ..stepwise import ENDPOINTS, ExecutorInput, StepwiseExecutor
 from .cuda import find_device, reported
 from .event_slots import slots_of_event
 from .launches import ForwardLaunches
@@ -63,33 +58,13 @@ class DeviceExecutor(StepwiseExecutor):
 
     name = "device"
 
-    def __init__(
-        self,
-        header: TraceHeader,
-        *,
-        kv_hash_mode: KvHashMode,
-        backend: str,
-        request_table: RequestTable,
-        on_violations: Callable[[LaunchViolations], None],
-        on_findings: Callable[[list[Finding]], None],
-        device: str,
-        at_once: bool,
-        checks: Sequence[HistoryCheck] = (),
-    ) -> None:
+    def __init__(self, given: ExecutorInput, *, device: str, at_once: bool) -> None:
+        header, backend = given.header, given.backend
         self._notes = TableNotes(header)
-        super().__init__(
-            header,
-            kv_hash_mode=kv_hash_mode,
-            backend=backend,
-            request_table=request_table,
-            on_violations=on_violations,
-            on_findings=on_findings,
-            checks=checks,
-            listener=self._notes,
-        )
+        super().__init__(given, listener=self._notes)
         self.num_on_host = 0
         self._device = device
-        self._at_once = at_once or bool(checks)
+        self._at_once = at_once or self.checks is not None
         self._launched_forwards: list[_Launched] = []
         self._loading = False
         self._beyond = np.zeros(1, np.int64)
@@ -177,7 +152,7 @@ class DeviceExecutor(StepwiseExecutor):
         """Plan what a group writes; what it reads only where the host needs it, the device plans that itself."""
         prefix_lens, _ = readable_prefixes(pool, forward, self.tables)
         self._prefix_lens[pool.index] = prefix_lens
-        if self._checks or pool.any_unknown:
+        if self.checks is not None or pool.any_unknown:
             return super()._plan(pool, forward, changes)
         bs = len(prefix_lens)
         step = GroupStep(
@@ -219,7 +194,7 @@ class DeviceExecutor(StepwiseExecutor):
 
     def _keep_on_host(self, forward: Forward, steps: list[GroupStep]) -> None:
         """Keep what history checks read on the host, too: a forward's bytes, and of records tokens and positions."""
-        if not self._checks:
+        if self.checks is None:
             return
         self._store_bytes(steps, forward)
         for step in steps if len(forward.req_pool_indices) else ():
@@ -262,7 +237,7 @@ class DeviceExecutor(StepwiseExecutor):
         forward, steps = launched.forward, launched.steps
         for step in steps if self._at_once or found is not None else ():
             step.looked_beyond |= found is not None and found.looked_beyond(number, step.pool.index)
-            if not (self._checks or step.pool.any_unknown):
+            if self.checks is None and not step.pool.any_unknown:
                 step.verify_plan = self._verify_plan(step, forward)
         if len(forward.req_pool_indices):
             for step in steps:
@@ -290,18 +265,11 @@ class DeviceExecutor(StepwiseExecutor):
     def _report_rows(self, forward: Forward, steps: list[GroupStep], found: FoundRows, number: int) -> None:
         def report(step: GroupStep, endpoint: Endpoint, half: str, *, verify: bool, write: bool) -> None:
             pool = step.pool
-            log = found.log(number, pool.index, endpoint, half, "verify") if verify else None
-            if log is not None:
-                plan = step.verify_plan
-                self._on_violations(
-                    verify_violations(log, plan=plan, forward=forward, pool=pool, endpoint=endpoint, half=half)
-                )
-            log = found.log(number, pool.index, endpoint, half, "write") if write else None
-            if log is not None:
-                written = step.write_plan
-                self._on_violations(
-                    write_violations(log, plan=written, forward=forward, pool=pool, endpoint=endpoint, half=half)
-                )
+            plans: list[tuple[VerifyPlan | WritePlan, str]] = [(step.verify_plan, "verify")] * verify
+            for plan, op in [*plans, *[(step.write_plan, "write")] * write]:
+                log = found.log(number, pool.index, endpoint, half, op)
+                if log is not None:
+                    self._results.violations(launch_violations(log, plan, forward, pool, endpoint, half))
 
         halves = [(step, half, step.pool.group.reads_before_write) for step in steps for half in step.pool.group.halves]
         for step, half, _ in halves:

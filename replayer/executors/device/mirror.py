@@ -12,6 +12,7 @@ import numpy as np
 from ....kernels.arrays import Int64Array, record_words
 from ....kernels.constants import RECORD_KV_HASH
 from ....kernels.host_cells import read_cells
+from ....kernels.replay_pass.invalidation import Runs
 from ....recorder.state.pools import GroupPool
 from ....recorder.state.tables import StateListener, StateTables
 from ....recorder.trace.header import TraceHeader
@@ -61,19 +62,10 @@ class TableNotes(StateListener):
         self.lut_places.clear()
         self.num_cells = 0
 
-    def table_runs(
-        self,
-        tables: StateTables,
-        *,
-        index: int,
-        indices: Int64Array,
-        rows: Int64Array,
-        starts: Int64Array,
-        lens: Int64Array,
-        values: Int64Array,
-    ) -> None:
+    def table_runs(self, tables: StateTables, index: int, runs: Runs) -> None:
         """Note runs of a block table."""
         del tables
+        indices, rows, starts, lens, values = runs
         mine = indices == index
         if mine.all():
             self.odd |= leaves(values, self._limits[index])
@@ -84,12 +76,10 @@ class TableNotes(StateListener):
             return
         self._note(index, rows, starts, lens)
 
-    def truth_runs(
-        self, tables: StateTables, *, rows: Int64Array, starts: Int64Array, lens: Int64Array, values: Int64Array
-    ) -> None:
+    def truth_runs(self, tables: StateTables, runs: Runs) -> None:
         """Note runs of the truth tokens."""
-        del tables, values
-        self._note(len(self._limits), rows, starts, lens)
+        del tables
+        self._note(len(self._limits), runs.rows, runs.starts, runs.lens)
 
     def lut_entries(self, tables: StateTables, *, index: int, places: Int64Array, values: Int64Array) -> None:
         """Note entries of a full-to-SWA table."""

@@ -375,9 +375,11 @@ def open_pass(
     """Return a pass for a replay, None if it has nothing to offer: another executor or backend, too few checks."""
     if not isinstance(executor, IncrementalExecutor) or backend != "cpu" or not every_check:
         return None
-    history, panel = executor.history, executor.panel
-    if not isinstance(history, History) or panel is None or not covers(executor.header):
+    history, checks = executor.history, executor.checks
+    if not isinstance(history, History) or checks is None or not covers(executor.header):
         return None
     if not rows_covered(executor, history):
         return None
-    return CompiledPass(executor, history, panel, health, summary, request_table, request_ids, merging, backend=backend)
+    return CompiledPass(
+        executor, history, checks, health, summary, request_table, request_ids, merging, backend=backend
+    )

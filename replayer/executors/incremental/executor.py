@@ -8,30 +8,20 @@ kernels yield the same rows in the same order, and cost grows with tokens and ch
 `kernels/replay_pass/entries.py` keeps what is due; `Watch` notes every change.
 """
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
-import numpy.typing as npt
 
-from ....kernels.constants import KvHashMode
 from ....kernels.replay_pass.divergence import watched_divergence
 from ....kernels.replay_pass.entries import SlotTable
 from ....recorder.state.forward import Forward
 from ....recorder.state.pools import GroupPool
-from ....recorder.state.requests import RequestTable
 from ....recorder.state.tables import StateTables
 from ....recorder.state.writes import KvChanges
 from ....recorder.trace.header import TraceHeader
-from ...checks import HistoryCheck
-from ...report.findings import Finding
-from ...report.violations import LaunchViolations
 from ...run.divergence import SwaDivergence
 from ...run.planning import GroupStep
-from ..stepwise import StepwiseExecutor
+from ..stepwise import ExecutorInput, StepwiseExecutor
 from .planning import IncrementalPlanner
 from .watch import Watch
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class IncrementalExecutor(StepwiseExecutor):
@@ -42,30 +32,11 @@ class IncrementalExecutor(StepwiseExecutor):
 
     name = "interval"
 
-    def __init__(
-        self,
-        header: TraceHeader,
-        *,
-        kv_hash_mode: KvHashMode,
-        backend: str,
-        request_table: RequestTable,
-        on_violations: Callable[[LaunchViolations], None],
-        on_findings: Callable[[list[Finding]], None],
-        checks: Sequence[HistoryCheck] = (),
-    ) -> None:
-        self.watch = Watch(header, backend=backend)
-        super().__init__(
-            header,
-            kv_hash_mode=kv_hash_mode,
-            backend=backend,
-            request_table=request_table,
-            on_violations=on_violations,
-            on_findings=on_findings,
-            checks=checks,
-            listener=self.watch,
-            divergence=WatchedDivergence(header, self.watch, backend=backend),
-        )
-        self._incremental = IncrementalPlanner(header, self.tables, self.watch, backend=backend)
+    def __init__(self, given: ExecutorInput) -> None:
+        self.watch = Watch(given.header, backend=given.backend)
+        divergence = WatchedDivergence(given.header, self.watch, backend=given.backend)
+        super().__init__(given, listener=self.watch, divergence=divergence)
+        self._incremental = IncrementalPlanner(given.header, self.tables, self.watch, backend=given.backend)
 
     def _plan(self, pool: GroupPool, forward: Forward, changes: KvChanges) -> GroupStep:
         return self._incremental.plan_pending(pool, forward, changes)

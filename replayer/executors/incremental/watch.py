@@ -48,19 +48,8 @@ class Watch(StateListener):
         if len(slots):
             invalidate_slots(self.states[group], slots, backend=self._backend)
 
-    def table_runs(
-        self,
-        tables: StateTables,
-        *,
-        index: int,
-        indices: Int64Array,
-        rows: Int64Array,
-        starts: Int64Array,
-        lens: Int64Array,
-        values: Int64Array,
-    ) -> None:
+    def table_runs(self, tables: StateTables, index: int, runs: Runs) -> None:
         """Note runs that will be written to a block table."""
-        runs = Runs(indices, rows, starts, lens, values)
         for number, group in enumerate(self._header.groups):
             if group.table != index:
                 continue
@@ -69,13 +58,10 @@ class Watch(StateListener):
                     table = tables.req_to_token[index]
                     invalidate_table(states, index=index, runs=runs, table=table, backend=self._backend)
 
-    def truth_runs(
-        self, tables: StateTables, *, rows: Int64Array, starts: Int64Array, lens: Int64Array, values: Int64Array
-    ) -> None:
+    def truth_runs(self, tables: StateTables, runs: Runs) -> None:
         """Note runs that will be written to the truth tokens."""
         if tables.truth is None:
             return
-        runs = Runs(rows, rows, starts, lens, values)
         for states, group in zip(self.states, self._header.groups, strict=True):
             offset = self._header.runners[group.runner].token_offset
             invalidate_truth(states, runs=runs, truth=tables.truth, token_offset=offset, backend=self._backend)

@@ -81,20 +81,20 @@ def test_it_is_refused_before_anything_changes(kind: str, scalars: dict, ints: d
     with pytest.raises(UnusableEventError):
         history.open(view)
     assert all(np.array_equal(rows, was) for rows, was in zip(history.ledger.rows, before, strict=True))
-    (panel,) = make_checks(CHECK_NAMES, header=HEADER, request_table=RequestTable())
+    checks = make_checks(CHECK_NAMES, header=HEADER, request_table=RequestTable())
     with pytest.raises(UnusableEventError):
-        panel.event(view)
-    panel.forget()
+        checks.event(view)
+    checks.forget()
 
 
 @pytest.mark.parametrize("row", [0, 8, BIG, -BIG])
 def test_rows_outside_the_tables_are_nobodys(row: int, tmp_path: Path) -> None:
-    (panel,) = make_checks(CHECK_NAMES, header=HEADER, request_table=RequestTable())
+    checks = make_checks(CHECK_NAMES, header=HEADER, request_table=RequestTable())
     for number, status in enumerate(("admitted", "finished")):
         view = event_view(
             tmp_path / f"{number}.arrow", "status", {"status": status, "request_id": BIG}, req_pool_indices=[row]
         )
-        assert panel.event(view) == []
+        assert checks.event(view) == []
 
 
 def test_whole_pools_and_copies_to_the_host_are_welcome(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_million_requests_that_come_and_go_leave_nothing_behind(tmp_path: Path
 def test_an_event_that_names_every_slot_takes_less_than_a_copy_of_the_ledger(kind: str, tmp_path: Path) -> None:
     slots = 1 << 18
     header = dataclasses.replace(HEADER, groups=(PoolGroup(name="full", num_slots=slots),))
-    (checks,) = make_checks(CHECK_NAMES, header=header, request_table=RequestTable())
+    checks = make_checks(CHECK_NAMES, header=header, request_table=RequestTable())
     names_all = runs([0], [1], [slots - 1])
     assert checks.event(event_view(tmp_path / "a.arrow", "alloc", {"request_id": 1}, header=header, **names_all)) == []
     view = event_view(tmp_path / "b.arrow", kind, {"request_id": 2}, header=header, **names_all)
