@@ -24,7 +24,7 @@ from ...kernels.replay_pass.state import mark_writers, store_bytes
 from ..trace.header import TraceHeader
 from ..trace.reader import EventView
 from ..trace.schema import ALLOC_FRESH, PHASE_AFTER, PHASE_BEFORE, SEND, SLOTS_LISTED
-from .events import CopyEvent, KnownEvent, SampleEvent, SlotEvent, TransferEvent, read_known_event, read_lost_slots
+from .events import CopyEvent, KnownEvent, SlotEvent, TransferEvent, read_known_event, read_lost_slots
 from .forward import Forward, UnusableEventError, batch_tokens, read_forward
 from .history import SlotHistory
 from .pools import Endpoint, GroupPool
@@ -191,8 +191,6 @@ class EventApplier(ABC, Generic[Step]):
         if history is None:  # copies and transfers change what slots hold, all others who holds them
             return read_known_event(view, self.header.groups) if view.kind in ("kv_copy", "transfer") else None
         history.open(view)
-        if isinstance(history.known, SampleEvent):
-            history.samples.apply_sample(history.known)
         history.apply_event(view)
         return history.known
 
@@ -324,16 +322,13 @@ class RecordedState(EventApplier[WriteStep]):
         del view
         bs, history = len(forward.request_ids), self.history
         tokens = batch_tokens(forward)
-        if forward.runner == 0 and bs:
-            history.samples.apply_forward(forward, tokens)
         if history.complete:
             for _ in history.dropped.still_held(forward, history.ledger):
                 pass  # a replay reports it; the ledger loses track of it here as there
             for step in steps:
                 history.dropped.note(forward, tokens, step.pool, step.slots, self.tables, history.ledger)
-        history.apply_forward(
-            forward, [(step.pool.index, step.slots, int(step.write_plan.offsets[bs])) for step in steps]
-        )
+        written = [(step.pool.index, step.slots, int(step.write_plan.offsets[bs])) for step in steps]
+        history.apply_forward(forward, tokens, written)
 
     def _write(self, endpoint: Endpoint, half: str, step: WriteStep, forward: Forward) -> None:
         tier, head = step.pool.pool, endpoint == "HEAD"

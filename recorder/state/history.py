@@ -239,8 +239,8 @@ class SlotHistory:
     `complete` says that the trace promises to report every slot; `known` is the event being read, None for one that
     says nothing about slots; `last_forward` is the number of the last forward, -1 before the first; `had_gap` says that
     something was lost; `ended` holds the requests that are gone, with the event that said so; `samples` what was
-    sampled last for each row, `dropped` what requests still held when it left their rows; these two are moved on by whoever
-    judges by them, and samples of a request end with it.
+    sampled last for each row, which ends with its request; `fed_since` the forwards behind the one whose samples the event
+    reports; `dropped` what requests still held when it left their rows, moved on by whoever judges by it.
     """
 
     def __init__(self, header: TraceHeader, *, backend: str) -> None:
@@ -251,17 +251,23 @@ class SlotHistory:
         self.samples = LastSamples(header)
         self.dropped = DroppedSlots()
         self.known: KnownEvent | None = None
+        self.fed_since: list[FedForward] = []
         self.last_forward = -1
         self.had_gap = False
         self.ended: dict[int, int] = {}
         self._groups = header.groups
 
     def open(self, view: EventView) -> None:
-        """Read an event; raise `UnusableEventError` where it contradicts itself or the pools."""
+        """Read an event and the samples that it reports; raise `UnusableEventError` where it contradicts itself or the pools."""
         self.known = read_known_event(view, self._groups)
+        self.fed_since = self.samples.apply_sample(self.known) if isinstance(self.known, SampleEvent) else []
 
-    def apply_forward(self, forward: Forward, written: Iterable[tuple[int, Int64Array, int]]) -> None:
+    def apply_forward(
+        self, forward: Forward, tokens: BatchTokens, written: Iterable[tuple[int, Int64Array, int]]
+    ) -> None:
         """Move on by a forward; `written` gives each group's index, slots, and how many of them are no padding."""
+        if forward.runner == 0 and len(forward.req_pool_indices):
+            self.samples.apply_forward(forward, tokens)
         for group, slots, end in written:
             note_writes(
                 slots=slots, end=end, event=forward.event + 1, ledger=self.ledger.rows[group], backend=self.backend

@@ -32,7 +32,7 @@ from ..trace.schema import ALLOC_CACHED, ALLOC_SHARED, RECEIVE
 from .events import CopyEvent, GroupSlots, SlotEvent, TransferEvent
 from .forward import BatchTokens, Forward
 from .pools import GroupPool
-from .tables import StateTables
+from .tables import StateTables, look_up
 
 NOBODY: Final = -1
 # Later than any event: content that came in a copy, in a trace that may report the copy before the allocation.
@@ -202,11 +202,10 @@ class DroppedSlots:
         table = tables.req_to_token[pool.group.table]
         if not table.size or pool.group.lut >= 0:
             return
-        rows, positions = forward.req_pool_indices[tokens.request], tokens.position
-        inside = (rows > 0) & (rows < table.shape[0]) & (positions >= 0) & (positions < table.shape[1])
-        before = table[np.where(inside, rows, 0), np.where(inside, positions, 0)].astype(np.int64)
+        positions = tokens.position
+        before, _ = look_up(table, forward.req_pool_indices[tokens.request], positions)
         owned = ledger.rows[pool.index]
-        changed = np.flatnonzero(inside & (before > 0) & (before < len(owned)) & (before != written[: len(before)]))
+        changed = np.flatnonzero((before > 0) & (before < len(owned)) & (before != written[: len(before)]))
         if not len(changed):
             return
         owner = forward.request_ids[tokens.request[changed]]

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.arrays import Int64Array
+from ...kernels.arrays import BoolArray, Int64Array
 from ...kernels.constants import UNKNOWN_TOKEN
 from ...kernels.replay_pass.invalidation import Runs
 from ...kernels.replay_pass.state import apply_forward, apply_runs
@@ -207,6 +207,14 @@ class TableUse(StateListener):
         """Note runs of the truth tokens."""
         del tables
         _reach(self.truth_ends, runs.rows, runs.starts + runs.lens, self._truth_width)
+
+
+def look_up(table: npt.NDArray[np.int32], rows: Int64Array, positions: Int64Array) -> tuple[Int64Array, BoolArray]:
+    """Return what stands at `rows` and `positions` `[n] int64` of a table, 0 where it has none, and whether it has one."""
+    inside = (rows > 0) & (rows < table.shape[0]) & (positions >= 0) & (positions < table.shape[1])
+    found = np.zeros(len(rows), np.int64)
+    found[inside] = table[rows[inside], positions[inside]]
+    return found, inside
 
 
 def _runs(event: EventColumns, table: str, names: Sequence[str]) -> list[Int64Array]:

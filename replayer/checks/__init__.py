@@ -12,8 +12,7 @@ from typing import Final
 from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from ..report.findings import OTHER_KINDS
-from .check import CHECKS, Covered, HistoryCheck
-from .check_set import CheckSet
+from .check import CHECKS, CheckSet, Covered, HistoryCheck
 from .history import History
 
 __all__ = ["CHECKS", "CHECK_NAMES", "FINDING_KINDS", "Covered", "HistoryCheck", "covered_by", "make_checks"]

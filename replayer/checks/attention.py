@@ -5,9 +5,10 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...kernels.replay_pass.ledger import CACHED, HELD, STATE
 from ...recorder.state.forward import Attention
+from ...recorder.state.tables import look_up
 from ..report.findings import NO_CAUSE, Finding
 from .check import Covered, Explained, HistoryCheck, happened, held_by, register
-from .view import ForwardView, GroupReads
+from .history import ForwardView, GroupReads
 
 
 @register
@@ -121,7 +122,9 @@ class AttentionSlots(HistoryCheck):
             return f"attention got slot {slot}{holder}, {what} {int(expected[n])}", events, cause
 
         requests, positions, slots = got.requests[wrong], got.positions[wrong], got.slots[wrong]
-        return self.of_entries(view, group, explain, requests=requests, positions=positions, slots=slots)
+        return self.of_entries(
+            view, group, explain, requests=requests, positions=positions, slots=slots, repeats=self.repeats
+        )
 
     def _expected(
         self, view: ForwardView, group: GroupReads, requests: Int64Array, positions: Int64Array
@@ -129,10 +132,9 @@ class AttentionSlots(HistoryCheck):
         """Return the slot that each position of a request has after the forward, -1 if it was not recorded."""
         forward, pool = view.forward, group.pool.group
         rows, table = forward.req_pool_indices[requests], view.tables.req_to_token[pool.table]
-        expected = np.full(len(rows), -1, np.int64)
         first = forward.prefix_lens[requests]
-        inside = (rows > 0) & (rows < table.shape[0]) & (positions < np.minimum(first, table.shape[1]))
-        expected[inside] = table[rows[inside], positions[inside]]
+        stands, inside = look_up(table, rows, positions)
+        expected = np.where(inside & (positions < first), stands, -1)
         if pool.lut >= 0:
             lut = view.tables.luts[pool.lut]
             known = (expected >= 0) & (expected < len(lut))

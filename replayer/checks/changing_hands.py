@@ -1,14 +1,14 @@
-"""Slots that an event gives out, shares, hands over or gives back, and that it must not."""
+"""Slots that an event gives out, shares, hands over, gives back or transfers, and must not, and those that nobody gives back."""
 
 from collections.abc import Iterator
 
-from ...kernels.replay_pass.ledger import ALLOC, CACHED, HELD, LEFT, OWNER, SHARED, STATE
-from ...recorder.state.events import SlotEvent
+from ...kernels.replay_pass.ledger import ALLOC, CACHED, FREE, HELD, LEFT, OWNER, SHARED, STATE
+from ...recorder.state.events import SlotEvent, StatusEvent, TransferEvent
 from ...recorder.trace.reader import EventView
-from ...recorder.trace.schema import ALLOC_CACHED, ALLOC_SHARED
+from ...recorder.trace.schema import ALLOC_CACHED, ALLOC_SHARED, SEND
 from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck, SlotEventCheck, changed_hands, held_by, parties, register
-from .history import NamedSlots
+from .history import ForwardView, NamedSlots
 
 _CHANGES = {"alloc": "is given out", "free": "is given back", "evict": "is evicted"}
 _JOINS = {ALLOC_SHARED: "is joined", ALLOC_CACHED: "is handed to the prefix cache"}
@@ -33,16 +33,8 @@ class SlotOutOfPool(HistoryCheck):
         event, groups = self.history.known, self.history.header.groups
         if not isinstance(event, SlotEvent):
             return []
-        return [
-            self.of_slots(
-                event,
-                part.group,
-                part.beyond,
-                f"{_CHANGES[view.kind]}, the pool has {groups[part.group].num_slots} slots",
-            )
-            for part in event.parts
-            if len(part.beyond)
-        ]
+        sizes = [f"{_CHANGES[view.kind]}, the pool has {group.num_slots} slots" for group in groups]
+        return [self.of_slots(event, p.group, p.beyond, sizes[p.group]) for p in event.parts if len(p.beyond)]
 
 
 @register
@@ -158,3 +150,132 @@ def _of_free(check: HistoryCheck, event: SlotEvent, part: NamedSlots, detail: st
         since = f"since event {left - 1}" if left else "and was never given out"
         events, cause = [int(row[ALLOC]) - 1, left - 1], Cause("free" if left else "never_given_out")
         yield check.of_slots(event, part.group, slots, f"{detail} {since}", events=events, cause=cause)
+
+
+@register
+class SlotLeaked(HistoryCheck):
+    """A request is gone, or its row has moved on, and a slot is still held in its name.
+
+    Invariant: when a request finishes, is aborted or retracted, all it held was given back or handed to the prefix cache
+    before; and when a forward overwrites a row's entry, the slot that stood there is given back at the latest before the
+    request's next forward. Evidence: the slot's allocation and the status event, or the two forwards. Legitimate
+    exceptions: slots that are shared or cached are not the request's to give back; an entry overwritten by de-duplication
+    is freed at once. Judged only if the trace promises to report every slot.
+    """
+
+    kind = "slot_leaked"
+    finds = "a request is gone, or its row has moved on, and still holds a slot"
+    covered = Covered.COMPILED
+    events = frozenset({"status"})
+    needs_complete = True
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Return a finding for each group in which a request that leaves still holds slots."""
+        event = self.history.known
+        if not isinstance(event, StatusEvent) or event.status == "admitted":
+            return []
+        name = self.history.request_table.name(event.request_id)
+        return self._held(event, f"request {name} is {event.status} and still holds it", Cause("request_left"))
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request whose row dropped slots in its forward before that it still holds."""
+        history, forward = self.history, view.forward
+        findings = [
+            self.of_request(
+                forward,
+                r,
+                "still holds a slot that its row no longer names",
+                group=one.group,
+                slot=int(one.slots[0]),
+                count=len(one.slots),
+                events=[one.event, int(one.alloc[0]) - 1],
+                cause=Cause("row_moved_on"),
+            )
+            for r, one in history.dropped.still_held(forward, history.ledger)
+        ]
+        for group in view.groups:
+            tokens = history.tokens(view)
+            history.dropped.note(forward, tokens, group.pool, group.written, view.tables, history.ledger)
+        return findings
+
+    def finish(self) -> list[Finding]:
+        """Return a finding for each request that is gone and was given slots afterwards."""
+        history, findings = self.history, []
+        for request_id in sorted(set(history.ledger.held_by) & set(history.ended)):
+            gone = StatusEvent(event=history.ended[request_id], time_ns=0, status="gone", request_id=request_id, row=-1)
+            detail = (
+                f"was given to request {history.request_table.name(request_id)}, which was gone, and never given back"
+            )
+            findings += self._held(gone, detail, Cause("given_after_end"))
+        return findings
+
+    def _held(self, event: StatusEvent, detail: str, cause: Cause) -> list[Finding]:
+        """Return a finding for each group in which a request holds slots alone."""
+        findings, ledger = [], self.history.ledger
+        for part in ledger.held_slots(event.request_id):
+            given = int(ledger.rows[part.group][part.slots[0], ALLOC]) - 1
+            findings.append(self.of_slots(event, part.group, part.slots, detail, events=[given], cause=cause))
+        return findings
+
+
+@register
+class FreedDuringTransfer(SlotEventCheck):
+    """Slots are given back, or given to somebody else, while a transfer of them is under way.
+
+    Invariant: between a transfer's start and its end or failure its slots stay where they are. An abort that frees the
+    pages of a request whose transfer has not stopped shows here, before the late write lands on the next owner. Evidence:
+    the transfer's start and the event that gave the slots away. Legitimate exceptions: handing the slots to the prefix
+    cache keeps them; after "failed" they may go. If the trace does not promise to report every slot, only what goes back to
+    the pool is judged.
+    """
+
+    kind = "freed_during_transfer"
+    finds = "slots were given back or given out while a transfer of them was under way"
+    covered = Covered.COMPILED
+    events = frozenset(_CHANGES)
+
+    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
+        """Yield a finding for each transfer whose slots this event gives away."""
+        if event.kind == "alloc" and (event.status or not self.history.complete):
+            return
+        for start, slots, _ in parties(part, part.transfer > 0, part.transfer):
+            detail = f"{_CHANGES[event.kind]} while the transfer that began in event {start - 1} is under way"
+            yield self.of_slots(event, part.group, slots, detail, events=[start - 1])
+
+
+@register
+class TransferNotHeld(HistoryCheck):
+    """A transfer reads or fills slots that its request does not hold.
+
+    Invariant: a transfer starts from, and lands in, slots that its request or the prefix cache holds. A transfer that ends
+    after its pages were freed lands in free slots or in the next owner's. Evidence: the event that gave the slots away and
+    the transfer's. Legitimate exceptions: a failed transfer does not land; slots that several requests share, or that the
+    prefix cache holds, may be sent; a transfer that names no request is judged for free slots only. Judged only if the
+    trace promises to report every slot.
+    """
+
+    kind = "transfer_not_held"
+    finds = "a transfer reads or fills slots that its request does not hold"
+    covered = Covered.COMPILED
+    events = frozenset({"transfer"})
+    needs_complete = True
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Return a finding for each holder, or none, whose slots a transfer takes part in."""
+        event, history, findings = self.history.known, self.history, []
+        if not isinstance(event, TransferEvent) or event.status == "failed":
+            return []
+        if event.status == "end" and event.direction == SEND:
+            return []
+        verb = "sends" if event.direction == SEND else "lands in" if event.status == "end" else "will land in"
+        for part in history.named:
+            state, owner = part.column(STATE), part.column(OWNER)
+            wrong = history.ledger.free(part.ledger, part.slots)
+            if event.request_id >= 0:
+                wrong |= (state == HELD) & (owner != event.request_id)
+            for held, slots, row in parties(part, wrong, state):
+                free = held == FREE
+                detail = f"a transfer {verb} a slot {'that is free' if free else f'of {self.holder(row)}'}"
+                cause = Cause("free") if free else held_by(row)
+                findings.append(self.of_slots(event, part.group, slots, detail, events=changed_hands(row), cause=cause))
+        return findings

@@ -3,7 +3,7 @@
 One finding stands for one forward (or event), kind and request; damage that lasts is reported when it is new.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import ClassVar, Final, NamedTuple, TypeVar
 
@@ -16,8 +16,7 @@ from ...recorder.state.forward import Forward
 from ...recorder.state.ledger import TIMELESS
 from ...recorder.trace.reader import EventView
 from ..report.findings import NO_CAUSE, Cause, Finding, counted, evidence, forward_finding
-from .history import History, Judged, NamedSlots
-from .view import ForwardView, GroupReads
+from .history import ForwardView, GroupReads, History, Judged, NamedSlots
 
 MAX_REMEMBERED: Final = 4096
 MAX_PARTIES: Final = 64
@@ -163,20 +162,20 @@ class HistoryCheck:
         slots: Int64Array,
         repeats: Repeats | None = None,
     ) -> list[Finding]:
-        """Return a finding for each request with entries that were not reported for its last forward.
+        """Return a finding for each request with entries, of those that `repeats` has not for its last forward.
 
         `requests`, `positions`, `slots` `[n]`: of each entry that is wrong the index into the batch (its length for padding),
         position and slot; `explain` gets the number of the first new one of a request.
         """
         places = {int(r): np.flatnonzero(requests == r) for r in np.unique(requests)}
-        repeats = self.repeats if repeats is None else repeats
-        fresh = repeats.new(group.pool.index, view.forward, {r: slots[at] for r, at in places.items()})
+        if repeats is not None:
+            fresh = repeats.new(group.pool.index, view.forward, {r: slots[at] for r, at in places.items()})
+            places = {r: at[fresh[r]] for r, at in places.items()}
         findings = []
         for r, at in places.items():
-            new = at[fresh[r]]
-            if not len(new):
+            if not len(at):
                 continue
-            first = int(new[0])
+            first = int(at[0])
             detail, events, cause = explain(first)
             findings.append(
                 self.of_request(
@@ -186,12 +185,20 @@ class HistoryCheck:
                     group=group.pool.index,
                     position=int(positions[first]),
                     slot=int(slots[first]),
-                    count=len(new),
+                    count=len(at),
                     events=events,
                     cause=cause,
                 )
             )
         return findings
+
+    def of_tokens(
+        self, view: ForwardView, group: GroupReads, explain: Callable[[int], Explained], tokens: Int64Array
+    ) -> list[Finding]:
+        """Return a finding for each request with some of `tokens` `[n]`, ascending; `explain` gets a number among them."""
+        positions, slots = view.forward.positions[tokens], group.written[tokens]
+        requests = group.writers(tokens)
+        return self.of_entries(view, group, explain, requests=requests, positions=positions, slots=slots)
 
     def of_slots(
         self,
@@ -263,39 +270,32 @@ class LedgerCheck(HistoryCheck):
         findings = []
         for judged in self.history.judge(view):
             if self.reads:
-                findings += self.read_findings(view, judged, self.reads)
+                findings += self.found(view, judged, self.reads, is_write=False)
             if self.writes:
-                findings += self.write_findings(view, judged, self.writes, self.repeats)
+                findings += self.found(view, judged, self.writes, is_write=True)
         return findings
 
     def explain(self, access: Access) -> Explained:
         """Say what is wrong with a read or a write."""
         raise NotImplementedError
 
-    def read_findings(self, view: ForwardView, judged: Judged, bits: int) -> list[Finding]:
-        """Return the findings among a group's reads."""
-        if not len(judged.reads) and not len(self.repeats):
+    def found(
+        self, view: ForwardView, judged: Judged, bits: int, *, is_write: bool, repeats: Repeats | None = None
+    ) -> list[Finding]:
+        """Return the findings among a group's reads or writes; `repeats` are the check's own unless others are given."""
+        repeats, group = self.repeats if repeats is None else repeats, judged.group
+        wrong, found = (judged.writes, judged.write_bits) if is_write else (judged.reads, judged.read_bits)
+        if not len(wrong) and not len(repeats):
             return []
-        mine, group = (judged.read_bits & bits) != 0, judged.group
-        entries, entry_bits, slots = judged.reads[mine], judged.read_bits[mine], group.slots[judged.reads[mine]]
+        mine = (found & bits) != 0
+        entries, found = wrong[mine], found[mine]
+        slots = (group.written if is_write else group.slots)[entries]
 
         def explain(n: int) -> Explained:
-            return self.explain(Access(group, int(entries[n]), judged.ledger[slots[n]], int(entry_bits[n]), False))
+            return self.explain(Access(group, int(entries[n]), judged.ledger[slots[n]], int(found[n]), is_write))
 
-        requests, positions = group.readers(entries), group.positions[entries]
-        return self.of_entries(view, group, explain, requests=requests, positions=positions, slots=slots)
-
-    def write_findings(self, view: ForwardView, judged: Judged, bits: int, repeats: Repeats) -> list[Finding]:
-        """Return the findings among a group's writes."""
-        if not len(judged.writes) and not len(repeats):
-            return []
-        mine, group = (judged.write_bits & bits) != 0, judged.group
-        tokens, token_bits, slots = judged.writes[mine], judged.write_bits[mine], group.written[judged.writes[mine]]
-
-        def explain(n: int) -> Explained:
-            return self.explain(Access(group, int(tokens[n]), judged.ledger[slots[n]], int(token_bits[n]), True))
-
-        requests, positions = group.writers(tokens), view.forward.positions[tokens]
+        requests = group.writers(entries) if is_write else group.readers(entries)
+        positions = (view.forward.positions if is_write else group.positions)[entries]
         return self.of_entries(
             view, group, explain, requests=requests, positions=positions, slots=slots, repeats=repeats
         )
@@ -332,12 +332,6 @@ def parties(part: NamedSlots, wrong: BoolArray, values: Int64Array) -> Iterator[
         yield value, part.slots[mine], part.row(int(mine[0]))
 
 
-def by_request(requests: Int64Array, entries: Int64Array) -> Iterator[tuple[int, Int64Array]]:
-    """Yield each request, `requests` `[n]` being whose `entries` `[n]` are, with its entries."""
-    for request in np.unique(requests).tolist():
-        yield request, entries[requests == request]
-
-
 def held_by(row: Int64Array) -> Cause:
     """Return as a cause who holds a slot, by its ledger row."""
     return Cause("held_by_cache") if row[STATE] == CACHED else Cause("held_by_request", int(row[OWNER]))
@@ -351,3 +345,48 @@ def changed_hands(row: Int64Array) -> list[int]:
 def happened(row: Int64Array) -> list[int]:
     """Return the events that a ledger row remembers: given out, left its holder, written."""
     return changed_hands(row) + ([int(row[CONTENT]) - 1] if 0 < row[CONTENT] < TIMELESS else [])
+
+
+class CheckSet(HistoryCheck):
+    """Asks each check about the forwards and the kinds of event that it judges; `checks` are they, `history`
+    is what they share.
+    """
+
+    def __init__(self, history: History, checks: Sequence[type[HistoryCheck]]) -> None:
+        super().__init__(history)
+        self.checks = [check(history) for check in checks if history.complete or not check.needs_complete]
+        self._of_forwards = [check for check in self.checks if type(check).forward is not HistoryCheck.forward]
+        kinds = {kind for check in self.checks for kind in check.events}
+        self._of_events = {kind: [check for check in self.checks if kind in check.events] for kind in kinds}
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Judge a forward, then move on by it."""
+        findings = [finding for check in self._of_forwards for finding in check.forward(view)]
+        self.history.apply_view(view)
+        return findings
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Judge another event, then move on by it; raise `UnusableEventError` before anything has changed."""
+        self.history.open(view)
+        findings = [finding for check in self._of_events.get(view.kind, ()) for finding in check.event(view)]
+        self.history.apply_event(view)
+        return findings
+
+    def pending(self) -> bool:
+        """Say whether a check remembers something that whatever comes next may contradict, and no keyframe holds."""
+        return any(check.pending() for check in self.checks)
+
+    def requests_reported(self) -> set[int]:
+        """Return the requests of which a check remembers that their last forward was reported."""
+        repeats = [part for check in self.checks for part in vars(check).values() if isinstance(part, Repeats)]
+        return set[int]().union(*(one.requests for one in repeats))
+
+    def finish(self) -> list[Finding]:
+        """Judge what is left at the whole end of a complete trace."""
+        return [finding for check in self.checks for finding in check.finish()]
+
+    def forget(self) -> None:
+        """Take all that was remembered for unknown."""
+        self.history.forget()
+        for check in self.checks:
+            check.forget()

@@ -1,20 +1,81 @@
-"""What the history checks share: the slot ledger, the rows, the event being judged, and one look at each forward."""
+"""What the history checks are given: a forward as they see it, and what they share of all that was before it."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from ...kernels.arrays import Int64Array, record_words
+from ...kernels.ops.plan.reference import VerifyPlan
 from ...kernels.replay_pass.ledger import judge_reads, judge_writes
 from ...recorder.state.events import SlotEvent, TransferEvent
-from ...recorder.state.forward import BatchTokens, batch_tokens
+from ...recorder.state.forward import BatchTokens, Forward, batch_tokens
 from ...recorder.state.history import SlotHistory
+from ...recorder.state.pools import GroupPool
 from ...recorder.state.requests import RequestTable
+from ...recorder.state.tables import StateTables
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
-from .view import ForwardView, GroupReads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class GroupReads:
+    """One pool group's part of a forward, before it runs.
+
+    `plan`'s first `num_valid` entries are the prefix positions that it reads, request by request (`request_offsets`);
+    slot 0 stands for entries that nobody can judge. `written` `[T] int64`: slots that the tokens go to, in the pool's
+    own numbering; request r's are `write_offsets[r]` to `write_offsets[r + 1]`, padding comes behind them. The incremental
+    pass leaves out entries that were verified before and have not changed since: in `marks` `[n] uint8`, None for nobody,
+    a check notes the entries that it has to see again in the next forward.
+    """
+
+    pool: GroupPool
+    plan: VerifyPlan
+    written: Int64Array
+    write_offsets: Int64Array
+    marks: npt.NDArray[np.uint8] | None = None
+
+    @property
+    def slots(self) -> Int64Array:
+        """The slots read, `[n] int64`."""
+        return self.plan.slots[: int(self.plan.num_valid[0])]
+
+    @property
+    def positions(self) -> Int64Array:
+        """The position of each slot read, `[n] int64`."""
+        return self.plan.expected_positions[: int(self.plan.num_valid[0])]
+
+    @property
+    def request_slots(self) -> Int64Array:
+        """The slots that tokens of requests go to, without those of padding."""
+        return self.written[: int(self.write_offsets[-1])]
+
+    def readers(self, entries: Int64Array) -> Int64Array:
+        """Return whose plan entries `[m] int64` are: indices into the batch."""
+        return np.searchsorted(self.plan.request_offsets[1 : len(self.write_offsets)], entries, side="right")
+
+    def writers(self, tokens: Int64Array) -> Int64Array:
+        """Return whose tokens `[m] int64` are: indices into the batch, its length for padding."""
+        return np.searchsorted(self.write_offsets[1:], tokens, side="right")
+
+    def mark(self, entries: Int64Array) -> None:
+        """Note entries `[m] int64` that something is wrong with."""
+        if self.marks is not None:
+            self.marks[entries] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardView:
+    """A forward about to run; `groups` are those of its runner. `event` is what the trace says of it, applied already."""
+
+    event: EventView
+    forward: Forward
+    tables: StateTables
+    groups: list[GroupReads]
+
+
+class Judged(NamedTuple):
     """What is wrong with one group's part of a forward.
 
     `reads` are indices of plan entries, `writes` of tokens, ascending; `read_bits` and `write_bits` say what is wrong
@@ -29,8 +90,7 @@ class Judged:
     write_bits: Int64Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedSlots:
+class NamedSlots(NamedTuple):
     """Slots of one group that the event being judged names; ledger and transfers are as before it.
 
     `ledger` `[num_slots, 8]` and `transfers` `[num_slots]` are the whole group's and are read a column at a time: an event
@@ -45,8 +105,7 @@ class NamedSlots:
 
     def column(self, column: int) -> Int64Array:
         """Return a column of each slot's ledger row, `[n] int64`."""
-        values: Int64Array = self.ledger[self.slots, column]
-        return values
+        return self.ledger[self.slots, column]
 
     def row(self, index: int) -> Int64Array:
         """Return the ledger row of slot `index` among these, `[8] int64`."""
@@ -55,8 +114,7 @@ class NamedSlots:
     @property
     def transfer(self) -> Int64Array:
         """The event + 1 of the start of the transfer that each slot is under, `[n] int64`, 0 for none."""
-        values: Int64Array = self.transfers[self.slots]
-        return values
+        return self.transfers[self.slots]
 
 
 class History(SlotHistory):
@@ -83,15 +141,9 @@ class History(SlotHistory):
         self.named = []
         self._transfers = self._transfers or isinstance(self.known, TransferEvent)
         if (self.complete or self._transfers) and isinstance(self.known, SlotEvent | TransferEvent):
+            rows, transfers = self.ledger.rows, self.ledger.transfers
             self.named = [
-                NamedSlots(
-                    group=p.group,
-                    slots=p.slots,
-                    repeated=p.repeated,
-                    ledger=self.ledger.rows[p.group],
-                    transfers=self.ledger.transfers[p.group],
-                )
-                for p in self.known.parts
+                NamedSlots(p.group, p.slots, p.repeated, rows[p.group], transfers[p.group]) for p in self.known.parts
             ]
 
     def tokens(self, view: ForwardView) -> BatchTokens:
@@ -138,15 +190,12 @@ class History(SlotHistory):
             backend=self.backend,
         )
         group.mark(reads)
-        return Judged(
-            group=group, ledger=ledger, reads=reads, read_bits=read_bits, writes=writes, write_bits=write_bits
-        )
+        return Judged(group, ledger, reads, read_bits, writes, write_bits)
 
     def apply_view(self, view: ForwardView) -> None:
         """Move on by a forward that was judged."""
-        self.apply_forward(
-            view.forward, [(group.pool.index, group.written, len(group.request_slots)) for group in view.groups]
-        )
+        written = [(group.pool.index, group.written, len(group.request_slots)) for group in view.groups]
+        self.apply_forward(view.forward, self.tokens(view), written)
         self._drop_view()
 
     def forget(self) -> None:

@@ -16,8 +16,7 @@ from ...recorder.state.history import (
 )
 from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck, register
-from .history import History
-from .view import ForwardView
+from .history import ForwardView, History
 
 
 @register

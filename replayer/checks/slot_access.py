@@ -1,24 +1,25 @@
-"""Reads and writes of a forward whose slot is free, somebody else's, or written by another token of the same forward."""
+"""Reads and writes of a forward that a slot's history speaks against, and padding that writes what is in use."""
 
-from ...kernels.replay_pass.ledger import (
-    ALLOC,
-    CACHED,
-    FREE,
-    LEFT,
-    OWNER,
-    READ_FOREIGN,
-    READ_FREE,
-    READ_RECYCLED,
-    STATE,
-    WRITE_CACHED,
-    WRITE_FOREIGN,
-    WRITE_FREE,
-    WRITES_AGAIN,
-    WRITTEN_TWICE,
-)
+import numpy as np
+
+from ...kernels.arrays import record_words
+from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN
+from ...kernels.replay_pass import ledger
+from ...kernels.replay_pass.ledger import ALLOC, CACHED, CONTENT, FREE, HELD, LEFT, OWNER, SHARED, STATE
 from ..report.findings import NO_CAUSE, Cause, Finding
-from .check import Access, Covered, Explained, LedgerCheck, changed_hands, happened, held_by, register
-from .view import ForwardView
+from .check import (
+    Access,
+    Covered,
+    Explained,
+    HistoryCheck,
+    LedgerCheck,
+    Repeats,
+    changed_hands,
+    happened,
+    held_by,
+    register,
+)
+from .history import ForwardView, History
 
 
 @register
@@ -36,7 +37,7 @@ class ReadAfterFree(LedgerCheck):
     finds = "a forward reads a slot that is free"
     covered = Covered.COMPILED
     needs_complete = True
-    reads = READ_FREE
+    reads = ledger.READ_FREE
 
     def explain(self, access: Access) -> Explained:
         """Say since when the slot is free, and whose it was."""
@@ -64,12 +65,12 @@ class ReadOfForeignSlot(LedgerCheck):
     finds = "a forward reads a slot that is another request's, or was given out anew while it read it"
     covered = Covered.COMPILED
     needs_complete = True
-    reads = READ_FOREIGN | READ_RECYCLED
+    reads = ledger.READ_FOREIGN | ledger.READ_RECYCLED
 
     def explain(self, access: Access) -> Explained:
         """Say whose the slot is, or when it was given out anew."""
         row = access.row
-        if not access.bits & READ_FOREIGN:
+        if not access.bits & ledger.READ_FOREIGN:
             detail = f"goes on reading a slot that was given out anew in event {row[ALLOC] - 1}"
             return detail, happened(row), Cause("given_out_anew")
         owner = self.history.request_table.name(int(row[OWNER]))
@@ -93,12 +94,14 @@ class WriteToForeignSlot(LedgerCheck):
     @property
     def writes(self) -> int:  # type: ignore[override]  # more is judged in a complete trace
         """The bits that are judged."""
-        return WRITTEN_TWICE | (WRITE_FREE | WRITE_CACHED | WRITE_FOREIGN if self.history.complete else 0)
+        return ledger.WRITTEN_TWICE | (
+            ledger.WRITE_FREE | ledger.WRITE_CACHED | ledger.WRITE_FOREIGN if self.history.complete else 0
+        )
 
     def explain(self, access: Access) -> Explained:
         """Say whose the slot is."""
         row, events = access.row, changed_hands(access.row)
-        if not access.bits & self.writes & ~WRITTEN_TWICE:
+        if not access.bits & self.writes & ~ledger.WRITTEN_TWICE:
             return "writes a slot that another request of the same forward writes", events, Cause("same_forward")
         if row[STATE] == FREE:
             return "writes a slot that is free", events, Cause("free")
@@ -122,14 +125,150 @@ class SlotWrittenTwice(LedgerCheck):
 
     def forward(self, view: ForwardView) -> list[Finding]:
         """Return a finding for each request that writes a slot twice."""
-        return [
-            finding
-            for judged in self.history.judge(view)
-            if judged.group.pool.group.lut < 0
-            for finding in self.write_findings(view, judged, WRITES_AGAIN, self.repeats)
-        ]
+        groups = [judged for judged in self.history.judge(view) if judged.group.pool.group.lut < 0]
+        return [f for judged in groups for f in self.found(view, judged, ledger.WRITES_AGAIN, is_write=True)]
 
     def explain(self, access: Access) -> Explained:
         """Say what is left of them."""
         detail = "two tokens of one forward are written to one slot, and the second is what is left"
         return detail, changed_hands(access.row), NO_CAUSE
+
+
+@register
+class HitNeverWritten(LedgerCheck):
+    """A forward reads a slot that nobody has written since it was given out.
+
+    Invariant: a prefix slot was written, copied to or filled by a transfer after its last allocation, by an earlier
+    forward. A prefix hit in the very forward that is still writing the content, a failed load-back or transfer that is
+    taken for done, and a prefix that counts tokens never computed show here. Evidence: the allocation, the write before it
+    if there was one, and the forward. Legitimate exceptions: a load-back's and a fork's copy count as writing. If the
+    trace does not promise to report every slot, only two cases are judged: another request of the same forward writes the
+    slot, and a slot given out afresh to another request still has the content from before.
+    """
+
+    kind = "hit_never_written"
+    finds = "a forward reads a slot that nobody has written since it was given out"
+    covered = Covered.COMPILED
+    reads = ledger.NEVER_WRITTEN | ledger.BEING_WRITTEN
+
+    def explain(self, access: Access) -> Explained:
+        """Say what is known of the slot's content."""
+        row = access.row
+        if access.bits & ledger.BEING_WRITTEN:
+            detail = "reads a slot that another request of the same forward is writing"
+            return detail, happened(row), Cause("same_forward")
+        since = f"was written in event {row[CONTENT] - 1}" if row[CONTENT] else "was never written"
+        cause = Cause("written_before" if row[CONTENT] else "never_written")
+        return f"reads a slot that was given out in event {row[ALLOC] - 1} and {since}", happened(row), cause
+
+
+@register
+class HitDiffers(LedgerCheck):
+    """A request starts from slots that hold other tokens or positions than its own.
+
+    Invariant: if a request reads a position for the first time and somebody else wrote the slot (prefix hit, fork,
+    load-back, a table row that points elsewhere), the slot's record has the position and the token that the scheduler has
+    there. Evidence: the event that wrote the slot and the forward. A prefix node whose tokens were cut while its hash was
+    kept shows here. Legitimate exceptions: KV bytes may differ, since equal prefixes computed twice do; positions that the
+    request has read before are the canary's own business; without truth tokens only positions are compared.
+    """
+
+    kind = "hit_differs"
+    finds = "a request starts from slots that hold other tokens or positions than its own"
+    covered = Covered.COMPILED
+    reads = ledger.DIFFERS
+
+    def explain(self, access: Access) -> Explained:
+        """Say what the slot holds, who wrote it, and what was expected."""
+        pool, plan = access.group.pool, access.group.plan
+        slot, token = int(plan.slots[access.entry]), int(plan.expected_tokens[access.entry])
+        record = record_words(pool.pool.tail[pool.group.halves[0]], written=False)[slot]
+        event, forward, writer = pool.last_writers(np.array([slot]))[0].tolist()
+        expected = f"position {int(plan.expected_positions[access.entry])}"
+        if token != -1:
+            expected = f"token {token}, {expected}"
+        detail = (
+            f"starts from a slot with token {int(record[RECORD_TOKEN])}, position {int(record[RECORD_POSITION])}, "
+            f"written by request {self.history.request_table.name(writer)} in forward {forward}; expected {expected}"
+        )
+        return detail, [event], Cause("", writer, int(record[RECORD_TOKEN]), token)
+
+
+@register
+class PaddedWrite(LedgerCheck):
+    """A padding token writes a slot that is in use.
+
+    Invariant: padding rows and tokens behind the last request write slot 0, or a slot that nobody uses. Padded rows that
+    keep the slots of the step before show here; a padding slot -1 that wraps to the last slot on the device does not, since
+    -1 is what the engine tells, and shows in the KV hash. Evidence: the slot's allocation and the forward. Legitimate
+    exceptions: none; if the trace does not promise to report every slot, only slots that the same forward reads or writes
+    count as in use.
+    """
+
+    kind = "padded_write"
+    finds = "a padding token writes a slot that is in use"
+    covered = Covered.COMPILED
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        self.written = Repeats()
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding if padding writes slots in use that were not reported already."""
+        complete, findings = self.history.complete, []
+        for judged in self.history.judge(view):
+            bits = ledger.PADDED_WRITTEN | (ledger.PADDED_LIVE if complete else 0)
+            findings += self.found(view, judged, bits, is_write=True, repeats=self.written)
+            if not complete:
+                findings += self.found(view, judged, ledger.PADDED, is_write=False)
+        return findings
+
+    def explain(self, access: Access) -> Explained:
+        """Say whose slot padding writes, or that it is read."""
+        row = access.row
+        if not access.is_write:
+            return "reads a slot that padding of the same forward writes", happened(row), Cause("same_forward")
+        in_use = self.history.complete and row[STATE] in (HELD, SHARED, CACHED)
+        owner = self.holder(row) if in_use else "a request of the same forward"
+        cause = held_by(row) if in_use else Cause("same_forward")
+        return f"padding writes a slot of {owner}", happened(row), cause
+
+    def forget(self) -> None:
+        """Forget what was reported."""
+        super().forget()
+        self.written.forget()
+
+
+@register
+class PaddingSlotRead(HistoryCheck):
+    """A forward reads a padding slot for a position of a request.
+
+    Invariant: every position of a prefix has a slot that keeps its K and V; in a padding slot everybody's padding is written
+    over it, and no record of it is verified. A table entry that was never filled, or was cleared too early, and a token that
+    was written to the padding slot show here. Evidence: the forward. Legitimate exceptions: sliding windows, whose early
+    positions lead nowhere; slots that lost events may have named. Judged in traces that have lost nothing.
+    """
+
+    kind = "padding_slot_read"
+    finds = "a forward reads a padding slot for a position of a request"
+    covered = Covered.COMPILED
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request that reads a padding slot and was not reported for it already."""
+        findings: list[Finding] = []
+        for group in view.groups if not self.history.had_gap else ():
+            known = group.pool.group
+            if known.window or known.lut >= 0 or known.reads_before_write or group.pool.any_unknown:
+                continue
+            entries = np.flatnonzero(np.isin(group.slots, known.padding_slots))
+            group.mark(entries)
+            findings += self.of_entries(
+                view,
+                group,
+                lambda _: ("reads a padding slot, which keeps nobody's K and V", [], NO_CAUSE),
+                requests=group.readers(entries),
+                positions=group.positions[entries],
+                slots=group.slots[entries],
+                repeats=self.repeats,
+            )
+        return findings

@@ -20,8 +20,8 @@ from ...recorder.state.tables import StateListener, StateTables
 from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
-from ..checks.check_set import CheckSet
-from ..checks.view import ForwardView, GroupReads
+from ..checks.check import CheckSet
+from ..checks.history import ForwardView, GroupReads
 from ..report.results import ResultCollector
 from ..run.divergence import SwaDivergence
 from ..run.launch import Launcher, launch_violations

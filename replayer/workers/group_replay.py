@@ -1,20 +1,41 @@
-"""The replay of recordings that belong together: from their files to their reports and summaries."""
+"""The replay of recordings that belong together, or of one stretch of a recording: from files to reports and summaries."""
 
 import errno
 import os
+import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from ...recorder.errors import TraceError
 from ...recorder.files import ForeignFolderError
-from ..report.report import check_report_folder
+from ...recorder.trace.reader import TraceReader
+from ..report.report import STRETCH_PREFIX, check_report_folder
 from ..report.summary import Summary
-from ..run.replay import replay_joined
+from ..run.replay import ReplayRun, replay_joined
 from ..run.segment_stream import SegmentStream
 from ..run.settings import Progress, ReplaySettings, resolve_kv_hash
-from .jobs import Job
-from .stretch_replay import Part, drop_parts, replay_stretch
+from .jobs import Job, Stretch
+
+_PART: Final = STRETCH_PREFIX + "{:04d}"
+_PARTS: Final = STRETCH_PREFIX + "*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What came of a stretch.
+
+    `to_end`: whatever comes behind it is in its summary and its report, since something came up, or nothing follows.
+    `began` and `ended` are seconds of the machine's clock.
+    """
+
+    summary: Summary
+    request_ids: frozenset[int]
+    to_end: bool
+    began: float
+    ended: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +103,7 @@ def replay_group(
                     all_there=task.all_there,
                 )
             else:
-                part = replay_stretch(
-                    jobs[0].stretch,
-                    task.settings,
-                    folders[0],
-                    all_there=task.all_there,
-                    on_progress=on_progress,
-                    on_trouble=on_trouble,
-                )
+                part = _replay_stretch(jobs[0].stretch, task, folders[0], on_progress, on_trouble)
         except OSError as error:
             raise TraceError(not_written(jobs, folders, error)) from None
     except TraceError as error:
@@ -145,3 +159,60 @@ def _place(trace: Path, target: Path | None, *, explicit: bool, notes: list[str]
         f"{trace}: the report directory {folder} cannot be written ({failure.strerror}); name another with "
         "--report DIR, or use --no-report"
     )
+
+
+def _replay_stretch(
+    stretch: Stretch,
+    task: GroupTask,
+    report: Path | None,
+    on_progress: Callable[[Progress], None],
+    on_trouble: Callable[[], None],
+) -> Part:
+    """Replay a stretch, into a folder of its own in `report`; if it is not clean and whole, go on to the recording's end."""
+    began = time.perf_counter()
+    folder = None
+    if report is not None:
+        folder = report / _PART.format(stretch.number)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+    paths, last, reported = stretch.paths, not stretch.behind, False
+    if not last and not _any_readable(paths):
+        # A flight recorder has deleted them since: a gap, behind which the others say what there is.
+        paths, last, reported = paths + stretch.behind, True, True
+        on_trouble()
+    with ReplayRun(paths, settings=task.settings, report=folder, all_there=task.all_there) as run:
+        try:
+            while True:
+                more = run.step()
+                on_progress(run.progress())
+                troubled = not (run.is_ordinary if more else last or run.leaves_nothing)
+                if troubled and not reported:
+                    reported = True
+                    on_trouble()
+                if more:
+                    continue
+                if last or not reported:
+                    break
+                last = True
+                run.go_on(stretch.behind)
+        except KeyboardInterrupt:
+            run.interrupt()
+        summary = run.finish()
+    to_end = last or reported or bool(summary.stopped)
+    return Part(summary=summary, request_ids=run.request_ids, to_end=to_end, began=began, ended=time.perf_counter())
+
+
+def _any_readable(paths: Sequence[Path]) -> bool:
+    for path in paths:
+        try:
+            with TraceReader(path):
+                return True
+        except TraceError:
+            continue
+    return False
+
+
+def drop_parts(report: Path | None) -> None:
+    """Remove what stretches have left in a report directory, if there is one."""
+    for folder in report.glob(_PARTS) if report is not None else ():
+        shutil.rmtree(folder, ignore_errors=True)

@@ -5,12 +5,12 @@ the running totals of the divergence figures go on from part to part.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -18,9 +18,8 @@ from ..report.report import write_summary
 from ..report.summary import MAX_LISTED, Summary
 from ..report.violations import TableSink
 from ..run.divergence import DIVERGENCE_SCHEMA
-from .group_replay import GroupResult, GroupTask, finished, not_written
+from .group_replay import GroupResult, GroupTask, Part, drop_parts, finished, not_written
 from .jobs import Job
-from .stretch_replay import Part, drop_parts
 
 _SUMS: Final = (
     *("forwards", "forwards_watched", "tokens", "verified", "written", "unknown_entries", "entries_read", "num_marks"),
@@ -82,20 +81,17 @@ def _recording(
 
 
 def joined(name: str, parts: Sequence[Part], report: Path | None) -> Summary:
-    """Return the summary of all parts, and leave their report in `report`.
-
-    Args:
-        name: the recording's.
-        parts: of stretches that follow one another; all but the last clean and whole.
-        report: the report directory in which their folders lie; None where none was written.
-    """
+    """Return the summary of a recording's parts, all but the last clean and whole, and leave their report in `report`."""
     summaries = [part.summary for part in parts]
     first, summary = summaries[0], copy.copy(summaries[-1])
     summary.trace = name
     for field in _SUMS:
         setattr(summary, field, sum(getattr(one, field) for one in summaries))
     for field in _COUNTS:
-        setattr(summary, field, _summed([getattr(one, field) for one in summaries]))
+        total: Counter[str] = Counter()
+        for one in summaries:
+            total.update(getattr(one, field))
+        setattr(summary, field, dict(total))
     summary.segments = [number for one in summaries for number in one.segments]
     summary.unknown_before = first.unknown_before
     summary.requests = len(frozenset[int]().union(*(part.request_ids for part in parts)))
@@ -115,14 +111,6 @@ def joined(name: str, parts: Sequence[Part], report: Path | None) -> Summary:
         summary.report = str(report)
         write_summary(summary, report)
     return summary
-
-
-def _summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for one in counts:
-        for key, count in one.items():
-            total[key] = total.get(key, 0) + count
-    return total
 
 
 def _divergence(figures: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -160,12 +148,10 @@ def _join_divergence(summaries: Sequence[Summary], files: Sequence[Path], target
         for summary, path in zip(summaries, files, strict=True):
             with path.open("rb") as source, pq.ParquetFile(source) as read:
                 for number in range(read.num_row_groups):
-                    sink.append(_moved_on(read.read_row_group(number), before))
+                    table = read.read_row_group(number)
+                    for key, count in before.items():
+                        at = table.schema.get_field_index(key)
+                        table = table.set_column(at, key, pc.add(table[key], count))
+                    sink.append(table.cast(DIVERGENCE_SCHEMA))
             figures = summary.swa_divergence or {}
             before = {key: count + figures.get(key, 0) for key, count in before.items()}
-
-
-def _moved_on(table: pa.Table, before: dict[str, int]) -> pa.Table:
-    for key, count in before.items():
-        table = table.set_column(table.schema.get_field_index(key), key, pc.add(table[key], count))
-    return table.cast(DIVERGENCE_SCHEMA)

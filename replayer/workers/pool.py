@@ -17,12 +17,11 @@ from typing import Any, Final
 from ...recorder.process.endings import ENDINGS
 from ..executors.incremental.compiled_pass import LARGE_BYTES, compile_pass
 from ..run.settings import Progress
-from .group_replay import GroupResult, GroupTask
+from .group_replay import GroupResult, GroupTask, drop_parts
 from .jobs import Job, ReplayPlan, group_bytes
 from .server import start_server, start_worker
 from .sharing import usable_cores
-from .stretch_replay import drop_parts
-from .worker import STOP, Begun, Done, Troubled, work
+from .worker import BEGUN, STOP, TROUBLED, Done, work
 
 _NOTHING: Final = Progress(bytes_read=0, bytes_total=0, forwards=0, tokens=0, violations=0)
 
@@ -41,8 +40,7 @@ def replay_in_workers(
     workers. Raises `KeyboardInterrupt` for both where nothing had begun.
 
     Args:
-        plan: what to replay.
-        task: how.
+        plan, task: what to replay, and how.
         on_progress: called with how far all of it has come.
         jobs: worker processes at once.
         devices: where the workers replay, in turn; empty for what `task` says.
@@ -188,12 +186,12 @@ class _Pool:
         number = worker.group
         if number is None:
             return
-        if isinstance(message, Begun):
+        if message == BEGUN:
             self._begun = True
+        elif message == TROUBLED:
+            self._pass_over_behind(number)
         elif isinstance(message, Progress):
             self._progress[number] = message
-        elif isinstance(message, Troubled):
-            self._pass_over_behind(number)
         elif isinstance(message, Done):
             self._compared(number, message)
             self._end(worker, number, message.result)
@@ -244,14 +242,12 @@ class _Pool:
         for job, found in zip(self._plan.groups[number], done.compared, strict=True):
             if job.schedule is None or found is None:
                 continue
-            job.schedule.compared, job.schedule.differing = found.compared, found.differing
-            job.schedule.unrelated = found.unrelated
-            if found.log is not None:
-                mine = job.schedule.log
-                for other in (other.schedule for group in self._plan.groups for other in group):
-                    if other is not None and other.other is mine:
-                        other.other = found.log
-                job.schedule.log = found.log
+            mine = job.schedule.log
+            job.schedule.compared, job.schedule.differing, job.schedule.unrelated, log = found
+            for other in [job.schedule for group in self._plan.groups for job in group] if log is not None else ():
+                if other is not None and other.other is mine:
+                    other.other = log
+            job.schedule.log = log if log is not None else mine
 
     def _sum(self) -> Progress:
         names = ("bytes_read", "bytes_total", "forwards", "tokens", "violations")

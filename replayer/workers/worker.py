@@ -2,9 +2,8 @@
 
 import gc
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...recorder.process.endings import ignore_endings
 from ..run.schedule import ScheduleLog
@@ -13,35 +12,18 @@ from .group_replay import GroupResult, GroupTask, replay_group
 from .jobs import Job
 
 STOP: Final = "stop"  # the user wants an end: what is being replayed is judged as far as it came
+# What a worker says, beside its progress and what is done: it has its libraries, and begins to replay; what came up in a
+# stretch is followed to the recording's end, so that the stretches behind it are not needed.
+BEGUN: Final = "begun"
+TROUBLED: Final = "troubled"
 _PROGRESS_SECONDS: Final = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """The worker has its libraries, and begins to replay."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Troubled:
-    """What came up in a stretch is followed to the recording's end, so the stretches behind it are not needed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """What a job's schedule has come to; `log` are the digests that other ranks are compared with."""
-
-    compared: int
-    differing: int
-    unrelated: bool
-    log: ScheduleLog | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """A group's result, and for each of its jobs with a schedule what was compared."""
+class Done(NamedTuple):
+    """A group's result, and of each job with a schedule what that has come to."""
 
     result: GroupResult
-    compared: list[Compared | None]
+    compared: list[tuple[int, int, bool, ScheduleLog | None] | None]
 
 
 def work(connection: Connection, threads: int) -> None:
@@ -52,7 +34,7 @@ def work(connection: Connection, threads: int) -> None:
         while (given := connection.recv()) is not None:
             if given != STOP:
                 jobs, task = given
-                found = Done(result=GroupResult(error=failed), compared=[None] * len(jobs)) if failed else None
+                found = Done(GroupResult(error=failed), [None] * len(jobs)) if failed else None
                 connection.send(found or _replay(jobs, task, connection))
                 gc.collect()  # its pools hang in a circle, and those of two do not fit everywhere
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone: nobody wants to know
@@ -84,7 +66,7 @@ def load(threads: int | None = None) -> str:
 
 def _replay(jobs: list[Job], task: GroupTask, connection: Connection) -> Done:
     reported = 0.0
-    connection.send(Begun())
+    connection.send(BEGUN)
 
     def on_progress(progress: Progress) -> None:
         nonlocal reported
@@ -96,20 +78,12 @@ def _replay(jobs: list[Job], task: GroupTask, connection: Connection) -> Done:
                 raise KeyboardInterrupt
 
     try:
-        result = replay_group(jobs, task, on_progress, lambda: connection.send(Troubled()))
+        result = replay_group(jobs, task, on_progress, lambda: connection.send(TROUBLED))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:  # noqa: BLE001  # one recording's trouble must not be the others'
         from ...recorder.cli.program import unforeseen
 
         result = GroupResult(error=unforeseen(error))
-    return Done(result=result, compared=[_compared(job) for job in jobs])
-
-
-def _compared(job: Job) -> Compared | None:
-    schedule = job.schedule
-    if schedule is None:
-        return None
-    return Compared(
-        compared=schedule.compared, differing=schedule.differing, unrelated=schedule.unrelated, log=schedule.log
-    )
+    schedules = [job.schedule for job in jobs]
+    return Done(result, [None if s is None else (s.compared, s.differing, s.unrelated, s.log) for s in schedules])

@@ -300,7 +300,7 @@ def test_workers_only_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharing.default_jobs(plan) == 1
     monkeypatch.setattr(sharing, "WORTH_A_WORKER_BYTES", 50_000)
     assert sharing.default_jobs(plan) == 3
-    free = 5 * sum(sharing._memory(group) for group in plan.groups) // 3
+    free = 5 * sum(sharing.memory_needed(group) for group in plan.groups) // 3
     monkeypatch.setattr(sharing, "free_memory_bytes", lambda: free)
     assert sharing.default_jobs(plan) == 2
     header = recordings[0].header

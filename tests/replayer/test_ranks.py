@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from kvcanary.recorder.trace.header import PoolGroup, Ranks, StateTable, TraceHeader
 from kvcanary.recorder.trace.recordings import Recording
-from kvcanary.replayer.run.ranks import ranks_together, replayed_together
+from kvcanary.replayer.workers.jobs import ranks_together, replayed_together
 
 
 def folder(*told: str, tp_size: int = 2) -> list[Recording]:

@@ -21,7 +21,7 @@ from kvcanary.replayer.workers.group_replay import GroupTask, replay_group
 from kvcanary.replayer.workers.jobs import Job, plan_jobs
 from kvcanary.replayer.workers.joining import joined_results
 from kvcanary.replayer.workers.pool import replay_in_workers
-from kvcanary.replayer.workers.splitting import split_plan
+from kvcanary.replayer.workers.sharing import split_plan
 
 from ..support.raw_traces import cut, told
 from ..support.segment_runs import compared, plan_of, replayed, untimed

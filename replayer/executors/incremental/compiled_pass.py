@@ -58,9 +58,9 @@ from ....kernels.replay_pass.slots import KEY, VALUE
 from ....recorder.state.forward import read_forward
 from ....recorder.state.requests import RequestTable
 from ....recorder.trace.batch import TraceBatch
-from ...checks.check_set import CheckSet
+from ...checks.check import CheckSet
 from ...checks.history import History
-from ...checks.swa_mapping_stale import SwaMappingStale
+from ...checks.tables import SwaMappingStale
 from ...report.merged.merging import MergingSink
 from ...report.summary import Summary
 from ...run.coverage import count_forwards

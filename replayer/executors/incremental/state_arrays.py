@@ -39,7 +39,7 @@ from ....kernels.replay_pass.layout import (
 from ....kernels.replay_pass.slots import fill_book_loops
 from ....recorder.trace.header import TraceHeader
 from ...checks.history import History
-from ...checks.swa_mapping_stale import SwaMappingStale
+from ...checks.tables import SwaMappingStale
 from .batch_columns import BatchColumns
 from .executor import IncrementalExecutor
 

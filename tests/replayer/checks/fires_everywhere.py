@@ -7,7 +7,7 @@ that the command starts read this file too, and so have the check.
 from kvcanary.recorder.trace.reader import EventView
 from kvcanary.replayer import checks
 from kvcanary.replayer.checks.check import HistoryCheck
-from kvcanary.replayer.checks.view import ForwardView
+from kvcanary.replayer.checks.history import ForwardView
 from kvcanary.replayer.executors import executors
 from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.report.findings import Finding

@@ -1,4 +1,4 @@
-"""Tokens that are written to another slot than their row of the block table names."""
+"""Tokens that are written to another slot than their row names, and entries of the full-to-SWA table that outlive their slot."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,14 +6,15 @@ from typing import Final
 import numpy as np
 
 from ...kernels.arrays import Int64Array
+from ...kernels.replay_pass.swa_partners import shared_halves
 from ...recorder.capture.host_arrays import ragged_index
 from ...recorder.state.events import SlotEvent
 from ...recorder.state.forward import Forward
+from ...recorder.state.tables import look_up
 from ...recorder.trace.reader import EventView
-from ..report.findings import Finding
-from .check import Covered, HistoryCheck, by_request, register
-from .history import History
-from .view import ForwardView
+from ..report.findings import NO_CAUSE, Cause, Finding
+from .check import Covered, Explained, HistoryCheck, Repeats, happened, register
+from .history import ForwardView, GroupReads, History
 
 _MOST_ENTRIES: Final = 1 << 18
 
@@ -85,8 +86,7 @@ class TableEntryDiffers(HistoryCheck):
         tokens = self.history.tokens(view)
         rows, positions = forward.req_pool_indices[tokens.request], tokens.position
         slots = forward.out_cache_loc[table][: len(rows)]
-        inside = (rows > 0) & (rows < cells.shape[0]) & (positions >= 0) & (positions < cells.shape[1])
-        stands = cells[np.where(inside, rows, 0), np.where(inside, positions, 0)]
+        stands, inside = look_up(cells, rows, positions)
         width = cells.shape[1]
         given_rows, given_positions, given_slots = _entries(view.event, table)
         events = np.where(np.isin(rows * width + positions, given_rows * width + given_positions), forward.event, -1)
@@ -98,22 +98,23 @@ class TableEntryDiffers(HistoryCheck):
         self._drop([key for key, one in self._ahead.items() if not one.entries])
         self._note_ahead(table, forward, given_rows, given_positions, given_slots)
         wrong = np.flatnonzero(inside & (events >= 0) & (slots >= 0) & (stands != slots))
-        group = next((one.pool.index for one in view.groups if one.pool.group.table == table), -1)
-        if not len(wrong) or group < 0:
+        group = next((one for one in view.groups if one.pool.group.table == table), None)
+        if not len(wrong) or group is None:
             return []
-        return [
-            self.of_request(
-                forward,
-                r,
-                f"is written to slot {slots[mine[0]]}, its row names slot {stands[mine[0]]}",
-                group=group,
-                position=int(positions[mine[0]]),
-                slot=int(slots[mine[0]]),
-                count=len(mine),
-                events=np.unique(events[mine]).tolist(),
-            )
-            for r, mine in by_request(tokens.request[wrong], wrong)
-        ]
+        proof = {int(r): np.unique(events[wrong[tokens.request[wrong] == r]]) for r in np.unique(tokens.request[wrong])}
+
+        def explain(n: int) -> Explained:
+            detail = f"is written to slot {slots[wrong[n]]}, its row names slot {stands[wrong[n]]}"
+            return detail, proof[int(tokens.request[wrong[n]])].tolist(), NO_CAUSE
+
+        return self.of_entries(
+            view,
+            group,
+            explain,
+            requests=tokens.request[wrong],
+            positions=positions[wrong],
+            slots=slots[wrong],
+        )
 
     def _drop_others(self, table: int, forward: Forward) -> None:
         """Forget what was recorded of rows that are another request's now."""
@@ -184,3 +185,106 @@ def _entries(view: EventView, table: int) -> tuple[Int64Array, Int64Array, Int64
         ragged_index(view.ints("table_start")[mine], counts[mine]),
         view.ints("table_slots")[np.repeat(mine, counts)],
     )
+
+
+@register
+class SwaMappingStale(HistoryCheck):
+    """Two full slots that a forward uses lead to one sliding-window slot, or one inside the window leads nowhere.
+
+    Invariant: the full-to-SWA table is one to one over the slots that a forward reads within its window and writes, and
+    none of those it reads leads to slot 0. A recycled slot that keeps its old entry shows here. Evidence: the forward, and
+    the SWA slot's allocation and last write. Legitimate exceptions: requests that share a prefix share its full slots, too;
+    a table entry moved by de-duplication leaves 0 behind at a full slot that nobody uses any more; tokens of a long chunk
+    that are past the window already when it is written go to slot 0. A free or foreign SWA slot is for the read and write
+    checks to find.
+    """
+
+    kind = "swa_mapping_stale"
+    finds = "two full slots in use lead to one SWA slot, or one inside the window leads nowhere"
+    covered = Covered.COMPILED
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        self.serial = 0
+        groups = history.header.groups
+        self.partners = {
+            index: np.zeros((group.num_slots, 2), np.int64) for index, group in enumerate(groups) if group.lut >= 0
+        }
+        self.nowhere = Repeats()
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request that uses a stale entry."""
+        findings = []
+        for group in view.groups:
+            if group.pool.index in self.partners:
+                findings += self._shared_slots(view, group)
+                # After a gap the rebuilt table may lack entries that the engine's has.
+                if not self.history.had_gap:
+                    findings += self._leads_nowhere(view, group)
+        return findings
+
+    def _shared_slots(self, view: ForwardView, group: GroupReads) -> list[Finding]:
+        forward, index = view.forward, group.pool.index
+        self.serial += 1
+        written_full = forward.out_cache_loc[group.pool.group.table]
+        slots, table = group.slots, view.tables.req_to_token[group.pool.group.table]
+        found = shared_halves(
+            slots=slots,
+            positions=group.positions,
+            offsets=group.plan.request_offsets,
+            rows=forward.req_pool_indices,
+            table=table,
+            written=group.written,
+            written_full=written_full,
+            end=len(group.request_slots),
+            serial=self.serial,
+            partners=self.partners[index],
+            backend=self.history.backend,
+        )
+        reads, writes = found[found < len(slots)], found[found >= len(slots)] - len(slots)
+        group.mark(reads)
+        requests = np.append(group.readers(reads), group.writers(writes))
+        at = np.append(slots[reads], group.written[writes])
+        full = np.append(
+            table[forward.req_pool_indices[requests[: len(reads)]], group.positions[reads]], written_full[writes]
+        )
+
+        def explain(n: int) -> Explained:
+            other = int(self.partners[index][at[n], 1])
+            detail = f"full slots {other} and {int(full[n])} lead to SWA slot {int(at[n])}"
+            return detail, happened(self.history.ledger.rows[index][at[n]]), Cause("swa_slot_shared")
+
+        positions = np.append(group.positions[reads], forward.positions[writes])
+        return self.of_entries(
+            view, group, explain, requests=requests, positions=positions, slots=at, repeats=self.repeats
+        )
+
+    def _leads_nowhere(self, view: ForwardView, group: GroupReads) -> list[Finding]:
+        forward, lut = view.forward, view.tables.luts[group.pool.group.lut]
+        entries = np.flatnonzero(group.slots == 0)
+        table = view.tables.req_to_token[group.pool.group.table]
+        if not len(entries) or not table.size or not len(lut):
+            return []
+        requests = group.readers(entries)
+        rows, positions = forward.req_pool_indices[requests], group.positions[entries]
+        full, _ = look_up(table, rows, positions)
+        known = (full > 0) & (full < len(lut))
+        nowhere = known & (lut[np.where(known, full, 0)] == 0)
+        if not nowhere.any():
+            self.nowhere.forget()
+            return []
+
+        requests, positions, full = requests[nowhere], positions[nowhere], full[nowhere]
+
+        def explain(n: int) -> Explained:
+            detail = f"full slot {int(full[n])}, inside the window, leads to no SWA slot"
+            return detail, [], Cause("swa_slot_missing")
+
+        return self.of_entries(
+            view, group, explain, requests=requests, positions=positions, slots=full, repeats=self.nowhere
+        )
+
+    def forget(self) -> None:
+        """Forget what was reported."""
+        super().forget()
+        self.nowhere.forget()

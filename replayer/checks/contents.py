@@ -1,0 +1,204 @@
+"""Tokens that the model is fed and that are not the request's, and bytes that a forward leaves and that are not the token's."""
+
+import numpy as np
+
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array, record_words
+from ...kernels.constants import RECORD_TOKEN, UNKNOWN_TOKEN
+from ...kernels.tokens import contradicting
+from ...recorder.state.forward import BatchTokens, Forward
+from ...recorder.state.history import SAMPLE_EVENT, SAMPLE_FORWARD, SAMPLE_POSITION, SAMPLE_REQUEST, SAMPLE_TOKEN
+from ...recorder.state.tables import look_up
+from ...recorder.state.writes import stays
+from ...recorder.trace.reader import EventView
+from ..report.findings import NO_CAUSE, Cause, Finding
+from .check import Covered, Explained, HistoryCheck, register
+from .history import ForwardView, GroupReads
+
+
+class _InputCheck(HistoryCheck):
+    """Compares what forwards were fed with what they should have been fed."""
+
+    def of_inputs(
+        self, forward: Forward, tokens: BatchTokens, wrong: BoolArray, expected: Int64Array, last: Int64Array | None
+    ) -> list[Finding]:
+        """Return a finding for each token that is wrong, `[tokens] bool`.
+
+        `expected` `[tokens] int64` is what belongs there; `last` are the rows of what was sampled, None if nothing was.
+        """
+        findings = []
+        for token in np.flatnonzero(wrong).tolist():
+            fed, right = int(forward.input_ids[token]), int(expected[token])
+            detail = f"was fed token {fed}, the scheduler has {right} there"
+            if last is not None:
+                detail = f"was fed token {fed}, forward {last[token, SAMPLE_FORWARD]} sampled {right} for it"
+            findings.append(
+                self.of_request(
+                    forward,
+                    int(tokens.request[token]),
+                    detail,
+                    position=int(tokens.position[token]),
+                    slot=int(forward.out_cache_loc[0][token]) if forward.out_cache_loc else -1,
+                    events=() if last is None else [int(last[token, SAMPLE_EVENT]) - 1],
+                    cause=Cause(token=fed, expected_token=right),
+                )
+            )
+        return findings
+
+
+@register
+class InputNotSampled(_InputCheck):
+    """The model is fed a token that was not sampled: sampled(t) != input(t + 1).
+
+    Invariant: when a request samples a token for position p, the next forward of that request that takes position p is fed
+    that token. Evidence: the forward that sampled, the event that reported it if it came later (overlapped scheduling),
+    and the forward that was fed; no special sampler and no truth tokens are needed. Legitimate exceptions: a request that
+    starts over (retracted, resumed, forked) is fed the same tokens again and so still agrees; drafts are not samples, so
+    only the target runner is judged, and what a target-verify forward accepts is judged by the truth tokens instead; an
+    unknown token (-1), fed or sampled, is compared with nothing.
+    """
+
+    kind = "input_not_sampled"
+    finds = "the model was fed another token than the one sampled for that position"
+    covered = Covered.COMPILED
+    events = frozenset({"sample"})
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each input token that is not the one sampled for its position."""
+        forward = view.forward
+        if forward.runner != 0 or not len(forward.req_pool_indices):
+            return []
+        return self._judge(forward, self.history.tokens(view))
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Return a finding for each token that arrives late and that a later forward was fed wrongly."""
+        fed = self.history.fed_since
+        return [finding for one in fed for finding in self._judge(one.forward, one.tokens, only=view.number)]
+
+    def _judge(self, forward: Forward, tokens: BatchTokens, *, only: int = -1) -> list[Finding]:
+        """Compare what a forward was fed with what was sampled: all of it, or what event `only` reported."""
+        known = self.history.samples.last
+        rows = forward.req_pool_indices[tokens.request]
+        inside = (rows > 0) & (rows < len(known))
+        last = known[np.where(inside, rows, 0)]
+        due = inside & (last[:, SAMPLE_EVENT] > 0) & (last[:, SAMPLE_REQUEST] == forward.request_ids[tokens.request])
+        due &= last[:, SAMPLE_POSITION] == tokens.position
+        if only >= 0:
+            due &= last[:, SAMPLE_EVENT] == only + 1
+        fed, sampled = forward.input_ids[: len(rows)], last[:, SAMPLE_TOKEN]
+        due &= (fed != UNKNOWN_TOKEN) & (sampled != UNKNOWN_TOKEN)
+        return self.of_inputs(forward, tokens, due & (fed != sampled), sampled, last)
+
+
+@register
+class InputNotTruth(_InputCheck):
+    """The model is fed a token that the scheduler does not have at that position.
+
+    Invariant: the input token at position p of a request is the truth token at p (p + 1 for an EAGLE draft), if the
+    scheduler knows that position already. Evidence: the forward's `input_ids` and the truth tokens recorded with it; the
+    canary's own token check sees the same only when a later forward reads the slot. Legitimate exceptions: positions past
+    what the scheduler has committed (drafted tokens, an overlapped step's own token) are not compared; nor are unknown
+    tokens (-1), and of a token beyond 32 bits only those.
+    """
+
+    kind = "input_not_truth"
+    finds = "the model was fed a token that the scheduler does not have at that position"
+    covered = Covered.COMPILED
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each input token that contradicts the truth tokens."""
+        forward, truth = view.forward, view.tables.truth
+        if truth is None or forward.truth_lens is None:
+            return []
+        tokens = self.history.tokens(view)
+        rows = forward.req_pool_indices[tokens.request]
+        at = tokens.position + self.history.header.runners[forward.runner].token_offset
+        stands, known = look_up(truth, rows, at)
+        expected = np.where(known & (at < forward.truth_lens[tokens.request]), stands, UNKNOWN_TOKEN)
+        wrong = contradicting(expected, forward.input_ids[: len(at)])
+        return self.of_inputs(forward, tokens, wrong, expected, None)
+
+
+@register
+class WriteLost(HistoryCheck):
+    """A forward wrote a token into a slot, and the slot's KV bytes are still those of another token.
+
+    Invariant: what a forward leaves in a slot that it writes is not, byte for byte, what another token had left there. A
+    kernel that skips a token shows here and nowhere else: the stale bytes are recorded as those written, and record and
+    bytes agree from then on. Evidence: the forward, and the write before it. Legitimate exceptions: the same token written
+    again, since the first layer's V depends on nothing else; unknown tokens (-1); slots that hold only zeros; slots that
+    nobody has written in this trace.
+    """
+
+    kind = "write_lost"
+    finds = "a forward wrote a token, and the slot's bytes are still those of another one"
+    covered = Covered.COMPILED
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request whose tokens left no trace in some of their slots."""
+        streams, findings = self.history.header.streams(view.forward.runner), []
+        for group in view.groups:
+            left = [view.forward.kv_bytes[n] for n, (index, _) in enumerate(streams) if index == group.pool.index]
+            if left:
+                findings += self._lost(view, group, left)
+        return findings
+
+    def _lost(self, view: ForwardView, group: GroupReads, left: list[ByteArray]) -> list[Finding]:
+        forward, pool, slots = view.forward, group.pool.pool, group.request_slots
+        known = (slots > 0) & (slots < group.pool.num_slots)
+        at = np.where(known, slots, 0)
+        known &= (pool.writers[at, 0] > 0) & ~pool.unknown[at]
+        tokens = record_words(pool.tail[group.pool.group.halves[0]], written=False)[at, RECORD_TOKEN]
+        fed = forward.input_ids[: len(slots)]
+        other = np.flatnonzero(known & (tokens != fed) & (tokens != UNKNOWN_TOKEN) & (fed != UNKNOWN_TOKEN))
+        if not len(other):
+            return []
+        stale = np.zeros(len(other), np.bool_)
+        for before, after in zip(pool.kv, left, strict=True):
+            rows = before[at[other]]
+            stale |= (rows == after[other]).all(axis=1) & rows.any(axis=1)
+        lost = other[stale]
+
+        def explain(n: int) -> Explained:
+            token, slot = int(lost[n]), int(slots[lost[n]])
+            event, before = int(pool.writers[slot, 0]) - 1, int(tokens[token])
+            detail = f"wrote token {fed[token]}, the bytes are still those of token {before}, written in event {event}"
+            return detail, [event], Cause(token=before, expected_token=int(fed[token]))
+
+        return self.of_tokens(view, group, explain, lost)
+
+
+@register
+class WriteDamaged(HistoryCheck):
+    """A forward left other bytes in a slot than the model handed to the cache.
+
+    Invariant: what the pool holds after a forward is what the model handed in for the last token written to the slot. Damage
+    done between the two is recorded as what was written, so that record and bytes agree from then on: it shows here and
+    nowhere else. Evidence: the forward, which holds both. Legitimate exceptions: padding; a slot that a later token of the
+    same forward took; streams whose submitted bytes the recording has not, which is all of them unless an adapter records
+    them.
+    """
+
+    kind = "write_damaged"
+    finds = "a forward left other bytes in a slot than the model handed to the cache"
+    covered = Covered.COMPILED  # which stops in front of a forward that has submitted bytes
+
+    def forward(self, view: ForwardView) -> list[Finding]:
+        """Return a finding for each request some of whose tokens are not stored as they were handed in."""
+        if not view.forward.kv_submitted:
+            return []
+        return [finding for group in view.groups for finding in self._damaged(view, group)]
+
+    def _damaged(self, view: ForwardView, group: GroupReads) -> list[Finding]:
+        forward, slots = view.forward, group.request_slots
+        judged = stays(group.written, group.pool.group)[: len(slots)]
+        first: dict[int, str] = {}
+        for number, (index, stream) in enumerate(self.history.header.streams(forward.runner)):
+            if index != group.pool.index:
+                continue
+            stored, given = forward.kv_bytes[number][: len(slots)], forward.kv_submitted[number][: len(slots)]
+            for token in np.flatnonzero(judged & (stored != given).any(axis=1)).tolist():
+                byte = int(np.argmax(stored[token] != given[token]))
+                what = f"{stream.half} of layer {stream.layer} holds {stored[token, byte]:#04x} in byte {byte}"
+                first.setdefault(token, f"{what}, the model handed in {given[token, byte]:#04x}")
+        found = np.array(sorted(first), np.int64)
+        return self.of_tokens(view, group, lambda n: (first[int(found[n])], [], NO_CAUSE), found)
