@@ -6,32 +6,31 @@ rows in use of every array, and ends with an event that says that it is whole.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import Int64Array, record_words
 from ...kernels.constants import RECORD_KV_HASH, KvHashMode
+from ...kernels.replay_pass.ledger import JOINER, OWNER
 from ..capture.host_arrays import runs_to_slots
 from ..trace.event import TraceEvent
 from ..trace.schema import KEYFRAME_BEGIN, KEYFRAME_END, KEYFRAME_FORWARD, KEYFRAME_PART, KEYFRAME_REQUEST
 from .apply import RecordedState
-from .history import FED_COLUMNS, FedForward
+from .history import FED_COLUMNS, ROW_REQUEST, STATUS_REQUEST, FedForward, SlotHistory
 from .pools import GroupPool, Tier
 from .replay_state import ReplayState
-from .tables import TableUse
+from .tables import StateTables, TableUse
 
 WORDS = 4  # of a canary record, the KV hash the last
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """What a keyframe holds of one array: runs of its rows, and where to read them.
+_Named = tuple[str, npt.NDArray[Any]]
 
-    `array` is seen as a line of rows, `starts`, `counts` `[n] int64` the runs.
-    """
+
+class Rows(NamedTuple):
+    """What a keyframe holds of one array, seen as a line of rows: `starts`, `counts` `[n] int64` are runs of them."""
 
     name: str
     array: npt.NDArray[Any]
@@ -41,30 +40,23 @@ class Rows:
 
 def rows_in_use(state: ReplayState, use: TableUse) -> Iterator[Rows]:
     """Yield what a keyframe holds of each array, in the order in which it must be put back."""
-    tables = state.tables
-    for number, (table, ends) in enumerate(zip(tables.req_to_token, use.ends, strict=True)):
-        yield Rows(name=f"table.{number}", array=table.reshape(-1), **_runs(_used(ends, table.shape[1])))
-    for number, lut in enumerate(tables.luts):
-        yield _nonzero(f"lut.{number}", lut)
-    if tables.truth is not None:
-        runs = _runs(_used(use.truth_ends, tables.truth.shape[1]))
-        yield Rows(name="truth", array=tables.truth.reshape(-1), **runs)
+    filled = {f"table.{number}": ends for number, ends in enumerate(use.ends)} | {"truth": use.truth_ends}
+    for name, array in _table_arrays(state.tables):
+        if name in filled:
+            rows = np.flatnonzero(filled[name])
+            width = len(array) // max(1, len(filled[name]))
+            yield Rows(name, array, rows * width, filled[name][rows])
+        else:
+            yield _nonzero(name, array)
     for pool in state.pools:
         for tier, name in tiers(pool):
-            yield from _tier_rows(pool, tier, name)
-    history = state.history
-    if history is None:
-        return
-    for number, (ledger, transfers) in enumerate(zip(history.ledger.rows, history.ledger.transfers, strict=True)):
-        yield _nonzero(f"ledger.{number}", ledger)
-        yield _nonzero(f"transfers.{number}", transfers)
-    for number, last in enumerate(history.rows.last):
-        yield _nonzero(f"rows.{number}", last)
-    yield _nonzero("status", history.rows.status)
-    yield _nonzero("samples", history.samples.last)
-    ended = np.array(list(history.ended.items()), np.int64).reshape(-1, 2)
-    for name, rows in (("ended", ended), ("dropped", history.dropped.rows())):
-        yield Rows(name=name, array=rows, **_runs((np.zeros(1, np.int64), np.array([len(rows)]))))
+            yield from _record_rows(pool, tier, name)
+            yield from (_nonzero(*one) for one in _tier_arrays(tier, name))
+    if state.history is not None:
+        yield from (_nonzero(*one) for one in _history_arrays(state.history))
+        ended = np.array(list(state.history.ended.items()), np.int64).reshape(-1, 2)
+        for name, array in (("ended", ended), ("dropped", state.history.dropped.rows())):
+            yield Rows(name, array, np.zeros(1, np.int64), np.array([len(array)]))
 
 
 def tiers(pool: GroupPool) -> list[tuple[Tier, str]]:
@@ -73,7 +65,8 @@ def tiers(pool: GroupPool) -> list[tuple[Tier, str]]:
     return [(tier, name) for tier, name in named if len(tier.writers)]
 
 
-def _tier_rows(pool: GroupPool, tier: Tier, name: str) -> Iterator[Rows]:
+def _record_rows(pool: GroupPool, tier: Tier, name: str) -> Iterator[Rows]:
+    """Yield the records of a tier: those of the first half's TAIL, and what is other than they in the rest."""
     first, *others = pool.group.halves
     base = record_words(tier.tail[first], written=False)
     yield _nonzero(f"{name}.records", base)
@@ -87,50 +80,52 @@ def _tier_rows(pool: GroupPool, tier: Tier, name: str) -> Iterator[Rows]:
         yield _chosen(f"{name}.head.{half}", words, _differ(words, base, None))
     for half, whole in tier.whole_hashes.items():
         yield _nonzero(f"{name}.whole_hashes.{half}", whole)
-    for number, data in enumerate(tier.kv):
-        yield _nonzero(f"{name}.kv.{number}", data)
-    yield _nonzero(f"{name}.writers", tier.writers)
-    yield _nonzero(f"{name}.unknown", tier.unknown)
 
 
 def places(state: ReplayState, kv_hash_mode: KvHashMode) -> dict[str, npt.NDArray[Any]]:
     """Return where each array of a keyframe goes, but for those of `pool.G` and `host.G` records, `ended` and `dropped`."""
-    found: dict[str, npt.NDArray[Any]] = {}
-    tables = state.tables
-    found |= {f"table.{number}": table.reshape(-1) for number, table in enumerate(tables.req_to_token)}
-    found |= {f"lut.{number}": lut for number, lut in enumerate(tables.luts)}
+    found = dict(_table_arrays(state.tables))
+    for tier, name in (one for pool in state.pools for one in tiers(pool)):
+        for half, records in tier.tail.items():
+            found[f"{name}.tail.{half}"] = record_words(records, written=True)
+            found[f"{name}.hashes.{half}"] = found[f"{name}.tail.{half}"][:, RECORD_KV_HASH]
+            if kv_hash_mode is KvHashMode.ALL:  # comes behind the other one, and takes its place
+                found[f"{name}.whole_hashes.{half}"] = found[f"{name}.hashes.{half}"]
+            elif tier.whole_hashes:
+                found[f"{name}.whole_hashes.{half}"] = tier.whole_hashes[half]
+        found |= {f"{name}.head.{half}": record_words(r, written=True) for half, r in tier.head.items()}
+        found |= _tier_arrays(tier, name)
+    return found | dict(_history_arrays(state.history) if state.history is not None else ())
+
+
+def _table_arrays(tables: StateTables) -> Iterator[_Named]:
+    yield from ((f"table.{number}", table.reshape(-1)) for number, table in enumerate(tables.req_to_token))
+    yield from ((f"lut.{number}", lut) for number, lut in enumerate(tables.luts))
     if tables.truth is not None:
-        found["truth"] = tables.truth.reshape(-1)
-    for pool in state.pools:
-        for tier, name in tiers(pool):
-            for half, records in tier.tail.items():
-                found[f"{name}.hashes.{half}"] = record_words(records, written=True)[:, RECORD_KV_HASH]
-                found[f"{name}.tail.{half}"] = record_words(records, written=True)
-                if kv_hash_mode is KvHashMode.ALL:  # comes behind the other one, and takes its place
-                    found[f"{name}.whole_hashes.{half}"] = found[f"{name}.hashes.{half}"]
-                elif tier.whole_hashes:
-                    found[f"{name}.whole_hashes.{half}"] = tier.whole_hashes[half]
-            found |= {f"{name}.head.{half}": record_words(r, written=True) for half, r in tier.head.items()}
-            found |= {f"{name}.kv.{number}": data for number, data in enumerate(tier.kv)}
-            found[f"{name}.writers"] = tier.writers
-            found[f"{name}.unknown"] = tier.unknown
-    history = state.history
-    if history is not None:
-        found |= {f"ledger.{number}": rows for number, rows in enumerate(history.ledger.rows)}
-        found |= {f"transfers.{number}": started for number, started in enumerate(history.ledger.transfers)}
-        found |= {f"rows.{number}": last for number, last in enumerate(history.rows.last)}
-        found["status"] = history.rows.status
-        found["samples"] = history.samples.last
-    return found
+        yield "truth", tables.truth.reshape(-1)
+
+
+def _tier_arrays(tier: Tier, name: str) -> Iterator[_Named]:
+    """Yield the arrays of a tier but for its records."""
+    yield from ((f"{name}.kv.{number}", data) for number, data in enumerate(tier.kv))
+    yield f"{name}.writers", tier.writers
+    yield f"{name}.unknown", tier.unknown
+
+
+def _history_arrays(history: SlotHistory) -> Iterator[_Named]:
+    for number, (ledger, transfers) in enumerate(zip(history.ledger.rows, history.ledger.transfers, strict=True)):
+        yield f"ledger.{number}", ledger
+        yield f"transfers.{number}", transfers
+    yield from ((f"rows.{number}", last) for number, last in enumerate(history.rows.last))
+    yield "status", history.rows.status
+    yield "samples", history.samples.last
 
 
 def _differ(words: Int64Array, base: Int64Array, hashes: Int64Array | None) -> npt.NDArray[np.bool_]:
     """Say which records are not the base's with KV hash `hashes`, `[n] int64`, or 0."""
-    differ: npt.NDArray[np.bool_] = words[:, 0] != base[:, 0]
-    for word in range(1, WORDS - 1):
+    differ: npt.NDArray[np.bool_] = words[:, RECORD_KV_HASH] != (0 if hashes is None else hashes)
+    for word in set(range(WORDS)) - {RECORD_KV_HASH}:
         differ |= words[:, word] != base[:, word]
-    if hashes is None:
-        differ |= words[:, RECORD_KV_HASH] != 0
     return differ
 
 
@@ -153,17 +148,7 @@ def _any(array: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 def _chosen(name: str, array: npt.NDArray[Any], mask: npt.NDArray[np.bool_]) -> Rows:
     edges = np.flatnonzero(np.diff(mask.view(np.int8), prepend=0, append=0))
-    return Rows(name=name, array=array, starts=edges[::2], counts=edges[1::2] - edges[::2])
-
-
-def _used(ends: Int64Array, width: int) -> tuple[Int64Array, Int64Array]:
-    """Return the filled entries as runs `(starts, counts)` of a table seen as one line, `[n] int64` each."""
-    rows = np.flatnonzero(ends)
-    return rows * width, ends[rows]
-
-
-def _runs(found: tuple[Int64Array, Int64Array]) -> dict[str, Int64Array]:
-    return {"starts": found[0], "counts": found[1]}
+    return Rows(name, array, edges[::2], edges[1::2] - edges[::2])
 
 
 PART_BYTES: Final = 4 << 20
@@ -176,14 +161,8 @@ def keyframe_events(recorded: RecordedState, *, time_ns: int) -> Iterator[TraceE
     state, use = recorded.state, recorded.use
     yield _event(KEYFRAME_BEGIN, time_ns, labels=json.dumps(_scalars(state, use), separators=(",", ":")))
     for request_id, facts in state.request_table.facts.items():
-        yield _event(
-            KEYFRAME_REQUEST,
-            time_ns,
-            request_id=request_id,
-            name=facts.name,
-            prompt_len=facts.prompt_len,
-            room=facts.room,
-        )
+        named: dict[str, int | str] = {"name": facts.name, "prompt_len": facts.prompt_len, "room": facts.room}
+        yield _event(KEYFRAME_REQUEST, time_ns, request_id=request_id, **named)
     for rows in rows_in_use(state, use):
         yield from _parts(rows, time_ns)
     if state.history is not None:
@@ -194,26 +173,17 @@ def keyframe_events(recorded: RecordedState, *, time_ns: int) -> Iterator[TraceE
 
 def forget_old_requests(state: ReplayState) -> None:
     """Drop the names of requests that no array names, but for the last ones named, and of those that are gone."""
-    spoken_of: set[int] = set()
-    for pool in state.pools:
-        for tier in (pool.pool, pool.host):
-            spoken_of.update(np.unique(tier.writers[:, 2]).tolist())
-    history = state.history
+    columns = [tier.writers[:, 2] for pool in state.pools for tier in (pool.pool, pool.host)]
+    history, ended = state.history, dict[int, int]()
     if history is not None:
-        for ledger in history.ledger.rows:
-            for column in (1, 7):  # owner, joiner
-                spoken_of.update(np.unique(ledger[:, column]).tolist())
-        for rows in history.rows.last:
-            spoken_of.update(np.unique(rows[:, 1]).tolist())
-        spoken_of.update(np.unique(history.rows.status[:, 1]).tolist())
+        columns += [rows[:, column] for rows in history.ledger.rows for column in (OWNER, JOINER)]
+        columns += [rows[:, ROW_REQUEST] for rows in history.rows.last]
+        columns.append(history.rows.status[:, STATUS_REQUEST])
         keep = set(list(history.ended)[-REQUESTS_KEPT:]) | set(history.ledger.held_by)
-        history.ended = {request: event for request, event in history.ended.items() if request in keep}
-        ended = history.ended
-    else:
-        ended = {}
+        history.ended = ended = {request: event for request, event in history.ended.items() if request in keep}
     facts = state.request_table.facts
-    last = set(list(facts)[-REQUESTS_KEPT:])
-    state.request_table.facts = {i: f for i, f in facts.items() if i in spoken_of or i in last or i in ended}
+    known = set(list(facts)[-REQUESTS_KEPT:]).union(ended, *(np.unique(column).tolist() for column in columns))
+    state.request_table.facts = {request: found for request, found in facts.items() if request in known}
 
 
 def _scalars(state: ReplayState, use: TableUse) -> dict[str, Any]:
@@ -270,6 +240,3 @@ def _waiting(fed: FedForward, time_ns: int) -> TraceEvent:
 
 def _event(status: str, time_ns: int, **scalars: int | str) -> TraceEvent:
     return TraceEvent(kind="keyframe", time_ns=time_ns, scalars={"status": status, **scalars})
-
-
-__all__ = ["forget_old_requests", "keyframe_events"]

@@ -36,22 +36,14 @@ _CHUNK_ROWS: Final = 2048
 
 
 class KeyframeRows:
-    """The rows that a part of a keyframe names, `counts[r]` from `starts[r]` on, and their bytes one after another.
-
-    Args:
-        name: the array's, for messages.
-        starts, counts: `[runs] int64`.
-        data: `[total * row bytes] uint8`.
-        limit: how many rows the array has.
-        row_bytes: bytes of a row.
+    """The rows of array `name` that a part of a keyframe names, and their bytes one after another.
 
     Raises:
-        UnusableEventError: there are no such rows, or the bytes are not theirs.
+        UnusableEventError: there are no such rows among its `limit`, or the bytes are not theirs.
     """
 
-    def __init__(
-        self, name: str, starts: Int64Array, counts: Int64Array, data: ByteArray, *, limit: int, row_bytes: int
-    ) -> None:
+    def __init__(self, view: EventView, name: str, *, limit: int, row_bytes: int) -> None:
+        starts, counts, data = view.ints("state_start"), view.ints("state_count"), view.bytes("state_bytes")
         # Differences, not sums: hostile numbers wrap around.
         if bool(((starts < 0) | (counts < 0) | (starts > limit) | (counts > limit - starts)).any()):
             raise UnusableEventError(f"rows of {name} that there are not, it has {limit}")
@@ -161,8 +153,8 @@ class KeyframeLoader:
             truth_fill, ran = int(scalars["truth_fill"]), [int(n) for n in scalars["ran"]]
             any_unknown = [bool(one) for one in scalars["any_unknown"]]
             since_sweep, decoded = int(scalars["since_sweep"]), bool(scalars["decoded"])
-            told = {name: scalars[name] for name in ("last_forward", "had_gap", "from_start")}
-            last_forward = int(told["last_forward"])
+            had_gap, from_start = bool(scalars["had_gap"]), bool(scalars["from_start"])
+            last_forward = int(scalars["last_forward"])
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise UnusableEventError(f"its labels are no keyframe's ({type(error).__name__}: {error})") from None
         if len(ran) != len(state.activity.ran) or len(any_unknown) != len(state.pools):
@@ -175,62 +167,49 @@ class KeyframeLoader:
             pool.any_unknown = unknown
         if state.history is not None:
             state.history.last_forward = last_forward
-            state.history.had_gap = bool(told["had_gap"])
-            state.history.ledger.from_start = bool(told["from_start"])
+            state.history.had_gap = had_gap
+            state.history.ledger.from_start = from_start
         self._places = places(state, self._mode)
         self.loading = True
 
     def _clear(self, truth_fill: int) -> None:
         """Bring the state to that of a replay which has not begun."""
-        state, history = self._state, self._state.history
-        tables = state.tables
-        if self.untouched:
-            self.untouched = False
-            if tables.truth is not None and truth_fill:
-                tables.truth.fill(truth_fill)
-            return
-        tables.req_to_token = [np.zeros(table.shape, np.int32) for table in tables.req_to_token]
-        tables.luts = [np.zeros(len(lut), np.int64) for lut in tables.luts]
-        if tables.truth is not None:
-            tables.truth = np.zeros(tables.truth.shape, np.int32)
-            if truth_fill:
-                tables.truth.fill(truth_fill)
-        if history is not None:
-            history.ledger.forget()
-            history.rows.forget()
-            history.samples.forget()
-            history.ended.clear()
-            history.dropped.by_request.clear()
-        for pool in state.pools:
-            for tier in (pool.pool, pool.host):
+        state, history, tables = self._state, self._state.history, self._state.tables
+        if not self.untouched:
+            tables.req_to_token = [np.zeros(table.shape, np.int32) for table in tables.req_to_token]
+            tables.luts = [np.zeros(len(lut), np.int64) for lut in tables.luts]
+            if tables.truth is not None:
+                tables.truth = np.zeros(tables.truth.shape, np.int32)
+            if history is not None:
+                history.forget()
+            for tier in (tier for pool in state.pools for tier in (pool.pool, pool.host)):
                 for array in tier.arrays():  # in place, since the KV sources are views of them
                     _zero(array)
+        if tables.truth is not None and truth_fill:
+            tables.truth.fill(truth_fill)
+        self.untouched = False
 
     def _part(self, view: EventView) -> None:
         name = view.scalar("note")
-        starts, counts, data = view.ints("state_start"), view.ints("state_count"), view.bytes("state_bytes")
-        if len(starts) != len(counts):
+        if len(view.ints("state_start")) != len(view.ints("state_count")):
             raise UnusableEventError("state_start and state_count differ in length")
         if name in ("ended", "dropped"):
-            self._list(name, data)
-            return
-        if name in self._records_of:
-            self._records(*self._records_of[name], name, starts, counts, data)
+            self._list(name, view.bytes("state_bytes"))
+        elif name in self._records_of:
+            self._records(view, name, *self._records_of[name])
         elif name in self._places:
             place = self._places[name]
             row_bytes = place.dtype.itemsize * int(np.prod(place.shape[1:], dtype=np.int64))
-            rows = KeyframeRows(name, starts, counts, data, limit=len(place), row_bytes=row_bytes)
+            rows = KeyframeRows(view, name, limit=len(place), row_bytes=row_bytes)
             kind = name.split(".")[2] if name.count(".") > 1 else ""
             if self._mode is KvHashMode.NONE and kind == "tail":
                 rows.put_records([], [place])
             elif self._mode is not KvHashMode.NONE or kind not in ("hashes", "whole_hashes"):
                 rows.put(place)
 
-    def _records(
-        self, tier: Tier, first: str, name: str, starts: Int64Array, counts: Int64Array, data: ByteArray
-    ) -> None:
+    def _records(self, view: EventView, name: str, tier: Tier, first: str) -> None:
         """Put a tier's records back: those of its first half's TAIL, and the others that are like it."""
-        rows = KeyframeRows(name, starts, counts, data, limit=len(tier.writers), row_bytes=8 * WORDS)
+        rows = KeyframeRows(view, name, limit=len(tier.writers), row_bytes=8 * WORDS)
         hashed = [first] if self._mode is not KvHashMode.NONE else []
         others = [records for half, records in tier.tail.items() if half not in hashed]
         rows.put_records(
