@@ -15,9 +15,8 @@ from .history import ForwardView, GroupReads
 class WrongWindow(HistoryCheck):
     """A forward reads fewer or more positions of its prefix than its sliding pool group's window has.
 
-    Invariant: of a prefix, a forward reads the last `window` positions, and may name the slot of the one before, which is
-    their predecessor in the chain. Evidence: the forward; the recorder notes what was read if that is something else.
-    Legitimate exceptions: engines that show a block table, of which nobody knows how much attention reads.
+    It may name the slot of the one before, the predecessor in the chain. Of engines that show a block table nobody knows how
+    much attention reads.
     """
 
     kind = "wrong_window"
@@ -41,11 +40,8 @@ class WrongWindow(HistoryCheck):
 class AttentionLens(HistoryCheck):
     """Attention reads more or less than a request has, or computes other query tokens than the forward adds.
 
-    Invariant: the sequence length that attention got is the request's prefix and extend together, the query length its
-    extend. A cached prefix that is left out, a stale length and one that is one off show here. Evidence: the forward.
-    Legitimate exceptions: padding rows; lengths that the adapter did not observe (-1). What a backend means by its lengths
-    in a sliding window, a draft step or a verify forward is for the adapter to bring to whole requests before it records
-    them.
+    A cached prefix that is left out, a stale length and one that is one off show here. What a backend means by its lengths in
+    a sliding window, a draft step or a verify forward is for the adapter to bring to whole requests before it records them.
     """
 
     kind = "attention_lens"
@@ -81,12 +77,8 @@ class AttentionLens(HistoryCheck):
 class AttentionSlots(HistoryCheck):
     """Attention was given another slot than the block table holds, or than the forward writes, at a position that it reads.
 
-    Invariant: the slots in the attention backend's own metadata (its copy of the block table, its page indices) are those
-    of the request's row for the prefix and `out_cache_loc` for the tokens that the forward adds, through the full-to-SWA
-    table if a group has one. A copy that is overwritten in flight shows here and nowhere else: table and records stay
-    whole. Evidence: the forward, and what happened to the slot that was read instead. Legitimate exceptions: positions that
-    the forward neither reads nor writes; positions whose slot was not recorded. If the slots that a forward writes were
-    worked out and not observed, nothing is said of them.
+    A copy of the block table that is overwritten in flight shows here and nowhere else: table and records stay whole. If the
+    slots that a forward writes were worked out and not observed, nothing is said of them.
     """
 
     kind = "attention_slots"

@@ -18,9 +18,8 @@ _JOINS = {ALLOC_SHARED: "is joined", ALLOC_CACHED: "is handed to the prefix cach
 class SlotOutOfPool(HistoryCheck):
     """An event gives out, gives back or hands over a slot that the pool does not have.
 
-    Invariant: a pool of n slots has the slots 0 to n - 1. Evidence: the event. Legitimate exceptions: none. The other slots
-    of the event change hands as it says. Forwards that read or write such slots make the same finding whichever checks are
-    chosen. Judged in every trace.
+    The other slots of the event change hands as it says. Forwards that read or write such slots make the same finding
+    whichever checks are chosen.
     """
 
     kind = "slot_out_of_pool"
@@ -39,13 +38,9 @@ class SlotOutOfPool(HistoryCheck):
 
 @register
 class SlotDoubleAllocated(SlotEventCheck):
-    """The allocator gives out a slot that somebody holds.
+    """The allocator gives out a slot that somebody holds, or one slot twice in an event.
 
-    Invariant: a slot that is given out is free. Evidence: the allocation that made it somebody's, the event that handed it
-    to the prefix cache if one did, and this allocation; a slot that one event names twice counts too. Legitimate
-    exceptions: joining a prefix or a fork's shared pages gives nothing out (status "shared"); handing slots to the cache
-    neither (status "cached"). Judged only if the trace promises to report every slot, since an unreported free would
-    excuse it.
+    An unreported free would excuse it; joining (status "shared") and handing to the cache ("cached") give nothing out.
     """
 
     kind = "slot_double_allocated"
@@ -70,11 +65,8 @@ class SlotDoubleAllocated(SlotEventCheck):
 class FreeSlotShared(SlotEventCheck):
     """A request joins a slot that nobody holds, or hands it to the prefix cache.
 
-    Invariant: what a request joins (status "shared") is held, by another request or by the prefix cache; what it hands to
-    the prefix cache (status "cached") is held too. A prefix cache that goes on naming what it gave back, and a fork of a
-    request that is gone, show here before anybody reads the slot. Evidence: the event that freed the slot, and this one.
-    Legitimate exceptions: what one other request holds alone may be joined: that is what a fork is. Judged only if the
-    trace promises to report every slot, since an unreported allocation would excuse it.
+    A prefix cache that goes on naming what it gave back, and a fork of a request that is gone, show here before anybody
+    reads the slot.
     """
 
     kind = "free_slot_shared"
@@ -91,13 +83,7 @@ class FreeSlotShared(SlotEventCheck):
 
 @register
 class SlotFreedTwice(SlotEventCheck):
-    """A slot that is free is given back again.
-
-    Invariant: what is given back or evicted is held. Evidence: the event that freed it before, and this one; a slot that
-    one event names twice counts too. Legitimate exceptions: none if every slot is reported; a page shared by several
-    requests is given back once, by whoever lets go last. Judged only if the trace promises to report every slot, since an
-    unreported allocation would excuse it.
-    """
+    """A slot that is free is given back or evicted again, or twice by one event."""
 
     kind = "slot_freed_twice"
     finds = "a slot that is free was given back again"
@@ -115,14 +101,10 @@ class SlotFreedTwice(SlotEventCheck):
 
 @register
 class ForeignSlotFreed(SlotEventCheck):
-    """A request gives back a slot that is another's, or the prefix cache's.
+    """A request gives back a slot that is another's, or the prefix cache's; or the cache evicts what requests hold.
 
-    Invariant: a request frees what it holds, the cache evicts what it holds, and not what requests share that was never
-    handed to it. Evidence: the allocation or hand-over that
-    made the slot somebody else's, and this event. This is how pages inserted in the prefix cache and freed by an abort,
-    and a stale full-to-SWA entry through which a live slot is freed, show before anybody reads the damage. Legitimate
-    exceptions: slots that several requests share are given back by whoever lets go last; an event that names no request
-    is nobody's. Judged only if the trace promises to report every slot, since an unreported hand-over would excuse it.
+    Pages inserted in the prefix cache and freed by an abort, and a stale full-to-SWA entry through which a live slot is
+    freed, show here before anybody reads the damage. Slots that several share are given back by whoever lets go last.
     """
 
     kind = "foreign_slot_freed"
@@ -156,11 +138,8 @@ def _of_free(check: HistoryCheck, event: SlotEvent, part: NamedSlots, detail: st
 class SlotLeaked(HistoryCheck):
     """A request is gone, or its row has moved on, and a slot is still held in its name.
 
-    Invariant: when a request finishes, is aborted or retracted, all it held was given back or handed to the prefix cache
-    before; and when a forward overwrites a row's entry, the slot that stood there is given back at the latest before the
-    request's next forward. Evidence: the slot's allocation and the status event, or the two forwards. Legitimate
-    exceptions: slots that are shared or cached are not the request's to give back; an entry overwritten by de-duplication
-    is freed at once. Judged only if the trace promises to report every slot.
+    What it held was to be given back, or handed to the prefix cache, before it left; and a slot that a forward took out of
+    its row before the request's next forward.
     """
 
     kind = "slot_leaked"
@@ -222,11 +201,8 @@ class SlotLeaked(HistoryCheck):
 class FreedDuringTransfer(SlotEventCheck):
     """Slots are given back, or given to somebody else, while a transfer of them is under way.
 
-    Invariant: between a transfer's start and its end or failure its slots stay where they are. An abort that frees the
-    pages of a request whose transfer has not stopped shows here, before the late write lands on the next owner. Evidence:
-    the transfer's start and the event that gave the slots away. Legitimate exceptions: handing the slots to the prefix
-    cache keeps them; after "failed" they may go. If the trace does not promise to report every slot, only what goes back to
-    the pool is judged.
+    An abort that frees the pages of a request whose transfer has not stopped shows here, before the late write lands on
+    the next owner. In a trace that does not promise to report every slot only what goes back to the pool is judged.
     """
 
     kind = "freed_during_transfer"
@@ -245,13 +221,9 @@ class FreedDuringTransfer(SlotEventCheck):
 
 @register
 class TransferNotHeld(HistoryCheck):
-    """A transfer reads or fills slots that its request does not hold.
+    """A transfer reads or fills slots that neither its request nor the prefix cache holds.
 
-    Invariant: a transfer starts from, and lands in, slots that its request or the prefix cache holds. A transfer that ends
-    after its pages were freed lands in free slots or in the next owner's. Evidence: the event that gave the slots away and
-    the transfer's. Legitimate exceptions: a failed transfer does not land; slots that several requests share, or that the
-    prefix cache holds, may be sent; a transfer that names no request is judged for free slots only. Judged only if the
-    trace promises to report every slot.
+    One that ends after its pages were freed lands in free slots or in the next owner's. A failed one does not land.
     """
 
     kind = "transfer_not_held"

@@ -49,12 +49,9 @@ class _InputCheck(HistoryCheck):
 class InputNotSampled(_InputCheck):
     """The model is fed a token that was not sampled: sampled(t) != input(t + 1).
 
-    Invariant: when a request samples a token for position p, the next forward of that request that takes position p is fed
-    that token. Evidence: the forward that sampled, the event that reported it if it came later (overlapped scheduling),
-    and the forward that was fed; no special sampler and no truth tokens are needed. Legitimate exceptions: a request that
-    starts over (retracted, resumed, forked) is fed the same tokens again and so still agrees; drafts are not samples, so
-    only the target runner is judged, and what a target-verify forward accepts is judged by the truth tokens instead; an
-    unknown token (-1), fed or sampled, is compared with nothing.
+    No special sampler and no truth tokens are needed. A request that starts over is fed the same tokens again and so still
+    agrees. Drafts are not samples, so only the target runner is judged; what a target-verify forward accepts is judged by
+    the truth tokens instead; an unknown token (-1), fed or sampled, is compared with nothing.
     """
 
     kind = "input_not_sampled"
@@ -91,13 +88,10 @@ class InputNotSampled(_InputCheck):
 
 @register
 class InputNotTruth(_InputCheck):
-    """The model is fed a token that the scheduler does not have at that position.
+    """The model is fed a token that the scheduler does not have at that position (the next one for an EAGLE draft).
 
-    Invariant: the input token at position p of a request is the truth token at p (p + 1 for an EAGLE draft), if the
-    scheduler knows that position already. Evidence: the forward's `input_ids` and the truth tokens recorded with it; the
-    canary's own token check sees the same only when a later forward reads the slot. Legitimate exceptions: positions past
-    what the scheduler has committed (drafted tokens, an overlapped step's own token) are not compared; nor are unknown
-    tokens (-1), and of a token beyond 32 bits only those.
+    The canary's own token check sees the same only when a later forward reads the slot. Positions past what the scheduler
+    has committed and unknown tokens (-1) are not compared, and of a token beyond 32 bits only those bits.
     """
 
     kind = "input_not_truth"
@@ -122,11 +116,9 @@ class InputNotTruth(_InputCheck):
 class WriteLost(HistoryCheck):
     """A forward wrote a token into a slot, and the slot's KV bytes are still those of another token.
 
-    Invariant: what a forward leaves in a slot that it writes is not, byte for byte, what another token had left there. A
-    kernel that skips a token shows here and nowhere else: the stale bytes are recorded as those written, and record and
-    bytes agree from then on. Evidence: the forward, and the write before it. Legitimate exceptions: the same token written
-    again, since the first layer's V depends on nothing else; unknown tokens (-1); slots that hold only zeros; slots that
-    nobody has written in this trace.
+    A kernel that skips a token shows here and nowhere else: the stale bytes are recorded as those written, and record and
+    bytes agree from then on. The same token written again leaves the same bytes, since the first layer's V depends on
+    nothing else. Not judged: unknown tokens (-1), slots of zeros, slots that nobody has written in this trace.
     """
 
     kind = "write_lost"
@@ -169,13 +161,10 @@ class WriteLost(HistoryCheck):
 
 @register
 class WriteDamaged(HistoryCheck):
-    """A forward left other bytes in a slot than the model handed to the cache.
+    """A forward left other bytes in a slot than the model handed to the cache for the last token written to it.
 
-    Invariant: what the pool holds after a forward is what the model handed in for the last token written to the slot. Damage
-    done between the two is recorded as what was written, so that record and bytes agree from then on: it shows here and
-    nowhere else. Evidence: the forward, which holds both. Legitimate exceptions: padding; a slot that a later token of the
-    same forward took; streams whose submitted bytes the recording has not, which is all of them unless an adapter records
-    them.
+    Damage done between the two is recorded as what was written, and so shows here and nowhere else. Streams whose submitted
+    bytes the recording has not, which is all of them unless an adapter records them, are not judged.
     """
 
     kind = "write_damaged"

@@ -21,13 +21,11 @@ from .history import ForwardView, History
 
 @register
 class RowReassigned(HistoryCheck):
-    """A forward reads a row for a request that the row was not given to.
+    """A forward reads a row for a request that the row was not given to, or two entries of a batch have one row.
 
-    Invariant: a forward's row belongs, by the last status recorded of it, to the request that the forward runs, and no two
-    entries of a batch have one row. A row that is taken back and given to another while a launched forward still reads it
-    shows here. Evidence: the status event that gave the row away and the forward. Legitimate exceptions: overlap's one
-    extra forward of a finished request is launched, and so recorded, before the row is taken back. A row that stands twice
-    is judged in every trace, the rest only if the trace promises to report every request's status.
+    A row that is taken back and given to another while a launched forward still reads it shows here; overlap's one extra
+    forward of a finished request is recorded before the row is taken back. A row that stands twice is judged in every trace,
+    the rest only if the trace promises to report every request's status.
     """
 
     kind = "row_reassigned"
@@ -88,14 +86,11 @@ class RowReassigned(HistoryCheck):
 
 @register
 class SeqLenBackwards(HistoryCheck):
-    """A request's length goes back without its having started over.
+    """A target's forward starts behind the end of the request's last one without its having started over.
 
-    Invariant: from one forward of the target to the next, a request's prefix is as long as prefix and tokens of the one
-    before it; after a target-verify forward, at least one token longer than its prefix. Evidence: the two forwards.
-    Legitimate exceptions: a request that was retracted or is admitted anew starts over; a draft goes back to verify, and is
-    not judged; what a target-verify forward drafted and rejected was never length. If the trace does not promise to report
-    retractions, a request may start over unseen, and only two forwards that both sampled are compared: a request has all
-    its tokens when it samples.
+    A draft goes back to verify, and what a target-verify forward drafted and rejected was never length. If the trace does not
+    promise to report retractions, a request may start over unseen, and only two forwards that both sampled are compared: a
+    request has all its tokens when it samples.
     """
 
     kind = "seq_len_backwards"

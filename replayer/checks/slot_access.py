@@ -26,11 +26,7 @@ from .history import ForwardView, History
 class ReadAfterFree(LedgerCheck):
     """A forward reads a slot that is free.
 
-    Invariant: every prefix slot that a forward reads is held by a request or by the prefix cache. Evidence: the
-    allocation, the event that freed the slot, its last write, and the forward. Legitimate exceptions: none if events
-    stand in the order of their launches: a forward launched before a free (overlap's one extra forward of a finished
-    request) is recorded before it. Judged only if the trace promises to report every slot, since an unreported allocation
-    would excuse it.
+    A forward launched before a free (overlap's one extra forward of a finished request) is recorded before it.
     """
 
     kind = "read_after_free"
@@ -53,12 +49,7 @@ class ReadAfterFree(LedgerCheck):
 class ReadOfForeignSlot(LedgerCheck):
     """A forward reads a slot that now belongs to another request alone, or was given out anew since it read it last.
 
-    Invariant: what a request reads is its own, shared with it, or the prefix cache's; and a slot that it goes on reading is
-    not given out meanwhile. This is the use after free once the slot has been given out again, and the table row that
-    points into another request. Evidence: the allocation that made it the other's, the event before it that freed it, its
-    last write, and the forward. Legitimate exceptions: prefix hits and forks join slots (status "shared"); what is in the
-    prefix cache is everybody's (status "cached"); a request that was retracted and resumes reads anew. Judged only if the
-    trace promises to report every slot, since an unreported hand-over would excuse it.
+    This is the use after free once the slot has been given out again, and the table row that points into another request.
     """
 
     kind = "read_of_foreign_slot"
@@ -79,12 +70,10 @@ class ReadOfForeignSlot(LedgerCheck):
 
 @register
 class WriteToForeignSlot(LedgerCheck):
-    """A forward writes a slot that is not the writing request's.
+    """A forward writes a slot that is not the writing request's, or that two requests of the forward write.
 
-    Invariant: a token is written to a slot that its request holds, and no two requests of a forward write one slot.
-    Evidence: the event that freed the slot, handed it to the prefix cache or gave it to another request, and the forward.
-    Legitimate exceptions: the owner of a page goes on writing into it after a fork has joined it. Two requests writing
-    one slot in one forward is judged in every trace; the rest only if the trace promises to report every slot.
+    The owner of a page goes on writing into it after a fork has joined it. Two requests writing one slot is judged in every
+    trace, the rest only if the trace promises to report every slot.
     """
 
     kind = "write_to_foreign_slot"
@@ -114,9 +103,8 @@ class WriteToForeignSlot(LedgerCheck):
 class SlotWrittenTwice(LedgerCheck):
     """A forward writes two tokens of a request to one slot.
 
-    Invariant: each token of a forward has a slot of its own. Evidence: the slot's allocation and the forward. Legitimate
-    exceptions: slot 0 and negative slots, where nothing is kept. Two requests that write one slot are
-    `write_to_foreign_slot`; two full slots that lead to one SWA slot are `swa_mapping_stale`. Judged in every trace.
+    Two requests that write one slot are `write_to_foreign_slot`, two full slots that lead to one SWA slot
+    `swa_mapping_stale`.
     """
 
     kind = "slot_written_twice"
@@ -138,12 +126,10 @@ class SlotWrittenTwice(LedgerCheck):
 class HitNeverWritten(LedgerCheck):
     """A forward reads a slot that nobody has written since it was given out.
 
-    Invariant: a prefix slot was written, copied to or filled by a transfer after its last allocation, by an earlier
-    forward. A prefix hit in the very forward that is still writing the content, a failed load-back or transfer that is
-    taken for done, and a prefix that counts tokens never computed show here. Evidence: the allocation, the write before it
-    if there was one, and the forward. Legitimate exceptions: a load-back's and a fork's copy count as writing. If the
-    trace does not promise to report every slot, only two cases are judged: another request of the same forward writes the
-    slot, and a slot given out afresh to another request still has the content from before.
+    A prefix hit in the very forward that is still writing the content, a failed load-back or transfer that is taken for
+    done, and a prefix that counts tokens never computed show here. If the trace does not promise to report every slot, only
+    two cases are judged: another request of the same forward writes the slot, and a slot given out afresh to another request
+    still has the content from before.
     """
 
     kind = "hit_never_written"
@@ -166,11 +152,9 @@ class HitNeverWritten(LedgerCheck):
 class HitDiffers(LedgerCheck):
     """A request starts from slots that hold other tokens or positions than its own.
 
-    Invariant: if a request reads a position for the first time and somebody else wrote the slot (prefix hit, fork,
-    load-back, a table row that points elsewhere), the slot's record has the position and the token that the scheduler has
-    there. Evidence: the event that wrote the slot and the forward. A prefix node whose tokens were cut while its hash was
-    kept shows here. Legitimate exceptions: KV bytes may differ, since equal prefixes computed twice do; positions that the
-    request has read before are the canary's own business; without truth tokens only positions are compared.
+    That is, where it reads a position for the first time and somebody else wrote the slot: prefix hit, fork, load-back, a
+    table row that points elsewhere. A prefix node whose tokens were cut while its hash was kept shows here. Positions that
+    the request has read before are the canary's own business; without truth tokens only positions are compared.
     """
 
     kind = "hit_differs"
@@ -198,11 +182,9 @@ class HitDiffers(LedgerCheck):
 class PaddedWrite(LedgerCheck):
     """A padding token writes a slot that is in use.
 
-    Invariant: padding rows and tokens behind the last request write slot 0, or a slot that nobody uses. Padded rows that
-    keep the slots of the step before show here; a padding slot -1 that wraps to the last slot on the device does not, since
-    -1 is what the engine tells, and shows in the KV hash. Evidence: the slot's allocation and the forward. Legitimate
-    exceptions: none; if the trace does not promise to report every slot, only slots that the same forward reads or writes
-    count as in use.
+    Padded rows that keep the slots of the step before show here; a padding slot -1 that wraps to the last slot on the device
+    does not, since -1 is what the engine tells, and shows in the KV hash. If the trace does not promise to report every
+    slot, only slots that the same forward reads or writes count as in use.
     """
 
     kind = "padded_write"
@@ -243,10 +225,9 @@ class PaddedWrite(LedgerCheck):
 class PaddingSlotRead(HistoryCheck):
     """A forward reads a padding slot for a position of a request.
 
-    Invariant: every position of a prefix has a slot that keeps its K and V; in a padding slot everybody's padding is written
-    over it, and no record of it is verified. A table entry that was never filled, or was cleared too early, and a token that
-    was written to the padding slot show here. Evidence: the forward. Legitimate exceptions: sliding windows, whose early
-    positions lead nowhere; slots that lost events may have named. Judged in traces that have lost nothing.
+    Everybody's padding is written over it, and no record of it is verified: a table entry that was never filled, or was
+    cleared too early, and a token that was written to the padding slot show here. Not judged: sliding windows, whose early
+    positions lead nowhere, and traces that have lost something.
     """
 
     kind = "padding_slot_read"

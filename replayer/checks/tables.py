@@ -31,11 +31,9 @@ class _Ahead:
 class TableEntryDiffers(HistoryCheck):
     """A forward writes a token to another slot than its row of the block table names for the position.
 
-    Invariant: if the trace says what stands in the entry of a position that a forward writes, the token goes to the slot
-    that stands there. An entry is recorded by a run of the forward's own event, or by an earlier one: of the same request, behind
-    all that it had computed then. Evidence: the event that recorded the entry, the forward. Legitimate exceptions: entries that
-    no event gave for this request (an earlier one's, a draft's, those that forwards left) say nothing; nor do entries whose slot
-    was given back since, or a token that is written nowhere (a negative slot). Judged in every trace.
+    An entry is recorded by a run of the forward's own event, or by an earlier one: of the same request, behind all that it had
+    computed then. Entries that no event gave for this request (an earlier one's, a draft's, those that forwards left) say
+    nothing; nor do entries whose slot was given back since, or a token that is written nowhere (a negative slot).
     """
 
     kind = "table_entry_differs"
@@ -191,12 +189,9 @@ def _entries(view: EventView, table: int) -> tuple[Int64Array, Int64Array, Int64
 class SwaMappingStale(HistoryCheck):
     """Two full slots that a forward uses lead to one sliding-window slot, or one inside the window leads nowhere.
 
-    Invariant: the full-to-SWA table is one to one over the slots that a forward reads within its window and writes, and
-    none of those it reads leads to slot 0. A recycled slot that keeps its old entry shows here. Evidence: the forward, and
-    the SWA slot's allocation and last write. Legitimate exceptions: requests that share a prefix share its full slots, too;
-    a table entry moved by de-duplication leaves 0 behind at a full slot that nobody uses any more; tokens of a long chunk
-    that are past the window already when it is written go to slot 0. A free or foreign SWA slot is for the read and write
-    checks to find.
+    A recycled slot that keeps its old entry shows here. Requests that share a prefix share its full slots, too; tokens of a
+    long chunk that are past the window already when it is written go to slot 0. A free or foreign SWA slot is for the read
+    and write checks to find.
     """
 
     kind = "swa_mapping_stale"

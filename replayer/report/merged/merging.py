@@ -12,9 +12,8 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +44,7 @@ _KEY_NAMES: Final = ("request", "writer_request")
 _TAG, _RUNNER, _ROW = (_KEY_NUMBERS.index(name) for name in ("launch_tag", "runner", "req_pool_idx"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
+class _Open(NamedTuple):
     """Rows that may go on, `[m]` each: what they are, their number in the file, when last, how often."""
 
     keys: Int64Array
@@ -55,25 +53,13 @@ class _Open:
     numbers: Int64Array
     counts: Int64Array
 
-    def __len__(self) -> int:
-        return len(self.turns)
 
-    @classmethod
-    def none(cls) -> "_Open":
-        """Return no rows."""
-        none = np.zeros(0, np.int64)
-        keys = np.zeros((0, len(_KEY_NUMBERS) + len(_KEY_NAMES)), np.int64)
-        return cls(keys, np.zeros(0, np.uint64), none, none, none)
-
-    def take(self, chosen: Int64Array) -> "_Open":
-        """Return some of them."""
-        return _Open(
-            self.keys[chosen], self.hashes[chosen], self.turns[chosen], self.numbers[chosen], self.counts[chosen]
-        )
+def _taken(rows: _Open, chosen: Int64Array) -> _Open:
+    return _Open(*(array[chosen] for array in rows))
 
 
 class MergingSink:
-    """Streams violations to a Parquet file, those that last merged; `num_rows` counts the rows of the file.
+    """Streams violations to a Parquet file, those that last merged.
 
     Whoever steps the replay says what comes next with `begin`, lets `with_turns` have each launch that found something,
     and says when it is `done`. The file is complete once `close` returns, whatever came before.
@@ -97,15 +83,17 @@ class MergingSink:
         self._turns = Turns(header)
         self._max_open = max_open
         self._closed = False
-        self._open = _Open.none()
+        none = np.zeros(0, np.int64)
+        keys = np.zeros((0, len(_KEY_NUMBERS) + len(_KEY_NAMES)), np.int64)
+        self._open = _Open(keys, none.astype(np.uint64), none, none, none)
         self._now: Forward | Sweep | None = None
         self._turn_now: Int64Array | None = None
         self._first_place: Int64Array = np.zeros(0, np.int64)
 
     @property
-    def num_rows(self) -> int:
-        """The rows of the file so far."""
-        return self._sink.num_rows
+    def num_open(self) -> int:
+        """The rows that may go on."""
+        return len(self._open.turns)
 
     def begin(self, what: Forward | Sweep) -> None:
         """Say which forward or sweep is stepped next."""
@@ -188,33 +176,22 @@ class MergingSink:
 
     def _still_open(self, rows: "_Rows", found: "_Merge", numbers: Int64Array) -> _Open:
         """Note how far each row has come, and return those that may go on."""
-        chains = found.chains()
-        has_new = chains.last >= len(self._open)
-        at = chains.last[has_new] - len(self._open)
+        chains, num_open = found.chains(), self.num_open
+        has_new = chains.last >= num_open
+        at = chains.last[has_new] - num_open
         counts = chains.counts.copy()
-        old = chains.first < len(self._open)
+        old = chains.first < num_open
         counts[old] += self._open.counts[chains.first[old]] - 1
         lasting = counts[has_new] > 1
         self._spans.note(numbers[chains.first[has_new][lasting]], rows.forwards[at[lasting]], counts[has_new][lasting])
         gone_on = _Open(rows.keys[at], rows.hashes[at], rows.turns[at], numbers[chains.first[has_new]], counts[has_new])
-        kept = self._open.take(chains.first[~has_new])
+        kept = _taken(self._open, chains.first[~has_new])
         # Those seen longest ago come first, and are the first to go.
-        order = np.argsort(at, kind="stable")
-        gone_on = gone_on.take(order)
-        joined = _Open(
-            np.concatenate([kept.keys, gone_on.keys]),
-            np.concatenate([kept.hashes, gone_on.hashes]),
-            np.concatenate([kept.turns, gone_on.turns]),
-            np.concatenate([kept.numbers, gone_on.numbers]),
-            np.concatenate([kept.counts, gone_on.counts]),
-        )
-        alive = self._turns.may_go_on(
-            joined.turns,
-            runners=joined.keys[:, _RUNNER],
-            rows=joined.keys[:, _ROW],
-            is_sweep=SWEEP_TAGS[joined.keys[:, _TAG]],
-        )
-        return joined.take(np.flatnonzero(alive)[-self._max_open :])
+        gone_on = _taken(gone_on, np.argsort(at, kind="stable"))
+        joined = _Open(*map(np.concatenate, zip(kept, gone_on, strict=True)))
+        tags, runners, request_rows = (joined.keys[:, column] for column in (_TAG, _RUNNER, _ROW))
+        alive = self._turns.may_go_on(joined.turns, runners=runners, rows=request_rows, is_sweep=SWEEP_TAGS[tags])
+        return _taken(joined, np.flatnonzero(alive)[-self._max_open :])
 
 
 class _Spans:
@@ -298,8 +275,7 @@ class _Rows:
         return hashes
 
 
-@dataclass(frozen=True, slots=True)
-class _Chains:
+class _Chains(NamedTuple):
     """Merged rows, `[c]` each: their first and last row and how many; open rows are numbered ahead of new ones."""
 
     first: Int64Array
@@ -311,7 +287,7 @@ class _Merge:
     """Which rows of a table go on from an earlier one."""
 
     def __init__(self, rows: _Rows, open_rows: _Open) -> None:
-        self._num_open = len(open_rows)
+        self._num_open = len(open_rows.turns)
         mine = np.flatnonzero(~rows.writes)  # what a forward wrote wrong it writes once
         hashes = np.concatenate([open_rows.hashes, rows.hashes[mine]])
         order = np.argsort(hashes, kind="stable")
@@ -322,12 +298,9 @@ class _Merge:
         before, after = self._order[pairs - 1], self._order[pairs]
         fits = after >= self._num_open
         pairs, before, after = pairs[fits], before[fits], after[fits] - self._num_open
-        old = before < self._num_open
-        keys, turns = np.empty((len(pairs), rows.keys.shape[1]), np.int64), np.empty(len(pairs), np.int64)
-        keys[old], turns[old] = open_rows.keys[before[old]], open_rows.turns[before[old]]
-        new = before[~old] - self._num_open
-        keys[~old], turns[~old] = rows.keys[new], rows.turns[new]
-        self._links[pairs] = (turns + 1 == rows.turns[after]) & (keys == rows.keys[after]).all(axis=1)
+        keys, turns = (np.concatenate(both) for both in ((open_rows.keys, rows.keys), (open_rows.turns, rows.turns)))
+        follows = (turns[before] + 1 == rows.turns[after]) & (keys[before] == rows.keys[after]).all(axis=1)
+        self._links[pairs] = follows
         self._rows, self._open = rows, open_rows
         self._settle()
 
@@ -346,11 +319,9 @@ class _Merge:
 
     def numbers(self, first: int) -> Int64Array:
         """Return each row's number in the file, open rows ahead of new ones; `first` is the first new one's."""
-        fresh = self.is_fresh
+        fresh, chains = self.is_fresh, self.chains()
         numbers = np.concatenate([self._open.numbers, first + np.cumsum(fresh) - fresh])
-        starts = np.flatnonzero(~self._links)
-        counts = np.diff(np.append(starts, len(self._links)))
-        numbers[self._order] = np.repeat(numbers[self._order[starts]], counts)
+        numbers[self._order] = np.repeat(numbers[chains.first], chains.counts)
         return numbers
 
     def _settle(self) -> None:

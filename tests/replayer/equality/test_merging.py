@@ -121,7 +121,7 @@ class Scene:
             self.sink.append(table, self._launches)
             self.tables.append(table)
             self._launches = []
-        self.most_open = max(self.most_open, len(self.sink._open))
+        self.most_open = max(self.most_open, self.sink.num_open)
 
 
 def spans(table: pa.Table) -> list[tuple[int, int, int, int]]:
