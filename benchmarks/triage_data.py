@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def write_report(folder: Path, random: Any, count: int, num_forwards: int, num_s
 
     report = folder / "trace.report"
     report.mkdir(exist_ok=True)
-    with ReportSinks(report, sliding=False) as sinks:
+    with closing(ReportSinks(report, sliding=False)) as sinks:
         for start in range(0, count, 1 << 16):
             n = min(1 << 16, count - start)
             forwards = num_forwards // 2 + (np.arange(start, start + n) * (num_forwards // 2) // count)

@@ -1,8 +1,7 @@
 """What each event of a trace does to the state: the one place that knows, for keyframes and replays alike.
 
-`EventApplier` says in which order tables, pools, ledger and activity move on. It judges nothing. Whoever judges overrides
-the steps in between: a replay verifies there. The recorder keeps a `RecordedState` on its writer's thread, so that a
-segment of a trace can begin with all that a replay would hold at that point.
+`EventApplier` moves tables, pools, ledger and activity on, and judges nothing: a replay overrides the steps in between. The
+recorder keeps a `RecordedState` on its writer's thread, so that a segment can begin with all that a replay would hold.
 """
 
 from abc import ABC, abstractmethod
@@ -234,8 +233,8 @@ class EventApplier(ABC, Generic[Step]):
         """Put observed changes of bytes in place, those of both phases."""
         for pool in self.pools if changes else ():
             self._listener.slots_changed(pool.index, changes.slots_of(pool.index))
-        for phase in (PHASE_BEFORE, PHASE_AFTER):
-            changes.apply(phase, self.pools, backend=self._backend)
+        changes.apply(PHASE_BEFORE, self.pools, backend=self._backend)
+        changes.apply(PHASE_AFTER, self.pools, backend=self._backend)
 
     def _lose_slots(self, view: EventView) -> None:
         """Take the slots that a loss lists for unknown."""
@@ -328,7 +327,7 @@ class RecordedState(EventApplier[WriteStep]):
             for step in steps:
                 history.dropped.note(forward, tokens, step.pool, step.slots, self.tables, history.ledger)
         written = [(step.pool.index, step.slots, int(step.write_plan.offsets[bs])) for step in steps]
-        history.apply_forward(forward, tokens, written)
+        history.apply_forward(forward, written)
 
     def _write(self, endpoint: Endpoint, half: str, step: WriteStep, forward: Forward) -> None:
         tier, head = step.pool.pool, endpoint == "HEAD"

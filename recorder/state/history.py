@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from itertools import dropwhile
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -111,20 +112,19 @@ class FedForward:
     tokens: BatchTokens
     told: bool
 
+    @classmethod
+    def of(cls, forward: Forward) -> "FedForward":
+        """Keep of a forward what does not keep its batch in memory."""
+        told = len(forward.sampled_lens) > 0
+        return cls(forward=_slim_copy(forward), tokens=batch_tokens(forward), told=told)
 
-@dataclass(frozen=True, slots=True)
-class Unread:
+
+class Unread(NamedTuple):
     """A target forward in row `row` of a batch that nobody has asked about yet."""
 
     batch: TraceBatch
     row: int
     header: TraceHeader
-
-    def read(self) -> FedForward:
-        """Return it without what keeps its batch in memory."""
-        forward = read_forward(self.batch.event(self.row), self.header)
-        told = len(forward.sampled_lens) > 0
-        return FedForward(forward=_slim_copy(forward), tokens=batch_tokens(forward), told=told)
 
 
 class LastSamples:
@@ -140,20 +140,21 @@ class LastSamples:
         self.last = np.zeros(self.last.shape, dtype=np.int64)
         self._fed.clear()
 
-    def apply_forward(self, forward: Forward, tokens: BatchTokens) -> None:
+    def apply_forward(self, forward: Forward) -> None:
         """Move on by a target forward with requests."""
         if len(forward.sampled_lens):
             self._remember(forward, forward.sampled_lens, forward.sampled_tokens, forward.event)
-        told = len(forward.sampled_lens) > 0
-        self._fed.append(FedForward(forward=_slim_copy(forward), tokens=tokens, told=told))
+        self._fed.append(FedForward.of(forward))
 
     @property
     def fed(self) -> Sequence[FedForward]:
         """The last target forwards, those that nobody asked about before read now."""
-        if any(isinstance(one, Unread) for one in self._fed):
-            read = [one.read() if isinstance(one, Unread) else one for one in self._fed]
-            self._fed = deque(read, maxlen=MAX_LATE)
-        return [one for one in self._fed if isinstance(one, FedForward)]
+        read = [
+            FedForward.of(read_forward(one.batch.event(one.row), one.header)) if isinstance(one, Unread) else one
+            for one in self._fed
+        ]
+        self._fed = deque(read, maxlen=MAX_LATE)
+        return read
 
     def put_off(self, batch: TraceBatch, rows: Int64Array, header: TraceHeader) -> None:
         """Move on by target forwards, rows `[n] int64` of a batch, whose samples are in `last` already; read them later.
@@ -168,19 +169,18 @@ class LastSamples:
         Raises:
             UnusableEventError: they do not fit the forward that sampled them.
         """
-        known = self.fed
-        at = next((i for i, fed in enumerate(known) if fed.forward.forward == event.forward), None)
-        if at is None:
+        behind = list(dropwhile(lambda fed: fed.forward.forward != event.forward, self.fed))
+        if not behind:
             return []
-        sampler = known[at].forward
+        sampler = behind[0].forward
         if len(event.lens) != len(sampler.req_pool_indices):
             raise UnusableEventError(
                 f"sampled_lens has {len(event.lens)} entries, forward {event.forward} had "
                 f"{len(sampler.req_pool_indices)} requests"
             )
-        known[at].told = True
+        behind[0].told = True
         self._remember(sampler, event.lens, event.tokens, event.event)
-        return list(known[at + 1 :])
+        return behind[1:]
 
     def apply_status(self, event: StatusEvent) -> None:
         """Forget what was sampled for a request that begins or ends, and what is reported late of it: an id may come again."""
@@ -191,13 +191,11 @@ class LastSamples:
 
     def waiting(self) -> list[FedForward]:
         """Return the forwards from the first on whose samples are still to come; a sample event may name them."""
-        fed = list(self.fed)
-        first = next((at for at, one in enumerate(fed) if not one.told), len(fed))
-        return fed[first:]
+        return list(dropwhile(lambda one: one.told, self.fed))
 
-    def put_back(self, forward: Forward, tokens: BatchTokens, *, told: bool) -> None:
+    def put_back(self, forward: Forward, *, told: bool) -> None:
         """Take a forward over that was waiting when a keyframe was written."""
-        self._fed.append(FedForward(forward=forward, tokens=tokens, told=told))
+        self._fed.append(FedForward(forward=forward, tokens=batch_tokens(forward), told=told))
 
     def _remember(self, forward: Forward, counts: Int64Array, sampled: Int64Array, event: int) -> None:
         rows = forward.req_pool_indices
@@ -211,11 +209,10 @@ class LastSamples:
         chosen = np.flatnonzero((counts > 0) & inside)
         ends = np.cumsum(counts)
         after = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
-        self.last[rows[chosen], SAMPLE_REQUEST] = forward.request_ids[chosen]
-        self.last[rows[chosen], SAMPLE_POSITION] = (after + counts - 1)[chosen]
-        self.last[rows[chosen], SAMPLE_TOKEN] = sampled[ends[chosen] - 1]
-        self.last[rows[chosen], SAMPLE_FORWARD] = forward.forward
-        self.last[rows[chosen], SAMPLE_EVENT] = event + 1
+        numbers = np.full(len(chosen), forward.forward), np.full(len(chosen), event + 1)
+        tokens = sampled[ends[chosen] - 1]
+        found = (forward.request_ids[chosen], (after + counts - 1)[chosen], tokens, *numbers)
+        self.last[rows[chosen]] = np.stack(found, axis=1)
 
 
 def _slim_copy(forward: Forward) -> Forward:
@@ -262,12 +259,10 @@ class SlotHistory:
         self.known = read_known_event(view, self._groups)
         self.fed_since = self.samples.apply_sample(self.known) if isinstance(self.known, SampleEvent) else []
 
-    def apply_forward(
-        self, forward: Forward, tokens: BatchTokens, written: Iterable[tuple[int, Int64Array, int]]
-    ) -> None:
+    def apply_forward(self, forward: Forward, written: Iterable[tuple[int, Int64Array, int]]) -> None:
         """Move on by a forward; `written` gives each group's index, slots, and how many of them are no padding."""
         if forward.runner == 0 and len(forward.req_pool_indices):
-            self.samples.apply_forward(forward, tokens)
+            self.samples.apply_forward(forward)
         for group, slots, end in written:
             note_writes(
                 slots=slots, end=end, event=forward.event + 1, ledger=self.ledger.rows[group], backend=self.backend

@@ -21,7 +21,7 @@ from ..trace.schema import (
     KEYFRAME_REQUEST,
     TABLE_CHANGES,
 )
-from .forward import MAX_PREFIX, Forward, UnusableEventError, batch_tokens
+from .forward import MAX_PREFIX, Forward, UnusableEventError
 from .history import FED_COLUMNS
 from .keyframe import WORDS, places, tiers
 from .pools import Tier
@@ -263,7 +263,7 @@ class KeyframeLoader:
             windows=None,
             **columns,
         )
-        self._state.history.samples.put_back(forward, batch_tokens(forward), told=bool(view.scalar("note")))
+        self._state.history.samples.put_back(forward, told=bool(view.scalar("note")))
 
     def _end(self) -> None:
         history = self._state.history

@@ -1,7 +1,7 @@
 """The rebuilt pools of one pool group: canary buffers, captured KV bytes, and who wrote each slot last."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from ..trace.schema import TIER_HOST
 from .events import SlotCopy
 
 Endpoint = Literal["HEAD", "TAIL", "SWEEP"]
+ENDPOINTS: Final[tuple[Endpoint, ...]] = ("HEAD", "TAIL")  # of a forward
 
 RECORD_BYTES = 32
 LEDGER_BYTES = 72  # a slot's row in the history checks' ledger, and what they have reported of it

@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ...kernels.arrays import Int64Array
 from ..trace.batch import TraceBatch
 from ..trace.reader import EventView
 
-Int64Array = npt.NDArray[np.int64]
 MOST_CHARACTERS: Final = 1000  # of a name in a report, whose every row may hold one
 
 

@@ -6,14 +6,13 @@ to fit before each launch.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Final
 
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import KvHashMode
 from ...recorder.state.apply import EventApplier
 from ...recorder.state.events import KnownEvent, TransferEvent
 from ...recorder.state.forward import Forward
-from ...recorder.state.pools import Endpoint, GroupPool, launch_tag
+from ...recorder.state.pools import ENDPOINTS, Endpoint, GroupPool, launch_tag
 from ...recorder.state.replay_state import ReplayState, RunnerActivity
 from ...recorder.state.requests import RequestTable
 from ...recorder.state.tables import StateListener, StateTables
@@ -29,8 +28,6 @@ from ..run.out_of_range import beyond_table, explain_plan, explain_requests, exp
 from ..run.planning import GroupStep, Planner, expected_tokens, leave_out_unknown
 from ..run.sweep import explain_sweep, read_sweep
 from ..run.transfers import Transfers
-
-ENDPOINTS: Final[tuple[Endpoint, ...]] = ("HEAD", "TAIL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

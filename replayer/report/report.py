@@ -4,7 +4,6 @@ import json
 import stat
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from ...recorder.files import ForeignFolderError, check_folder, read_small_file, replace_file
@@ -60,7 +59,7 @@ def write_summary(summary: Summary, report: Path) -> None:
 
 
 class ReportSinks:
-    """Violations, findings, and for traces with a full-to-SWA table the divergence figures; a context manager.
+    """Violations, findings, and for traces with a full-to-SWA table the divergence figures.
 
     `merging` takes the violations in place of `violations` where `merge`, the trace's header, is given and a folder.
     """
@@ -79,11 +78,3 @@ class ReportSinks:
             for sink in (self.divergence, self.findings, self.violations, self.merging):
                 if sink is not None:
                     stack.callback(sink.close)
-
-    def __enter__(self) -> "ReportSinks":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

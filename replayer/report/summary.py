@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,13 @@ class Summary:
     def __post_init__(self) -> None:
         """Begin the counts with nothing."""
         self.figures = no_figures(self.header)
+
+    def take_events(self, counts: Mapping[str, int], times: npt.NDArray[np.int64]) -> None:
+        """Count events by their kinds, `times` `[n] int64` being theirs."""
+        for kind, count in counts.items():
+            _add(self.events, kind, count)
+        self.first_time_ns = self.first_time_ns or next((int(t) for t in times if t), 0)
+        self.last_time_ns = max(self.last_time_ns, int(times.max()))
 
     @property
     def coverage(self) -> list[Watched]:

@@ -7,7 +7,6 @@ counted; of a slot that has very many, and of a report that has, the first are k
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
@@ -28,57 +27,42 @@ MAX_ROWS: Final = 10_000_000
 # What reading a stranger's Parquet raises: names and texts in it need not be UTF-8, whatever the format says.
 PARQUET_ERRORS: Final = (pa.ArrowException, OSError, UnicodeError)
 
+
+def _typed(kind: pa.DataType, *names: str) -> list[tuple[str, pa.DataType]]:
+    return [(name, kind) for name in names]
+
+
 VIOLATION_SCHEMA = pa.schema(
     [
         # the canary's own eight fields, in its order
-        ("launch_tag", pa.int8()),
-        ("slot", pa.int64()),
-        ("position", pa.int64()),
-        ("stored_token", pa.int64()),
-        ("expected_token", pa.int64()),
-        ("stored_chain_hash", pa.int64()),
-        ("expected_aux", pa.int64()),
-        ("fail_reason_bits", pa.int32()),
-        # the same in words
-        ("launch", pa.dictionary(pa.int8(), pa.utf8())),
-        ("reasons", pa.dictionary(pa.int8(), pa.utf8())),
-        # who knew better: "truth" the scheduler's tokens, "hash" the hash oracle, "" where only the record speaks
-        ("oracle", pa.dictionary(pa.int8(), pa.utf8())),
+        *_typed(pa.int8(), "launch_tag"),
+        *_typed(pa.int64(), "slot", "position", "stored_token", "expected_token", "stored_chain_hash", "expected_aux"),
+        *_typed(pa.int32(), "fail_reason_bits"),
+        # the same in words, and who knew better: "truth" the scheduler's tokens, "hash" the hash oracle, "" where only the
+        # record speaks
+        *_typed(pa.dictionary(pa.int8(), pa.utf8()), "launch", "reasons", "oracle"),
         # where and when
-        ("event", pa.int64()),
-        ("forward", pa.int64()),
-        ("time_ns", pa.int64()),
-        ("mode", pa.utf8()),
-        ("runner", pa.int16()),
-        ("group", pa.int16()),
-        ("endpoint", pa.utf8()),
-        ("half", pa.utf8()),
+        *_typed(pa.int64(), "event", "forward", "time_ns"),
+        *_typed(pa.utf8(), "mode"),
+        *_typed(pa.int16(), "runner", "group"),
+        *_typed(pa.utf8(), "endpoint", "half"),
         # of which request
-        ("request_id", pa.int64()),
-        ("request", pa.utf8()),
-        ("req_pool_idx", pa.int64()),
-        ("expected_position", pa.int64()),
+        *_typed(pa.int64(), "request_id"),
+        *_typed(pa.utf8(), "request"),
+        *_typed(pa.int64(), "req_pool_idx", "expected_position"),
         # how long: one row a forward in stepwise replay; a merged row stands for num_forwards forwards of its request
-        ("first_forward", pa.int64()),
-        ("last_forward", pa.int64()),
-        ("num_forwards", pa.int64()),
+        *_typed(pa.int64(), "first_forward", "last_forward", "num_forwards"),
         # who wrote the slot last, -1 where nobody did
-        ("writer_event", pa.int64()),
-        ("writer_forward", pa.int64()),
-        ("writer_request_id", pa.int64()),
-        ("writer_request", pa.utf8()),
+        *_typed(pa.int64(), "writer_event", "writer_forward", "writer_request_id"),
+        *_typed(pa.utf8(), "writer_request"),
     ]
 )
 
 _FIELDS = VIOLATION_SCHEMA.names[:8]
-_REASON_NAMES = pa.array(
-    ["+".join(r.name or "" for r in FailReason if bits & r) or "NONE" for bits in range(1 << len(FailReason))]
-)
+_EVERY_BITS = range(1 << len(FailReason))
+_REASON_NAMES = pa.array(["+".join(r.name or "" for r in FailReason if bits & r) or "NONE" for bits in _EVERY_BITS])
 _ORACLE_NAMES = pa.array(
-    [
-        "truth" if bits & FailReason.VERIFY_TOKEN else "hash" if bits & FailReason.WRITE_TOKEN else ""
-        for bits in range(1 << len(FailReason))
-    ]
+    ["truth" if b & FailReason.VERIFY_TOKEN else "hash" if b & FailReason.WRITE_TOKEN else "" for b in _EVERY_BITS]
 )
 _LAUNCH_NAMES = pa.array([tag.name for tag in LaunchTag])
 
@@ -111,16 +95,9 @@ class LaunchViolations:
 
     def take(self, chosen: npt.NDArray[np.bool_]) -> "LaunchViolations":
         """Return the rows that `chosen` `[n] bool` names."""
-        return replace(
-            self,
-            rows=self.rows[chosen],
-            request_ids=self.request_ids[chosen],
-            req_pool_indices=self.req_pool_indices[chosen],
-            expected_positions=self.expected_positions[chosen],
-            writers=self.writers[chosen],
-            places=self.places[chosen],
-            turns=None if self.turns is None else self.turns[chosen],
-        )
+        names = ("rows", "request_ids", "req_pool_indices", "expected_positions", "writers", "places", "turns")
+        arrays = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: array[chosen] for name, array in arrays.items() if array is not None})
 
 
 class RowLimit:
@@ -167,20 +144,17 @@ def violation_table(launches: Sequence[LaunchViolations], request_table: Request
     writers = np.concatenate([launch.writers for launch in launches])
     request_ids = np.concatenate([launch.request_ids for launch in launches])
     index = pa.array(np.repeat(np.arange(len(launches)), counts))
-
-    def spread(name: str) -> pa.Array:
-        """One value a launch, for each of its rows."""
-        kind = VIOLATION_SCHEMA.field(name).type
-        return pa.array([getattr(launch, name) for launch in launches], type=kind).take(index)
-
     columns: dict[str, Any] = {name: rows[:, i] for i, name in enumerate(_FIELDS)}
-    columns |= {name: spread(name) for name in ("event", "forward", "time_ns", "mode", "runner", "group")}
+    for name in ("event", "forward", "time_ns", "mode", "runner", "group", "endpoint", "half"):  # one value a launch
+        kind = VIOLATION_SCHEMA.field(name).type
+        columns[name] = pa.array([getattr(launch, name) for launch in launches], type=kind).take(index)
+    for name, codes, names in (
+        ("launch", 0, _LAUNCH_NAMES),
+        ("reasons", 7, _REASON_NAMES),
+        ("oracle", 7, _ORACLE_NAMES),
+    ):
+        columns[name] = pa.DictionaryArray.from_arrays(pa.array(rows[:, codes].astype(np.int8)), names)
     columns |= {
-        "endpoint": spread("endpoint"),
-        "half": spread("half"),
-        "launch": pa.DictionaryArray.from_arrays(pa.array(rows[:, 0].astype(np.int8)), _LAUNCH_NAMES),
-        "reasons": pa.DictionaryArray.from_arrays(pa.array(rows[:, 7].astype(np.int8)), _REASON_NAMES),
-        "oracle": pa.DictionaryArray.from_arrays(pa.array(rows[:, 7].astype(np.int8)), _ORACLE_NAMES),
         "request_id": request_ids,
         "request": request_table.name_column(request_ids),
         "req_pool_idx": np.concatenate([launch.req_pool_indices for launch in launches]),
@@ -188,18 +162,12 @@ def violation_table(launches: Sequence[LaunchViolations], request_table: Request
         "first_forward": columns["forward"],
         "last_forward": columns["forward"],
         "num_forwards": np.ones(len(rows), dtype=np.int64),
-        "writer_event": writers[:, 0],
-        "writer_forward": writers[:, 1],
-        "writer_request_id": writers[:, 2],
         "writer_request": request_table.name_column(writers[:, 2]),
     }
-    return pa.table(
-        [
-            value if isinstance(value, pa.Array) else pa.array(value).cast(field.type)
-            for field, value in ((field, columns[field.name]) for field in VIOLATION_SCHEMA)
-        ],
-        schema=VIOLATION_SCHEMA,
-    )
+    columns |= {name: writers[:, i] for i, name in enumerate(("writer_event", "writer_forward", "writer_request_id"))}
+    found = ((field, columns[field.name]) for field in VIOLATION_SCHEMA)
+    arrays = [values if isinstance(values, pa.Array) else pa.array(values).cast(field.type) for field, values in found]
+    return pa.table(arrays, schema=VIOLATION_SCHEMA)
 
 
 class TableSink:
@@ -242,11 +210,3 @@ class TableSink:
             self._writer = None
             if self._file is not None:
                 self._file.close()
-
-    def __enter__(self) -> "TableSink":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

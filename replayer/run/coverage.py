@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...kernels.arrays import Int64Array
 from ...kernels.constants import UNKNOWN_TOKEN
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import PoolGroup, Runner, TraceHeader
 from ...recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, INT_LISTS
 from ..checks import CHECK_NAMES
-
-Int64Array = npt.NDArray[np.int64]
 
 # What is counted of each runner's forwards with requests: all; those in which the recorder read the prefix bytes again;
 # in which it saw what the model handed to the cache, for every stream; in which it saw the lengths, and the slots, that

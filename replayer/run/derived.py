@@ -7,8 +7,6 @@ means of such a value is dropped where it would go into the report, whatever fou
 import dataclasses
 from typing import Final
 
-import numpy as np
-
 from ...kernels.constants import FailReason
 from ...recorder.trace.header import TraceHeader
 from ..checks import FINDING_KINDS
@@ -74,16 +72,7 @@ class Derived:
             return launch
         rows = launch.rows.copy()
         rows[:, 7] &= ~reasons
-        left = np.flatnonzero(rows[:, 7])
-        return dataclasses.replace(
-            launch,
-            rows=rows[left],
-            request_ids=launch.request_ids[left],
-            req_pool_indices=launch.req_pool_indices[left],
-            expected_positions=launch.expected_positions[left],
-            writers=launch.writers[left],
-            places=launch.places[left],
-        )
+        return dataclasses.replace(launch, rows=rows).take(rows[:, 7] != 0)
 
     def findings(self, findings: list[Finding]) -> list[Finding]:
         """Return the findings that may be judged."""

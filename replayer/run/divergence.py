@@ -5,7 +5,6 @@ batch's requests without a sliding-window slot, `full_idx_divergence` those whos
 index. For a table that only sliding groups use, positions before the window are not recorded and not counted.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,32 +16,14 @@ from ...recorder.state.tables import StateTables
 from ...recorder.trace.header import TraceHeader
 from .planning import GroupStep
 
+_FIGURES = ("out_of_window_tokens", "full_idx_divergence")
 DIVERGENCE_SCHEMA = pa.schema(
     [
-        ("event", pa.int64()),
-        ("forward", pa.int64()),
-        ("runner", pa.int16()),
-        ("group", pa.int16()),
-        ("verify_full", pa.int64()),
-        ("verify_swa", pa.int64()),
-        ("out_of_window_tokens", pa.int64()),
-        ("full_idx_divergence", pa.int64()),
+        *(("event", pa.int64()), ("forward", pa.int64()), ("runner", pa.int16()), ("group", pa.int16())),
+        *((name, pa.int64()) for name in ("verify_full", "verify_swa", *_FIGURES)),
     ]
 )
-_FIGURES = ("out_of_window_tokens", "full_idx_divergence")
 ROWS_AT_ONCE = 4096  # a table for each forward would cost more than the forward
-
-
-@dataclass(slots=True)
-class _Figure:
-    last: int = 0
-    largest: int = 0
-    total: int = 0
-
-    def add(self, value: int) -> None:
-        self.last = value
-        self.largest = max(self.largest, value)
-        self.total += value
 
 
 class SwaDivergence:
@@ -53,7 +34,9 @@ class SwaDivergence:
         self._backend = backend
         self._groups = [index for index, group in enumerate(header.groups) if group.lut >= 0]
         self._verify = {"full": 0, "swa": 0}
-        self._figures = {index: {name: _Figure() for name in _FIGURES} for index in self._groups}
+        self._figures = {
+            index: {name: {"last": 0, "largest": 0, "total": 0} for name in _FIGURES} for index in self._groups
+        }
         self._rows: list[tuple[int, ...]] = []
         self.forwards = 0
 
@@ -73,19 +56,17 @@ class SwaDivergence:
             self._verify[self._header.groups[index].kind] += count
         self.forwards += 1
         for index, found in counts.items():
-            for name, count in zip(_FIGURES, found, strict=True):
-                self._figures[index][name].add(count)
+            for figure, count in zip(self._figures[index].values(), found, strict=True):
+                figure.update(last=count, largest=max(figure["largest"], count), total=figure["total"] + count)
             self._rows.append((event, forward, runner, index, self._verify["full"], self._verify["swa"], *found))
 
     def take_table(self, *, at_least: int) -> pa.Table | None:
         """Return the rows since the last call, None if there are fewer than `at_least`."""
         if len(self._rows) < at_least:
             return None
-        columns = zip(*self._rows, strict=True)
-        fields = zip(columns, DIVERGENCE_SCHEMA, strict=True)
-        table = pa.table([pa.array(c, type=f.type) for c, f in fields], schema=DIVERGENCE_SCHEMA)
+        columns = zip(zip(*self._rows, strict=True), DIVERGENCE_SCHEMA, strict=True)
         self._rows = []
-        return table
+        return pa.table([pa.array(values, type=f.type) for values, f in columns], schema=DIVERGENCE_SCHEMA)
 
     def to_json(self) -> dict[str, Any] | None:
         """Return the totals for the summary, None if the trace has no such group."""
@@ -95,13 +76,7 @@ class SwaDivergence:
             "forwards": self.forwards,
             "verify_full": self._verify["full"],
             "verify_swa": self._verify["swa"],
-            "groups": {
-                self._header.groups[index].name: {
-                    name: {"last": figure.last, "largest": figure.largest, "total": figure.total}
-                    for name, figure in figures.items()
-                }
-                for index, figures in self._figures.items()
-            },
+            "groups": {self._header.groups[index].name: figures for index, figures in self._figures.items()},
         }
 
     def _count(self, step: GroupStep, forward: Forward, tables: StateTables) -> tuple[int, int]:

@@ -1,12 +1,7 @@
-"""What each kind of event does to the replay of one trace.
-
-This is the one place that knows the kinds. Whatever cannot be judged is counted and named; nothing is passed over in
-silence.
-"""
+"""What each kind of event does to the replay of one trace: what cannot be judged is counted and named."""
 
 import gc
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -77,14 +72,6 @@ class EventReplay:
         self._trailing = 0  # gaps and losses by which a recording ends that was cut
         self._schedule = schedule
         self._all_there = all_there
-        self._on: dict[str, Callable[[EventView], None]] = {
-            "request": self._request,
-            "loss": self._loss,
-            "mark": self._mark,
-            "sweep": self._sweep,
-            "keyframe": self._keyframe,
-            "segment": self._segment,
-        }
         self._pass = make_pass(
             self._executor,
             settings,
@@ -149,10 +136,7 @@ class EventReplay:
             return at
         reached = self._keyframes.apply_requests(batch, at)
         if reached > at:
-            summary, times = self._summary, batch.scalar_ints("time_ns")[at:reached]
-            summary.events["keyframe"] = summary.events.get("keyframe", 0) + reached - at
-            summary.first_time_ns = summary.first_time_ns or next((int(t) for t in times if t), 0)
-            summary.last_time_ns = max(summary.last_time_ns, int(times.max()))
+            self._summary.take_events({"keyframe": reached - at}, batch.scalar_ints("time_ns")[at:reached])
         return reached
 
     @property
@@ -187,27 +171,26 @@ class EventReplay:
                 self._results.findings(self._health.finish(executor.launcher.kernel_counters))
         self._results.flush(executor.divergence)
         summary.requests = len(self._request_ids)
-        summary.slot_counters = _by_tag(executor.launcher.slot_counters)
-        summary.kernel_counters = _by_tag(executor.launcher.kernel_counters)
-        summary.verified = executor.verified
-        summary.written = executor.written
-        summary.unknown_entries = executor.unknown_entries
-        summary.entries_read = executor.entries_read
+        summary.slot_counters, summary.kernel_counters = (
+            {tag.name: int(counters[tag]) for tag in LaunchTag}
+            for counters in (executor.launcher.slot_counters, executor.launcher.kernel_counters)
+        )
+        summary.verified, summary.written = executor.verified, executor.written
+        summary.unknown_entries, summary.entries_read = executor.unknown_entries, executor.entries_read
         if executor.num_on_host is not None:
             summary.settings["forwards_on_cpu"] = executor.num_on_host
         summary.swa_divergence = executor.divergence.to_json()
-        summary.transfers_sent = self._transfers.sent
-        summary.transfers_received = self._transfers.received
-        summary.transfers_unmatched = self._transfers.unmatched
+        sent = self._transfers
+        summary.transfers_sent, summary.transfers_received = sent.sent, sent.received
+        summary.transfers_unmatched = sent.unmatched
 
     def _event(self, view: EventView) -> None:
         summary, kind = self._summary, view.kind
         self._continues = False
         self._trailing = self._trailing + 1 if kind == "loss" and view.scalar("status") == CUT else 0
         summary.events[kind] = summary.events.get(kind, 0) + 1
-        time_ns = int(view.scalar("time_ns"))
-        summary.first_time_ns = summary.first_time_ns or time_ns
-        summary.last_time_ns = max(summary.last_time_ns, time_ns)
+        summary.first_time_ns = summary.first_time_ns or view.time_ns
+        summary.last_time_ns = max(summary.last_time_ns, view.time_ns)
         before = summary.violations + summary.findings
         if kind != "keyframe":
             self._no_keyframe_under_way(view)
@@ -248,10 +231,23 @@ class EventReplay:
         if kind == "sweep":
             self._results.begin(read_sweep(view, self._summary.header))
         self._executor.apply_event(view)
-        if kind in self._on:
-            self._on[kind](view)
-        elif kind not in _APPLIED_KINDS:
-            self._not_judged(kind if kind in EVENT_KINDS else f"unknown kind {kind!r}")
+        match kind:
+            case "request":
+                self._request_ids.add(int(view.scalar("request_id")))
+            case "loss":
+                self._loss(view)
+            case "mark":
+                self._mark(view)
+            case "sweep":
+                self._results.done()
+                self._health.sweep(int(view.scalar("runner")))
+            case "keyframe":
+                self._keyframe(view)
+            case "segment":
+                self._continues = view.scalar("status") == SEGMENT_CONTINUES
+                self._frozen = view.scalar("note") == FROZEN
+            case _ if kind not in _APPLIED_KINDS:
+                self._not_judged(kind if kind in EVENT_KINDS else f"unknown kind {kind!r}")
 
     def _not_judged(self, name: str) -> None:
         self._summary.unjudged[name] = self._summary.unjudged.get(name, 0) + 1
@@ -274,10 +270,6 @@ class EventReplay:
             self._results.findings(self._schedule.forward(forward, self._request_table))
         self._results.divergence(self._executor.divergence)
 
-    def _sweep(self, view: EventView) -> None:
-        self._results.done()
-        self._health.sweep(int(view.scalar("runner")))
-
     def _stop_if_asked(self, before: int, view: EventView) -> None:
         summary = self._summary
         if self._settings.fail_fast and summary.violations + summary.findings > before:
@@ -287,9 +279,6 @@ class EventReplay:
             raise StopReplayError(f"stopped at the first bad {what} (--fail-fast)")
         if self._settings.max_violations is not None and summary.violations >= self._settings.max_violations:
             raise StopReplayError(f"stopped after {summary.violations:,} violations (--max-violations)")
-
-    def _request(self, view: EventView) -> None:
-        self._request_ids.add(int(view.scalar("request_id")))
 
     def _loss(self, view: EventView) -> None:
         summary, lost = self._summary, int(view.scalar("lost_events"))
@@ -305,24 +294,19 @@ class EventReplay:
         if not status:
             self._not_judged("keyframe")
             return
-        if status == KEYFRAME_BEGIN and self._wants_keyframe:
+        begins = status == KEYFRAME_BEGIN and self._wants_keyframe
+        if begins:
             self._keyframes.untouched &= self._at_first
             if not self._at_first:
                 self._executor.forget()
             self._wants_keyframe = self._at_first = False
-            self._keyframes.apply(view)
-            self._executor.loads_state()
-        elif self._keyframes.loading:
+        if begins or self._keyframes.loading:
             self._keyframes.apply(view)
             self._executor.loads_state()
             if status == KEYFRAME_END:  # it is whole
                 self._summary.unknown_before = any(pool.any_unknown for pool in self._executor.pools)
         if status == KEYFRAME_END:
             self._health.resume()
-
-    def _segment(self, view: EventView) -> None:
-        self._continues = view.scalar("status") == SEGMENT_CONTINUES
-        self._frozen = view.scalar("note") == FROZEN
 
     def _mark(self, view: EventView) -> None:
         summary = self._summary
@@ -345,7 +329,3 @@ class EventReplay:
     def _note(self, notes: list[str], text: str) -> None:
         if len(notes) < MAX_LISTED:
             notes.append(text)
-
-
-def _by_tag(counters: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> dict[str, int]:
-    return {tag.name: int(counters[tag]) for tag in LaunchTag}

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ...kernels.constants import LaunchTag
 from ...recorder.state.forward import Forward
-from ...recorder.state.pools import launch_tag
+from ...recorder.state.pools import ENDPOINTS, launch_tag
 from ...recorder.state.replay_state import DECODING, RunnerActivity
 from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
@@ -18,19 +18,14 @@ from ..report.findings import Finding, forward_finding
 
 
 class Health:
-    """Counts what should have been launched."""
+    """Counts what should have been launched; `activity` is what ran so far."""
 
     def __init__(self, header: TraceHeader, activity: RunnerActivity) -> None:
         self._header = header
         self._expected = np.zeros(len(LaunchTag), np.int64)
-        self._activity = activity
+        self.activity = activity
         self._stalled = False
         self._last: Forward | None = None
-
-    @property
-    def activity(self) -> RunnerActivity:
-        """What ran so far."""
-        return self._activity
 
     @property
     def stall_limit(self) -> int:
@@ -45,17 +40,12 @@ class Health:
         self._expect(forward.runner, 1)
         if forward.runner != 0:
             return []
-        limit = 2 * self._header.sweep_interval
-        if not limit or self._stalled or self._activity.since_sweep <= limit:
+        since = self.activity.since_sweep
+        if not 0 < self.stall_limit < since:
             return []
         self._stalled = True
-        return [
-            _finding(
-                forward,
-                f"no SWEEP launch in {self._activity.since_sweep} forwards, the prefix cache should be walked every "
-                f"{self._header.sweep_interval}",
-            )
-        ]
+        every = f"the prefix cache should be walked every {self._header.sweep_interval}"
+        return [_finding(forward, f"no SWEEP launch in {since} forwards, {every}")]
 
     def take_forwards(self, runner: int, modes: list[str], last: Forward) -> None:
         """Count forwards with requests that were found in order, by their modes; `last` is the last one of any runner.
@@ -63,17 +53,16 @@ class Health:
         Whoever calls has moved `activity.since_sweep` on.
         """
         self._last = last
-        self._activity.ran[runner] += len(modes)
+        self.activity.ran[runner] += len(modes)
         if runner == 0:
-            self._activity.decoded |= not DECODING.isdisjoint(modes)
+            self.activity.decoded |= not DECODING.isdisjoint(modes)
         self._expect(runner, len(modes))
 
     def _expect(self, runner: int, forwards: int) -> None:
         for group in self._header.groups:
             if group.runner == runner:
-                for half in group.halves:
-                    self._expected[launch_tag("HEAD", half, group.kind)] += 2 * forwards
-                    self._expected[launch_tag("TAIL", half, group.kind)] += 2 * forwards
+                tags = [launch_tag(endpoint, half, group.kind) for endpoint in ENDPOINTS for half in group.halves]
+                self._expected[tags] += 2 * forwards
 
     def sweep(self, runner: int) -> None:
         """Take note that the prefix cache was walked: a stall is over."""
@@ -83,22 +72,22 @@ class Health:
     def resume(self) -> None:
         """Continue from an activity that was set: a stall that lasts was reported before."""
         limit = 2 * self._header.sweep_interval
-        self._stalled = 0 < limit < self._activity.since_sweep
+        self._stalled = 0 < limit < self.activity.since_sweep
 
     def finish(self, kernel_counters: npt.NDArray[np.int64]) -> list[Finding]:
         """Return what was never or too seldom launched in a whole trace."""
-        if self._last is None:
-            return []
         last = self._last
+        if last is None:
+            return []
         silent = [_finding(last, f"runner {name} has groups and never ran a forward") for name in self.silent_runners()]
         return self.missing(kernel_counters) + silent
 
     def silent_runners(self) -> list[str]:
         """Return the runners that did not run so far although the first one decoded, and are said to be watched."""
-        if not self._activity.decoded:
+        if not self.activity.decoded:
             return []
         unseen = {entry.name for entry in self._header.not_watched if entry.what in ("runner", "graph")}
-        runners = zip(self._header.runners, self._activity.ran, strict=True)
+        runners = zip(self._header.runners, self.activity.ran, strict=True)
         return [runner.name for runner, ran in runners if not ran and runner.name not in unseen]
 
     def missing(self, kernel_counters: npt.NDArray[np.int64]) -> list[Finding]:

@@ -1,14 +1,11 @@
-"""From traces to summaries: each trace's events in engine order, through the executor, into its report.
-
-Traces of a prefill and a decode engine are replayed together: what one sent is handed to the other.
-"""
+"""From traces to summaries: each trace's events in engine order, through the executor, into its report."""
 
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ...recorder.errors import TraceError
 from ...recorder.process.endings import endings_deferred
@@ -32,15 +29,8 @@ _DEFAULTS: Final = ReplaySettings()
 class ReplayRun:
     """The replay of one recording, which may be taken a batch of events at a time; a context manager.
 
-    `summary` is filled on the way; `ended` says that nothing is left to replay.
-
-    Args:
-        trace: the trace file, or the segments of one recording in their order.
-        settings: how to replay.
-        report: the report directory, which must exist; None to write nothing.
-        exchange: where its transfers meet those of other traces; None for a trace on its own.
-        schedule: compares its forwards with those of another rank; None for nothing to compare.
-        all_there: whether the segments given are all that should be there, so that none may follow them.
+    `summary` is filled on the way; `ended` says that nothing is left to replay. See `replay_joined` for the arguments;
+    `exchange` is where its transfers meet those of other traces, None for a trace on its own.
 
     Raises:
         TraceError: the trace cannot be read at all, or not with these settings.
@@ -70,17 +60,10 @@ class ReplayRun:
             self.summary = Summary(trace=name, header=header, settings=settings.to_json())
             self.summary.settings["kv_hash"] = mode.name.lower()
             merge = header if settings.merges_rows else None
-            sinks = stack.enter_context(ReportSinks(report, sliding=bool(header.lut_lens), merge=merge))
+            sinks = stack.enter_context(closing(ReportSinks(report, sliding=bool(header.lut_lens), merge=merge)))
+            joined: dict[str, Any] = {"exchange": exchange, "schedule": schedule, "all_there": all_there}
             try:
-                self._events = EventReplay(
-                    self.summary,
-                    settings,
-                    sinks,
-                    kv_hash_mode=mode,
-                    exchange=exchange,
-                    schedule=schedule,
-                    all_there=all_there,
-                )
+                self._events = EventReplay(self.summary, settings, sinks, kv_hash_mode=mode, **joined)
             except MemoryError:
                 raise TraceError(
                     f"{name}: its pools and tables need {pool_bytes(header) / 2**30:.1f} GiB, which this "
@@ -171,8 +154,7 @@ class ReplayRun:
     def finish(self) -> Summary:
         """Judge the end, write the report's files, and return the summary; a signal that comes meanwhile waits.
 
-        Raises:
-            KeyboardInterrupt: one came, and the replay had not been interrupted before; the report is whole.
+        Raises `KeyboardInterrupt` if one came, and the replay had not been interrupted before; the report is whole.
         """
         try:
             with endings_deferred():
@@ -231,32 +213,25 @@ def replay_joined(
     schedules: Sequence[Schedule | None] = (),
     all_there: bool = False,
 ) -> list[Summary]:
-    """Replay traces of prefill and decode engines together; transfers meet by room.
+    """Replay traces of prefill and decode engines together, and return a summary each; transfers meet by room.
 
     Args:
-        traces: the trace files, or segments of one recording each, of any number of engines on either side.
+        traces: the trace files, or segments of one recording each in their order, of any number of engines on either side.
         settings: how to replay.
-        reports: a report directory each, or None.
+        reports: a report directory each, which must exist; None to write nothing.
         on_progress: called after every batch of events, of whichever trace.
         schedules: what compares each one's forwards with another rank's; nothing if left out.
-        all_there: whether the segments given are all that should be there.
-
-    Returns:
-        A summary each, in the same order.
+        all_there: whether the segments given are all that should be there, so that none may follow them.
 
     Raises:
         TraceError: a trace cannot be read at all, or not with these settings.
     """
     exchange = Exchange()
     with ExitStack() as stack:
-        runs = [
-            stack.enter_context(
-                ReplayRun(
-                    trace, settings=settings, report=report, exchange=exchange, schedule=schedule, all_there=all_there
-                )
-            )
-            for trace, report, schedule in zip(traces, reports, schedules or [None] * len(traces), strict=True)
-        ]
+        runs = []
+        for trace, report, schedule in zip(traces, reports, schedules or [None] * len(traces), strict=True):
+            joined: dict[str, Any] = {"exchange": exchange, "schedule": schedule, "all_there": all_there}
+            runs.append(stack.enter_context(ReplayRun(trace, settings=settings, report=report, **joined)))
         exchange.senders = [run.step for run in runs]
         receivers = [run for run in runs if run.summary.header.role != PREFILL]
         exchange.wanted = lambda: len(runs) > 1 and not all(run.ended for run in receivers)

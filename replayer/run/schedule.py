@@ -11,12 +11,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.arrays import Int64Array
 from ...recorder.state.forward import Forward
 from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from ..report.findings import Finding, forward_finding
-
-Int64Array = npt.NDArray[np.int64]
 
 FIELDS: Final = (
     "mode",

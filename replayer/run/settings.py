@@ -47,15 +47,8 @@ class ReplaySettings:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {
-            "kv_hash": self.kv_hash,
-            "checks": list(self.checks),
-            "backend": self.backend,
-            "max_violations": self.max_violations,
-            "fail_fast": self.fail_fast,
-            "executor": self.executor,
-            "device": self.device,
-        }
+        names = ("kv_hash", "checks", "backend", "max_violations", "fail_fast", "executor", "device")
+        return {name: getattr(self, name) for name in names} | {"checks": list(self.checks)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

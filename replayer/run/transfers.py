@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.constants import KvHashMode
 from ...kernels.ops.hash.kv_source import fold_kv
 from ...recorder.state.events import TransferEvent
@@ -26,21 +25,16 @@ ParcelKey = tuple[int, str, int]  # room, name of the pool group, first position
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """What a sender's slots held when the transfer began, `n` of them in order of position.
-
-    `head`, `tail` map a half to `[n, 32] uint8` records; `kv` holds `[n, capture_bytes] uint8` a stream; `unknown`
-    `[n] bool` slots that the sender's trace cannot vouch for; `damaged` `[n] bool` those whose bytes were not those
-    written.
-    """
+    """What a sender's slots held when the transfer began, `n` of them in order of position."""
 
     trace: str
     event: int
     slots: Int64Array
-    head: dict[str, ByteArray]
+    head: dict[str, ByteArray]  # by half, [n, 32] records
     tail: dict[str, ByteArray]
-    kv: list[ByteArray]
-    unknown: npt.NDArray[np.bool_]
-    damaged: npt.NDArray[np.bool_]
+    kv: list[ByteArray]  # by stream, [n, capture_bytes]
+    unknown: BoolArray  # [n] slots that the sender's trace cannot vouch for
+    damaged: BoolArray  # [n] slots whose bytes were not those written
 
 
 class Exchange:
@@ -98,9 +92,7 @@ class Transfers:
         exchange: Exchange | None,
         backend: str,
     ) -> None:
-        self.sent = 0
-        self.received = 0
-        self.unmatched = 0
+        self.sent = self.received = self.unmatched = 0
         self._header = header
         self._pools = pools
         self._trace = trace
@@ -122,10 +114,8 @@ class Transfers:
         damaged = self._kv_hash_differs(transfer)
         if self._exchange is not None:
             self._exchange.send(key, self._parcel(transfer, damaged))
-        which = np.flatnonzero(damaged)
-        return self._found(
-            "transfer_source_damaged", transfer, which, "no longer held the bytes written when they were sent"
-        )
+        what = "no longer held the bytes written when they were sent"
+        return self._found("transfer_source_damaged", transfer, np.flatnonzero(damaged), what)
 
     def receive(self, transfer: TransferEvent) -> list[Finding]:
         """Judge slots whose bytes have landed; their records are the sender's, where its trace is replayed with this one."""
@@ -155,23 +145,15 @@ class Transfers:
         differs = np.zeros(count, np.bool_)
         for theirs, mine in zip(parcel.kv, transfer.landed, strict=True):
             differs |= (theirs != mine).any(axis=1)
-        findings = []
         wrong = np.flatnonzero(differs & ~parcel.unknown)
-        if len(wrong):
-            first = int(wrong[0])
-            detail = (
-                f"{len(wrong)} of {count} slots hold other bytes than {parcel.trace} sent in event {parcel.event}, the "
-                f"first from its slot {int(parcel.slots[first])}: the transfer or the decode side went wrong"
-            )
-            findings.append(self._finding("transfer_differs", transfer, first, detail))
-        damaged = np.flatnonzero(parcel.damaged)
-        what = (
-            f"held other bytes than were written there when {parcel.trace} sent them in event {parcel.event}: the prefill "
-            "side went wrong"
-        )
+        what = f"hold other bytes than {parcel.trace} sent in event {parcel.event}, the first from its slot "
+        what += f"{int(parcel.slots[wrong[0]])}: the transfer or the decode side went wrong" if len(wrong) else ""
+        findings = self._found("transfer_differs", transfer, wrong, what)
+        sent = f"when {parcel.trace} sent them in event {parcel.event}: the prefill side went wrong"
+        what, damaged = f"held other bytes than were written there {sent}", np.flatnonzero(parcel.damaged)
         return findings + self._found("transfer_source_damaged", transfer, damaged, what)
 
-    def _kv_hash_differs(self, transfer: TransferEvent) -> npt.NDArray[np.bool_]:
+    def _kv_hash_differs(self, transfer: TransferEvent) -> BoolArray:
         """Say for each slot sent, `[n] bool`, whether its bytes are not those that its TAIL record was written with."""
         pool, slots = self._pools[transfer.group], transfer.slots
         differs = np.zeros(len(slots), np.bool_)
@@ -184,7 +166,7 @@ class Transfers:
         written = pool.pool.writers[slots, 0] > 0
         return differs & written & ~pool.pool.unknown[slots] & (slots != 0)
 
-    def _parcel(self, transfer: TransferEvent, damaged: npt.NDArray[np.bool_]) -> Parcel:
+    def _parcel(self, transfer: TransferEvent, damaged: BoolArray) -> Parcel:
         tier, slots = self._pools[transfer.group].pool, transfer.slots
         return Parcel(
             trace=self._trace,
@@ -197,7 +179,7 @@ class Transfers:
             damaged=damaged,
         )
 
-    def _found(self, kind: str, transfer: TransferEvent, which: npt.NDArray[np.intp], what: str) -> list[Finding]:
+    def _found(self, kind: str, transfer: TransferEvent, which: Int64Array, what: str) -> list[Finding]:
         if not len(which):
             return []
         return [self._finding(kind, transfer, int(which[0]), f"{len(which)} of {len(transfer.slots)} slots {what}")]

@@ -7,6 +7,7 @@ the running totals of the divergence figures go on from part to part.
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -144,7 +145,7 @@ def _join_reports(summaries: Sequence[Summary], report: Path) -> None:
 
 def _join_divergence(summaries: Sequence[Summary], files: Sequence[Path], target: Path) -> None:
     before = dict.fromkeys(_RUNNING, 0)
-    with TableSink(target, DIVERGENCE_SCHEMA) as sink:
+    with closing(TableSink(target, DIVERGENCE_SCHEMA)) as sink:
         for summary, path in zip(summaries, files, strict=True):
             with path.open("rb") as source, pq.ParquetFile(source) as read:
                 for number in range(read.num_row_groups):

@@ -23,13 +23,13 @@ from ....kernels.ops.violation_log import ViolationLog
 from ....kernels.ops.write.reference import write
 from ....recorder.capture.host_arrays import ragged_index
 from ....recorder.state.forward import Forward
-from ....recorder.state.pools import Endpoint, GroupPool, launch_tag
+from ....recorder.state.pools import ENDPOINTS, Endpoint, GroupPool, launch_tag
 from ....recorder.state.writes import KvChanges, own_slots, part_from_unstored, readable_prefixes
 from ....recorder.trace.batch import EventView
 from ...run.launch import launch_violations
 from ...run.out_of_range import beyond_table
 from ...run.planning import GroupStep
-from ..stepwise import ENDPOINTS, ExecutorInput, StepwiseExecutor
+from ..stepwise import ExecutorInput, StepwiseExecutor
 from .cuda import find_device, reported
 from .event_slots import slots_of_event
 from .launches import ForwardLaunches

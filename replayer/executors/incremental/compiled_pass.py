@@ -335,11 +335,7 @@ class CompiledPass:
 
     def _summarize(self, columns: BatchColumns, at: int, stop: int) -> None:
         summary, batch = self._summary, columns.batch
-        for kind, count in Counter(batch.kinds[at:stop]).items():
-            summary.events[kind] = summary.events.get(kind, 0) + count
-        times = batch.scalar_ints("time_ns")[at:stop]
-        summary.first_time_ns = summary.first_time_ns or next((int(t) for t in times if t), 0)
-        summary.last_time_ns = max(summary.last_time_ns, int(times.max()))
+        summary.take_events(Counter(batch.kinds[at:stop]), batch.scalar_ints("time_ns")[at:stop])
         modes, forwards = batch.strings("mode"), at + np.flatnonzero(columns.kind[at:stop] == FORWARD_EVENT)
         for mode, count in Counter(modes[index] for index in forwards.tolist()).items():
             summary.forwards_by_mode[mode] = summary.forwards_by_mode.get(mode, 0) + count

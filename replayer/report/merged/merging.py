@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,11 +47,11 @@ _TAG, _RUNNER, _ROW = (_KEY_NUMBERS.index(name) for name in ("launch_tag", "runn
 class _Open(NamedTuple):
     """Rows that may go on, `[m]` each: what they are, their number in the file, when last, how often."""
 
-    keys: Int64Array
-    hashes: UInt64Array
-    turns: Int64Array
-    numbers: Int64Array
-    counts: Int64Array
+    keys: npt.NDArray[Any]  # [m, k] int64
+    hashes: npt.NDArray[Any]  # uint64, the others int64
+    turns: npt.NDArray[Any]
+    numbers: npt.NDArray[Any]
+    counts: npt.NDArray[Any]
 
 
 def _taken(rows: _Open, chosen: Int64Array) -> _Open:
