@@ -10,13 +10,12 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ...kernels.arrays import ByteArray, Int64Array
-from ...kernels.constants import KvHashMode, LaunchTag
+from ...kernels.arrays import Int64Array
+from ...kernels.constants import KvHashMode
 from ...kernels.dispatch import select
 from ...kernels.ops.hash.kv_source import fold_kv, fold_source_loops
 from ...kernels.ops.plan.reference import WritePlan, plan_writes, plan_writes_loops
-from ...kernels.ops.violation_log import ViolationLog
-from ...kernels.ops.write.reference import write, write_loops
+from ...kernels.ops.write.reference import write_loops
 from ...kernels.replay_pass import ledger
 from ...kernels.replay_pass import state as state_kernels
 from ...kernels.replay_pass.state import mark_writers, store_bytes
@@ -26,6 +25,7 @@ from ..trace.schema import ALLOC_FRESH, PHASE_AFTER, PHASE_BEFORE, SEND, SLOTS_L
 from .events import CopyEvent, KnownEvent, SlotEvent, TransferEvent, read_known_event, read_lost_slots
 from .forward import Forward, UnusableEventError, batch_tokens, read_forward
 from .history import SlotHistory
+from .launch import Launcher
 from .pools import Endpoint, GroupPool
 from .replay_state import ReplayState, RunnerActivity
 from .requests import RequestTable
@@ -271,8 +271,7 @@ class RecordedState(EventApplier[WriteStep]):
             history=self.history,
         )
         super().__init__(state, backend=backend)
-        self._log = ViolationLog.allocate(0)
-        self._counters = np.zeros(2, np.int64)
+        self._launcher = Launcher(backend=backend)
         self._out_of_range = np.zeros(1, np.int64)
         self._plans = [WritePlan.allocate(request_capacity=64) for _ in pools]
         for pool in pools:  # which bytes are hashed is for a replay to choose
@@ -330,26 +329,7 @@ class RecordedState(EventApplier[WriteStep]):
         history.apply_forward(forward, written)
 
     def _write(self, endpoint: Endpoint, half: str, step: WriteStep, forward: Forward) -> None:
-        tier, head = step.pool.pool, endpoint == "HEAD"
-        records: ByteArray = (tier.head if head else tier.tail)[half]
-        self._log.clear()
-        write(
-            canary=records,
-            tag=LaunchTag.HEAD_K_FULL,  # of rows that nobody reads
-            plan=step.write_plan,
-            input_ids=forward.input_ids,
-            positions=forward.positions,
-            out_cache_loc=step.slots,
-            expected_tokens=None,
-            expected_positions=None,
-            chain_step_assert=False,
-            sources=() if head else step.pool.sources[half],
-            kv_hash_mode=KvHashMode.NONE if head else step.pool.kv_hash_mode,
-            violations=self._log,
-            slot_counter=self._counters[:1],
-            kernel_counter=self._counters[1:],
-            backend=self._backend,
-        )
+        self._launcher.write(endpoint, half, step.pool, step.write_plan, forward, slots=step.slots)
 
     def _finish(self, step: WriteStep, forward: Forward) -> None:
         """Hash all captured bytes of what was written, where that is another hash than the record's."""

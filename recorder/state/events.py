@@ -27,8 +27,6 @@ from ..trace.schema import (
 )
 from .forward import UnusableEventError
 
-SLOT_KINDS: Final = frozenset({"alloc", "free", "evict"})
-
 MAX_SLOT: Final = 1 << 62  # so that a run behind it does not wrap around
 
 _NO_SLOTS: Final = np.empty(0, np.int64)
@@ -141,20 +139,19 @@ KnownEvent = SlotEvent | CopyEvent | TransferEvent | StatusEvent | SampleEvent
 def read_known_event(view: EventView, groups: Sequence[PoolGroup]) -> KnownEvent | None:
     """Return what an event says about slots, rows or samples, None for an event of another kind.
 
-    Raises:
-        UnusableEventError: its columns contradict one another or the pools.
+    Raises `UnusableEventError` if its columns contradict one another or the pools.
     """
-    kind = view.kind
-    if kind in SLOT_KINDS:
-        return _slot_event(view, groups)
-    if kind == "kv_copy":
-        return _copy_event(view, groups)
-    if kind == "transfer":
-        return _transfer_event(view, groups)
-    if kind == "status":
-        return _status_event(view)
-    if kind == "sample":
-        return _sample_event(view)
+    match view.kind:
+        case "alloc" | "free" | "evict":
+            return _slot_event(view, groups)
+        case "kv_copy":
+            return _copy_event(view, groups)
+        case "transfer":
+            return _transfer_event(view, groups)
+        case "status":
+            return _status_event(view)
+        case "sample":
+            return _sample_event(view)
     return None
 
 
@@ -211,9 +208,8 @@ def _landed(view: EventView, group: PoolGroup, count: int) -> tuple[ByteArray, .
     widths = [stream.capture_bytes for stream in group.streams]
     if len(data) != count * sum(widths):
         raise UnusableEventError(f"kv_bytes has {len(data)} bytes, expected {count * sum(widths)}")
-    ends = np.cumsum([count * width for width in widths]).tolist()
-    parts = zip([0, *ends], ends, widths, strict=False)
-    return tuple(data[begin:end].reshape(count, width) for begin, end, width in parts)
+    parts = np.split(data, np.cumsum([count * width for width in widths[:-1]], dtype=np.int64)) if widths else []
+    return tuple(part.reshape(count, width) for part, width in zip(parts, widths, strict=True))
 
 
 def _status_event(view: EventView) -> StatusEvent:
@@ -262,8 +258,7 @@ def _slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> list[Int64Array]
 def read_lost_slots(view: EventView, groups: Sequence[PoolGroup]) -> list[tuple[int, int, int]]:
     """Return group, start and end of the runs of slots that a loss event lists; a run may end behind its pool.
 
-    Raises:
-        UnusableEventError: there are no such groups or slots.
+    Raises `UnusableEventError` if there are no such groups or slots.
     """
     found = []
     for group, start, count in zip(*(column.tolist() for column in _columns(view, "slot", _RUN)), strict=True):

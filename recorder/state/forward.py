@@ -1,7 +1,4 @@
-"""One recorded forward, checked: what the replay steps through.
-
-A trace is read from a file, so nothing in it is believed before its lengths fit one another.
-"""
+"""One recorded forward, checked: nothing in a trace is believed before its lengths fit one another."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -100,14 +97,11 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
     sampled_tokens = view.ints("sampled_tokens")
     if len(sampled_lens) not in (0, bs):
         raise UnusableEventError(f"sampled_lens has {len(sampled_lens)} entries for {bs} requests")
-    if bool(((sampled_lens < 0) | (sampled_lens > len(sampled_tokens))).any()):
-        raise UnusableEventError(
-            f"a sampled length is negative or more than the {len(sampled_tokens)} tokens there are"
-        )
-    if int(sampled_lens.sum()) != len(sampled_tokens):
-        raise UnusableEventError(
-            f"sampled_tokens has {len(sampled_tokens)} entries, sampled_lens add up to another number"
-        )
+    count = len(sampled_tokens)
+    if bool(((sampled_lens < 0) | (sampled_lens > count)).any()):
+        raise UnusableEventError(f"a sampled length is negative or more than the {count} tokens there are")
+    if int(sampled_lens.sum()) != count:
+        raise UnusableEventError(f"sampled_tokens has {count} entries, sampled_lens add up to another number")
     submitted = view.bytes("kv_submitted_bytes")
     windows = [view.ints(f"window_{column}") for column in ("group", "request", "start", "count")]
     if len({len(column) for column in windows}) > 1:
@@ -145,11 +139,7 @@ def _ints_of_length(view: EventView, name: str, length: int) -> Int64Array:
 
 
 def _attention(view: EventView, header: TraceHeader, bs: int) -> Attention | None:
-    """Return what a forward of `bs` requests says of attention, None for nothing.
-
-    Raises:
-        UnusableEventError: its columns do not fit one another, or name groups and requests that there are not.
-    """
+    """Return what a forward of `bs` requests says of attention, None for nothing; raise `UnusableEventError` as above."""
     seq_lens, query_lens = view.ints("attention_seq_lens"), view.ints("attention_query_lens")
     runs = tuple(view.ints(name) for name in ATTENTION_RUNS)
     slots = view.ints("attention_slots")
@@ -161,10 +151,6 @@ def _attention(view: EventView, header: TraceHeader, bs: int) -> Attention | Non
     if len({len(column) for column in runs}) > 1:
         raise UnusableEventError("the attention_* columns of runs differ in length")
     groups, requests, starts, counts = runs
-    if not len(groups) and not len(slots):  # by far the most frequent
-        return Attention(
-            seq_lens=seq_lens, query_lens=query_lens, groups=groups, requests=groups, positions=groups, slots=slots
-        )
     runner = int(view.scalar("runner"))
     known = {number for number, group in enumerate(header.groups) if group.runner == runner}
     if not set(np.unique(groups).tolist()) <= known:
@@ -190,12 +176,8 @@ def _stream_bytes(name: str, data: ByteArray, header: TraceHeader, runner: int, 
     widths = [stream.capture_bytes for _, stream in header.streams(runner)]
     if len(data) != tokens * sum(widths):
         raise UnusableEventError(f"{name} has {len(data)} bytes, expected {tokens * sum(widths)}")
-    parts = []
-    at = 0
-    for width in widths:
-        parts.append(data[at : at + tokens * width].reshape(tokens, width))
-        at += tokens * width
-    return tuple(parts)
+    parts = np.split(data, np.cumsum([tokens * width for width in widths[:-1]], dtype=np.int64)) if widths else []
+    return tuple(part.reshape(tokens, width) for part, width in zip(parts, widths, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

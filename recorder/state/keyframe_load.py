@@ -97,9 +97,9 @@ class KeyframeRows:
 class KeyframeLoader:
     """Takes a keyframe's events, one after another, into a state.
 
-    `loading` says that a keyframe has begun and is not whole yet; `untouched` that the state is as it was made, with
-    nothing to clear. Arrays that this build does not know are passed over, and so is what a replay without history
-    checks has no use for. What is hashed is for the replay to choose: the records get the KV hash of `kv_hash_mode`.
+    `loading`: a keyframe has begun and is not whole yet; `untouched`: the state is as it was made. Arrays that this build does not
+    know are passed over, and so is what a replay without history checks has no use for. The records get the KV hash of
+    `kv_hash_mode`.
     """
 
     def __init__(self, state: ReplayState, *, kv_hash_mode: KvHashMode) -> None:

@@ -1,8 +1,8 @@
 """Who holds which slot of every pool group, kept up from the events in between forwards and from the forwards' writes.
 
-One ledger serves all history checks: they judge against it before it moves on. Where the trace promises a complete
-slot history, the engine starts with every slot free; everywhere else, and after a gap, a slot is unknown until an
-event says otherwise. The rows' columns and states are those of `kernels/replay_pass/ledger.py`.
+History checks judge against it before it moves on. If the trace promises a complete slot history, the engine starts with
+every slot free; everywhere else, and after a gap, a slot is unknown until an event says otherwise. Columns and states are
+those of `kernels/replay_pass/ledger.py`.
 """
 
 from collections.abc import Iterator, Sequence

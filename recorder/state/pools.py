@@ -29,10 +29,9 @@ def launch_tag(endpoint: Endpoint, half: str, kind: str) -> LaunchTag:
 class Tier:
     """Slots of one memory tier: the pool itself, or the host tier that requests are offloaded to.
 
-    `head` and `tail` map a half to `[num_slots, 32] uint8`, `kv` holds `[num_slots, capture_bytes] uint8` per
-    stream, `writers` is `[num_slots, 3] int64` (event + 1, forward, request id; event 0 if nobody wrote), `unknown` is
-    `[num_slots] bool`: slots whose content the trace does not know because events were lost. `whole_hashes` maps a half
-    to `[num_slots] int64`, the KV hash over all captured bytes, where one is kept beside the one in the TAIL records.
+    `head` and `tail` map a half to `[num_slots, 32] uint8`, `kv` holds `[num_slots, capture_bytes] uint8` per stream, `writers` is
+    `[num_slots, 3] int64` (event + 1, forward, request id; event 0 if nobody wrote), `unknown` `[num_slots] bool` what lost events
+    may have changed, `whole_hashes` by half `[num_slots] int64` the KV hash over all captured bytes, if that is another one.
     """
 
     head: dict[str, ByteArray]

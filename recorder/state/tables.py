@@ -165,10 +165,9 @@ class StateTables:
         apply_forward(rows=rows, prefix_lens=starts, lens=lens, values=values, table=table, backend=self._backend)
 
     def forget(self) -> None:
-        """After a gap in the trace: every entry is unknown, so none may be judged.
+        """After a gap in the trace: every entry is unknown, so none may be judged, until the trace says it again.
 
-        Slot 0 is never verified and token -1 is never compared, so those are what unknown entries become; what the
-        trace says later fills them again.
+        Slot 0 is never verified and token -1 is never compared, so those are what unknown entries become.
         """
         # Fresh zero pages: `zeros_like` would touch every page of a large table.
         self.req_to_token = [sparse_zeros(table.shape, np.int32) for table in self.req_to_token]

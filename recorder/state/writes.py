@@ -89,8 +89,7 @@ def own_slots(pool: GroupPool, forward: Forward, tables: StateTables, *, backend
 def readable_prefixes(pool: GroupPool, forward: Forward, tables: StateTables) -> tuple[Int64Array, int]:
     """Return the prefix lengths `[bs] int64` cut to the table's width, and how many entries a forward so reads.
 
-    Raises:
-        UnusableEventError: absurdly many.
+    Raises `UnusableEventError` if they are absurdly many.
     """
     # A prefix longer than the table is a finding of its own (`explain_requests`); the plan stops where it does.
     prefix_lens = np.minimum(forward.prefix_lens, tables.req_to_token[pool.group.table].shape[1])
@@ -111,10 +110,8 @@ def part_from_unknown(pool: GroupPool, plan: WritePlan, requests: int) -> None:
 def part_from_unstored(pool: GroupPool, plan: WritePlan, slots: Int64Array, requests: int) -> None:
     """Begin the chains anew of requests whose first tokens go to no slot of a sliding group, `slots` `[T] int64`.
 
-    Of groups with a block table of their own alone: behind a full-to-SWA table such a token goes to slot 0, and is chained.
-
-    A chunk that is longer than the window leaves out what nobody will read. The record before it is then not the one
-    before what is stored, and the block table leads to no slot there, as it does at a chain's head.
+    A chunk that is longer than the window leaves out what nobody will read, and the record before it is then not the one before
+    what is stored. In groups with a block table of their own alone: behind a full-to-SWA table such a token goes to slot 0.
     """
     if pool.group.window and pool.group.lut < 0 and len(slots):
         starts, ends = plan.offsets[:requests], plan.offsets[1 : requests + 1]

@@ -41,11 +41,7 @@ def make_checks(
 ) -> CheckSet | None:
     """Return the named checks as one that must be given every forward and every other event, in order; None for none.
 
-    Args:
-        names: out of `CHECK_NAMES`; the checks keep their own order.
-        header: the trace's.
-        request_table: what is known of the requests.
-        backend: what the ledger's loops run on, see `kernels.dispatch.select`.
+    The checks keep their own order; `backend` is what the ledger's loops run on, see `kernels.dispatch.select`.
     """
     chosen = set(names)
     if not chosen:

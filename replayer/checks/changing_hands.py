@@ -49,8 +49,7 @@ class SlotDoubleAllocated(SlotEventCheck):
     events = frozenset({"alloc"})
     needs_complete = True
 
-    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
-        """Yield a finding for each holder whose slots an allocation gives out again."""
+    def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         if event.status:
             return
         for _, slots, row in parties(part, part.column(STATE) >= HELD, part.column(OWNER)):
@@ -75,8 +74,7 @@ class FreeSlotShared(SlotEventCheck):
     events = frozenset({"alloc"})
     needs_complete = True
 
-    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
-        """Yield a finding for each earlier event that freed what this one joins."""
+    def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         if event.status in _JOINS:
             yield from _of_free(self, event, part, f"{_JOINS[event.status]} though it is free")
 
@@ -91,8 +89,7 @@ class SlotFreedTwice(SlotEventCheck):
     events = frozenset({"free", "evict"})
     needs_complete = True
 
-    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
-        """Yield a finding for each earlier event that freed what this one frees."""
+    def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         yield from _of_free(self, event, part, f"is given back ({event.note or event.kind}) though it is free")
         if len(part.repeated):
             detail = "is given back twice by one event"
@@ -113,8 +110,7 @@ class ForeignSlotFreed(SlotEventCheck):
     events = frozenset({"free", "evict"})
     needs_complete = True
 
-    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
-        """Yield a finding for each holder whose slots somebody else gives back."""
+    def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         state, owner = part.column(STATE), part.column(OWNER)
         foreign, verb = (state == HELD) | (state == SHARED), "is evicted"
         if event.kind == "free":
@@ -210,8 +206,7 @@ class FreedDuringTransfer(SlotEventCheck):
     covered = Covered.COMPILED
     events = frozenset(_CHANGES)
 
-    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
-        """Yield a finding for each transfer whose slots this event gives away."""
+    def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         if event.kind == "alloc" and (event.status or not self.history.complete):
             return
         for start, slots, _ in parties(part, part.transfer > 0, part.transfer):

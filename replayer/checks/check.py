@@ -79,12 +79,9 @@ class Repeats:
 class HistoryCheck:
     """A check that finds nothing; each check overrides what it looks at, and is registered with `register`.
 
-    Attributes:
-        kind: the kind of its findings, which is its name.
-        finds: what a finding says, in a sentence.
-        covered: by which faster ways of replaying it finds the same; one that does not say has every forward stepped.
-        events: the kinds of event, beside forwards, that `event` looks at.
-        needs_complete: whether it is silent unless the trace promises to report every slot.
+    `kind` is the kind of its findings and its name, `finds` what a finding says, in a sentence; `covered` says by which faster
+    ways of replaying it finds the same, every forward is stepped if it does not say; `events` are the kinds of event, beside
+    forwards, that `event` looks at; with `needs_complete` it is silent unless the trace promises to report every slot.
     """
 
     kind: ClassVar[str] = ""
@@ -129,27 +126,18 @@ class HistoryCheck:
         request: int,
         detail: str,
         *,
-        group: int = -1,
-        position: int = -1,
-        slot: int = -1,
         count: int = 1,
         events: Iterable[int] = (),
         cause: Cause = NO_CAUSE,
+        **place: int,
     ) -> Finding:
-        """Return a finding about request number `request` of a forward; past the batch, about its padding."""
-        return forward_finding(
-            self.kind,
-            forward,
-            counted(detail, count),
-            self.history.request_table,
-            request=request,
-            group=group,
-            position=position,
-            slot=slot,
-            count=count,
-            evidence=evidence(events, forward.event),
-            **cause._asdict(),
-        )
+        """Return a finding about request number `request` of a forward; past the batch, about its padding.
+
+        `place` is its group, position and slot, as far as it has them.
+        """
+        fields = {"count": count, "evidence": evidence(events, forward.event), **cause._asdict(), **place}
+        names = self.history.request_table
+        return forward_finding(self.kind, forward, counted(detail, count), names, request=request, **fields)
 
     def of_entries(
         self,
@@ -275,7 +263,7 @@ class LedgerCheck(HistoryCheck):
                 findings += self.found(view, judged, self.writes, is_write=True)
         return findings
 
-    def explain(self, access: Access) -> Explained:
+    def _explain(self, access: Access) -> Explained:
         """Say what is wrong with a read or a write."""
         raise NotImplementedError
 
@@ -292,7 +280,7 @@ class LedgerCheck(HistoryCheck):
         slots = (group.written if is_write else group.slots)[entries]
 
         def explain(n: int) -> Explained:
-            return self.explain(Access(group, int(entries[n]), judged.ledger[slots[n]], int(found[n]), is_write))
+            return self._explain(Access(group, int(entries[n]), judged.ledger[slots[n]], int(found[n]), is_write))
 
         requests = group.writers(entries) if is_write else group.readers(entries)
         positions = (view.forward.positions if is_write else group.positions)[entries]
@@ -305,14 +293,14 @@ class SlotEventCheck(HistoryCheck):
     """Judges the slots that change hands in an event, one pool group's at a time."""
 
     def event(self, view: EventView) -> list[Finding]:
-        """Return what `part` finds in each group's part of an event."""
+        """Return what `_part` finds in each group's part of an event."""
         del view
         event = self.history.known
         if not isinstance(event, SlotEvent):
             return []
-        return [finding for part in self.history.named for finding in self.part(event, part)]
+        return [finding for part in self.history.named for finding in self._part(event, part)]
 
-    def part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
+    def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         """Yield what is wrong with one pool group's slots."""
         raise NotImplementedError
 

@@ -35,8 +35,7 @@ class ReadAfterFree(LedgerCheck):
     needs_complete = True
     reads = ledger.READ_FREE
 
-    def explain(self, access: Access) -> Explained:
-        """Say since when the slot is free, and whose it was."""
+    def _explain(self, access: Access) -> Explained:
         row = access.row
         if not row[LEFT]:
             return "reads a slot that was never given out", happened(row), Cause("never_given_out")
@@ -58,8 +57,7 @@ class ReadOfForeignSlot(LedgerCheck):
     needs_complete = True
     reads = ledger.READ_FOREIGN | ledger.READ_RECYCLED
 
-    def explain(self, access: Access) -> Explained:
-        """Say whose the slot is, or when it was given out anew."""
+    def _explain(self, access: Access) -> Explained:
         row = access.row
         if not access.bits & ledger.READ_FOREIGN:
             detail = f"goes on reading a slot that was given out anew in event {row[ALLOC] - 1}"
@@ -87,8 +85,7 @@ class WriteToForeignSlot(LedgerCheck):
             ledger.WRITE_FREE | ledger.WRITE_CACHED | ledger.WRITE_FOREIGN if self.history.complete else 0
         )
 
-    def explain(self, access: Access) -> Explained:
-        """Say whose the slot is."""
+    def _explain(self, access: Access) -> Explained:
         row, events = access.row, changed_hands(access.row)
         if not access.bits & self.writes & ~ledger.WRITTEN_TWICE:
             return "writes a slot that another request of the same forward writes", events, Cause("same_forward")
@@ -116,8 +113,7 @@ class SlotWrittenTwice(LedgerCheck):
         groups = [judged for judged in self.history.judge(view) if judged.group.pool.group.lut < 0]
         return [f for judged in groups for f in self.found(view, judged, ledger.WRITES_AGAIN, is_write=True)]
 
-    def explain(self, access: Access) -> Explained:
-        """Say what is left of them."""
+    def _explain(self, access: Access) -> Explained:
         detail = "two tokens of one forward are written to one slot, and the second is what is left"
         return detail, changed_hands(access.row), NO_CAUSE
 
@@ -137,8 +133,7 @@ class HitNeverWritten(LedgerCheck):
     covered = Covered.COMPILED
     reads = ledger.NEVER_WRITTEN | ledger.BEING_WRITTEN
 
-    def explain(self, access: Access) -> Explained:
-        """Say what is known of the slot's content."""
+    def _explain(self, access: Access) -> Explained:
         row = access.row
         if access.bits & ledger.BEING_WRITTEN:
             detail = "reads a slot that another request of the same forward is writing"
@@ -162,8 +157,7 @@ class HitDiffers(LedgerCheck):
     covered = Covered.COMPILED
     reads = ledger.DIFFERS
 
-    def explain(self, access: Access) -> Explained:
-        """Say what the slot holds, who wrote it, and what was expected."""
+    def _explain(self, access: Access) -> Explained:
         pool, plan = access.group.pool, access.group.plan
         slot, token = int(plan.slots[access.entry]), int(plan.expected_tokens[access.entry])
         record = record_words(pool.pool.tail[pool.group.halves[0]], written=False)[slot]
@@ -205,8 +199,7 @@ class PaddedWrite(LedgerCheck):
                 findings += self.found(view, judged, ledger.PADDED, is_write=False)
         return findings
 
-    def explain(self, access: Access) -> Explained:
-        """Say whose slot padding writes, or that it is read."""
+    def _explain(self, access: Access) -> Explained:
         row = access.row
         if not access.is_write:
             return "reads a slot that padding of the same forward writes", happened(row), Cause("same_forward")

@@ -26,11 +26,7 @@ def make_executor(
     request_table: RequestTable,
     results: ResultCollector,
 ) -> StepwiseExecutor:
-    """Return the executor that the settings name, or the one that the definition is, where a check asks for that.
-
-    Raises:
-        MemoryError: its pools and tables find no room.
-    """
+    """Return the executor that the settings name, or the stepwise one if a check asks for that; raise `MemoryError` without room."""
     uncovered = [name for name, ways in covered_by(settings.checks).items() if ways < Covered.INCREMENTAL]
     if uncovered and (settings.device != "cpu" or settings.executor != "stepwise"):
         _log.info(

@@ -12,6 +12,7 @@ from ...kernels.constants import KvHashMode
 from ...recorder.state.apply import EventApplier
 from ...recorder.state.events import KnownEvent, TransferEvent
 from ...recorder.state.forward import Forward
+from ...recorder.state.launch import Launcher
 from ...recorder.state.pools import ENDPOINTS, Endpoint, GroupPool, launch_tag
 from ...recorder.state.replay_state import ReplayState, RunnerActivity
 from ...recorder.state.requests import RequestTable
@@ -23,7 +24,7 @@ from ..checks.check import CheckSet
 from ..checks.history import ForwardView, GroupReads
 from ..report.results import ResultCollector
 from ..run.divergence import SwaDivergence
-from ..run.launch import Launcher, launch_violations
+from ..run.launch import launch_violations
 from ..run.out_of_range import beyond_table, explain_plan, explain_requests, explain_writes
 from ..run.planning import GroupStep, Planner, expected_tokens, leave_out_unknown
 from ..run.sweep import explain_sweep, read_sweep
@@ -45,12 +46,11 @@ class ExecutorInput:
 class StepwiseExecutor(EventApplier[GroupStep]):
     """Steps forwards and sweeps through plan, verify and write on rebuilt pools, in the order of `EventApplier`.
 
-    `launcher` holds the canary's own health counters; `verified` and `written` count the entries of those launches;
-    `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot,
-    `entries_read` all entries of prefixes and sweeps, once for a pool group;
-    `checks` are the history checks and `history` what they share, None without any; `num_on_host` counts the forwards that a replay on a GPU
-    left to the CPU, None if there is no GPU; `name` is what a summary calls the executor that ran. `transfers` judges
-    transfers between engines; whoever replays sets it.
+    `launcher` holds the canary's own health counters; `verified` and `written` count the entries of those launches,
+    `unknown_entries` those left out because lost events may have rewritten their slot, `entries_read` all entries of prefixes and
+    sweeps, once for a pool group; `checks` are the history checks and `history` what they share, None without any; `num_on_host`
+    counts the forwards that a replay on a GPU left to the CPU, None if there is no GPU; `name` is what a summary calls the
+    executor. `transfers` judges transfers between engines; whoever replays sets it.
     """
 
     name = "stepwise"
@@ -126,7 +126,9 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         pool, plan = step.pool, step.write_plan
         counter = self.launcher.slot_counters[launch_tag(endpoint, half, pool.group.kind) :]
         before = int(counter[0])
-        log = self.launcher.write(endpoint, half, pool, plan, forward, slots=step.slots, expected_tokens=self._expected)
+        log = self.launcher.write(
+            endpoint, half, pool, plan, forward, slots=step.slots, expected_tokens=self._expected, asserts_steps=True
+        )
         self.written += int(counter[0]) - before
         if log.write_index[0]:
             self._results.violations(launch_violations(log, plan, forward, pool, endpoint, half))

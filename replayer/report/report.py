@@ -29,9 +29,7 @@ _OWN_PREFIX: Final = ".kvcanary-"  # what is being made beside its place
 def check_report_folder(report: Path) -> None:
     """Check that a folder may be written to: it is empty, or a report of ours.
 
-    Raises:
-        ForeignFolderError: it is somebody else's, a link, or holds what no replay wrote; `strerror` says so.
-        OSError: it cannot be read.
+    Raises `ForeignFolderError` if it is somebody else's, a link, or holds what no replay wrote; `OSError` if it cannot be read.
     """
     check_folder(report, _is_ours)
     try:

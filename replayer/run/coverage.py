@@ -1,8 +1,7 @@
 """What a verdict speaks for: how much of each thing was watched, of how much, and why the rest was not.
 
-The one place that works it out, of what the header says and of what the replay counted. Screen, summary, SQL and page
-show these rows. A row is not watched in full where fewer were watched than there are, or where nobody knows how many
-there are.
+Worked out here of what the header says and what the replay counted; screen, summary, SQL and page show these rows. A row is
+not watched in full if fewer were watched than there are, or if nobody knows how many there are.
 """
 
 from collections import Counter
@@ -79,9 +78,8 @@ def count_forwards(figures: Int64Array, batch: TraceBatch, rows: Int64Array, hea
         return
     attention = batch.scalar_ints("attention_watched")[rows]
     runners = batch.scalar_ints("runner")[rows]
-    every = range(len(header.runners))
-    streams = np.array([len(header.streams(runner)) for runner in every], np.int64)[runners]
-    sliding = np.array([len(_sliding(header, runner)) for runner in every], np.int64)[runners]
+    counts = [(len(header.streams(runner)), len(_sliding(header, runner))) for runner in range(len(header.runners))]
+    streams, sliding = np.array(counts, np.int64)[runners].T
     truth = _lengths(batch, "truth_lens", rows) if header.truth_table is not None else np.zeros(len(rows), np.int64)
     columns = (
         np.ones(len(rows), np.int64),
@@ -128,13 +126,11 @@ def coverage(
     """Return how much was watched, in the order in which a person should read it.
 
     Args:
-        header: the trace's.
+        header, settings: the trace's, and those of the replay, as in `ReplaySettings.to_json`.
         figures: what was counted of the forwards that were judged, `[runners, figures] int64`.
-        recorded: forwards in the trace, judged or not.
-        judged: forwards that were judged.
-        entries_read: slots of prefixes that the judged forwards and walks of the prefix cache read, each time counted.
-        unknown_entries: those of them of which nobody knows what they must hold.
-        settings: of the replay, as in `ReplaySettings.to_json`.
+        recorded, judged: forwards in the trace, and those that were judged.
+        entries_read, unknown_entries: slots of prefixes that the judged forwards and walks of the prefix cache read, each
+            time counted, and those of them of which nobody knows what they must hold.
     """
     rows = [_forwards(judged, recorded), *_left_out(header)]
     for group in header.groups:
@@ -146,24 +142,32 @@ def coverage(
                 Watched(what="runner", name=name, watched=0, total=0, words=f"{name}: it ran no forward with a request")
             )
         if header.streams(index) and settings["kv_hash"] != "none":
-            rows.append(_of_forwards("bytes_watched", name, counted, _BYTES, "KV bytes of prefixes", _every(header)))
-            reason = _reason(header, "submitted", name) or "what the model handed to the cache was not given"
-            rows.append(
-                _of_forwards("submitted", name, counted, _SUBMITTED, "KV bytes on their way into the pool", reason)
+            every = header.capture.kv_watch_every
+            reason, thing = (
+                f"read again every {every:,} forwards" if every else "never read again",
+                "KV bytes of prefixes",
             )
+            rows.append(_of_forwards("bytes_watched", name, counted, _BYTES, thing, reason))
+            reason = _reason(header, "submitted", name) or "what the model handed to the cache was not given"
+            thing = "KV bytes on their way into the pool"
+            rows.append(_of_forwards("submitted", name, counted, _SUBMITTED, thing, reason))
         rows.append(_attention(name, counted))
         if _sliding(header, index):
             reason = "the engine shows a block table, and not what attention reads of it"
             rows.append(_of_forwards("window", name, counted, _WINDOWS, "which positions sliding layers read", reason))
-        rows += [*_truth(header, name, counted), _columns(runner)]
+        reason = "no truth tokens recorded" if header.truth_table is None or not header.capture.truth_tokens else ""
+        rows.append(_of_forwards("truth", name, counted, _TRUTH, "cached tokens against the request's own", reason))
+        rows.append(_columns(runner))
     read = entries_read
     words = f"{unknown_entries:,} of {read:,} slots read: nobody knows what they must hold" if unknown_entries else ""
     rows.append(Watched(what="slots_read", name="", watched=read - unknown_entries, total=read, words=words))
     tokens, unknown = (int(figures[:, figure].sum()) for figure in (_TOKENS, _UNKNOWN))
     words = f"{unknown:,} of {tokens:,} input tokens, which are unknown" if unknown else ""
     rows.append(Watched(what="tokens", name="", watched=tokens - unknown, total=tokens, words=words))
-    rows += [_ranks(header), _history(header), _checks(settings["checks"])]
-    return rows
+    told = header.slot_history == "complete"
+    words = "" if told else "who held a slot (no slot history)"
+    history = Watched(what="slot_history", name="", watched=int(told), total=1, words=words)
+    return [*rows, _ranks(header), history, _checks(settings["checks"])]
 
 
 def not_watched(rows: Sequence[Watched]) -> list[str]:
@@ -251,11 +255,6 @@ def _bytes(group: PoolGroup, header: TraceHeader, kv_hash: str) -> Watched:
     return Watched(what="bytes", name=group.name, watched=compared, total=total, reason=reason, words=words)
 
 
-def _every(header: TraceHeader) -> str:
-    every = header.capture.kv_watch_every
-    return f"read again every {every:,} forwards" if every else "never read again"
-
-
 def _of_forwards(what: str, name: str, counted: Sequence[int], figure: int, thing: str, reason: str = "") -> Watched:
     watched, total = counted[figure], counted[_FORWARDS]
     words = ""
@@ -270,11 +269,6 @@ def _attention(name: str, counted: Sequence[int]) -> Watched:
     return _of_forwards("attention", name, counted, figure, "what attention was given")
 
 
-def _truth(header: TraceHeader, name: str, counted: Sequence[int]) -> list[Watched]:
-    reason = "no truth tokens recorded" if header.truth_table is None or not header.capture.truth_tokens else ""
-    return [_of_forwards("truth", name, counted, _TRUTH, "cached tokens against the request's own", reason)]
-
-
 def _columns(runner: Runner) -> Watched:
     words = f"{', '.join(runner.derived)} (derived)" if runner.derived else ""
     total = len(INT_LISTS)
@@ -286,12 +280,6 @@ def _ranks(header: TraceHeader) -> Watched:
     total = max(1, ranks.tp_size) * max(1, ranks.pp_size) * max(1, ranks.dp_size)
     words = f"the {total - 1:,} other ranks" if total > 2 else "the other rank" if total > 1 else ""
     return Watched(what=RANKS, name="", watched=1, total=total, words=words)
-
-
-def _history(header: TraceHeader) -> Watched:
-    told = header.slot_history == "complete"
-    words = "" if told else "who held a slot (no slot history)"
-    return Watched(what="slot_history", name="", watched=int(told), total=1, words=words)
 
 
 def _checks(names: Sequence[str]) -> Watched:

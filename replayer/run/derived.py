@@ -1,7 +1,7 @@
 """What may not be judged of a runner some of whose columns are derived: worked out by the recorder, not observed.
 
-A derived value proves only that the recorder agrees with itself. The forwards are replayed as ever, and what is found by
-means of such a value is dropped where it would go into the report, whatever found it. docs/reference/replay.md has the table.
+The forwards are replayed as ever, and what is found by means of such a value is dropped where it would go into the report,
+whatever found it. docs/reference/replay.md has the table.
 """
 
 import dataclasses

@@ -16,13 +16,7 @@ from ...recorder.state.forward import Forward, batch_tokens
 from ...recorder.state.pools import GroupPool
 from ...recorder.state.requests import RequestTable
 from ...recorder.state.tables import StateTables
-from ...recorder.state.writes import (
-    own_slots,
-    part_from_unknown,
-    part_from_unstored,
-    readable_prefixes,
-    which_unknown,
-)
+from ...recorder.state.writes import own_slots, part_from_unknown, part_from_unstored, readable_prefixes, which_unknown
 from ...recorder.trace.header import TraceHeader
 
 
@@ -30,10 +24,9 @@ from ...recorder.trace.header import TraceHeader
 class GroupStep(WriteStep):
     """One pool group's part of one forward: its plans and the slots it writes, `[T] int64` in the pool's numbering.
 
-    `unknown_entries` counts plan entries that were left out because lost events may have rewritten their slot;
-    `looked_beyond` says that something asked for a slot or a table entry that there is not; `reads` counts the prefix
-    entries that the forward reads, of which an incremental replay plans those of `due` (None: all). `touched` `[n] int64`
-    are the slots that the forward writes, or in which it saw bytes change.
+    `unknown_entries` of the plan were left out because lost events may have rewritten their slot; `looked_beyond`: something
+    asked for a slot or a table entry that there is not; `reads` counts the prefix entries that the forward reads, of which an
+    incremental replay plans those of `due` (None: all); `touched` `[n] int64` are the slots that it writes or saw change.
     """
 
     verify_plan: VerifyPlan

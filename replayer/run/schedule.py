@@ -18,14 +18,8 @@ from ...recorder.trace.header import TraceHeader
 from ..report.findings import Finding, forward_finding
 
 FIELDS: Final = (
-    "mode",
-    "req_pool_indices",
-    "request_ids",
-    "prefix_lens",
-    "extend_lens",
-    "positions",
-    "out_cache_loc",
-    "input_ids",
+    *("mode", "req_pool_indices", "request_ids", "prefix_lens", "extend_lens"),
+    *("positions", "out_cache_loc", "input_ids"),
 )
 _PAGE: Final = 64
 
@@ -45,31 +39,23 @@ class ScheduleLog:
     def note(self, forward: Forward) -> None:
         """Keep a forward's digests."""
         page, row = divmod(forward.forward, _PAGE)
-        if page not in self._pages:
-            self._pages[page] = np.zeros((_PAGE, len(FIELDS)), np.uint64)
-        self._pages[page][row] = digests(forward)
+        self._pages.setdefault(page, np.zeros((_PAGE, len(FIELDS)), np.uint64))[row] = digests(forward)
         self.requests |= requests_of(forward)
 
     def of(self, number: int) -> npt.NDArray[np.uint64] | None:
         """Return the digests of a forward, None if this rank has none of that number."""
         page, row = divmod(number, _PAGE)
-        if page not in self._pages or not self._pages[page][row].any():
-            return None
-        found: npt.NDArray[np.uint64] = self._pages[page][row]
-        return found
+        found = self._pages.get(page, np.zeros((_PAGE, 1), np.uint64))[row]
+        return found if found.any() else None
 
 
 class Schedule:
     """One rank's part in the comparison: keeps its digests, or holds them against those of another rank.
 
-    `compared` and `differing` count forwards; the first that differs is a finding. `unrelated` says that the other is no
-    rank of this server: nothing was alike, and no request in common. Two servers of one kind that record into one
-    folder look like that, and are not compared.
-
-    Args:
-        log: where this rank's digests go; None to keep none.
-        other: the rank to compare with; None to compare with none.
-        values: gives the values that another rank's forward has in a field, for the finding's words.
+    `compared` and `differing` count forwards; the first that differs is a finding. `unrelated`: nothing was alike and no
+    request in common, as of two servers of one kind that record into one folder, which are not compared. `log` is where
+    this rank's digests go, `other` the rank to compare with, None for none; `values` gives another rank's values of a
+    forward's field, for the finding's words.
     """
 
     def __init__(
@@ -80,9 +66,7 @@ class Schedule:
         other: ScheduleLog | None = None,
         values: Callable[[int, str], Int64Array | str | None] | None = None,
     ) -> None:
-        self.compared = 0
-        self.differing = 0
-        self.unrelated = False
+        self.compared, self.differing, self.unrelated = 0, 0, False
         self._alike = False  # whether a forward with requests was the same on both
         self.log = log
         self.other = other
@@ -153,8 +137,7 @@ def field_values(forward: Forward, name: str) -> Int64Array | str:
     if name == "mode":
         return f"{forward.mode} (runner {forward.runner})"
     if name == "out_cache_loc":
-        slots = forward.out_cache_loc
-        return np.concatenate(slots) if slots else np.empty(0, np.int64)
+        return np.concatenate([np.empty(0, np.int64), *forward.out_cache_loc])
     value: Int64Array = getattr(forward, name)
     return value
 

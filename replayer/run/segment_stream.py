@@ -14,11 +14,9 @@ from ...recorder.trace.reader import TraceReader
 class SegmentStream:
     """Reads a recording's segments in their order; a trace of one file is one of them.
 
-    `header` is the first readable file's; `complete` says, once all was read, that every file had its end;
-    `size_bytes` is that of all files, `bytes_done` that of the files read so far.
-
-    Raises:
-        TraceError: no file can be read, or two are of different recordings.
+    `header` is the first readable file's; `complete` says, once all was read, that every file had its end; `size_bytes` is that
+    of all files, `bytes_done` that of the files read so far. Raises `TraceError` if no file can be read, or two are of different
+    recordings.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:

@@ -1,8 +1,7 @@
 """Transfers between a prefill and a decode engine: what was sent, what landed, and which side went wrong.
 
-A sender's slots are verified when the transfer begins and again when it ends; what they held then travels to the
-receiver's replay through the exchange, canary records and bytes. The receiver's bytes are those that it saw land, so
-that a decode forward's TAIL verify compares them with what the prefill side wrote.
+A sender's slots are verified when the transfer begins and again when it ends; what they held travels to the receiver's replay
+through the exchange, records and bytes. The receiver's bytes are those that it saw land.
 """
 
 from collections.abc import Callable

@@ -42,9 +42,9 @@ class Part:
 class GroupTask:
     """How to replay a group of a plan, whichever group it is.
 
-    `explicit` says that the user named the report's place; `all_there` that no segment may follow those given. `finish`
-    is called with each summary once its verdict stands; it may change it and its report, and returns what to say to the
-    user. It is a function of a module, so that another process finds it.
+    `explicit`: the user named the report's place; `all_there`: no segment may follow those given. `finish` is called with each
+    summary once its verdict stands; it may change it and its report, and returns what to say to the user. It is a function of a
+    module, so that another process finds it.
     """
 
     settings: ReplaySettings

@@ -106,9 +106,8 @@ def _search(stream: SegmentStream, number: int, name: str) -> Int64Array | str |
 def ranks_together(recordings: Sequence[Recording]) -> list[list[int]]:
     """Return which recordings are tensor-parallel ranks of one engine, by their indices, ranks ascending.
 
-    Ranks of other data-parallel or pipeline-parallel positions run other forwards and are not compared. Where all ranks
-    of a server's run are there, its id tells them from another server's; else a rank that comes again is of a later run
-    of the same engine. A server on several machines has an id on each.
+    Other data-parallel or pipeline-parallel positions run other forwards. If all ranks of a server's run are there, its id tells
+    them from another server's; else a rank that comes again is of a later run. A server on several machines has an id on each.
     """
     engines: dict[tuple[object, ...], list[int]] = {}
     for index, recording in enumerate(recordings):
@@ -153,7 +152,7 @@ def _whole_runs(recordings: Sequence[Recording], members: Sequence[int]) -> tupl
 def replayed_together(recordings: Sequence[Recording]) -> list[list[int]]:
     """Return which recordings exchange transfers: prefill and decode sides, rank by rank; the others are alone.
 
-    What was hashed with another salt cannot be compared, and is no other side. Where the two sides have as many tensor-parallel ranks, each rank sends to its like; else all are one.
+    What was hashed with another salt is no other side. With as many ranks on both sides each sends to its like; else all are one.
     """
     sides = [r.header for r in recordings if r.header is not None and r.header.role]
     alike = len({header.ranks.tp_size for header in sides}) == 1

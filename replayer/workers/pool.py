@@ -36,14 +36,9 @@ def replay_in_workers(
 ) -> Iterator[tuple[list[Job], GroupResult]]:
     """Yield each group of a plan with what came of it, in the plan's order.
 
-    After Ctrl-C those under way are judged as far as they came, and the others left out; Ctrl-C once more ends the
-    workers. Raises `KeyboardInterrupt` for both where nothing had begun.
-
-    Args:
-        plan, task: what to replay, and how.
-        on_progress: called with how far all of it has come.
-        jobs: worker processes at once.
-        devices: where the workers replay, in turn; empty for what `task` says.
+    After Ctrl-C those under way are judged as far as they came, and the others left out; Ctrl-C once more ends the workers.
+    Both raise `KeyboardInterrupt` if nothing had begun. `on_progress` is told how far all of it has come; `jobs` workers run at
+    once, on `devices` in turn, if there are any, instead of the one that `task` names.
     """
     with _Pool(plan, task, jobs=jobs, devices=devices) as pool:
         shown = 0

@@ -17,11 +17,7 @@ _LOADED: Final = f"{__package__}.loaded"
 
 
 def start_server(function: Callable[..., Any] | None = None) -> None:
-    """Begin to load what workers need, in a process of its own, if there is none yet.
-
-    Args:
-        function: what workers will call; its module is loaded too.
-    """
+    """Begin to load what workers need, the module of `function` too, in a process of its own, if there is none yet."""
     modules = [function.__module__] if function is not None else []
     try:
         with _starting():  # Ctrl-C is held back for good in that process and its children

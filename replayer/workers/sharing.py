@@ -28,12 +28,9 @@ _SHARE_OF_MEMORY: Final = 0.5
 
 
 def shared_out(plan: ReplayPlan, settings: ReplaySettings, *, jobs: int | None) -> tuple[ReplayPlan, int]:
-    """Return a plan for workers, recordings in segments split where there are more workers than recordings, and how many.
+    """Return a plan for workers, recordings in segments split if there are more workers than recordings, and how many.
 
-    Args:
-        plan: what to replay.
-        settings: how.
-        jobs: how many workers the user wants; None for as many as pay, which is one on a GPU.
+    `jobs` is how many workers the user wants; None for as many as pay, which is one on a GPU.
     """
     if jobs is None:
         if settings.device != "cpu":

@@ -1,8 +1,8 @@
 """Merged violations back to one row a forward: exactly the rows, in exactly the order, that stepwise replay writes.
 
-A merged row says since which event it was found and in how many forwards. They are the next forwards of its runner that
-hold its request on its row (of a sweep's row: the next sweeps of the runner), so that the trace's batches say the rest;
-`merging` merges nothing that this would not give back. The trace is read once, a batch of events at a time.
+A merged row says since which event it was found and in how many forwards: the next forwards of its runner that hold its
+request on its row (of a sweep's row: the next sweeps of the runner), so that the trace's batches say the rest. The trace is
+read once, a batch of events at a time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,24 +33,16 @@ class ExpansionError(Exception):
 def expand(violations: pa.Table, trace: Path | Sequence[Path]) -> pa.Table:
     """Return one row a violation and forward, as stepwise replay has them.
 
-    Args:
-        violations: rows as in `violations.parquet`, merged or not, in the file's order.
-        trace: the trace that they were found in, or the segments of it in their order.
-
-    Raises:
-        ExpansionError: they were not found in this trace.
-        TraceError: the trace cannot be read at all.
+    `violations` are rows as in `violations.parquet`, merged or not, in the file's order; `trace` is the trace that they were
+    found in, or its segments in their order. Raises `ExpansionError` if they were not found in this trace, `TraceError` if it
+    cannot be read at all.
     """
     tables = list(expand_tables([violations], trace))
     return pa.concat_tables(tables) if tables else VIOLATION_SCHEMA.empty_table()
 
 
 def read_violations(path: Path) -> Iterator[pa.Table]:
-    """Yield a report's violations, a row group at a time.
-
-    Raises:
-        ExpansionError: the file is missing, is no Parquet, or lacks a column.
-    """
+    """Yield a report's violations, a row group at a time; raise `ExpansionError` if the file is no report's or missing."""
     try:
         # Opened here, not by pyarrow, which takes no path that is not UTF-8.
         with path.open("rb") as file, pq.ParquetFile(file) as parquet:

@@ -1,10 +1,9 @@
 """Violations that last, as one row: rows that are equal in all but when they were found, in consecutive forwards.
 
-What is wrong stays wrong, and each forward that reads it finds it anew. `MergingSink` stands where `TableSink` stands in
-a stepwise replay, takes the same tables, and writes one row with the first forward, the last and their number, in order
-of the first. `expansion.expand` gives back the rows that went in, each in its place; what it could not give back is not
-merged: a row ends where its request ran without it (`turns`), and where the order of a launch's rows would not come
-out right (`turns`).
+`MergingSink` stands where `TableSink` stands in a stepwise replay, takes the same tables, and writes one row with the first
+forward, the last and their number, in order of the first. `expansion.expand` gives back the rows that went in, each in its
+place; what it could not give back is not merged: a row ends where its request ran without it, and where the order of a
+launch's rows would not come out right (`turns`).
 """
 
 import dataclasses
@@ -59,15 +58,10 @@ def _taken(rows: _Open, chosen: Int64Array) -> _Open:
 
 
 class MergingSink:
-    """Streams violations to a Parquet file, those that last merged.
+    """Streams violations to a Parquet file, those that last merged; what is needed on the way lies beside it.
 
-    Whoever steps the replay says what comes next with `begin`, lets `with_turns` have each launch that found something,
-    and says when it is `done`. The file is complete once `close` returns, whatever came before.
-
-    Args:
-        path: the file to write; what is needed on the way lies beside it.
-        header: the trace's.
-        max_open: how many rows may go on at a time.
+    Whoever steps the replay says what comes next with `begin`, lets `with_turns` have each launch that found something, and says
+    when it is `done`. The file is complete once `close` returns, whatever came before. `max_open` rows may go on at a time.
     """
 
     def __init__(self, path: Path, header: TraceHeader, *, max_open: int = MAX_OPEN) -> None:

@@ -1,12 +1,11 @@
 """The order of violation rows: of the launches of one event, and of the forwards that hold one request in turn.
 
-Launches leave their rows in the order of docs/reference/replay.md: HEAD of each group and half, verify before write; then
-TAIL verify of the groups that read before they write; then TAIL of the others. Rows of one verify launch come request by
-request, as the batch has them, and by position; those of a sweep as the sweep lists its slots.
+Launches leave their rows in the order of docs/reference/replay.md; rows of one verify launch come request by request, as the
+batch has them, and by position; those of a sweep as the sweep lists its slots.
 
-A row of `violations.parquet` may stand for several forwards only if nothing lies between them: forwards of one runner
-that hold one request on one row of its block table, nobody else on that row in between, nothing left out. Then, and only
-then, their turns follow on one another. Sweeps of a runner are counted likewise.
+A row of `violations.parquet` may stand for several forwards only if nothing lies between them: forwards of one runner that
+hold one request on one row of its block table, nobody else on that row in between, nothing left out. Then, and only then,
+their turns follow on one another. Sweeps of a runner are counted likewise.
 """
 
 from typing import Final
