@@ -147,17 +147,12 @@ class SlotLedger:
         if not len(held):
             return
         owners = rows[held, OWNER]
-        first = int(owners[0])
-        if bool((owners == first).all()):
-            counted = [(first, len(held))]
-        else:
-            counted = [(int(o), int(n)) for o, n in zip(*np.unique(owners, return_counts=True), strict=True)]
-        for owner, count in counted:
-            left = self.held_by.get(owner, 0) - count
+        alone = bool((owners == owners[0]).all())  # by far the most frequent
+        counted = (owners[:1], np.array([len(held)])) if alone else np.unique(owners, return_counts=True)
+        for owner, count in zip(*(column.tolist() for column in counted), strict=True):
+            left = self.held_by.pop(owner, 0) - count
             if left > 0:
                 self.held_by[owner] = left
-            else:
-                self.held_by.pop(owner, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

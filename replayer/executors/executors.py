@@ -6,8 +6,7 @@ from ...kernels.constants import KvHashMode
 from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from ..checks import CHECK_NAMES, Covered, covered_by, make_checks
-from ..report.report import ReportSinks
-from ..report.results import ResultCollector
+from ..report.report import ReportSinks, ResultCollector
 from ..report.summary import Summary
 from ..run.health import Health
 from ..run.settings import ReplaySettings

@@ -22,7 +22,7 @@ from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 from ..checks.check import CheckSet
 from ..checks.history import ForwardView, GroupReads
-from ..report.results import ResultCollector
+from ..report.report import ResultCollector
 from ..run.divergence import SwaDivergence
 from ..run.launch import launch_violations
 from ..run.out_of_range import beyond_table, explain_plan, explain_requests, explain_writes

@@ -15,8 +15,7 @@ from ...recorder.trace.batch import CUT, LIVE
 from ...recorder.trace.reader import EventView, TraceBatch, TraceGap
 from ...recorder.trace.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_CONTINUES, SLOTS_LISTED
 from ..executors.executors import make_executor, make_pass
-from ..report.report import ReportSinks
-from ..report.results import ResultCollector
+from ..report.report import ReportSinks, ResultCollector
 from ..report.summary import MAX_LISTED, Summary
 from .coverage import count_forwards
 from .health import Health

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.replayer.report import results
+from kvcanary.replayer.report import report as results
 from kvcanary.replayer.report.merged.expansion import expand
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 

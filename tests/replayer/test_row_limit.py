@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.replayer.report import results, violations
+from kvcanary.replayer.report import report as results
+from kvcanary.replayer.report import violations
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ..support.places import DATA
