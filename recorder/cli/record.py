@@ -1,8 +1,12 @@
 """`kvcanary record`: run an engine with the recorder on, and say what came of it."""
 
+import json
 import os
+import shlex
 import stat
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -63,7 +67,9 @@ def record_command(
         environ = _environ(output, config, options)
         settings = read_environment(environ)
         if settings is not None:
-            _make_folder(settings.folder)
+            settings.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=settings.folder):  # a trace can be made in it
+                pass
         if json_path is not None:  # known before an engine has run for hours
             os.close(_open_private(json_path, emptied=False))
     except FileExistsError as error:
@@ -104,15 +110,6 @@ def _environ(output: Path | None, config: Path | None, options: dict[str, str | 
     return environ
 
 
-def _make_folder(folder: Path) -> None:
-    """Make the folder, and find out that a trace can be made in it."""
-    import tempfile
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-
-
 def _open_private(path: Path, *, emptied: bool) -> int:
     """Open a file for writing that only this user can read: a command line may hold keys. Raises `OSError`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -125,8 +122,6 @@ def _open_private(path: Path, *, emptied: bool) -> int:
 
 def _new_salt() -> Path:
     """Return a file with a fresh salt, for all processes of this run and nobody else."""
-    import tempfile
-
     from ..capture.privacy import new_salt
 
     file, path = tempfile.mkstemp(prefix="kvcanary-salt-")  # mode 0600
@@ -156,10 +151,6 @@ def _remove_at_our_end(path: str) -> None:
 
 
 def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_path: Path | None) -> None:
-    import json
-    import shlex
-    import time
-
     from ..process.child import run_child, wait_for_group
     from ..process.recorded_files import changed, read_recorded, replay_command, stamps, why_nothing
 

@@ -20,22 +20,17 @@ def run_child(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, 
     A signal that this process gets meanwhile goes to the whole group, once, as from a terminal; SIGTERM to the command
     alone, which may have work to finish with the help of its own processes, and to the rest of the group once it has
     ended without them. On a terminal the group is in the foreground, so that Ctrl-C and Ctrl-Z go there and not here. A
-    command that signal n ended gives 128 + n.
-
-    Raises:
-        OSError: the command cannot be started.
+    command that signal n ended gives 128 + n. Raises `OSError` if the command cannot be started.
     """
     group = 0
     early: list[int] = []
     got: list[int] = []
 
     def pass_on(number: int, _: Any) -> None:
-        if not group:
-            early.append(number)
-            return
-        got.append(number)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            (os.kill if number == signal.SIGTERM else os.killpg)(group, number)
+        (got if group else early).append(number)
+        if group:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                (os.kill if number == signal.SIGTERM else os.killpg)(group, number)
 
     before = {n: signal.signal(n, pass_on) for n in PASSED_ON if signal.getsignal(n) is not signal.SIG_IGN}
     try:
@@ -89,11 +84,10 @@ def _terminal() -> Iterator[int | None]:
         yield None
         return
     try:
-        if os.tcgetpgrp(terminal) != os.getpgrp():
-            yield None
-            return
-        yield terminal
-        _to_foreground(terminal, os.getpgrp())
+        ours = os.tcgetpgrp(terminal) == os.getpgrp()
+        yield terminal if ours else None
+        if ours:
+            _to_foreground(terminal, os.getpgrp())
     finally:
         os.close(terminal)
 

@@ -4,7 +4,7 @@ Only entry points read these; everything below them takes a `RecordingSettings`.
 """
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,33 +20,22 @@ _made_by = -1  # the process that made the run id, if that is this one or its pa
 
 
 def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Say whether a recording may be asked for; looks at two variables and imports nothing.
-
-    A file of settings alone asks for one if it names a folder, which `read_environment` finds out.
-    """
+    """Say whether a recording may be asked for, which `read_environment` finds out; imports nothing."""
     return bool(environ.get(TRACE, "").strip() or environ.get(CONFIG, "").strip())
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> RecordingSettings | None:
     """Return the settings, or None if no recording is asked for; variables go before the file.
 
-    Raises:
-        ValueError: a value out of range, a `KVCANARY_` variable or a key of the file that does not exist, a file that
-            cannot be read; the message names it and says what was expected.
+    Raises `ValueError`, which says what was expected, for a value out of range, a `KVCANARY_` variable or a key of the file
+    that does not exist, and a file that cannot be read.
     """
     if not is_wanted(environ):
         return None
-    unknown = sorted(
-        name
-        for name in environ
-        if name.startswith(PREFIX) and name not in (*VARIABLES, RUN_ID) and not name.startswith(BISECT)
-    )
-    if unknown:
-        raise ValueError(_no_such(unknown, VARIABLES))
-    values: dict[str, Any] = {}
+    ours = sorted(name for name in environ if name.startswith(PREFIX) and not name.startswith(BISECT))
+    _check_known(ours, (*VARIABLES, RUN_ID), VARIABLES)
     config = environ.get(CONFIG, "").strip()
-    if config:
-        values |= read_config(Path(config))
+    values = _read_config(Path(config)) if config else {}
     for setting in SETTINGS:
         text = environ.get(setting.variable, "").strip()
         if text:
@@ -60,13 +49,10 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RecordingSettin
     return settings
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     """Return the fields that a TOML file sets: its table `[kvcanary]`, or if it has none its top level.
 
     Relative paths in it are taken from the file's own folder.
-
-    Raises:
-        ValueError: it cannot be read, is no TOML, or has a key or a value that is not expected.
     """
     import tomllib
 
@@ -82,9 +68,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ValueError(f"{path}: kvcanary is {table!r}, expected a table, [kvcanary]")  # noqa: TRY004  # what is wrong is the file
     known = {setting.name: setting for setting in SETTINGS}
-    unknown = [name for name in table if name not in known]
-    if unknown:
-        raise ValueError(f"{path}: {_no_such(unknown, tuple(known))}")
+    _check_known(table, known, tuple(known), f"{path}: ")
     values: dict[str, Any] = {"config": path}
     for name, given in table.items():
         value = known[name].parse(given, f"{path}: {name}")
@@ -92,15 +76,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return values
 
 
-def _no_such(unknown: list[str], known: tuple[str, ...]) -> str:
-    """Name what does not exist, what may have been meant, and what there is."""
+def _check_known(names: Iterable[str], known: Collection[str], listed: Sequence[str], where: str = "") -> None:
+    """Raise `ValueError` that names what does not exist, what may have been meant, and what there is."""
     import difflib
 
     named = []
-    for name in unknown:
-        meant = difflib.get_close_matches(name, known, n=1)
+    for name in [name for name in names if name not in known]:
+        meant = difflib.get_close_matches(name, listed, n=1)
         named.append(f"{name} (did you mean {meant[0]}?)" if meant else name)
-    return f"{', '.join(named)}: no such setting; there are {', '.join(known)}"
+    if named:
+        raise ValueError(f"{where}{', '.join(named)}: no such setting; there are {', '.join(listed)}")
 
 
 def _check_together(settings: RecordingSettings) -> None:

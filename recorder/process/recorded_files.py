@@ -8,19 +8,13 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 from ..errors import TraceError
-from ..trace.files import split_segment_name
+from ..trace.files import recording_path
 from ..trace.inspect import inspect_trace
-
-# What is taken over from an inspection.
-_SEEN: Final = (
-    *("size_bytes", "state", "forwards", "requests", "input_tokens", "sampled_tokens"),
-    *("lost_events", "unknown_losses"),
-)
 
 Stamps = dict[Path, tuple[int, int]]
 
@@ -33,9 +27,9 @@ ENGINES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTrace:
-    """One trace of the run. `lost_events` is what is known to be missing, `unknown_losses` counts the places of which nobody knows how much.
+    """One trace of the run; `state` is complete, lossy, torn, damaged, or unreadable, of which `error` says why.
 
-    `state` is complete, lossy, torn, damaged, or unreadable, of which `error` says why.
+    `lost_events` is what is known to be missing, `unknown_losses` counts the places of which nobody knows how much.
     """
 
     path: Path
@@ -51,7 +45,7 @@ class RecordedTrace:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"path": str(self.path)}
+        return asdict(self) | {"path": str(self.path)}
 
 
 def stamps(folder: Path) -> Stamps:
@@ -77,11 +71,11 @@ def read_recorded(paths: Sequence[Path], on_trace: Callable[[Path], None]) -> li
         on_trace(path)
         try:
             seen = inspect_trace(path)
+            counted = [field.name for field in fields(RecordedTrace) if field.name not in ("path", "error")]
+            found.append(RecordedTrace(path=path, **{name: getattr(seen, name) for name in counted}))
         except (TraceError, OSError) as error:
             size = path.stat().st_size if path.exists() else 0
             found.append(RecordedTrace(path=path, size_bytes=size, state="unreadable", error=str(error)))
-            continue
-        found.append(RecordedTrace(path=path, **{name: getattr(seen, name) for name in _SEEN}))
     return found
 
 
@@ -89,8 +83,7 @@ def by_recording(traces: Sequence[RecordedTrace]) -> dict[str, list[RecordedTrac
     """Return the traces by the name of their recording: the segments of one are under one name."""
     found: dict[str, list[RecordedTrace]] = {}
     for trace in traces:
-        segment = split_segment_name(trace.path)
-        found.setdefault(f"{segment[0]}.arrow" if segment else trace.path.name, []).append(trace)
+        found.setdefault(recording_path(trace.path).name, []).append(trace)
     return found
 
 
@@ -129,7 +122,8 @@ def why_nothing(command: Sequence[str], environ: Mapping[str, str]) -> list[str]
     if there is None:
         return [f"{python} cannot be asked what is installed in it; kvcanary must be"]
     install = f"{shlex.quote(python)} -m pip install kvcanary"
-    if not there["versions"].get("kvcanary"):
+    version = there["versions"].get("kvcanary")
+    if not version:
         return [f"kvcanary is not installed in {python}: {install}"]
     engines = [engine for engine in ENGINES if there["versions"].get(engine)]
     if not engines:
@@ -139,9 +133,7 @@ def why_nothing(command: Sequence[str], environ: Mapping[str, str]) -> list[str]
         group, variable = ENGINES[engine]
         wanted = environ.get(variable)
         if "kvcanary" not in there["plugins"][group]:
-            reasons.append(
-                f"kvcanary {there['versions']['kvcanary']} in {python} has no plugin for {engine}: {install} -U"
-            )
+            reasons.append(f"kvcanary {version} in {python} has no plugin for {engine}: {install} -U")
         elif wanted is not None and "kvcanary" not in [name.strip() for name in wanted.split(",")]:
             reasons.append(f"{variable} is {wanted!r}, which leaves kvcanary out: add kvcanary")
     return reasons or [_NO_START]
@@ -165,9 +157,7 @@ def _ask(python: str, environ: Mapping[str, str]) -> dict[str, Any] | None:
     """Return versions and plugins in a Python's environment, None if it does not say."""
     code = _ASK % (("kvcanary", *ENGINES), tuple(group for group, _ in ENGINES.values()))
     try:
-        ran = subprocess.run(
-            [python, "-c", code], env=dict(environ), capture_output=True, text=True, timeout=60, check=False
-        )
+        ran = subprocess.run([python, "-c", code], env=dict(environ), capture_output=True, timeout=60, check=False)
         found = json.loads(ran.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None

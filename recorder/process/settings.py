@@ -92,11 +92,7 @@ class RecordingSettings(WriterSettings):
     names: str = "plain"
 
     def writer_options(self) -> dict[str, Any]:
-        """Return what `Recorder` takes beside what only the engine's adapter knows.
-
-        Raises:
-            ValueError: the salt's file cannot be used.
-        """
+        """Return what `Recorder` takes beside what only the adapter knows; raise `ValueError` for an unusable salt file."""
         options: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(WriterSettings)}
         if "hashed" in (self.tokens, self.names):
             from ..capture.privacy import Privacy, new_salt, read_salt

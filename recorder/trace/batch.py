@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ...kernels.arrays import ByteArray, Int64Array
 from .checksum import column_forms
-from .event import Int64Array, Uint8Array
 from .schema import ADDED, BYTE_LISTS, SCALARS
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class EventView:
         values, offsets = self.batch._list(name)
         return values[offsets[self.index] : offsets[self.index + 1]]
 
-    def bytes(self, name: str) -> Uint8Array:
+    def bytes(self, name: str) -> ByteArray:
         """Return a uint8 list column's values of this event, 1-D uint8."""
         values, offsets = self.batch._list(name)
         return values[offsets[self.index] : offsets[self.index + 1]]

@@ -1,7 +1,6 @@
 """Bytes to checked schema and checked batches: whatever comes out of here is what the writer put in."""
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -11,7 +10,7 @@ import pyarrow.ipc
 
 from ..errors import UnreadableTraceError
 from .batch import TraceBatch
-from .checksum import ColumnForm, batch_crc32c, column_forms, stored_crc32c, text_crc32c
+from .checksum import batch_crc32c, column_forms, stored_crc32c, text_crc32c
 from .framing import Frame, FramingError, check_buffers, read_frame, read_message
 from .header import TraceHeader
 from .schema import (
@@ -33,6 +32,7 @@ _OWN_SCHEMA: Final = trace_schema()
 LARGE_BYTES: Final = 4 << 20  # threads are not worth their start for less of a file
 _AHEAD: Final = 2  # batches in flight, each no larger in the file than the next: memory has a bound
 _AHEAD_BYTES: Final = 16 << 20
+# In Arrow's threads a request for memory that fails would end the process.
 _THIS_THREAD: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
 
@@ -93,50 +93,6 @@ def _check_columns(schema: pa.Schema, format_minor: int) -> None:
         raise UnreadableTraceError(str(error)) from None
 
 
-def decode_batch(
-    source: TraceBytes, frame: Frame, schema: pa.Schema, forms: Sequence[ColumnForm], before: bytes = b""
-) -> TraceBatch:
-    """Read a batch and return it if its bytes, numbers and CRC hold; else raise `DamagedBatchError` saying which does not.
-
-    `before` is the schema's message, from a caller that is itself one of several threads: Arrow uses threads of its own
-    for a message without it.
-    """
-    first_event, num_events, crc = (_decimal(frame, key) for key in (FIRST_EVENT_KEY, NUM_EVENTS_KEY, CRC_KEY))
-    if frame.num_rows != num_events:
-        raise DamagedBatchError(f"says {num_events} events and holds {frame.num_rows} rows")
-    try:
-        data, body = read_message(source, frame, before)
-        check_buffers(body, frame, sum(form.num_buffers for form in forms))
-        if before:
-            batch = pa.ipc.open_stream(data, options=_THIS_THREAD).read_next_batch()
-        else:
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(data), schema)
-        batch.validate(full=True)
-    except TornError as error:
-        raise DamagedBatchError(str(error), torn=True) from None
-    except FramingError as error:
-        raise DamagedBatchError(f"cannot be decoded ({error})") from None
-    except (StopIteration, *ARROW_ERRORS) as error:
-        raise DamagedBatchError(f"cannot be decoded ({_first_line(error)})") from None
-    if frame.null_counts.any():
-        names = [name for name, form in zip(schema.names, forms, strict=True) for _ in range(2 if form.nested else 1)]
-        name = names[int(np.flatnonzero(frame.null_counts)[0])]
-        raise DamagedBatchError(f"holds nulls in column {name}, where none may be")
-    stored = frame.compression is None
-    if crc != (stored_crc32c(body, frame, first_event, forms) if stored else batch_crc32c(batch, first_event, forms)):
-        raise DamagedBatchError("fails its CRC")
-    numbers = batch.column("event").to_numpy(zero_copy_only=True)
-    if not np.array_equal(numbers, np.arange(first_event, first_event + num_events)):
-        raise DamagedBatchError("has event numbers that do not follow one another")
-    return TraceBatch(
-        batch,
-        first_event=first_event,
-        end_byte=frame.end,
-        buffer_bytes=frame.buffers[:, 1].copy(),
-        engine_events=_decimal(frame, ENGINE_EVENTS_KEY) if ENGINE_EVENTS_KEY in frame.metadata else None,
-    )
-
-
 def claimed_events(frame: Frame) -> tuple[int, int] | None:
     """Return the first event number and event count that a batch's metadata claims, or None."""
     try:
@@ -160,7 +116,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-class DecodeAhead:
+class BatchDecoder:
     """Gives frames and their batches, some of them decoded before they are asked for; `close` ends its threads.
 
     What a batch holds does not depend on who decodes it, so nothing but time changes: frames are asked for in order, and a
@@ -168,13 +124,13 @@ class DecodeAhead:
     Only compressed batches are: to read what lies in the file as it is takes less than to hand it to a thread.
     """
 
-    def __init__(self, source: TraceBytes, schema: pa.Schema, forms: list[ColumnForm]) -> None:
-        self._source, self._schema, self._forms = source, schema, forms
+    def __init__(self, source: TraceBytes, schema: pa.Schema) -> None:
+        self._source, self._names, self._forms = source, schema.names, column_forms(schema)
         self._pending: dict[int, tuple[Frame, Future[TraceBatch]]] = {}
         workers = min(_AHEAD, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         threads = source.size() >= LARGE_BYTES and workers > 1
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode ahead") if threads else None
-        self._head = schema.serialize().to_pybytes() if threads else b""  # the message before a batch in a stream
+        self._head = schema.serialize().to_pybytes()  # the message before a batch in a stream
 
     def frame(self, position: int, limit: int) -> Frame | None:
         """Return what `read_frame` does."""
@@ -182,13 +138,48 @@ class DecodeAhead:
         return known[0] if known and known[0].end <= limit else read_frame(self._source, position, limit)
 
     def batch(self, frame: Frame, limit: int) -> TraceBatch:
-        """Return what `decode_batch` does for a frame; `limit` is where messages end."""
+        """Return what `decode` does, and have what follows decoded meanwhile; `limit` is where messages end."""
         known = self._pending.pop(frame.start, None)
         if self._threads is not None and frame.compression is not None:
             self._look_ahead(frame, limit, self._threads)
-        if known and known[0] is frame:
-            return known[1].result()
-        return decode_batch(self._source, frame, self._schema, self._forms)
+        return known[1].result() if known and known[0] is frame else self.decode(frame)
+
+    def decode(self, frame: Frame) -> TraceBatch:
+        """Return a batch if its bytes, numbers and CRC hold; else raise `DamagedBatchError` saying which does not."""
+        first_event, num_events, crc = (_decimal(frame, key) for key in (FIRST_EVENT_KEY, NUM_EVENTS_KEY, CRC_KEY))
+        if frame.num_rows != num_events:
+            raise DamagedBatchError(f"says {num_events} events and holds {frame.num_rows} rows")
+        forms = self._forms
+        try:
+            data, body = read_message(self._source, frame, self._head)
+            check_buffers(body, frame, sum(form.num_buffers for form in forms))
+            batch = pa.ipc.open_stream(data, options=_THIS_THREAD).read_next_batch()
+            batch.validate(full=True)
+        except TornError as error:
+            raise DamagedBatchError(str(error), torn=True) from None
+        except FramingError as error:
+            raise DamagedBatchError(f"cannot be decoded ({error})") from None
+        except (StopIteration, *ARROW_ERRORS) as error:
+            raise DamagedBatchError(f"cannot be decoded ({_first_line(error)})") from None
+        if frame.null_counts.any():
+            names = [name for name, form in zip(self._names, forms, strict=True) for _ in range(1 + form.nested)]
+            name = names[int(np.flatnonzero(frame.null_counts)[0])]
+            raise DamagedBatchError(f"holds nulls in column {name}, where none may be")
+        plain = frame.compression is None
+        if crc != (
+            stored_crc32c(body, frame, first_event, forms) if plain else batch_crc32c(batch, first_event, forms)
+        ):
+            raise DamagedBatchError("fails its CRC")
+        numbers = batch.column("event").to_numpy(zero_copy_only=True)
+        if not np.array_equal(numbers, np.arange(first_event, first_event + num_events)):
+            raise DamagedBatchError("has event numbers that do not follow one another")
+        return TraceBatch(
+            batch,
+            first_event=first_event,
+            end_byte=frame.end,
+            buffer_bytes=frame.buffers[:, 1].copy(),
+            engine_events=_decimal(frame, ENGINE_EVENTS_KEY) if ENGINE_EVENTS_KEY in frame.metadata else None,
+        )
 
     def close(self) -> None:
         """Forget what was not asked for, and wait for what is under way."""
@@ -207,8 +198,5 @@ class DecodeAhead:
                 return
             if other is None or other.compression is None or other.end - other.start > _AHEAD_BYTES:
                 return
-            self._pending[position] = other, threads.submit(self._decode, other)
+            self._pending[position] = other, threads.submit(self.decode, other)
             position = other.end
-
-    def _decode(self, frame: Frame) -> TraceBatch:
-        return decode_batch(self._source, frame, self._schema, self._forms, self._head)

@@ -5,12 +5,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...kernels.arrays import ByteArray, Int64Array
 from .schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS
-
-Int64Array = npt.NDArray[np.int64]
-Uint8Array = npt.NDArray[np.uint8]
 
 # What a row costs beside its own values: the scalar columns, and one offset for each list column.
 ROW_BYTES: Final = 8 * len(SCALARS) + 4 * len(INT_LISTS) + 8 * len(BYTE_LISTS)
@@ -44,7 +41,7 @@ class TraceEvent:
     time_ns: int = 0
     scalars: dict[str, int | str] = field(default_factory=dict)
     ints: dict[str, Int64Array] = field(default_factory=dict)
-    bytes: dict[str, Uint8Array] = field(default_factory=dict)
+    bytes: dict[str, ByteArray] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -53,10 +50,9 @@ class TraceEvent:
         for value in self.scalars.values():
             if isinstance(value, str):
                 total += 4 * len(value)
-        for ints in self.ints.values():
-            total += ints.nbytes
-        for data in self.bytes.values():
-            total += data.nbytes
+        for lists in (self.ints, self.bytes):
+            for array in lists.values():
+                total += array.nbytes
         return total
 
     def problem(self) -> str | None:
@@ -71,16 +67,13 @@ class TraceEvent:
                 return f"{self.kind} event: no scalar column {name!r}"
             if not (_fits(value) if expected is int else isinstance(value, str)):
                 return f"{self.kind} event: {name} is {value!r}, expected {expected.__name__}"
-        for name, ints in self.ints.items():
-            if name not in _INT_LISTS:
-                return f"{self.kind} event: no int64 list column {name!r}"
-            if not _is_flat(ints, _INT64):
-                return f"{self.kind} event: {name} is {_describe(ints)}, expected a 1-D int64 array"
-        for name, data in self.bytes.items():
-            if name not in _BYTE_LISTS:
-                return f"{self.kind} event: no uint8 list column {name!r}"
-            if not _is_flat(data, _UINT8):
-                return f"{self.kind} event: {name} is {_describe(data)}, expected a 1-D uint8 array"
+        for lists, known, dtype in ((self.ints, _INT_LISTS, _INT64), (self.bytes, _BYTE_LISTS, _UINT8)):
+            array: Any
+            for name, array in lists.items():
+                if name not in known:
+                    return f"{self.kind} event: no {dtype} list column {name!r}"
+                if not (isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype == dtype):
+                    return f"{self.kind} event: {name} is {_describe(array)}, expected a 1-D {dtype} array"
         return None
 
 
@@ -91,10 +84,6 @@ def loss_event(*, lost_events: int, note: str, time_ns: int = 0) -> TraceEvent:
 
 def _fits(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and INT64_MIN <= value <= INT64_MAX
-
-
-def _is_flat(array: object, dtype: np.dtype[Any]) -> bool:
-    return isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype == dtype
 
 
 def _describe(value: object) -> str:

@@ -42,10 +42,15 @@ def base_name(path: Path) -> str:
     return path.name.removesuffix(".arrow")
 
 
+def recording_path(path: Path) -> Path:
+    """Return `trace.arrow` for its segment `trace.000003.arrow`, and a path of no segment as it is."""
+    split = split_segment_name(path)
+    return path if split is None else path.with_name(f"{split[0]}.arrow")
+
+
 def tail_paths(trace: Path) -> tuple[Path, Path]:
     """Return where the tail of a trace lies; all segments of a recording have one."""
-    segment = split_segment_name(trace)
-    name = trace.name if segment is None else f"{segment[0]}.arrow"
+    name = recording_path(trace).name
     return trace.with_name(f"{name}.tail0"), trace.with_name(f"{name}.tail1")
 
 

@@ -1,5 +1,6 @@
 """Reading a trace: batch by batch, with everything that is missing or damaged said aloud."""
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pyarrow.ipc
 from ..errors import TraceError, UnreadableTraceError
 from .batch import EventView, TraceBatch, TraceGap
 from .decode import ARROW_ERRORS, check_schema, decode_schema
-from .files import is_locked, segment_path, split_segment_name
+from .files import is_locked, recording_path, segment_path, split_segment_name
 from .framing import (
     FIRST_MESSAGE,
     MAGIC,
@@ -46,8 +47,10 @@ class TraceReader:
         self._header_damage = ""
         self._limit = self._size_bytes
         try:
-            self.header: TraceHeader = self._read_header()
-            self._read_footer()
+            footer = read_footer(self._bytes, self._size_bytes)
+            self.header: TraceHeader = self._read_header(footer)
+            if footer is not None and self._is_right(footer):
+                self._footer, self._limit = footer, footer.start
         except BaseException as error:
             self.close()
             if isinstance(error, UnreadableTraceError):
@@ -120,19 +123,23 @@ class TraceReader:
             return None
         return TailReader(self.path, self.header.trace_id)
 
-    def _read_header(self) -> TraceHeader:
+    def _read_header(self, footer: Footer | None) -> TraceHeader:
         try:
-            self._schema, self._first_batch = self._leading_schema()
+            self._schema, self._first_batch = self._leading_schema(footer)
             return check_schema(self._schema)
         except UnreadableTraceError as error:
-            found = self._footer_schema()
-            if found is None:
+            # There is a copy of the schema in the footer, for a file whose beginning is damaged.
+            if footer is None or not len(footer.blocks):
                 raise
-            self._header_damage = f"{error}; the footer's copy of the header was used"
-            self._schema, self._first_batch, header = found
-            return header
+            with contextlib.suppress(UnreadableTraceError, *ARROW_ERRORS):
+                schema = pa.ipc.open_file(footer.as_file).schema
+                header = check_schema(schema)
+                self._header_damage = f"{error}; the footer's copy of the header was used"
+                self._schema, self._first_batch = schema, int(footer.blocks[0, 0])
+                return header
+            raise
 
-    def _leading_schema(self) -> tuple[pa.Schema, int]:
+    def _leading_schema(self, footer: Footer | None) -> tuple[pa.Schema, int]:
         _check_magic(self._bytes, self._size_bytes)
         try:
             frame = read_frame(self._bytes, FIRST_MESSAGE, self.size_bytes)
@@ -143,42 +150,23 @@ class TraceReader:
             raise UnreadableTraceError(problem) from None
         if frame is None or frame.kind != SCHEMA:
             raise UnreadableTraceError("its first message is no schema: the header is damaged; restore a copy")
-        return decode_schema(self._bytes, frame), self._schema_end(frame.end)
+        schema, end = decode_schema(self._bytes, frame), frame.end
+        if footer is None or not footer_lists(footer, end):
+            # A schema message that claims too many bytes would swallow the first batches.
+            found = next(find_frames(self._bytes, FIRST_MESSAGE + PREFIX_BYTES, self.size_bytes), None)
+            if found is not None and found.start < end:
+                self._header_damage, end = "the length of its schema message is damaged", found.start
+        return schema, end
 
-    def _schema_end(self, claimed: int) -> int:
-        """Where batches begin: a schema message that claims too many bytes would swallow the first ones."""
-        footer = read_footer(self._bytes, self._size_bytes)
-        if footer is not None and footer_lists(footer, claimed):
-            return claimed
-        found = next(find_frames(self._bytes, FIRST_MESSAGE + PREFIX_BYTES, self.size_bytes), None)
-        if found is None or found.start >= claimed:
-            return claimed
-        self._header_damage = "the length of its schema message is damaged"
-        return found.start
-
-    def _footer_schema(self) -> tuple[pa.Schema, int, TraceHeader] | None:
-        """The copy of the schema in the footer, for a file whose beginning is damaged."""
-        footer = read_footer(self._bytes, self._size_bytes)
-        if footer is None or not len(footer.blocks):
-            return None
-        try:
-            schema = pa.ipc.open_file(footer.as_file).schema
-            return schema, int(footer.blocks[0, 0]), check_schema(schema)
-        except (UnreadableTraceError, *ARROW_ERRORS):
-            return None
-
-    def _read_footer(self) -> None:
-        footer = read_footer(self._bytes, self._size_bytes)
-        if footer is None or not footer_lists(footer, self._first_batch):
-            return
+    def _is_right(self, footer: Footer) -> bool:
+        if not footer_lists(footer, self._first_batch):
+            return False
         try:
             listed = pa.ipc.open_file(footer.as_file)
             same = listed.schema.equals(self._schema, check_metadata=True)
         except ARROW_ERRORS:
-            return
-        if same and listed.num_record_batches == len(footer.blocks):
-            self._footer = footer
-            self._limit = footer.start
+            return False
+        return same and listed.num_record_batches == len(footer.blocks)
 
 
 def read_trace(path: str | os.PathLike[str]) -> Iterator[EventView]:
@@ -192,11 +180,10 @@ def read_trace(path: str | os.PathLike[str]) -> Iterator[EventView]:
 
 def _is_begun(path: Path, segment: Segment) -> bool:
     """Whether the segment behind this one is there, with its header: what waits goes there."""
-    named = split_segment_name(path)
-    if named is None:
+    if split_segment_name(path) is None:
         return True
     try:
-        return segment_path(path.with_name(named[0]), segment.number + 1).stat().st_size > 0
+        return segment_path(recording_path(path), segment.number + 1).stat().st_size > 0
     except OSError:
         return False
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..errors import TraceError
-from .files import split_segment_name
+from .files import recording_path, split_segment_name
 from .header import TraceHeader
 from .reader import TraceReader
 
@@ -26,12 +26,16 @@ class Recording:
         return recording_name(self.paths)
 
 
+class _Part(NamedTuple):
+    number: int
+    path: Path
+    header: TraceHeader | None
+    complete: bool
+
+
 def recording_name(paths: Sequence[Path]) -> str:
     """Return `trace.arrow` for `trace.000000.arrow`, `trace.000001.arrow` and so on, a single file's own name for it."""
-    split = split_segment_name(paths[0])
-    if len(paths) == 1 or split is None:
-        return str(paths[0])
-    return str(paths[0].with_name(f"{split[0]}.arrow"))
+    return str(paths[0] if len(paths) == 1 else recording_path(paths[0]))
 
 
 def traces_in(folder: Path) -> list[Path]:
@@ -71,9 +75,9 @@ def group_recordings(paths: Iterable[Path]) -> tuple[list[Recording], list[str]]
     Returns:
         The recordings in the order of their first files, and what was left out, in words.
     """
-    found: dict[tuple[str, ...], list[tuple[int, Path, TraceHeader | None, bool]]] = {}
+    found: dict[tuple[str, ...], list[_Part]] = {}
     unreadable: list[Path] = []
-    owners: dict[tuple[Path, str], tuple[str, ...]] = {}
+    owners: dict[Path, tuple[str, ...]] = {}
     for path in paths:
         try:
             with TraceReader(path) as reader:
@@ -82,29 +86,28 @@ def group_recordings(paths: Iterable[Path]) -> tuple[list[Recording], list[str]]
             unreadable.append(path)
             continue
         if header.segment is None:
-            found[("file", str(path), str(len(found)))] = [(0, path, header, complete)]
+            found["file", str(path), str(len(found))] = [_Part(0, path, header, complete)]
             continue
         key = ("recording", header.trace_id)
-        found.setdefault(key, []).append((header.segment.number, path, header, complete))
-        name = split_segment_name(path)
-        if name is not None:
-            owners[path.parent, name[0]] = key
+        found.setdefault(key, []).append(_Part(header.segment.number, path, header, complete))
+        if split_segment_name(path) is not None:
+            owners[recording_path(path)] = key
     for path in unreadable:
-        name = split_segment_name(path)
-        owner = owners.get((path.parent, name[0])) if name is not None else None
-        if name is not None and owner is not None:
-            found[owner].append((name[1], path, None, False))
+        split = split_segment_name(path)
+        owner = owners.get(recording_path(path))
+        if split is not None and owner is not None:
+            found[owner].append(_Part(split[1], path, None, False))
         else:
-            found["unreadable", str(path), str(len(found))] = [(0, path, None, False)]
+            found["unreadable", str(path), str(len(found))] = [_Part(0, path, None, False)]
     notes: list[str] = []
     recordings = []
     for parts in found.values():
-        chosen: dict[int, tuple[int, Path, TraceHeader | None, bool]] = {}
-        for part in sorted(parts, key=lambda one: (one[0], not one[3])):
-            if part[0] in chosen:
-                notes.append(f"{part[1]}: left out, {chosen[part[0]][1].name} is the same segment")
+        chosen: dict[int, _Part] = {}
+        for part in sorted(parts, key=lambda one: (one.number, not one.complete)):
+            if part.number in chosen:
+                notes.append(f"{part.path}: left out, {chosen[part.number].path.name} is the same segment")
             else:
-                chosen[part[0]] = part
-        paths_ = tuple(part[1] for part in chosen.values())
-        recordings.append(Recording(paths=paths_, header=next((p[2] for p in chosen.values() if p[2]), None)))
+                chosen[part.number] = part
+        header = next((part.header for part in chosen.values() if part.header), None)
+        recordings.append(Recording(paths=tuple(part.path for part in chosen.values()), header=header))
     return recordings, notes

@@ -1,13 +1,14 @@
 """Reading the tail that a process left beside its trace; whoever made it may have been somebody else, so nothing in it is trusted."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -115,7 +116,6 @@ class _TailFile:
     def __init__(self, path: Path, trace_id: str) -> None:
         self.whole = False
         self._descriptor = -1
-        self._layouts: dict[bytes, _Layout] = {}
         with contextlib.suppress(OSError, ValueError):
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
@@ -147,7 +147,7 @@ class _TailFile:
                     body = os.pread(self._descriptor, size, at)
                     if len(body) != size or crc32c(body, crc32c(NUMBERS.pack(number, size))) != crc:
                         return
-                    event = self._event(body)
+                    event = _event(body)
                 except (_NoEventError, OSError, MemoryError):
                     return
                 yield number, event
@@ -169,47 +169,40 @@ class _TailFile:
             return None
         return crc, number, size
 
-    def _event(self, body: bytes) -> TraceEvent:
-        """Return the event that a body holds; raise `_NoEventError`."""
-        try:
-            (length,) = LAYOUT_BYTES.unpack_from(body)
-            at = LAYOUT_BYTES.size + length
-            layout = self._layout(body[LAYOUT_BYTES.size : at])
-            count = 1 + sum(map(len, layout[1:]))
-            time_ns, *numbers = struct.unpack_from(f"<{count}q", body, at)
-        except struct.error:
-            raise _NoEventError from None
-        at += 8 * count
-        scalars: dict[str, int | str] = dict(zip(layout.ints, numbers, strict=False))
-        lengths = iter(numbers[len(layout.ints) :])
-        left = len(body) - at
 
-        def take(width: int) -> tuple[int, int]:
-            nonlocal at, left
+def _event(body: bytes) -> TraceEvent:
+    """Return the event that a body holds; raise `_NoEventError`."""
+    try:
+        (length,) = LAYOUT_BYTES.unpack_from(body)
+        at = LAYOUT_BYTES.size + length
+        layout = _checked_layout(body[LAYOUT_BYTES.size : at])
+        count = 1 + sum(map(len, layout[1:]))
+        time_ns, *numbers = struct.unpack_from(f"<{count}q", body, at)
+    except struct.error:
+        raise _NoEventError from None
+    at += 8 * count
+    event = TraceEvent(kind=layout.kind, time_ns=time_ns, scalars=dict(zip(layout.ints, numbers, strict=False)))
+    lengths = iter(numbers[len(layout.ints) :])
+    parts: tuple[tuple[list[str], str, dict[str, Any]], ...] = (
+        (layout.texts, "u1", event.scalars),
+        (layout.int_lists, "<i8", event.ints),
+        (layout.byte_lists, "u1", event.bytes),
+    )
+    for names, items, into in parts:
+        dtype = np.dtype(items)
+        for name in names:
             values = next(lengths)
-            if not 0 <= values <= left // width:
+            if not 0 <= values <= (len(body) - at) // dtype.itemsize:
                 raise _NoEventError
-            at, left = at + values * width, left - values * width
-            return values, at - values * width
-
-        for name in layout.texts:
-            size, begin = take(1)
-            scalars[name] = body[begin : begin + size].decode("utf-8", "replace")
-        ints = {name: np.frombuffer(body, np.dtype("<i8"), *take(8)) for name in layout.int_lists}
-        lists = {name: np.frombuffer(body, np.uint8, *take(1)) for name in layout.byte_lists}
-        if left:
-            raise _NoEventError
-        return TraceEvent(kind=layout.kind, time_ns=time_ns, scalars=scalars, ints=ints, bytes=lists)
-
-    def _layout(self, text: bytes) -> _Layout:
-        found = self._layouts.get(text)
-        if found is None:
-            if len(self._layouts) >= MAX_LAYOUTS:
-                self._layouts.clear()
-            found = self._layouts[text] = _checked_layout(text)
-        return found
+            found = np.frombuffer(body, dtype, values, at)
+            into[name] = found if into is not event.scalars else found.tobytes().decode("utf-8", "replace")
+            at += values * dtype.itemsize
+    if at != len(body):
+        raise _NoEventError
+    return event
 
 
+@functools.lru_cache(maxsize=MAX_LAYOUTS)
 def _checked_layout(text: bytes) -> _Layout:
     """Return the names that a record begins with; raise `_NoEventError` for others than those of a trace's columns."""
     if len(text) > _MAX_LAYOUT_BYTES:

@@ -22,26 +22,21 @@ class TraceBytes:
     """An open file; takes the descriptor over. Any number of threads may read."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    @property
-    def descriptor(self) -> int:
-        """The open file, -1 once it is closed."""
-        return self._descriptor
+        self.descriptor = descriptor  # -1 once it is closed
 
     def size(self) -> int:
         """Return the file's size at this moment; raise `OSError` once it is closed."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self.descriptor).st_size
 
     def held_bytes(self) -> int:
         """Return what the file takes on its disk, at most its size: a hole is as long as whoever made it likes."""
-        found = os.fstat(self._descriptor)
-        return min(found.st_size, 512 * getattr(found, "st_blocks", found.st_size))
+        found = os.fstat(self.descriptor)
+        return min(found.st_size, 512 * found.st_blocks)
 
     def data_from(self, start: int) -> int | None:
         """Return where there is something else than a hole from `start` on, None if there is nothing."""
         try:
-            return os.lseek(self._descriptor, start, os.SEEK_DATA)
+            return os.lseek(self.descriptor, start, os.SEEK_DATA)
         except (OSError, AttributeError) as error:
             return None if getattr(error, "errno", 0) == errno.ENXIO else start
 
@@ -51,11 +46,11 @@ class TraceBytes:
 
     def again(self) -> Self:
         """Return the same file with a descriptor of its own, for one who may outlive this one."""
-        return type(self)(os.dup(self._descriptor))
+        return type(self)(os.dup(self.descriptor))
 
     def close(self) -> None:
         """Close the file."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -79,7 +74,7 @@ class TraceBytes:
 
     def _read(self, data: memoryview, start: int) -> int:
         done = 0
-        while done < len(data) and (came := _read_into(self._descriptor, data[done:], start + done)):
+        while done < len(data) and (came := os.preadv(self.descriptor, [data[done:]], start + done)):
             done += came
         return done
 
@@ -88,11 +83,3 @@ def aligned(size: int, before: int) -> tuple[pa.Buffer, memoryview]:
     """Return memory of `size` bytes whose byte `before` is aligned as Arrow wants it, and a view to fill it by."""
     data, skip = pa.allocate_buffer(size + ALIGNMENT), -before % ALIGNMENT
     return data.slice(skip, size), memoryview(data).cast("B")[skip : skip + size]
-
-
-def _read_into(descriptor: int, data: memoryview, start: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [data], start)
-    came = os.pread(descriptor, len(data), start)
-    data[: len(came)] = came
-    return len(came)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 
 from .batch import CUT, LIVE, TraceBatch, TraceGap
-from .checksum import column_forms
-from .decode import DamagedBatchError, DecodeAhead, claimed_events
+from .decode import BatchDecoder, DamagedBatchError, claimed_events
 from .framing import PREFIX_BYTES, RECORD_BATCH, Frame, FramingError, find_frames
 from .header import TraceHeader
 from .schema import MAX_SEARCHED
@@ -36,7 +35,7 @@ class Walk:
         being_written: Callable[[], bool],
     ) -> None:
         self._source = source
-        self._decoder = DecodeAhead(source, schema, column_forms(schema))
+        self._decoder = BatchDecoder(source, schema)
         self._position = position
         self._limit = limit
         self._closed = listed is not None  # a right footer

@@ -40,7 +40,7 @@ class SingleFile:
         self._engine_events = 0  # of them, the engine's own
         self._written_before = self._batches_before = 0  # in the segments before this one
         self.last_ns = header.created_ns  # the time of the last event
-        self._file = self._open(path, header, overwrite=overwrite)
+        self.file = self._open(path, header, overwrite=overwrite)
 
     def _open(self, path: Path, header: TraceHeader, *, overwrite: bool = False) -> TraceFile:
         self._schema = header_schema(header)
@@ -51,21 +51,21 @@ class SingleFile:
     @property
     def batches(self) -> int:
         """Batches written, in all segments."""
-        return self._batches_before + self._file.batches
+        return self._batches_before + self.file.batches
 
     @property
     def size_bytes(self) -> int:
         """Bytes written, in all segments, deleted ones too."""
-        return self._written_before + self._file.size_bytes
+        return self._written_before + self.file.size_bytes
 
     @property
     def regular(self) -> bool:
         """Whether it is a file, beside which others may lie."""
-        return self._file.regular
+        return self.file.regular
 
     def write(self, events: list[TraceEvent]) -> None:
         """Append a batch of events."""
-        if self._file.deleted:
+        if self.file.deleted:
             raise DeletedError("somebody has deleted the trace")
         self._append(events, len(events))
 
@@ -76,11 +76,11 @@ class SingleFile:
 
     def close(self) -> None:
         """Write the file's end."""
-        self._file.close()
+        self.file.close()
 
     def abandon(self) -> None:
         """Close the file as it is."""
-        self._file.abandon()
+        self.file.abandon()
 
     def _append(self, events: list[TraceEvent], engine_events: int) -> TraceBatch:
         self._engine_events += engine_events
@@ -89,7 +89,7 @@ class SingleFile:
 
     def _put(self, events: list[TraceEvent]) -> TraceBatch:
         first_event, batch = self._events, encode_events(events, self._events, self._schema)
-        self._file.write(batch, batch_metadata(batch, first_event, self._engine_events))
+        self.file.write(batch, batch_metadata(batch, first_event, self._engine_events))
         self._events += len(events)
         return TraceBatch(batch, first_event=first_event)
 
@@ -161,13 +161,13 @@ class Segments(SingleFile):
 
     def _is_due(self) -> bool:
         settings = self._settings
-        large = 0 < settings.segment_bytes <= self._file.size_bytes - self._overhead
+        large = 0 < settings.segment_bytes <= self.file.size_bytes - self._overhead
         return self._has_events and (large or 0 < settings.segment_ns <= time.monotonic_ns() - self._begun)
 
     def _cut(self, note: str) -> None:
         """Finish the segment and begin the next, which wants a keyframe; killed in between, one of the two is torn."""
         end = TraceEvent(kind="segment", time_ns=self.last_ns, scalars={"status": SEGMENT_CONTINUES, "note": note})
-        batch, old = encode_events([end], self._events, self._schema), self._file
+        batch, old = encode_events([end], self._events, self._schema), self.file
         metadata = batch_metadata(batch, self._events, self._engine_events)
         self._events += 1
         self._number += 1
@@ -181,7 +181,7 @@ class Segments(SingleFile):
         self._written_before += old.size_bytes
         self._batches_before += old.batches
         self._kept.append(segment_path(self._path, self._number - 1))
-        self._file = new
+        self.file = new
 
     def _write_keyframe(self) -> None:
         """Write what a replay would hold; a fault leaves a keyframe without an end, which no reader believes."""
@@ -192,7 +192,7 @@ class Segments(SingleFile):
             raise
         except Exception as error:  # noqa: BLE001  # the engine's recording must go on
             self._forget(error)
-        self._overhead = self._file.size_bytes
+        self._overhead = self.file.size_bytes
         self._begun = time.monotonic_ns()  # a keyframe takes seconds, which are no part of the segment's age
 
     def _keyframe_batches(self) -> Iterator[list[TraceEvent]]:

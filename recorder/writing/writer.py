@@ -64,8 +64,8 @@ class TraceWriter:
         self.path = Path(path)
         names = ("flush_bytes", "flush_interval_ns", "compression")
         self.header = completed_header(header, **{name: getattr(self.settings, name) for name in names})
-        self._file = open_files(self.path, self.header, self.settings, overwrite=overwrite)
-        self._tail = open_tail(self.path, self.header.trace_id) if tail and self._file.regular else None
+        self.file = open_files(self.path, self.header, self.settings, overwrite=overwrite)
+        self._tail = open_tail(self.path, self.header.trace_id) if tail and self.file.regular else None
         self._triggers: list[FreezeFile | FreezeSignal] = []
         if self.settings.freeze_file is not None:
             self._triggers.append(FreezeFile(Path(self.settings.freeze_file)))
@@ -73,8 +73,8 @@ class TraceWriter:
             self._triggers.append(FreezeSignal(self.settings.freeze_signal))
         self._flush_seconds = self.settings.flush_interval_ns / 1e9
         self._pid = os.getpid()
-        self._changed = threading.Condition()
-        # All below are guarded by `_changed`.
+        self.changed = threading.Condition()
+        # All below are guarded by `changed`.
         self._queue: deque[TraceEvent] = deque()
         self._queued_bytes = 0  # of the queue, and of the batch in the making
         self._waiting_bytes = 0  # of the queue alone
@@ -91,11 +91,11 @@ class TraceWriter:
         self._unknown_loss = ""
         self._failed: str | None = None
         self._bad_event_logged = False
-        self._thread = threading.Thread(target=self._run, name="kvcanary-writer", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="kvcanary-writer", daemon=True)
         try:
-            self._thread.start()
+            self.thread.start()
         except RuntimeError as error:  # the system has no more threads
-            self._file.abandon()
+            self.file.abandon()
             if self._tail is not None:
                 self._tail.remove()
             raise TraceError(f"{self.path}: cannot be written: {error}") from None
@@ -138,7 +138,7 @@ class TraceWriter:
             size = 0 if problem else event.nbytes
         except Exception as error:  # noqa: BLE001  # nothing may reach the engine
             problem, size = error_text(error), 0
-        with self._changed:
+        with self.changed:
             if problem is not None and not self._bad_event_logged:
                 self._bad_event_logged = True
                 _log.error("kvcanary: %s: an event was left out: %s (said once)", self.path, problem)
@@ -156,20 +156,20 @@ class TraceWriter:
             self._appended += 1
             if len(self._queue) == 1:
                 self._oldest = time.monotonic()
-                self._changed.notify_all()
+                self.changed.notify_all()
             elif self._waiting_bytes >= self.settings.flush_bytes:
-                self._changed.notify_all()
+                self.changed.notify_all()
             return True
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until every event appended so far is in the file; return False if it is not within `timeout` s."""
         if self._forked():
             return False
-        with self._changed:
+        with self.changed:
             target = self._appended
             self._flush_until = max(self._flush_until, target)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._settled >= target or self._failed is not None, timeout)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._settled >= target or self._failed is not None, timeout)
             return self._settled >= target and self._failed is None
 
     def freeze(self, note: str) -> bool:
@@ -179,14 +179,14 @@ class TraceWriter:
         """
         if self._forked():
             return False
-        with self._changed:
+        with self.changed:
             if self._failed is not None or self._closing:
                 return False
             notes = note if self._freeze is None else f"{self._freeze[0]}; {note}"
             # While a keyframe is written many may ask; what they say must not pile up.
             self._freeze = notes[:MAX_NOTES], self._appended
             self._flush_until = max(self._flush_until, self._appended)
-            self._changed.notify_all()
+            self.changed.notify_all()
             return True
 
     def end(self, unknown_loss: str = "") -> None:
@@ -196,10 +196,10 @@ class TraceWriter:
         """
         if self._forked():
             return
-        with self._changed:
+        with self.changed:
             self._closing = True
             self._unknown_loss = self._unknown_loss or unknown_loss
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def close(self, timeout: float = 30.0) -> bool:
         """Write what is queued and the footer; return False when the file could not be made whole in `timeout` s.
@@ -211,8 +211,8 @@ class TraceWriter:
         for trigger in self._triggers:
             trigger.remove()
         self.end()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        self.thread.join(timeout)
+        if self.thread.is_alive():
             stuck = "the disk is stuck; the trace may be torn"
             _log.error("kvcanary: %s: not closed within %g s, %s", self.path, timeout, stuck)
             return False
@@ -226,8 +226,8 @@ class TraceWriter:
             written_events=self._written,
             dropped_events=self._dropped,
             queued_bytes=self._queued_bytes,
-            written_batches=self._file.batches,
-            written_bytes=self._file.size_bytes,
+            written_batches=self.file.batches,
+            written_bytes=self.file.size_bytes,
             frozen=tuple(self._frozen),
             failed=self.failed,
         )
@@ -241,10 +241,10 @@ class TraceWriter:
                 events, size = self._next_events()
                 if events:
                     self._write(events)
-                    with self._changed:
+                    with self.changed:
                         self._settled += len(events)
                         self._queued_bytes -= size
-                        self._changed.notify_all()
+                        self.changed.notify_all()
                         outdated = None if self._tail is None else self._tail.outdated(self._settled)
                     if self._tail is not None and outdated is not None:
                         self._tail.empty(outdated)
@@ -258,7 +258,7 @@ class TraceWriter:
                 elif self._closing and not self._queue:
                     break
             self._write_last_losses()
-            self._file.close()
+            self.file.close()
             self._end_tail()
         except DeletedError as error:
             self._fail(error_text(error), "nothing of it is left")
@@ -269,12 +269,12 @@ class TraceWriter:
     def _next_events(self) -> tuple[list[TraceEvent], int]:
         """Wait for a batch's worth of events; an empty list says that there is something else to do."""
         poll = POLL_SECONDS if self._triggers else None
-        with self._changed:
+        with self.changed:
             while not self._due():
                 times = [] if poll is None else [poll]
                 if self._queue:
                     times.append(max(self._oldest + self._flush_seconds - time.monotonic(), 0.0))
-                if not self._changed.wait(min(times, default=None)) and poll is not None and not self._due():
+                if not self.changed.wait(min(times, default=None)) and poll is not None and not self._due():
                     return [], 0
             events: list[TraceEvent] = []
             size = 0
@@ -296,47 +296,47 @@ class TraceWriter:
         )
 
     def _write(self, events: list[TraceEvent]) -> None:
-        self._file.write(events)
+        self.file.write(events)
         self._written += len(events)
 
     def _freeze_is_due(self) -> bool:
         return self._freeze is not None and self._settled >= self._freeze[1]
 
     def _freeze_now(self) -> None:
-        with self._changed:
+        with self.changed:
             asked, self._freeze = self._freeze, None
         if asked is None:
             return
-        where = self._file.freeze(asked[0])
+        where = self.file.freeze(asked[0])
         if where:
             self._frozen.append(where)
             _log.warning("kvcanary: %s: frozen (%s): %s", self.path, asked[0], where)
 
     def _write_last_losses(self) -> None:
-        with self._changed:
+        with self.changed:
             lost = self._dropped - self._reported
         dropped = "events were dropped: the writer's queue was full or an event was not fit for the trace"
         for count, note in ((max(lost, 0), dropped), (-1, self._unknown_loss)):
             if count and note:
-                self._write([loss_event(lost_events=count, note=note, time_ns=self._file.last_ns)])
+                self._write([loss_event(lost_events=count, note=note, time_ns=self.file.last_ns)])
 
     def _end_tail(self) -> None:
-        with self._changed:
+        with self.changed:
             if self._tail is not None:
                 self._tail.remove()
 
     def _fail(self, reason: str, left: str) -> None:
-        with self._changed:
+        with self.changed:
             self._failed = reason
             self._dropped += self._appended - self._settled
             self._settled = self._appended
             self._queue.clear()
             self._queued_bytes = self._waiting_bytes = 0
-            self._changed.notify_all()
+            self.changed.notify_all()
             if self._tail is not None:
                 self._tail.leave(self._appended)
         _log.error("kvcanary: %s: recording stopped: %s; %s, the engine goes on", self.path, reason, left)
-        self._file.abandon()
+        self.file.abandon()
 
 
 __all__ = ["TraceWriter", "WriterStats"]

@@ -22,14 +22,15 @@ def told(path: Path) -> list[Any]:
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Decode ahead however small the file is; the starts of the batches that were."""
     starts: list[int] = []
-    decode_one = decode.DecodeAhead._decode
+    decode_one = decode.BatchDecoder.decode
 
     def noted(self: Any, frame: Any) -> TraceBatch:
-        starts.append(frame.start)
+        if threading.current_thread().name.startswith("decode ahead"):
+            starts.append(frame.start)
         return decode_one(self, frame)
 
     monkeypatch.setattr(decode, "LARGE_BYTES", 0)
-    monkeypatch.setattr(decode.DecodeAhead, "_decode", noted)
+    monkeypatch.setattr(decode.BatchDecoder, "decode", noted)
     monkeypatch.setattr(decode.os, "sched_getaffinity", lambda _: {0, 1})
     return starts
 

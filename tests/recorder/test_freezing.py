@@ -156,7 +156,7 @@ def test_a_freeze_of_a_single_file_leaves_a_mark(tmp_path: Path) -> None:
 def test_freezes_asked_for_together_are_one(tmp_path: Path) -> None:
     writer = writer_of(tmp_path / "t.arrow", segment_bytes=1, keep_segments=2)
     write_segments(writer, 0, 1)
-    with writer._changed:  # the writer's thread must wait
+    with writer.changed:  # the writer's thread must wait
         writer.freeze("one")
         writer.freeze("two")
     wait_for(lambda: writer.stats().frozen)

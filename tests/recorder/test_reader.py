@@ -337,16 +337,16 @@ def test_a_compressed_buffer_that_claims_terabytes(traces, claim):
 @pytest.mark.parametrize("error", [MemoryError("2 TB"), OSError("disk"), pa.ArrowInvalid("bad")])
 def test_what_arrow_raises_becomes_a_gap(traces, monkeypatch, error):
     path = traces.write(batches=(2, 1))
-    read = pa.ipc.read_record_batch
+    read = pa.ipc.open_stream
     calls = []
 
-    def fail(message, schema):
+    def fail(message, options):
         calls.append(message)
         if len(calls) == 1:
             raise error
-        return read(message, schema)
+        return read(message, options=options)
 
-    monkeypatch.setattr(pa.ipc, "read_record_batch", fail)
+    monkeypatch.setattr(pa.ipc, "open_stream", fail)
     batches, gaps, _ = traces.read(path)
     assert [batch.first_event for batch in batches] == [2]
     assert str(error) in gaps[0].reason and gaps[0].missing_events == 2

@@ -39,7 +39,7 @@ def test_the_trace_is_whole_even_where_the_engine_s_thread_holds_the_recorder(tm
     body = """
 recorder.mark("before")
 with recorder._lock:
-    with recorder.outbox.writer._changed:
+    with recorder.outbox.writer.changed:
         print("ready", flush=True)
         time.sleep(0.5)  # the handler runs in here
 while True:
@@ -54,7 +54,7 @@ while True:
 
 def test_a_second_signal_ends_a_process_whose_disk_is_stuck(tmp_path: Path) -> None:
     body = """
-recorder.outbox.writer._file.close = lambda: (print("ready", flush=True), time.sleep(60))
+recorder.outbox.writer.file.close = lambda: (print("ready", flush=True), time.sleep(60))
 print("ready", flush=True)
 time.sleep(60)
 """

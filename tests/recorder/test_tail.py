@@ -128,7 +128,7 @@ def test_a_recording_under_way_is_told_from_one_that_is_over(tmp_path: Path) -> 
         assert [(gap.missing_events, gap.ends) for gap in gaps] == [(None, "live")]
         child = os.fork()
         if child == 0:
-            os._exit(0 if writer._file._file.descriptor < 0 else 1)
+            os._exit(0 if writer.file.file.descriptor < 0 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert not is_being_written(path)
     assert read(path) == (notes(2), [])

@@ -72,16 +72,16 @@ def test_flush_by_size(traces):
     with TraceWriter(traces.folder / "t.arrow", traces.header(), flush_bytes=1, flush_interval_ns=10**18) as writer:
         for number in range(5):
             writer.append(traces.event(number))
-        with writer._changed:
-            assert writer._changed.wait_for(lambda: writer._settled == 5)
+        with writer.changed:
+            assert writer.changed.wait_for(lambda: writer.stats().written_events == 5)
     assert [batch.num_events for batch in traces.read(writer.path)[0]] == [1] * 5
 
 
 def test_flush_by_time(traces):
     with TraceWriter(traces.folder / "t.arrow", traces.header(), flush_interval_ns=1_000_000) as writer:
         writer.append(traces.event(0))
-        with writer._changed:
-            assert writer._changed.wait_for(lambda: writer._settled == 1)
+        with writer.changed:
+            assert writer.changed.wait_for(lambda: writer.stats().written_events == 1)
         batches, gaps, complete = traces.read(writer.path)
         assert [batch.num_events for batch in batches] == [1] and gaps[0].kind == "torn" and not complete
 
@@ -331,14 +331,14 @@ from kvcanary.recorder.trace.event import TraceEvent
 header = TraceHeader(groups=(PoolGroup(name="full", num_slots=2),), tables=(StateTable(rows=1, width=1),))
 writer = TraceWriter({str(traces.folder / "t.arrow")!r}, header)
 assert writer.append(TraceEvent(kind="mark"))
-writer._changed.acquire()  # as if the writer's thread held it at the fork
+writer.changed.acquire()  # as if the writer's thread held it at the fork
 child = os.fork()
 if child == 0:
     assert not writer.append(TraceEvent(kind="mark"))
     assert not writer.flush() and not writer.close()
     assert "forked" in writer.failed
     sys.exit(7)  # runs atexit
-writer._changed.release()
+writer.changed.release()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """  # the parent ends without close(): atexit writes the footer
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

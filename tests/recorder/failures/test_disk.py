@@ -213,7 +213,7 @@ def test_a_recorder_that_switches_itself_off_ends_its_file_by_itself(
             engine.recorder.slots("lend", group=0, slots=[1])
 
     assert serve(engine, fault) == expected
-    writer._thread.join()  # nobody closed it
+    writer.thread.join()  # nobody closed it
     (line,) = logged(caplog)
     assert "switched itself off" in line
     summary = assert_inconclusive(tmp_path / "t.arrow")

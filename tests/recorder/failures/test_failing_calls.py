@@ -72,15 +72,15 @@ def test_whatever_call_fails(
 
 
 @pytest.mark.parametrize("stay", [False, True], ids=["once", "from_then_on"])
-@pytest.mark.parametrize(("scenario", "step"), [("memory", 17), ("replay", 97), ("recover", 37)])
+@pytest.mark.parametrize(("scenario", "step"), [("memory", 61), ("replay", 97), ("recover", 37)])
 def test_whatever_request_for_memory_fails(
     library: Path, tmp_path: Path, pytestconfig: pytest.Config, scenario: str, step: int, stay: bool
 ) -> None:
     """Of 20,000 bytes or more: a smaller one ends a process within libraries, C++'s as a rule, which nobody can mend here."""
     if pytestconfig.getoption("--conformance-cases") > 500:
         step = {"replay": 3}.get(scenario, 1)
-    elif scenario != "recover":
-        pytest.skip("libraries' own crashes without memory come up now and then: make fuzz-inputs")
+    elif scenario == "replay":
+        pytest.skip("Arrow's Parquet writer, with which a report is written, crashes now and then: make fuzz-inputs")
     found = run(library, tmp_path, scenario, step, stay, "--memory", "20000")
     assert found["calls"] >= 30, found
     assert not found["wrong"], "\n".join(found["wrong"])

@@ -128,7 +128,7 @@ def test_a_writer_that_stopped_ends_the_launches(engine, monkeypatch):
     def no_room(_):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(writer._file, "write", no_room)
+    monkeypatch.setattr(writer.file, "write", no_room)
     assert not writer.flush()
     write(engine, 1, 1)
     engine.device.drain()

@@ -38,7 +38,7 @@ def run(path: Path, seed: int, log_path: str, options: dict[str, int]) -> None:
             yield from configuration.requests(seed + 1000 * number)
 
     with SimulatedEngine(configuration.engine_config(seed), endless(), path, **options) as engine:
-        file = engine.recorder.outbox.writer._file
+        file = engine.recorder.outbox.writer.file
         write = file.write
 
         def logged(events) -> None:
