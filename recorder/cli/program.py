@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
@@ -41,11 +42,8 @@ def run_program(command: click.Command, program: str) -> None:
     the output has left, and with 2 when the output cannot be written or an error comes that no code expects.
     """
     _make_streams_safe()
-    for number in ENDINGS:
-        if signal.getsignal(number) in (
-            signal.SIG_DFL,
-            signal.default_int_handler,
-        ):  # what the caller has us ignore (nohup) stays ignored
+    for number in ENDINGS:  # what the caller has us ignore (nohup) stays ignored
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _interrupt)
     gc.set_threshold(_OBJECTS_WHILE_LOADING, *_COLLECTOR[1:])
     invoke, make_context = command.invoke, command.make_context
@@ -122,28 +120,27 @@ def _leave_alone() -> None:
 
 def _report_error(program: str, error: Exception) -> int:
     """Say what went wrong, and return the exit code."""
-    if isinstance(error, BrokenPipeError):
-        _drop_output()
-        return EXIT_BROKEN_PIPE
-    if isinstance(error, OSError):
-        _drop_output()
-        where = f"{error.filename}: " if error.filename else ""
-        _say(f"{program}: {where}{error.strerror or error}")
-        if error.errno == errno.ENOSPC:
-            _say("the disk is full; make room, then run the same command again")
-        return EXIT_FAILED
-    if isinstance(error, MemoryError):
-        _say(f"{program}: there is not enough memory ({error_text(error)}); run it where more is free")
-        return EXIT_FAILED
     if isinstance(error, RuntimeError) and str(error) == QUERY_INTERRUPTED:
         return _interrupted()
-    _say(f"{program}: {unforeseen(error)}")
+    said = unforeseen(error)
+    if isinstance(error, OSError):
+        _drop_output()
+        said = f"{error.filename}: {error.strerror or error}" if error.filename else f"{error.strerror or error}"
+    elif isinstance(error, MemoryError):
+        said = f"there is not enough memory ({error_text(error)}); run it where more is free"
+    if isinstance(error, BrokenPipeError):
+        return EXIT_BROKEN_PIPE
+    _say(f"{program}: {said}")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        _say("the disk is full; make room, then run the same command again")
     return EXIT_FAILED
 
 
 def unforeseen(error: Exception) -> str:
     """Return an error that no code expects, and its place, in a line."""
-    return f"internal error: {type(error).__name__}: {error} ({_place(error)}); please report it"
+    places = traceback.extract_tb(error.__traceback__)
+    place = f"{Path(places[-1].filename).name}:{places[-1].lineno}" if places else "unknown"
+    return f"internal error: {type(error).__name__}: {error} ({place}); please report it"
 
 
 def _make_streams_safe() -> None:
@@ -167,13 +164,6 @@ def _drop_output() -> None:
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):  # nobody is there to read it: the exit code says it too
         click.echo(printable(line), err=True)
-
-
-def _place(error: BaseException) -> str:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "unknown" if trace is None else f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
 
 
 def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:

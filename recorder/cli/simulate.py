@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import TraceError, printable
-from .program import GivenPath, fail
+from .program import GivenPath, console_for, fail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.console import Console
-
     from ..engines.simulated.config import EngineConfig
     from ..engines.simulated.engine import SimulatedEngine
     from ..engines.simulated.pd_pair import PdPair
@@ -162,21 +161,19 @@ def simulate_command(  # one parameter an option
     except OSError as error:
         fail(f"{error.filename or output}: cannot be written: {error.strerror or error}")
     except MemoryError as error:
-        fail(
-            f"{str(error) or 'no memory is left'}: less memory is needed with a smaller --pool-tokens, --max-running or --prompt-tokens"
-        )
+        advice = "less memory is needed with a smaller --pool-tokens, --max-running or --prompt-tokens"
+        fail(f"{str(error) or 'no memory is left'}: {advice}")
     for engine in engines:
         if engine.unwritten:
             fail(f"{engine.recorder.path}: torn: {engine.unwritten}; make room, then run it again with --force")
+    written = [_files(engine, segment_bytes) for engine in engines]
     if as_json:
-        import json
-
-        found = [_as_json(engine, seconds, _files(engine, segment_bytes)) for engine in engines]
+        found = [_as_json(engine, seconds, files) for engine, files in zip(engines, written, strict=True)]
         click.echo(json.dumps(found[0] if not pd else {"prefill": found[0], "decode": found[1]}, indent=2))
         return
-    for engine in engines:
-        _show(engine, seconds, _files(engine, segment_bytes))
-    traces = [str(path) for engine in engines for path in _files(engine, segment_bytes)]
+    for engine, files in zip(engines, written, strict=True):
+        _show(engine, seconds, files)
+    traces = [str(path) for files in written for path in files]
     click.echo(f"next    {printable(shlex.join(['kvcanary-replay', *traces]))}")
 
 
@@ -230,8 +227,16 @@ def _workload(options: dict[str, Any]) -> RandomWorkload | FileWorkload:
             limit=options["requests"] or 0,
             seed=options["seed"],
         )
-    names = ["seed", "prompt_tokens", "output_tokens", "sharing", "arrival_rate"]
-    names += ["priorities", "abort_rate", "fork_rate"]
+    names = (
+        "seed",
+        "prompt_tokens",
+        "output_tokens",
+        "sharing",
+        "arrival_rate",
+        "priorities",
+        "abort_rate",
+        "fork_rate",
+    )
     longest = 4 * (options["prompt_tokens"] + options["output_tokens"])
     pool = options["pool_tokens"]
     if pool is not None:  # leaves room for the tokens that a verify forward writes ahead
@@ -264,38 +269,27 @@ def _config(options: dict[str, Any], workload: RandomWorkload | FileWorkload) ->
 
 def _run(runs: SimulatedEngine | PdPair, engines: list[SimulatedEngine], *, quiet: bool) -> float:
     """Run an engine or a pair, with progress on a terminal, and return the seconds that it took."""
-    import time
-
-    from rich.console import Console
-
-    err = Console(stderr=True, emoji=False, highlight=False)
-    begin = time.perf_counter()
+    err = console_for(sys.stderr)
+    begin = next_s = time.perf_counter()
     if quiet or not err.is_terminal:
         runs.run()
     else:
-        _run_shown(runs, engines, err, time.perf_counter)
+        with err.status("simulating") as status:
+
+            def show(_: SimulatedEngine | PdPair) -> None:
+                nonlocal next_s
+                if time.perf_counter() >= next_s:
+                    next_s = time.perf_counter() + 0.2
+                    first, last = engines[0].counters, engines[-1].counters
+                    forwards, tokens = (sum(getattr(e.counters, n) for e in engines) for n in ("forwards", "tokens"))
+                    status.update(
+                        f"simulating   {runs.clock_s:,.0f} s   {first.requests:,} requests, {last.finished:,} finished   "
+                        f"{forwards:,} forwards   {tokens:,} tokens"
+                    )
+
+            runs.run(show)
     runs.close()
     return time.perf_counter() - begin
-
-
-def _run_shown(
-    runs: SimulatedEngine | PdPair, engines: list[SimulatedEngine], err: Console, clock: Callable[[], float]
-) -> None:
-    next_s = 0.0
-    with err.status("simulating") as status:
-
-        def show(_: SimulatedEngine | PdPair) -> None:
-            nonlocal next_s
-            if clock() >= next_s:
-                next_s = clock() + 0.2
-                first, last = engines[0].counters, engines[-1].counters
-                forwards, tokens = (sum(getattr(e.counters, n) for e in engines) for n in ("forwards", "tokens"))
-                status.update(
-                    f"simulating   {runs.clock_s:,.0f} s   {first.requests:,} requests, {last.finished:,} finished   "
-                    f"{forwards:,} forwards   {tokens:,} tokens"
-                )
-
-        runs.run(show)
 
 
 def _deeds(counters: dict[str, int]) -> str:

@@ -12,9 +12,7 @@ ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ignore_endings() -> None:
-    """Ignore them: in workers, since they go to the whole process group and the parent ends its workers itself; in a
-    program that has been ended and is clearing away.
-    """
+    """Ignore them: in workers, which their parent ends, and in a program that has been ended and is clearing away."""
     for number in ENDINGS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -30,19 +28,16 @@ def endings_deferred() -> Iterator[None]:
         yield
         return
     came: list[tuple[int, FrameType | None]] = []
-    before = {number: signal.getsignal(number) for number in ENDINGS}
-    before = {number: handler for number, handler in before.items() if callable(handler)}
-    for number in before:
+    handlers = {number: handler for number in ENDINGS if callable(handler := signal.getsignal(number))}
+    for number in handlers:
         signal.signal(number, lambda *what: came.append(what))
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     for came_number, frame in came[:1]:
-        handler = before[signal.Signals(came_number)]
-        if callable(handler):
-            handler(came_number, frame)
+        handlers[signal.Signals(came_number)](came_number, frame)
 
 
 def at_process_end(close: Callable[[], object], *, priority: int) -> Callable[[], None]:

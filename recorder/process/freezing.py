@@ -73,10 +73,9 @@ class FreezeSignal:
 
     def asked(self) -> str | None:
         """Return a note if the signal came since the last call, else None."""
-        count = self._count
-        if count == self._seen:
+        seen, self._seen = self._seen, self._count
+        if seen == self._seen:
             return None
-        self._seen = count
         try:
             return f"signal {signal.Signals(self._number).name}"
         except ValueError:  # a real-time signal, of which most have no name

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from ...kernels.arrays import ByteArray, Int64Array
 from .checksum import column_forms
-from .schema import ADDED, BYTE_LISTS, SCALARS
+from .schema import ADDED, SCALARS, trace_schema
 
 if TYPE_CHECKING:
     import torch
@@ -65,17 +65,15 @@ class TraceBatch:
 
     def scalar_ints(self, name: str) -> Int64Array:
         """Return an int64 scalar column, [num_events] int64."""
-        found = self._cache.get(name)
-        if found is None:
-            found = self._cache[name] = self._column(name).to_numpy(zero_copy_only=True)
-        return found
+        if name not in self._cache:
+            self._cache[name] = self._column(name).to_numpy(zero_copy_only=True)
+        return self._cache[name]
 
     def strings(self, name: str) -> list[str]:
         """Return a text column, one str an event."""
-        found = self._cache.get(name)
-        if found is None:
-            found = self._cache[name] = self._column(name).to_pylist()
-        return found
+        if name not in self._cache:
+            self._cache[name] = self._column(name).to_pylist()
+        return self._cache[name]
 
     def values(self, name: str) -> npt.NDArray[Any]:
         """Return a list column's flat values, [offsets[-1]] int64 or uint8."""
@@ -129,10 +127,8 @@ class TraceBatch:
 
 
 def _unused_column(name: str, num_events: int) -> pa.Array:
-    if name in SCALARS:
-        kind, default = SCALARS[name]
-        return pa.array([default] * num_events, kind)
-    return pa.array([[]] * num_events, pa.large_list(pa.uint8()) if name in BYTE_LISTS else pa.list_(pa.int64()))
+    default = SCALARS[name][1] if name in SCALARS else []
+    return pa.array([default] * num_events, trace_schema().field(name).type)
 
 
 class EventView:

@@ -183,12 +183,8 @@ TIER_HOST: Final = 1
 
 def trace_schema() -> pa.Schema:
     """Return the columns of this build's format, without metadata."""
-    fields = [pa.field(name, kind, nullable=False) for name, (kind, _) in SCALARS.items()]
-    fields += [
-        pa.field(name, pa.list_(pa.field("item", pa.int64(), nullable=False)), nullable=False) for name in INT_LISTS
-    ]
-    fields += [
-        pa.field(name, pa.large_list(pa.field("item", pa.uint8(), nullable=False)), nullable=False)
-        for name in BYTE_LISTS
-    ]
-    return pa.schema(fields)
+    ints = pa.list_(pa.field("item", pa.int64(), nullable=False))
+    data = pa.large_list(pa.field("item", pa.uint8(), nullable=False))
+    kinds = {name: kind for name, (kind, _) in SCALARS.items()}
+    kinds |= {**dict.fromkeys(INT_LISTS, ints), **dict.fromkeys(BYTE_LISTS, data)}
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds.items()])

@@ -102,8 +102,7 @@ class SingleFile:
 class Segments(SingleFile):
     """The files of a recording; `write` may begin a new one before it writes. Raises `TraceError` and `OSError`.
 
-    With a disk that takes no second name for a file, a freeze copies. What is kept of the past is bounded by the
-    settings; frozen folders are nobody's to delete.
+    What is kept of the past is bounded by the settings; frozen folders are nobody's to delete.
     """
 
     def __init__(self, path: Path, header: TraceHeader, settings: WriterSettings, *, overwrite: bool) -> None:
@@ -116,9 +115,9 @@ class Segments(SingleFile):
         try:
             self._recorded = RecordedState(header)
         except MemoryError:
+            needed = f"{pool_bytes(header) / 2**30:.1f} GiB of memory for keyframes"
             raise TraceError(
-                f"{path}: segments need {pool_bytes(header) / 2**30:.1f} GiB of memory for keyframes, which this machine "
-                "does not have; record one file"
+                f"{path}: segments need {needed}, which this machine does not have; record one file"
             ) from None
         _remove_segments(path, overwrite)
         if settings.keep_folder_bytes:
@@ -249,11 +248,6 @@ class Segments(SingleFile):
                 folder.mkdir(mode=0o700)
                 return folder
         raise OSError(f"{folder}: exists, and so do 999 more of that name")
-
-
-def open_files(path: Path, header: TraceHeader, settings: WriterSettings, *, overwrite: bool) -> SingleFile:
-    """Begin a recording; raise `TraceError` when its first file cannot be made."""
-    return (Segments if settings.cut else SingleFile)(path, header, settings, overwrite=overwrite)
 
 
 def _remove_segments(recording: Path, overwrite: bool) -> None:

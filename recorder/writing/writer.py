@@ -15,7 +15,7 @@ from ..process.freezing import POLL_SECONDS, FreezeFile, FreezeSignal
 from ..process.settings import WriterSettings
 from ..trace.event import TraceEvent, loss_event
 from ..trace.header import TraceHeader, completed_header
-from .segments import open_files
+from .segments import Segments, SingleFile
 from .tail import open_tail
 from .trace_file import DeletedError
 
@@ -64,7 +64,8 @@ class TraceWriter:
         self.path = Path(path)
         names = ("flush_bytes", "flush_interval_ns", "compression")
         self.header = completed_header(header, **{name: getattr(self.settings, name) for name in names})
-        self.file = open_files(self.path, self.header, self.settings, overwrite=overwrite)
+        files = Segments if self.settings.cut else SingleFile
+        self.file = files(self.path, self.header, self.settings, overwrite=overwrite)
         self._tail = open_tail(self.path, self.header.trace_id) if tail and self.file.regular else None
         self._triggers: list[FreezeFile | FreezeSignal] = []
         if self.settings.freeze_file is not None:
@@ -127,10 +128,7 @@ class TraceWriter:
         return self._queued_bytes + num_bytes <= self.settings.max_queued_bytes
 
     def append(self, event: TraceEvent) -> bool:
-        """Queue an event; return False when it was dropped: the queue is full, or the writer failed or is closed.
-
-        The event's arrays belong to the writer from here on.
-        """
+        """Queue an event; return False when it was dropped: the queue is full, or the writer failed or is closed."""
         if self._forked():  # before the lock, which a fork may have copied while it was held
             return False
         try:
@@ -173,10 +171,7 @@ class TraceWriter:
             return self._settled >= target and self._failed is None
 
     def freeze(self, note: str) -> bool:
-        """Ask for what is there to be kept from deletion, with everything appended so far; waits for nothing.
-
-        Return False if the writer writes no more.
-        """
+        """Ask for what is there, and was appended so far, to be kept from deletion; return False if nothing is written any more."""
         if self._forked():
             return False
         with self.changed:
@@ -337,6 +332,3 @@ class TraceWriter:
                 self._tail.leave(self._appended)
         _log.error("kvcanary: %s: recording stopped: %s; %s, the engine goes on", self.path, reason, left)
         self.file.abandon()
-
-
-__all__ = ["TraceWriter", "WriterStats"]
