@@ -1,7 +1,7 @@
 """A whole, checked batch of events as numpy (or torch) arrays, without a loop over rows."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,6 +19,7 @@ CUT: Final = "cut"
 LIVE: Final = "live"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class TraceBatch:
     """Events `first_event` to `first_event + num_events - 1`.
 
@@ -27,24 +28,17 @@ class TraceBatch:
     many of the engine's events the recording holds up to the batch's end, None if it does not say.
     """
 
-    __slots__ = ("_buffer_bytes", "_cache", "end_byte", "engine_events", "first_event", "num_events", "record_batch")
+    record_batch: pa.RecordBatch
+    _: KW_ONLY
+    first_event: int
+    end_byte: int = 0
+    buffer_bytes: Int64Array | None = None  # what each buffer takes in the file
+    engine_events: int | None = None
+    num_events: int = field(init=False)
+    _cache: dict[str, Any] = field(init=False, default_factory=dict)
 
-    def __init__(
-        self,
-        record_batch: pa.RecordBatch,
-        *,
-        first_event: int,
-        end_byte: int = 0,
-        buffer_bytes: Int64Array | None = None,
-        engine_events: int | None = None,
-    ) -> None:
-        self.record_batch = record_batch
-        self.first_event = first_event
-        self.num_events: int = record_batch.num_rows
-        self.end_byte = end_byte
-        self.engine_events = engine_events
-        self._cache: dict[str, Any] = {}
-        self._buffer_bytes = buffer_bytes
+    def __post_init__(self) -> None:
+        self.num_events = self.record_batch.num_rows
 
     def __len__(self) -> int:
         return self.num_events
@@ -85,14 +79,12 @@ class TraceBatch:
 
     def stored_bytes(self) -> dict[str, int]:
         """Return the bytes that each column takes in the file, after compression."""
-        if self._buffer_bytes is None:
+        if self.buffer_bytes is None:
             return {}
-        stored: dict[str, int] = {}
-        first = 0
-        for field, form in zip(self.record_batch.schema, column_forms(self.record_batch.schema), strict=True):
-            stored[field.name] = int(self._buffer_bytes[first : first + form.num_buffers].sum())
-            first += form.num_buffers
-        return stored
+        schema = self.record_batch.schema
+        ends = np.cumsum([form.num_buffers for form in column_forms(schema)])
+        sums = (int(part.sum()) for part in np.split(self.buffer_bytes, ends[:-1]))
+        return dict(zip(schema.names, sums, strict=True))
 
     def to_torch(self, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return a list column as torch tensors `(values, offsets)`, int64 or uint8, and int64.
@@ -127,18 +119,16 @@ class TraceBatch:
 
 
 def _unused_column(name: str, num_events: int) -> pa.Array:
-    default = SCALARS[name][1] if name in SCALARS else []
+    default: Any = SCALARS[name][1] if name in SCALARS else []
     return pa.array([default] * num_events, trace_schema().field(name).type)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class EventView:
     """One event of a batch; cheap, and good for as long as the batch is kept."""
 
-    __slots__ = ("batch", "index")
-
-    def __init__(self, batch: TraceBatch, index: int) -> None:
-        self.batch = batch
-        self.index = index
+    batch: TraceBatch
+    index: int
 
     @property
     def number(self) -> int:

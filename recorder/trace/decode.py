@@ -36,12 +36,8 @@ _AHEAD_BYTES: Final = 16 << 20
 _THIS_THREAD: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
 
-class DamagedBatchError(Exception):
-    """A batch that must not be given; `str()` completes the sentence "batch 17 ..."; `torn` as for `FramingError`."""
-
-    def __init__(self, reason: str, *, torn: bool = False) -> None:
-        super().__init__(reason)
-        self.torn = torn
+class DamagedBatchError(FramingError):
+    """A batch that must not be given; `str()` completes the sentence "batch 17 ..."."""
 
 
 def decode_schema(source: TraceBytes, frame: Frame) -> pa.Schema:

@@ -59,8 +59,8 @@ class PoolGroup:
     own). `reads_before_write` says that a forward reads its prefix before its own writes land (ring buffers).
     `host_num_slots` is the size of the offload tier, 0 without one. `padding_slots` take writes that nobody reads, and
     are never verified: what the engine says; the recorder numbers the slots so that a trace has `(0,)`, and `slot_shift`
-    says by how much they are higher there than in the engine. `num_layers` is the number of layers whose KV lies in this group, 0 if unknown; the
-    streams say which of them are watched.
+    says by how much they are higher there than in the engine. `num_layers` is the number of layers whose KV lies in this
+    group, 0 if unknown; the streams say which of them are watched.
     """
 
     name: Text
@@ -93,8 +93,7 @@ class StateTable:
 class Runner:
     """A model runner; an EAGLE draft reads truth tokens at `token_offset` 1.
 
-    `derived` names the columns of this runner's forwards that the recorder worked out instead of observing them. They
-    are replayed, and nothing is judged from them.
+    `derived` names the columns of its forwards that the recorder worked out: replayed, and judged by nothing.
     """
 
     name: Text = "target"
@@ -104,11 +103,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotWatched:
-    """Something that the engine has and that this recording does not look at.
-
-    `what` is one of `NOT_WATCHED`, `name` says which one in the engine's own words, `reason` why, in a sentence's words
-    without its full stop.
-    """
+    """Something that this recording does not look at: `what` is one of `NOT_WATCHED`, `name` the engine's word for it."""
 
     what: Text
     name: Text
@@ -148,10 +143,9 @@ class CaptureInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One of the files that a recording was cut into, all with one `trace_id`.
+    """One of the files that a recording was cut into, all with one `trace_id`; `number` counts from 0.
 
-    `number` counts from 0; `first_event` is the number of the file's first event, which goes on from the one before, and
-    `engine_events` how many of the engine's events the files before hold.
+    `first_event` is the number of the file's first event, `engine_events` how many of the engine's the files before hold.
     """
 
     number: int

@@ -96,9 +96,9 @@ class TraceReader:
         source = self._bytes.again()  # this reader may be closed first
         try:
             walk = Walk(
-                source,
-                self._schema,
-                self.header,
+                source=source,
+                schema=self._schema,
+                header=self.header,
                 name=self.path.name,
                 position=self._first_batch,
                 limit=self._limit,

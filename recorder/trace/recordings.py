@@ -108,6 +108,6 @@ def group_recordings(paths: Iterable[Path]) -> tuple[list[Recording], list[str]]
                 notes.append(f"{part.path}: left out, {chosen[part.number].path.name} is the same segment")
             else:
                 chosen[part.number] = part
-        header = next((part.header for part in chosen.values() if part.header), None)
-        recordings.append(Recording(paths=tuple(part.path for part in chosen.values()), header=header))
+        known = next((part.header for part in chosen.values() if part.header), None)
+        recordings.append(Recording(paths=tuple(part.path for part in chosen.values()), header=known))
     return recordings, notes

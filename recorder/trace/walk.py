@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -14,6 +15,7 @@ from .tail_reader import TailReader
 from .trace_bytes import TraceBytes
 
 
+@dataclass(kw_only=True)
 class Walk:
     """One pass over the messages.
 
@@ -21,38 +23,29 @@ class Walk:
     gone with it; the search for that batch goes over every byte behind the damage and trusts no length in it.
     """
 
-    def __init__(
-        self,
-        source: TraceBytes,
-        schema: pa.Schema,
-        header: TraceHeader,
-        *,
-        name: str,
-        position: int,
-        limit: int,
-        listed: int | None,
-        tail: TailReader | None,
-        being_written: Callable[[], bool],
-    ) -> None:
-        self._source = source
-        self._decoder = BatchDecoder(source, schema)
-        self._position = position
-        self._limit = limit
-        self._closed = listed is not None  # a right footer
-        self._listed = listed
-        self._given = 0
-        self._scan = position  # behind the start of the last good batch, whose claimed end may be wrong
-        self._name = name
-        self._first = self._expected = header.first_event
-        self._batches = 0
-        self._damage: list[str] = []
-        self._searched = 0  # bytes of messages that were tried behind damage; they may lie over one another
-        self._torn = False
-        self._schema = schema
-        self._tail = tail
-        self._being_written = being_written
-        self._engine_events: int | None = 0 if header.segment is None else header.segment.engine_events
-        self._from_tail = 0
+    source: TraceBytes
+    schema: pa.Schema
+    header: TraceHeader
+    name: str
+    position: int
+    limit: int
+    listed: int | None  # batches, by a right footer
+    tail: TailReader | None
+    being_written: Callable[[], bool]
+    _given: int = 0
+    _from_tail: int = 0
+    _batches: int = 0
+    _damage: list[str] = field(default_factory=list)
+    _searched: int = 0  # bytes of messages that were tried behind damage; they may lie over one another
+    _torn: bool = False
+
+    def __post_init__(self) -> None:
+        self._decoder = BatchDecoder(self.source, self.schema)
+        self._closed = self.listed is not None
+        self._scan = self.position  # behind the start of the last good batch, whose claimed end may be wrong
+        self._expected = self.header.first_event
+        segment = self.header.segment
+        self._engine_events: int | None = 0 if segment is None else segment.engine_events
 
     def run(self) -> Iterator[TraceBatch | TraceGap]:
         """Yield batches and gaps, to the end of the file."""
@@ -66,13 +59,13 @@ class Walk:
             self._notice_a_cut()
             batch = None
             try:
-                frame = self._decoder.frame(self._position, self._limit)
+                frame = self._decoder.frame(self.position, self.limit)
                 if frame is not None:
                     batch = self._decode(frame)
-                elif self._at_end(self._position):
+                elif self._at_end(self.position):
                     break
                 else:
-                    self._note(f"batch {self._batches}: an end mark stands at byte {self._position}, too early")
+                    self._note(f"batch {self._batches}: an end mark stands at byte {self.position}, too early")
             except FramingError as error:
                 # A file that ends right behind a batch is torn too: its end-of-stream mark is missing.
                 self._note(f"batch {self._batches}: {error}", torn=error.torn)
@@ -84,7 +77,7 @@ class Walk:
                 yield self._last_gap()
                 return
             yield from self._give(batch)
-            self._position = batch.end_byte
+            self.position = batch.end_byte
         if not self._closed:
             cause = "every event was read, but the footer is torn or damaged, so other Arrow readers refuse the file"
             yield self._gap(0, "torn", cause, recover=True)
@@ -96,14 +89,14 @@ class Walk:
     def _at_end(self, position: int) -> bool:
         """Whether an end mark is the true one: nothing but the footer follows."""
         if self._closed:
-            return position + PREFIX_BYTES == self._limit
-        return all(frame.kind != RECORD_BATCH for frame in find_frames(self._source, position + 8, self._limit))
+            return position + PREFIX_BYTES == self.limit
+        return all(frame.kind != RECORD_BATCH for frame in find_frames(self.source, position + 8, self.limit))
 
     def _notice_a_cut(self) -> None:
         """A file that was cut short since it was opened ends where it ends now."""
-        size = self._source.size()
-        if size < self._limit:
-            self._limit = size
+        size = self.source.size()
+        if size < self.limit:
+            self.limit = size
             self._closed = False
             self._torn = self._torn or not self._damage
 
@@ -113,7 +106,7 @@ class Walk:
             self._note(f"{where}: a message of kind {frame.kind} stands in its place")
             return None
         try:
-            batch = self._decoder.batch(frame, self._limit)
+            batch = self._decoder.batch(frame, self.limit)
         except DamagedBatchError as error:
             claim = claimed_events(frame)
             says = f" (it says events {claim[0]}-{claim[0] + claim[1] - 1})" if claim and claim[1] else ""
@@ -125,14 +118,14 @@ class Walk:
     def _resume(self) -> TraceBatch | None:
         """Find the next batch that is whole and whose events have not been given."""
         self._notice_a_cut()
-        for frame in find_frames(self._source, self._scan, self._limit):
-            if frame.kind != RECORD_BATCH or frame.start == self._position:
+        for frame in find_frames(self.source, self._scan, self.limit):
+            if frame.kind != RECORD_BATCH or frame.start == self.position:
                 continue
             claim = claimed_events(frame)
             if claim is None or not claim[1] or claim[0] < self._expected:
                 continue
             self._searched += frame.end - frame.start
-            if self._searched > MAX_SEARCHED * self._source.held_bytes():
+            if self._searched > MAX_SEARCHED * self.source.held_bytes():
                 self._note(f"the search for the next whole batch was given up at byte {frame.start}")
                 return None
             batch = self._decode(frame)
@@ -165,11 +158,11 @@ class Walk:
 
     def _give_tail(self) -> Iterator[TraceBatch | TraceGap]:
         """Yield what the recording process had not flushed, from the tail that it left."""
-        if self._closed or self._being_written():
-            self._tail = None
-        if self._tail is None or self._engine_events is None:
+        if self._closed or self.being_written():
+            self.tail = None
+        if self.tail is None or self._engine_events is None:
             return
-        for item in self._tail.batches(self._engine_events, self._expected, self._schema):
+        for item in self.tail.batches(self._engine_events, self._expected, self.schema):
             yield item
             if isinstance(item, TraceBatch):
                 self._expected = item.first_event + item.num_events
@@ -180,23 +173,23 @@ class Walk:
             self._damage.clear()
             return self._end_of_a_torn_file()
         cause = self._take_damage()
-        if self._given == self._listed:  # only the end mark, or a length in the last batch
+        if self._given == self.listed:  # only the end mark, or a length in the last batch
             return self._gap(0, "damaged", f"{cause}; no event is missing", recover=True)
         return self._gap(None, "damaged", f"{cause}; events from {self._expected} on are left out", recover=True)
 
     def _end_of_a_torn_file(self) -> TraceGap:
-        before = self._expected - self._first
-        if self._being_written():
+        before = self._expected - self.header.first_event
+        if self.being_written():
             cause = f"it is being written; the {before} events that are in it so far were read"
             return self._gap(None, "torn", cause, ends=LIVE)
-        if self._tail is not None and self._tail.whole:
+        if self.tail is not None and self.tail.whole:
             cause = (
                 f"the recording was cut behind its {before} events: the recording process was killed or crashed; all that "
                 f"it had recorded was read, {self._from_tail} events of it from what it had not written into the trace yet"
             )
             return self._gap(0, "torn", cause, ends=CUT)
         kept = f"the {before} events before it were read" if before else "no event was flushed before"
-        cause = f"torn at byte {self._limit}: the recording process was killed or the file was cut; {kept}, how many are lost is unknown"
+        cause = f"torn at byte {self.limit}: the recording process was killed or the file was cut; {kept}, how many are lost is unknown"
         return self._gap(None, "torn", cause, recover=True, ends=CUT)
 
     def _note(self, text: str, *, torn: bool = False) -> None:
@@ -215,8 +208,8 @@ class Walk:
             after_event=self._expected - 1,
             missing_events=missing,
             kind=kind,
-            cause=f"{self._name}: {cause}",
-            advice=f"run kvcanary recover {shlex.quote(self._name)}" if recover else "",
+            cause=f"{self.name}: {cause}",
+            advice=f"run kvcanary recover {shlex.quote(self.name)}" if recover else "",
             ends=ends,
         )
 

@@ -7,6 +7,7 @@ in the writer's queue, and have its bound. docs/reference/trace-format.md descri
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -43,9 +44,6 @@ _SMALL_BYTES: Final = 1 << 18  # written in one piece, without letting other thr
 _SLOW_NS: Final = 50_000_000
 _MOST_SLOW: Final = 3
 _REST_NS: Final = 10_000_000_000
-
-
-_Layout = tuple[bytes, struct.Struct, tuple[str, ...], tuple[str, ...]]
 
 
 def open_tail(trace: Path, trace_id: str) -> "Tail | None":
@@ -85,7 +83,7 @@ class Tail:
         self._off = False
         self._slow = 0
         self._rests_until = 0
-        self._layouts: dict[tuple[Any, ...], _Layout] = {}
+
         close_in_children(self)
 
     def put(self, number: int, event: TraceEvent, nbytes: int) -> None:
@@ -104,7 +102,7 @@ class Tail:
             self._empty[now] = False
         own, size, small = self._files[now], self._sizes[now], nbytes <= _SMALL_BYTES
         try:
-            self._sizes[now] = size + append_record(own, size, number, self._body(event), small=small)
+            self._sizes[now] = size + append_record(own, size, number, _body(event), small=small)
             self._last[now] = number
         except Exception as error:  # noqa: BLE001  # nothing may reach the engine
             self._off = True
@@ -132,21 +130,6 @@ class Tail:
         for own in self._files:
             with contextlib.suppress(OSError):
                 own.write(STATE.pack(first_missing), STATE_AT)
-
-    def _body(self, event: TraceEvent) -> list[Any]:
-        """Return an event's bytes in pieces."""
-        scalars, ints, lists = event.scalars, event.ints, event.bytes
-        key = (event.kind, *scalars, None, *ints, None, *lists)
-        layout = self._layouts.get(key)
-        if layout is None:
-            if len(self._layouts) >= MAX_LAYOUTS:
-                self._layouts.clear()
-            layout = self._layouts[key] = _layout(event)
-        blob, numbers, int_names, text_names = layout
-        texts = [_utf8(scalars[name]) for name in text_names] if text_names else ()
-        values = (*texts, *ints.values(), *lists.values())
-        packed = numbers.pack(event.time_ns, *[scalars[name] for name in int_names], *map(len, values))
-        return [blob, packed, *values]
 
     def outdated(self, events: int) -> int | None:
         """Return which file holds nothing but what is in the trace, now that it has the first `events` events."""
@@ -183,20 +166,23 @@ class Tail:
                 own.close()
 
 
-def _layout(event: TraceEvent) -> _Layout:
+def _body(event: TraceEvent) -> list[Any]:
+    """Return an event's bytes in pieces."""
+    scalars, arrays = event.scalars, (*event.ints.values(), *event.bytes.values())
+    blob, numbers, ints, texts = _layout(event.kind, tuple(scalars), tuple(event.ints), tuple(event.bytes))
+    values = (*[str(scalars[name]).encode("utf-8", "replace") for name in texts], *arrays)
+    return [blob, numbers.pack(event.time_ns, *[scalars[name] for name in ints], *map(len, values)), *values]
+
+
+@functools.lru_cache(maxsize=MAX_LAYOUTS)
+def _layout(
+    kind: str, scalars: tuple[str, ...], int_lists: tuple[str, ...], byte_lists: tuple[str, ...]
+) -> tuple[bytes, struct.Struct, list[str], list[str]]:
     """Return what all events with the same columns have in common: their names, and how their numbers are packed."""
-    texts = tuple(name for name in event.scalars if name in TEXTS)
-    ints = tuple(name for name in event.scalars if name not in TEXTS)
-    names = json.dumps([event.kind, ints, texts, list(event.ints), list(event.bytes)], separators=(",", ":")).encode()
-    count = 1 + len(ints) + len(texts) + len(event.ints) + len(event.bytes)
+    ints, texts = ([name for name in scalars if (name in TEXTS) == text] for text in (False, True))
+    names = json.dumps([kind, ints, texts, int_lists, byte_lists], separators=(",", ":")).encode()
+    count = 1 + len(scalars) + len(int_lists) + len(byte_lists)
     return LAYOUT_BYTES.pack(len(names)) + names, struct.Struct(f"<{count}q"), ints, texts
-
-
-def _utf8(text: Any) -> bytes:
-    try:
-        return bytes(text.encode())
-    except UnicodeEncodeError:  # lone surrogates, as in encode.py
-        return bytes(text.encode("utf-8", "replace"))
 
 
 def append_record(own: OwnFile, at: int, number: int, parts: list[Any], *, small: bool) -> int:

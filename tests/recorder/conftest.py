@@ -10,7 +10,7 @@ import pytest
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.trace.event import TraceEvent
-from kvcanary.recorder.trace.framing import read_footer
+from kvcanary.recorder.trace.framing import Frame, read_footer, read_frame
 from kvcanary.recorder.trace.header import EngineInfo, KvStream, ModelInfo, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import EventView, TraceBatch, TraceGap, TraceReader
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
@@ -94,6 +94,14 @@ class TraceMaker:
         source.close()
         assert footer is not None
         return footer.blocks
+
+    def first_frame(self, path) -> Frame:
+        """Return the message of the first batch."""
+        source = TraceBytes(os.open(path, os.O_RDONLY))
+        frame = read_frame(source, int(self.blocks(path)[0, 0]), source.size())
+        source.close()
+        assert frame is not None
+        return frame
 
     def plain(self, view: EventView) -> dict:
         """An event as plain values, every column of it."""

@@ -15,7 +15,6 @@ import pytest
 from kvcanary.recorder.errors import TraceError, UnreadableTraceError, json_text
 from kvcanary.recorder.trace.checksum import batch_crc32c, column_forms, text_crc32c
 from kvcanary.recorder.trace.encode import batch_metadata, encode_events, header_schema
-from kvcanary.recorder.trace.framing import read_frame
 from kvcanary.recorder.trace.header import ModelInfo, TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import FORMAT_MINOR, HEADER_CRC_KEY, HEADER_KEY, trace_schema
@@ -288,7 +287,7 @@ def replaced(batch, name, column):
 def test_offsets_that_run_backwards_or_away(traces, offsets, name):
     path = traces.write(batches=(2, 1), compression="none")
     with TraceReader(path) as reader:
-        frame = read_frame(reader._bytes, reader._first_batch, reader._limit)
+        frame = traces.first_frame(path)
         column = reader.schema.get_field_index(name)
         number = sum(form.num_buffers for form in column_forms(reader.schema)[:column]) + 1
         at = frame.body_start + int(frame.buffers[number, 0])
@@ -322,10 +321,8 @@ def test_nulls(traces):
 @pytest.mark.parametrize("claim", [1 << 40, (1 << 63) - 1, -2, -(1 << 63)])
 def test_a_compressed_buffer_that_claims_terabytes(traces, claim):
     path = traces.write(batches=(2, 1))
-    with TraceReader(path) as reader:
-        frame = read_frame(reader._bytes, reader._first_batch, reader._limit)
-        offset = next(int(offset) for offset, length in frame.buffers if length > 8)
-        at = frame.body_start + offset
+    frame = traces.first_frame(path)
+    at = frame.body_start + next(int(offset) for offset, length in frame.buffers if length > 8)
     data = bytearray(path.read_bytes())
     data[at : at + 8] = struct.pack("<q", claim)
     path.write_bytes(data)
