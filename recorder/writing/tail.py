@@ -170,7 +170,7 @@ def _body(event: TraceEvent) -> list[Any]:
     """Return an event's bytes in pieces."""
     scalars, arrays = event.scalars, (*event.ints.values(), *event.bytes.values())
     blob, numbers, ints, texts = _layout(event.kind, tuple(scalars), tuple(event.ints), tuple(event.bytes))
-    values = (*[str(scalars[name]).encode("utf-8", "replace") for name in texts], *arrays)
+    values: list[Any] = [*[str(scalars[name]).encode("utf-8", "replace") for name in texts], *arrays]
     return [blob, numbers.pack(event.time_ns, *[scalars[name] for name in ints], *map(len, values)), *values]
 
 
