@@ -10,13 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from kvcanary.kernels import sparse
+from kvcanary.recorder.capture.engine_events import MAX_NAME
+from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.cli.folder_inspection import missing_segments
 from kvcanary.recorder.errors import UnreadableTraceError
 from kvcanary.recorder.state import events
 from kvcanary.recorder.trace import framing, schema, walk
 from kvcanary.recorder.trace.encode import batch_metadata
 from kvcanary.recorder.trace.header import EngineInfo, PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.trace.reader import TraceGap, TraceReader
+from kvcanary.recorder.trace.reader import TraceGap, TraceReader, read_trace
 from kvcanary.recorder.trace.trace_bytes import TraceBytes
 
 from ..support.engines.documented_engine import run_requests, toy_engine
@@ -175,3 +177,11 @@ def test_an_event_that_names_more_slots_than_there_is_memory_for_is_one_clear_er
     two = [np.array([0, 1]), np.array([1, 1]), np.array([sparse.MANY_SLOTS // 2] * 2)]
     with pytest.raises(MemoryError, match="an event names 1048576 slots"):
         events.require_inside(two, [sparse.MANY_SLOTS] * 2)
+
+
+def test_a_name_of_as_many_characters_as_may_be_is_kept_and_one_of_more_is_cut(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "t.arrow", header()) as recorder:
+        for number, length in enumerate((MAX_NAME - 1, MAX_NAME, MAX_NAME + 1)):
+            recorder.request(request_id=number + 1, name="n" * length)
+    names = [str(view.scalar("name")) for view in read_trace(tmp_path / "t.arrow") if view.kind == "request"]
+    assert names == ["n" * (MAX_NAME - 1), "n" * MAX_NAME, "n" * (MAX_NAME - 1) + "…"]
