@@ -157,26 +157,26 @@ def _compile(loops: Callable[..., Any]) -> Callable[..., Any]:
         path = _machine_code_path(loops)
         function = None
         if path is not None:
-            function = native.load(path, path.stem, _parameters(loops), lambda: _numba_caller(loops))
+            function = native.load(path, path.stem, parameters_of(loops), lambda: numba_caller(loops))
         if function is None:
             if path is not None:
-                native.keep(path, path.stem, _numba_form(loops), _parameters(loops))
-            function = _numba_caller(loops)
+                native.keep(path, path.stem, numba_form(loops), parameters_of(loops))
+            function = numba_caller(loops)
         _compiled[loops] = function
         return function
 
 
 @functools.cache
-def _numba_form(loops: Callable[..., Any]) -> Callable[..., Any]:
+def numba_form(loops: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `loops` with numba, or load what numba keeps of it."""
-    numba = _import_numba()
+    numba = import_numba()
     from numba.core import config
 
     with _compile_lock:
         _register_primitives(numba)
         signature = _signature(loops, numba.types)
         before = config.CACHE_DIR
-        folder = _cache_folder(numba.__version__, before)
+        folder = cache_folder(numba.__version__, before)
         # numba reads the folder when the function is decorated. It is put back at once, so that another package's
         # compiled functions in this process (an engine's) keep their own place.
         config.CACHE_DIR = str(folder) if folder else ""
@@ -189,9 +189,9 @@ def _numba_form(loops: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
 
-def _numba_caller(loops: Callable[..., Any]) -> Callable[..., Any]:
+def numba_caller(loops: Callable[..., Any]) -> Callable[..., Any]:
     """Return numba's form, called with named tuples of arrays of any layout: numba converts arrays, but none in a tuple."""
-    function, parameters = _numba_form(loops), _parameters(loops)
+    function, parameters = numba_form(loops), parameters_of(loops)
     if not any(isinstance(parameter, list) for parameter in parameters):
         return function
 
@@ -214,7 +214,7 @@ def _as_declared(array: npt.NDArray[Any], spec: native.Array) -> npt.NDArray[Any
     return array
 
 
-def _import_numba() -> Any:
+def import_numba() -> Any:
     """Import numba, unless an engine has, so that nothing of the current folder configures it.
 
     numba takes settings from a file there, the place of its cache among them, out of which it unpickles.
@@ -267,7 +267,7 @@ def _machine_code_path(loops: Callable[..., Any]) -> Path | None:
 def _machine_code_folder(user_choice: str) -> Path | None:
     """Return the folder for this CPU's machine code in that of compiled code, or None where there is none."""
     try:
-        parent = _cache_folder(importlib.metadata.version("numba"), user_choice)
+        parent = cache_folder(importlib.metadata.version("numba"), user_choice)
         if parent is None:
             return None
         folder = parent / f"native-{hashlib.sha256(native.machine_name().encode()).hexdigest()[:16]}"
@@ -289,7 +289,7 @@ def _always(body: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *_types: body
 
 
-def _parameters(loops: Callable[..., Any]) -> list[native.Parameter]:
+def parameters_of(loops: Callable[..., Any]) -> list[native.Parameter]:
     """Return what each parameter must be, from its annotation."""
     hints = typing.get_type_hints(loops, include_extras=True)
     returns = hints.pop("return")
@@ -318,7 +318,7 @@ def _signature(loops: Callable[..., Any], types: Any) -> Any:
     """Build the compiled signature from the parameters; any stride unless packed, read-only where not written."""
     arguments = []
     hints = typing.get_type_hints(loops, include_extras=True)
-    for parameter, hint in zip(_parameters(loops), hints.values(), strict=False):  # the last hint is what it returns
+    for parameter, hint in zip(parameters_of(loops), hints.values(), strict=False):  # the last hint is what it returns
         if parameter is None:
             arguments.append(types.int64)
         elif isinstance(parameter, list):
@@ -336,7 +336,7 @@ def _array_type(spec: native.Array, types: Any) -> Any:
     return types.Array(getattr(types, spec.dtype), spec.ndim, layout, readonly=not spec.written, aligned=True)
 
 
-def _cache_folder(numba_version: str, user_choice: str) -> Path | None:
+def cache_folder(numba_version: str, user_choice: str) -> Path | None:
     """Return a writable folder for compiled code, or None where there is none (then each process compiles anew).
 
     numba's own key for a cached function is its file's date and size, which misses a change in a function that it

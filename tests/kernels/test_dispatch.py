@@ -51,7 +51,7 @@ def test_the_same_loops_wrap_alike() -> None:
     "loops", [plan_entries_loops, plan_writes_loops, verify_loops, write_loops, oracle_tokens_loops, double_loops]
 )
 def test_one_compilation_an_op(loops: Any) -> None:
-    compiled: Any = dispatch._numba_form(loops)
+    compiled: Any = dispatch.numba_form(loops)
     assert len(compiled.signatures) == 1
     assert not compiled._can_compile  # other types are refused, not compiled behind the caller's back
 
@@ -77,7 +77,7 @@ def told_loops(out: Out64) -> None:
 
 
 def test_who_waits_for_a_compilation_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_cache_folder", lambda *_: None)  # so that it is on no disk
+    monkeypatch.setattr(dispatch, "cache_folder", lambda *_: None)  # so that it is on no disk
     told: list[int] = []
     assert select_telling(told_loops, "reference", lambda: told.append(0)) is told_loops
     for _ in range(2):
@@ -101,11 +101,11 @@ def test_loops_that_have_no_signature() -> None:
 
 
 def test_the_cache_folder_is_the_users_choice_first(tmp_path: Path) -> None:
-    folder = dispatch._cache_folder("1.0", str(tmp_path / "mine"))
+    folder = dispatch.cache_folder("1.0", str(tmp_path / "mine"))
     assert folder is not None and folder.parent == tmp_path / "mine" and folder.is_dir()
-    assert dispatch._cache_folder("1.1", str(tmp_path / "mine")) != folder
+    assert dispatch.cache_folder("1.1", str(tmp_path / "mine")) != folder
     (tmp_path / "file").write_text("")
-    assert dispatch._cache_folder("1.0", str(tmp_path / "file")) is None
+    assert dispatch.cache_folder("1.0", str(tmp_path / "file")) is None
 
 
 def test_the_cache_folder_without_a_writable_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_the_cache_folder_without_a_writable_package(tmp_path: Path, monkeypatch
     (copy / "__pycache__").write_text("a file where the folder should be")
     monkeypatch.setattr(dispatch, "__file__", str(copy / "dispatch.py"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = dispatch._cache_folder("1.0", "")
+    folder = dispatch.cache_folder("1.0", "")
     assert folder is not None and folder.parent == tmp_path / "cache" / "kvcanary"
 
 
@@ -123,28 +123,28 @@ def test_the_cache_folder_follows_every_source_file(tmp_path: Path, monkeypatch:
     copy = tmp_path / "kernels"
     shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(dispatch, "__file__", str(copy / "dispatch.py"))
-    before = dispatch._cache_folder("1.0", "")
+    before = dispatch.cache_folder("1.0", "")
     with (copy / "hashing.py").open("a") as source:
         source.write("# changed\n")
-    assert dispatch._cache_folder("1.0", "") != before
+    assert dispatch.cache_folder("1.0", "") != before
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])
 def test_no_code_from_where_another_user_may_have_put_it(tmp_path: Path, mode: int, caplog: Any) -> None:
-    folder = dispatch._cache_folder("1.0", str(tmp_path))
+    folder = dispatch.cache_folder("1.0", str(tmp_path))
     assert folder is not None
     folder.chmod(mode)
-    assert dispatch._cache_folder("1.0", str(tmp_path)) is None
+    assert dispatch.cache_folder("1.0", str(tmp_path)) is None
     assert "another user may write to it" in caplog.text
     folder.chmod(0o700)
-    assert dispatch._cache_folder("1.0", str(tmp_path)) == folder
+    assert dispatch.cache_folder("1.0", str(tmp_path)) == folder
     if os.geteuid() == 0:
         os.chown(folder, 12345, 12345)
-        assert dispatch._cache_folder("1.0", str(tmp_path)) is None
+        assert dispatch.cache_folder("1.0", str(tmp_path)) is None
         os.chown(folder, 0, 0)
     elsewhere = folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(elsewhere)
-    assert dispatch._cache_folder("1.0", str(tmp_path)) is None
+    assert dispatch.cache_folder("1.0", str(tmp_path)) is None
 
 
 @pytest.mark.parametrize("loaded", ["", "import yaml; "])
@@ -152,7 +152,7 @@ def test_nothing_of_the_current_folder_configures_numba(tmp_path: Path, loaded: 
     (tmp_path / ".numba_config.yaml").write_text(f"cache_dir: {tmp_path}/pickles\ndisable_jit: 1\nopt: nonsense\n")
     code = f"""{loaded}
 from kvcanary.kernels import dispatch
-dispatch._import_numba()
+dispatch.import_numba()
 from numba.core import config
 config.reload_config()
 import yaml
@@ -178,9 +178,9 @@ oracle.oracle_tokens(request_ids=ones, positions=ones, vocab_size=9, out=out, ba
 assert "numba" not in sys.modules, "the reference backend needs no compiler"
 oracle.oracle_tokens(request_ids=ones, positions=ones * 2, vocab_size=1 << 20, out=out)
 by_numba = "numba" in sys.modules
-from kvcanary.kernels.dispatch import _numba_form
+from kvcanary.kernels.dispatch import numba_form
 from numba.core import config
-function = _numba_form(oracle.oracle_tokens_loops)
+function = numba_form(oracle.oracle_tokens_loops)
 print(out.tolist(), by_numba, sum(function.stats.cache_hits.values()), config.CACHE_DIR)
 """
 

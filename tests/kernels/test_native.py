@@ -19,8 +19,8 @@ def handed_on(*_: Any, **__: Any) -> None:
 
 def loaded(path: Path, loops: Any) -> Any:
     """The machine code of loops, kept and loaded now; what it does not take raises `LookupError`."""
-    native.keep(path, loops.__name__, dispatch._numba_form(loops), dispatch._parameters(loops))
-    found = native.load(path, loops.__name__, dispatch._parameters(loops), lambda: handed_on)
+    native.keep(path, loops.__name__, dispatch.numba_form(loops), dispatch.parameters_of(loops))
+    found = native.load(path, loops.__name__, dispatch.parameters_of(loops), lambda: handed_on)
     assert found is not None
     return found
 
@@ -58,7 +58,7 @@ def test_two_dimensions(tmp_path: Path) -> None:
     slots = np.array([3, 0, 5, 2], np.int64)
     outs = [np.full(4, -77, np.int64) for _ in range(2)]
     run(words, 1, 0, 3, 3, 6, slots, outs[0])
-    dispatch._numba_form(fold_source_loops)(words, 1, 0, 3, 3, 6, slots, outs[1])
+    dispatch.numba_form(fold_source_loops)(words, 1, 0, 3, 3, 6, slots, outs[1])
     assert outs[0].tolist() == outs[1].tolist() and -77 not in outs[0]
 
 
@@ -139,12 +139,12 @@ def test_named_tuples_of_arrays(tmp_path: Path) -> None:
 
 def test_numba_takes_named_tuples_of_any_layout() -> None:
     out, rows = np.zeros(2, np.int64), np.zeros((2, 2), np.int64)
-    dispatch._numba_caller(pair_loops)(Pair(GOOD[::2], GOOD[:2]), out)
+    dispatch.numba_caller(pair_loops)(Pair(GOOD[::2], GOOD[:2]), out)
     assert out.tolist() == [2, 2]
-    dispatch._numba_caller(mixed_loops)(Mixed(np.array([3, 4]), rows))
+    dispatch.numba_caller(mixed_loops)(Mixed(np.array([3, 4]), rows))
     assert rows.tolist() == [[0, 3], [0, 4]]
     with pytest.raises(TypeError):
-        dispatch._numba_caller(pair_loops)(Pair(GOOD, GOOD.astype(np.int32)), out)
+        dispatch.numba_caller(pair_loops)(Pair(GOOD, GOOD.astype(np.int32)), out)
 
 
 @dispatch.packed
@@ -168,8 +168,8 @@ def allocating_loops(values: In64, out: Out64) -> None:
 
 
 def test_loops_that_need_more_than_memory_are_not_kept(tmp_path: Path) -> None:
-    form = dispatch._numba_form(allocating_loops)
-    native.keep(tmp_path / "a.o", "allocating_loops", form, dispatch._parameters(allocating_loops))
+    form = dispatch.numba_form(allocating_loops)
+    native.keep(tmp_path / "a.o", "allocating_loops", form, dispatch.parameters_of(allocating_loops))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -179,7 +179,7 @@ def test_numba_made_otherwise_inside_keeps_nothing(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_whole(tmp_path: Path) -> None:
-    path, parameters = tmp_path / "a.o", dispatch._parameters(translate_loops)
+    path, parameters = tmp_path / "a.o", dispatch.parameters_of(translate_loops)
     assert native.load(path, "translate_loops", parameters, lambda: handed_on) is None
     loaded(path, translate_loops)
     whole = path.read_bytes()
@@ -190,6 +190,6 @@ def test_a_file_that_is_not_whole(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    form = dispatch._numba_form(translate_loops)
-    native.keep(tmp_path / "file" / "a.o", "translate_loops", form, dispatch._parameters(translate_loops))
+    form = dispatch.numba_form(translate_loops)
+    native.keep(tmp_path / "file" / "a.o", "translate_loops", form, dispatch.parameters_of(translate_loops))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
