@@ -192,9 +192,34 @@ class Cluster:
                 found = change
         return found
 
+    def joined(self, sign: Sign, since: int = -1) -> bool:
+        """Whether a sign's request had joined its slot as cached, since an event."""
+        return any(
+            fact.what == "shared" and fact.request_id == sign.request_id and fact.event >= since
+            for fact in self.history(sign)
+        )
+
+    def places(self) -> set[tuple[int, int]]:
+        """Return pool group and slot of all that the head says."""
+        return {(self.group(sign), sign.slot) for sign in self.head}
+
     def evidence(self, sign: Sign, *events: int) -> tuple[str, ...]:
         """Return the queries for all that happened to a sign's slot, and for events if there are any."""
         return slot_query(self.group(sign), sign.slot), *([events_query(events)] if events else [])
+
+    def diagnosis(
+        self,
+        score: float,
+        sentence: str,
+        sign: Sign,
+        *events: int,
+        queries: tuple[str, ...] | None = None,
+        cause: int = -1,
+        follows: int = -1,
+    ) -> Diagnosis:
+        """Return a diagnosis whose evidence is a sign's slot and events, or else `queries`."""
+        evidence = self.evidence(sign, *events) if queries is None else queries
+        return Diagnosis(score=score, sentence=sentence, evidence=evidence, cause_event=cause, follows_event=follows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,20 +3,20 @@
 from typing import Final
 
 from ..cluster import Rule
-from . import allocation, attention, cached, inputs, kv_bytes, table, transfer, writing
+from . import allocation, cached, inputs, kv_bytes, table, writing
 
 _RULES: Final = (
     table.row_reassigned_in_flight,
     inputs.seq_len_backwards,
     writing.slot_mapping,
-    transfer.abort_frees_during_transfer,
-    transfer.transfer_wrong_stride,
+    cached.abort_frees_during_transfer,
+    cached.transfer_wrong_stride,
     cached.failed_load_counted_loaded,
     table.swa_window_off_by_one,
-    attention.window_read_wrong,
+    inputs.window_read_wrong,
     table.stale_swa_mapping,
-    attention.attention_table_overwritten,
-    attention.attention_seq_len_wrong,
+    inputs.attention_table_overwritten,
+    inputs.attention_seq_len_wrong,
     allocation.double_free,
     allocation.page_given_twice,
     allocation.radix_insert_then_free,

@@ -3,6 +3,9 @@
 from ..cluster import CONTENT, Cluster, Diagnosis, Sign, rule
 from ..facts import Fact
 
+_LOST_SLOT = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "hit_never_written")
+_EVICTED = ("read_after_free", "read_of_foreign_slot", "hit_never_written", "foreign_slot_freed", "hit_differs")
+
 
 @rule("a page was given back twice", "A page enters the free list twice and later has two owners. (lab)")
 def double_free(cluster: Cluster) -> Diagnosis | None:
@@ -10,17 +13,12 @@ def double_free(cluster: Cluster) -> Diagnosis | None:
     sign = cluster.finding("slot_freed_twice", anywhere=True)
     if sign is None:
         return None
-    by_itself = sign.request_id >= 0
     score = 0.93 if sign.event == cluster.first.event else 0.5
     score -= 0.15 if cluster.is_sliding(sign) else 0
-    score -= 0 if by_itself else 0.1
-    return Diagnosis(
-        score=score,
-        sentence=f"{sign.reader if by_itself else 'the prefix cache'} gave back {sign.place} after {sign.when}: it "
-        f"{sign.detail}",
-        evidence=cluster.evidence(sign, *sign.evidence),
-        cause_event=sign.event,
-    )
+    score -= 0 if sign.request_id >= 0 else 0.1
+    who = sign.reader if sign.request_id >= 0 else "the prefix cache"
+    said = f"{who} gave back {sign.place} after {sign.when}: it {sign.detail}"
+    return cluster.diagnosis(score, said, sign, *sign.evidence, cause=sign.event)
 
 
 @rule("a held page was given out", "The allocator hands out a page that is not free. (lab)")
@@ -28,46 +26,28 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
     """Score an allocation that names a slot which another request was given and never gave back."""
     sign = cluster.finding("slot_double_allocated")
     if sign is not None:
-        return Diagnosis(
-            score=0.93,
-            sentence=f"{sign.place} was given to {sign.reader} after {sign.when}: it {sign.detail}",
-            evidence=cluster.evidence(sign, *sign.evidence),
-            cause_event=sign.event,
-        )
+        said = f"{sign.place} was given to {sign.reader} after {sign.when}: it {sign.detail}"
+        return cluster.diagnosis(0.93, said, sign, *sign.evidence, cause=sign.event)
     full_group = any(group.lut < 0 and group.table == 0 for group in cluster.groups)
     for other in cluster.head:
         # If only sliding-window slots are in events, a held full page shows by getting a second half.
         moved = cluster.last(other, "remapped")
         if moved is not None and not full_group:
-            return Diagnosis(
-                score=0.64,
-                sentence=f"the page of full slot {moved.via} was given out again in event {moved.event} while it was held; "
-                f"{other.reader} read {other.place} in {other.when}",
-                evidence=cluster.evidence(other, moved.event, other.event),
-                cause_event=moved.event,
-            )
+            said = f"the page of full slot {moved.via} was given out again in event {moved.event} while it was held; "
+            said += f"{other.reader} read {other.place} in {other.when}"
+            return cluster.diagnosis(0.64, said, other, moved.event, other.event, cause=moved.event)
     for other in cluster.head:
         again = given_to_another(cluster, other)
         if again is not None:
-            return Diagnosis(
-                score=0.58,
-                sentence=f"{other.place} was given out again in event {again.event} while {other.reader} held it; read in "
-                f"{other.when}",
-                evidence=cluster.evidence(other, again.event, other.event),
-                cause_event=again.event,
-            )
+            said = f"{other.place} was given out again in event {again.event} while {other.reader} held it; read in {other.when}"
+            return cluster.diagnosis(0.58, said, other, again.event, other.event, cause=again.event)
     wrong = cluster.violation(CONTENT)
     # The same slot at two positions of one request: the allocator gave it out twice to the same one.
-    if wrong is None or not wrong.writer_request_id == wrong.request_id >= 0:
+    if wrong is None or not wrong.writer_request_id == wrong.request_id >= 0 or wrong.stored_position == wrong.position:
         return None
-    if wrong.stored_position == wrong.position:
-        return None
-    return Diagnosis(
-        score=0.6,
-        sentence=f"{wrong.reader} has {wrong.place} at position {wrong.stored_position} too, where it wrote it in "
-        f"forward {wrong.writer_forward}: the page was given to it twice",
-        evidence=cluster.evidence(wrong),
-    )
+    said = f"{wrong.reader} has {wrong.place} at position {wrong.stored_position} too, where it wrote it in forward "
+    said += f"{wrong.writer_forward}: the page was given to it twice"
+    return cluster.diagnosis(0.6, said, wrong)
 
 
 @rule("a page leaked", "A request leaves and does not give back all it held. (lab)", aftermath=True)
@@ -77,15 +57,8 @@ def page_leaked(cluster: Cluster) -> Diagnosis | None:
     if sign is None:
         return None
     alone = set(cluster.kinds) == {"slot_leaked"} and not cluster.reasons
-    return Diagnosis(
-        score=0.93 if alone else 0.55,
-        sentence=f"{sign.place} leaked after {sign.when}: {sign.detail} ({sign.reader})",
-        evidence=cluster.evidence(sign, *sign.evidence),
-        cause_event=sign.event,
-    )
-
-
-_LOST_SLOT = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "hit_never_written")
+    said = f"{sign.place} leaked after {sign.when}: {sign.detail} ({sign.reader})"
+    return cluster.diagnosis(0.93 if alone else 0.55, said, sign, *sign.evidence, cause=sign.event)
 
 
 @rule(
@@ -100,41 +73,27 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
         left = None if freed is None else cluster.facts.status_after(freed.request_id, freed.event)
         if freed is None or freed.what != "free" or (left is not None and left.event <= joined.event):
             return None
-        return Diagnosis(
-            score=0.9,
-            sentence=f"{joined.place} was given back in event {freed.event} by a request that ran on, and joined by "
-            f"{joined.reader} after {joined.when}: it {joined.detail}",
-            evidence=cluster.evidence(joined, *joined.evidence),
-            cause_event=freed.event,
-        )
+        said = f"{joined.place} was given back in event {freed.event} by a request that ran on, and joined by "
+        said += f"{joined.reader} after {joined.when}: it {joined.detail}"
+        return cluster.diagnosis(0.9, said, joined, *joined.evidence, cause=freed.event)
     signs = [sign for sign in cluster.head if sign.kind in _LOST_SLOT or sign.bits]
     for sign in signs:
         freed = own_free(cluster, sign)
         if freed is not None:
-            return Diagnosis(
-                score=0.9 if not cluster.is_sliding(sign) else 0.85,
-                sentence=f"{sign.reader} gave back {sign.place} in event {freed.event} and went on using it in {sign.when}",
-                evidence=cluster.evidence(sign, freed.event, sign.event),
-                cause_event=freed.event,
-            )
+            score = 0.9 if not cluster.is_sliding(sign) else 0.85
+            said = f"{sign.reader} gave back {sign.place} in event {freed.event} and went on using it in {sign.when}"
+            return cluster.diagnosis(score, said, sign, freed.event, sign.event, cause=freed.event)
     for sign in signs:
         other = given_to_another(cluster, sign)
         if other is not None:
-            return Diagnosis(
-                score=0.62,
-                sentence=f"{sign.place} was given out again in event {other.event} while {sign.reader} went on using it, in "
-                f"{sign.when}; the trace does not say who gave it back",
-                evidence=cluster.evidence(sign, other.event, sign.event),
-                cause_event=other.event,
-            )
+            said = f"{sign.place} was given out again in event {other.event} while {sign.reader} went on using it, in "
+            said += f"{sign.when}; the trace does not say who gave it back"
+            return cluster.diagnosis(0.62, said, sign, other.event, sign.event, cause=other.event)
     first = cluster.finding("read_after_free", "read_of_foreign_slot")
     if first is None:
         return None
-    return Diagnosis(
-        score=0.5 if not cluster.has_trace else 0.35,
-        sentence=f"{first.reader} read {first.place} in {first.when}, which it no longer holds: it {first.detail}",
-        evidence=cluster.evidence(first),
-    )
+    said = f"{first.reader} read {first.place} in {first.when}, which it no longer holds: it {first.detail}"
+    return cluster.diagnosis(0.5 if not cluster.has_trace else 0.35, said, first)
 
 
 @rule(
@@ -145,12 +104,8 @@ def radix_insert_then_free(cluster: Cluster) -> Diagnosis | None:
     """Score a request that leaves and gives back what it had handed to the prefix cache; the next hit reads another's KV."""
     sign, joined = cluster.finding("foreign_slot_freed"), cluster.finding("free_slot_shared")
     if sign is None and joined is not None:
-        return Diagnosis(
-            score=0.6,
-            sentence=f"{joined.reader} joined {joined.place} after {joined.when}: it {joined.detail}",
-            evidence=cluster.evidence(joined, *joined.evidence),
-            cause_event=joined.event,
-        )
+        said = f"{joined.reader} joined {joined.place} after {joined.when}: it {joined.detail}"
+        return cluster.diagnosis(0.6, said, joined, *joined.evidence, cause=joined.event)
     if sign is None or sign.request_id < 0:
         return None
     left = cluster.facts.status_after(sign.request_id, sign.event)
@@ -162,15 +117,8 @@ def radix_insert_then_free(cluster: Cluster) -> Diagnosis | None:
     score -= 0.2 if cluster.has_trace and (left is None or left.status == "admitted") else 0
     score -= 0.1 if cluster.is_sliding(sign) and any(g.lut < 0 for g in cluster.groups) else 0
     how = f" when it was {left.status}" if left is not None and left.status != "admitted" else ""
-    return Diagnosis(
-        score=score,
-        sentence=f"{sign.reader} gave back {sign.place}{how} after {sign.when}: it {sign.detail}",
-        evidence=cluster.evidence(sign, *sign.evidence),
-        cause_event=sign.event,
-    )
-
-
-_EVICTED = ("read_after_free", "read_of_foreign_slot", "hit_never_written", "foreign_slot_freed", "hit_differs")
+    said = f"{sign.reader} gave back {sign.place}{how} after {sign.when}: it {sign.detail}"
+    return cluster.diagnosis(score, said, sign, *sign.evidence, cause=sign.event)
 
 
 @rule(
@@ -184,18 +132,13 @@ def eviction_of_locked_page(cluster: Cluster) -> Diagnosis | None:
             continue
         evicted, held = taken_away(cluster, sign, "evict")
         begin = cluster.facts.begins.get(sign.request_id)
+        admitted = cluster.facts.status_before(sign.request_id, sign.event)
         if evicted is None or begin is None or begin.event > evicted.event:
             continue
-        admitted = cluster.facts.status_before(sign.request_id, sign.event)
         if admitted is not None and admitted.event > evicted.event:
             continue
-        return Diagnosis(
-            score=0.9 if held else 0.72,
-            sentence=f"the prefix cache evicted {sign.place} in event {evicted.event} under {sign.reader}, which read it in "
-            f"{sign.when}",
-            evidence=cluster.evidence(sign, evicted.event, sign.event),
-            cause_event=evicted.event,
-        )
+        said = f"the prefix cache evicted {sign.place} in event {evicted.event} under {sign.reader}, which read it in {sign.when}"
+        return cluster.diagnosis(0.9 if held else 0.72, said, sign, evicted.event, sign.event, cause=evicted.event)
     return None
 
 
@@ -236,7 +179,7 @@ def taken_away(cluster: Cluster, sign: Sign, what: str) -> tuple[Fact | None, bo
         if fact.what == what:
             taken = fact
         elif fact.what in ("alloc", "shared", "cached") and fact.request_id == sign.request_id:
-            if taken is None or not (continues and held):
+            if not (continues and held):
                 taken = None
             held = admitted is None or fact.event > admitted.event
     return taken, held

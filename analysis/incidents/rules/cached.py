@@ -1,8 +1,9 @@
-"""What went wrong with prefixes that a request did not compute itself."""
+"""What went wrong with content that a request did not compute itself: cached, loaded, or sent by another engine."""
 
-from ..cluster import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Cluster, Diagnosis, Sign, request_query, rule
+from ..cluster import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Cluster, Diagnosis, request_query, rule, slot_query
 
 _PREFILL_MODES = ("extend", "mixed", "draft_extend")
+_SOURCE_WENT_WRONG = ("transfer_source_damaged", "transfer_source_changed")
 
 
 @rule(
@@ -22,14 +23,11 @@ def hit_before_written(cluster: Cluster) -> Diagnosis | None:
         if cluster.has_trace and (cached is None or given is None or cached.event < given.event):
             continue
         prefilling = sign.mode in _PREFILL_MODES
-        if prefilling and _writes_what_it_joined(cluster, sign):
-            return Diagnosis(
-                score=0.92,
-                sentence=f"{sign.reader} joined {sign.place}, which the prefix cache holds, and then computed it again in "
-                f"{sign.when}: it was taken for cached before it was written",
-                evidence=(*cluster.evidence(sign), request_query(sign.request_id)),
-                cause_event=sign.event,
-            )
+        if prefilling and sign.kind == "write_to_foreign_slot" and cluster.joined(sign):
+            said = f"{sign.reader} joined {sign.place}, which the prefix cache holds, and then computed it again in "
+            said += f"{sign.when}: it was taken for cached before it was written"
+            queries = (*cluster.evidence(sign), request_query(sign.request_id))
+            return cluster.diagnosis(0.92, said, sign, queries=queries, cause=sign.event)
         if cached is not None and given is not None:
             filled = ("written", "copied", "loaded", "received")
             if cluster.filled_between(sign, given.event, cached.event, *filled):
@@ -37,21 +35,13 @@ def hit_before_written(cluster: Cluster) -> Diagnosis | None:
         known = sign.cause in ("same_forward", "held_by_cache") and not sign.bits
         if not known and not cluster.has_trace:
             continue
-        return Diagnosis(
-            score=0.5 if not cluster.has_trace else 0.94 if prefilling else 0.6,
-            sentence=f"{sign.place} stood in the prefix cache before it was computed; in {sign.when} {sign.reader} "
-            f"{sign.detail or 'read what had been there before'}",
-            evidence=cluster.evidence(sign, sign.event, *(fact.event for fact in (cached, given) if fact is not None)),
-            cause_event=cached.event if cached is not None else sign.event,
-        )
+        score = 0.5 if not cluster.has_trace else 0.94 if prefilling else 0.6
+        said = f"{sign.place} stood in the prefix cache before it was computed; in {sign.when} {sign.reader} "
+        said += sign.detail or "read what had been there before"
+        events = [sign.event, *(fact.event for fact in (cached, given) if fact is not None)]
+        cause = cached.event if cached is not None else sign.event
+        return cluster.diagnosis(score, said, sign, *events, cause=cause)
     return None
-
-
-def _writes_what_it_joined(cluster: Cluster, sign: Sign) -> bool:
-    """Whether a slot is written that its request had joined as cached."""
-    return sign.kind == "write_to_foreign_slot" and any(
-        fact.what == "shared" and fact.request_id == sign.request_id for fact in cluster.history(sign)
-    )
 
 
 @rule(
@@ -76,11 +66,8 @@ def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
     found = sign.detail
     if wrong is not None:
         found = f"token {wrong.stored_token} instead of {wrong.expected_token}, written by {wrong.writer}"
-    return Diagnosis(
-        score=score,
-        sentence=f"{sign.reader} hit a cached page of another prompt in {sign.when}: {sign.place} holds {found}",
-        evidence=cluster.evidence(sign),
-    )
+    said = f"{sign.reader} hit a cached page of another prompt in {sign.when}: {sign.place} holds {found}"
+    return cluster.diagnosis(score, said, sign)
 
 
 @rule(
@@ -101,13 +88,11 @@ def fork_copy_missing(cluster: Cluster) -> Diagnosis | None:
         admitted = cluster.facts.status_before(sign.request_id, sign.event)
         if admitted is not None and admitted.event > begin.event:
             continue
-        return Diagnosis(
-            score=0.92,
-            sentence=f"{sign.reader} began in forward {begin.forward} with {begin.prefix_len} tokens that it did not "
-            f"compute, and nothing had been copied to its own {sign.place}, given to it in event {given.event}",
-            evidence=cluster.evidence(sign, given.event, begin.event),
-            cause_event=given.event,
+        said = (
+            f"{sign.reader} began in forward {begin.forward} with {begin.prefix_len} tokens that it did not compute, "
         )
+        said += f"and nothing had been copied to its own {sign.place}, given to it in event {given.event}"
+        return cluster.diagnosis(0.92, said, sign, given.event, begin.event, cause=given.event)
     return None
 
 
@@ -121,8 +106,7 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
     for sign in cluster.head:
         if sign.kind not in ("hit_never_written", "hit_differs") and not sign.bits & (CONTENT | KV_HASH):
             continue
-        given = cluster.last(sign, "alloc")
-        failed = cluster.last(sign, "receive_failed")
+        given, failed = cluster.last(sign, "alloc"), cluster.last(sign, "receive_failed")
         load = failed or cluster.last(sign, "loaded")
         if load is None or (given is not None and given.event > load.event):
             continue
@@ -131,11 +115,43 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
             continue
         # What was never loaded is seen as a change of the whole page; a flipped byte is one slot's.
         whole = not since or since[0].together > 1 or max(1, cluster.groups[0].page_size) == 1
-        return Diagnosis(
-            score=0.94 if failed is not None else 0.91 if whole else 0.55,
-            sentence=f"{sign.reader} read {sign.place} in {sign.when} as loaded in event {load.event}, "
-            + ("whose transfer failed" if failed is not None else "and it holds something else"),
-            evidence=cluster.evidence(sign, load.event, sign.event),
-            cause_event=load.event,
-        )
+        why = "whose transfer failed" if failed is not None else "and it holds something else"
+        said = f"{sign.reader} read {sign.place} in {sign.when} as loaded in event {load.event}, {why}"
+        score = 0.94 if failed is not None else 0.91 if whole else 0.55
+        return cluster.diagnosis(score, said, sign, load.event, sign.event, cause=load.event)
     return None
+
+
+@rule("freed during a transfer", "An abort frees pages whose transfer is not over. (S#24527, S#35049)")
+def abort_frees_during_transfer(cluster: Cluster) -> Diagnosis | None:
+    """Score slots that leave during their transfer; the late write lands on their new owner."""
+    sign = cluster.finding("freed_during_transfer")
+    if sign is None:
+        return None
+    of_request = f"of {sign.reader} " if sign.request_id >= 0 else ""
+    said = f"{sign.place} {of_request}changed hands after {sign.when}: it {sign.detail}"
+    return cluster.diagnosis(0.96, said, sign, *sign.evidence, cause=sign.evidence[0] if sign.evidence else sign.event)
+
+
+@rule(
+    "a transfer landed wrong",
+    "A descriptor's stride is wrong, so that part of a transfer overwrites the neighbours. (V#54272)",
+)
+def transfer_wrong_stride(cluster: Cluster) -> Diagnosis | None:
+    """Score a transfer that ends well and arrived differently, or neighbours that took its bytes without a write."""
+    sign = cluster.finding("transfer_differs")
+    if sign is not None:
+        score = 0.4 if cluster.finding(*_SOURCE_WENT_WRONG) is not None else 0.92
+        said = f"a transfer to {sign.reader} arrived wrong after {sign.when}, first in {sign.place}: {sign.detail}"
+        asked = f"select * from transfers where request_id = {sign.request_id} order by event"
+        return cluster.diagnosis(score, said, sign, queries=(*cluster.evidence(sign), asked), cause=sign.event)
+    beside = cluster.only_kv_hash()
+    change = cluster.last(beside, "changed") if beside is not None else None
+    if beside is None or change is None or change.twin_kind != "transfer":
+        return None
+    said = (
+        f"{beside.place} of {beside.reader} took the bytes that a transfer brought to slot {change.twin[1]} in event "
+    )
+    said += f"{change.twin_event}; read in {beside.when}"
+    queries = (*cluster.evidence(beside), slot_query(cluster.group(beside), change.twin[1]))
+    return cluster.diagnosis(0.8, said, beside, queries=queries, follows=change.twin_event)

@@ -1,4 +1,4 @@
-"""What went wrong with the tokens, positions and lengths that a model was given."""
+"""What went wrong with the tokens, positions and lengths that a model was given, and with attention's copies of them."""
 
 from ..cluster import (
     WRITE_POSITION,
@@ -19,12 +19,9 @@ def seq_len_backwards(cluster: Cluster) -> Diagnosis | None:
     sign = cluster.finding("seq_len_backwards")
     if sign is None:
         return None
-    return Diagnosis(
-        score=0.96,
-        sentence=f"the length of {sign.reader} went back in {sign.when}: it {sign.detail}",
-        evidence=(request_query(sign.request_id), events_query(sign.evidence)),
-        cause_event=sign.event,
-    )
+    said = f"the length of {sign.reader} went back in {sign.when}: it {sign.detail}"
+    queries = (request_query(sign.request_id), events_query(sign.evidence))
+    return cluster.diagnosis(0.96, said, sign, queries=queries, cause=sign.event)
 
 
 @rule("positions off by one", "The draft's positions are built one too high. (S#25015)", recurs=True)
@@ -38,19 +35,14 @@ def draft_position_plus_one(cluster: Cluster) -> Diagnosis | None:
     content = any(s.kind or s.bits & ~WRITE_POSITION for s in cluster.head)
     if len(off) != 1 or abs(distance) != 1 or content:
         return None
-    draft = sign.runner > 0
-    return Diagnosis(
-        score=0.95 if draft else 0.75,
-        sentence=f"the {'draft' if draft else 'model'} was fed position {sign.stored_position} for position "
-        f"{sign.position} of {sign.reader} in {sign.when}: {sign.place}, off by {distance:+d}",
-        evidence=(
-            (
-                "select forward, request_id, table_position, position, token from tokens where position <> table_position "
-                "order by event limit 50"
-            ),
-        ),
-        cause_event=sign.event,
+    model = "draft" if sign.runner > 0 else "model"
+    said = f"the {model} was fed position {sign.stored_position} for position {sign.position} of {sign.reader} in "
+    said += f"{sign.when}: {sign.place}, off by {distance:+d}"
+    asked = (
+        "select forward, request_id, table_position, position, token from tokens where position <> table_position "
+        "order by event limit 50"
     )
+    return cluster.diagnosis(0.95 if sign.runner > 0 else 0.75, said, sign, queries=(asked,), cause=sign.event)
 
 
 @rule(
@@ -66,16 +58,11 @@ def chunk_tail_predicted_token(cluster: Cluster) -> Diagnosis | None:
     sign = cluster.finding("input_not_truth")
     if sign is None or sign.runner == 0:
         return None
-    return Diagnosis(
-        score=0.95 if sign.mode in ("extend", "draft_extend", "mixed") else 0.7,
-        sentence=f"the draft model of {sign.reader} was fed a wrong token at the end of a chunk in {sign.when}: "
-        f"{sign.place}, it {sign.detail}",
-        evidence=(
-            request_query(sign.request_id),
-            f"select * from chunks where request_id = {sign.request_id} order by event",
-        ),
-        cause_event=sign.event,
-    )
+    score = 0.95 if sign.mode in ("extend", "draft_extend", "mixed") else 0.7
+    said = f"the draft model of {sign.reader} was fed a wrong token at the end of a chunk in {sign.when}: "
+    said += f"{sign.place}, it {sign.detail}"
+    chunks = f"select * from chunks where request_id = {sign.request_id} order by event"
+    return cluster.diagnosis(score, said, sign, queries=(request_query(sign.request_id), chunks), cause=sign.event)
 
 
 @rule(
@@ -89,13 +76,11 @@ def async_resume_wrong_input(cluster: Cluster) -> Diagnosis | None:
         return None
     resumed = cluster.facts.retracted_before(sign.request_id, sign.event)
     alone = len({s.request_id for s in cluster.head if s.kind in ("input_not_truth", "input_not_sampled")}) == 1
-    return Diagnosis(
-        score=(0.95 if alone else 0.75) if resumed else 0.55 if alone else 0.4,
-        sentence=f"{sign.reader}{', which had been put back and resumed,' if resumed else ''} was fed a stale token in "
-        f"{sign.when}: {sign.place}, it {sign.detail}",
-        evidence=(request_query(sign.request_id), events_query([sign.event, *sign.evidence])),
-        cause_event=sign.event,
-    )
+    which = ", which had been put back and resumed," if resumed else ""
+    said = f"{sign.reader}{which} was fed a stale token in {sign.when}: {sign.place}, it {sign.detail}"
+    score = (0.95 if alone else 0.75) if resumed else 0.55 if alone else 0.4
+    queries = (request_query(sign.request_id), events_query([sign.event, *sign.evidence]))
+    return cluster.diagnosis(score, said, sign, queries=queries, cause=sign.event)
 
 
 @rule(
@@ -115,12 +100,8 @@ def future_map_overrun(cluster: Cluster) -> Diagnosis | None:
     score += 0.15 if again else -0.25 if resumed else 0
     score -= 0.1 if cluster.finding("input_not_truth") is not None else 0
     fed = f" (token {wrong.stored_token}, expected {wrong.expected_token})" if wrong is not None else ""
-    return Diagnosis(
-        score=score,
-        sentence=f"{sign.reader} was fed another token than was sampled for it in {sign.when}{fed}: {sign.place}, it "
-        f"{sign.detail}",
-        evidence=(samples_query(sign, 3),),
-    )
+    said = f"{sign.reader} was fed another token than was sampled for it in {sign.when}{fed}: {sign.place}, it {sign.detail}"
+    return cluster.diagnosis(score, said, sign, queries=(samples_query(sign, 3),))
 
 
 @rule(
@@ -136,21 +117,16 @@ def next_token_swap(cluster: Cluster) -> Diagnosis | None:
         return None
     sign = wrong[0]
     if cluster.violation(~WRITE_TOKEN) is not None:
-        return Diagnosis(
-            score=0.4, sentence=f"{sign.reader} was fed token {sign.stored_token} in {sign.when}, not its own"
-        )
+        said = f"{sign.reader} was fed token {sign.stored_token} in {sign.when}, not its own"
+        return cluster.diagnosis(0.4, said, sign, queries=())
     fed = {(s.stored_token, s.expected_token) for s in wrong}
     crossed = any((expected, stored) in fed for stored, expected in fed if stored != expected)
     others = (s for s in wrong if s.expected_token == sign.stored_token and s.request_id != sign.request_id)
     partner = next(others, None)
     words = f", which was sampled for {partner.reader}" if partner is not None else ""
-    return Diagnosis(
-        score=0.95 if crossed else 0.85,
-        sentence=f"{sign.reader} was fed token {sign.stored_token} instead of {sign.expected_token} in {sign.when}{words}: "
-        f"{sign.place}",
-        evidence=(events_query([sign.event]), samples_query(sign, 2)),
-        cause_event=sign.event,
-    )
+    said = f"{sign.reader} was fed token {sign.stored_token} instead of {sign.expected_token} in {sign.when}{words}: {sign.place}"
+    queries = (events_query([sign.event]), samples_query(sign, 2))
+    return cluster.diagnosis(0.95 if crossed else 0.85, said, sign, queries=queries, cause=sign.event)
 
 
 def _swapped(cluster: Cluster) -> Diagnosis | None:
@@ -161,12 +137,61 @@ def _swapped(cluster: Cluster) -> Diagnosis | None:
             continue
         partner = fed.get((sign.expected_token, sign.stored_token))
         if partner is not None and partner.request_id != sign.request_id:
-            return Diagnosis(
-                score=0.85,
-                sentence=f"{partner.reader} and {sign.reader} were fed one another's sampled tokens, {sign.expected_token} "
-                f"and {sign.stored_token}, in {sign.when}",
-                evidence=(events_query([sign.event]), samples_query(sign, 2)),
-                cause_event=sign.event,
+            said = (
+                f"{partner.reader} and {sign.reader} were fed one another's sampled tokens, {sign.expected_token} and "
             )
+            said += f"{sign.stored_token}, in {sign.when}"
+            queries = (events_query([sign.event]), samples_query(sign, 2))
+            return cluster.diagnosis(0.85, said, sign, queries=queries, cause=sign.event)
         fed[sign.stored_token, sign.expected_token] = sign
     return None
+
+
+@rule(
+    "sliding window read wrongly",
+    "A forward reads fewer or more positions of its prefix than the sliding window has. (lab)",
+    recurs=True,
+)
+def window_read_wrong(cluster: Cluster) -> Diagnosis | None:
+    """Score a read of other positions than the window's; table and slots stay whole."""
+    sign = cluster.finding("wrong_window")
+    if sign is None:
+        return None
+    said = f"in {sign.when} {sign.reader} {sign.detail}"
+    return cluster.diagnosis(0.95, said, sign, queries=(events_query(sign.evidence),), cause=sign.event)
+
+
+@rule(
+    "attention's own table differs",
+    "The attention backend's copy of the block table is overwritten in flight. (TensorRT-LLM#15546)",
+    recurs=True,
+)
+def attention_table_overwritten(cluster: Cluster) -> Diagnosis | None:
+    """Score slots that attention alone got; table and records stay whole."""
+    sign = cluster.finding("attention_slots")
+    if sign is None:
+        return None
+    score = 0.96 if all(other.kind.startswith("attention_") for other in cluster.head) else 0.5
+    said = f"in {sign.when} attention was given a slot that is not the block table's, at position {sign.position} of "
+    said += f"{sign.reader}: {sign.detail}"
+    asked = f"select * from attention_slots where event = {sign.event} order by batch_index, position limit 50"
+    return cluster.diagnosis(score, said, sign, queries=(asked, events_query(sign.evidence)), cause=sign.event)
+
+
+@rule(
+    "attention's length is wrong",
+    "The sequence length that attention gets is not the request's: its cached prefix is left out, or it is stale or one "
+    "off. (V#46460)",
+    recurs=True,
+)
+def attention_seq_len_wrong(cluster: Cluster) -> Diagnosis | None:
+    """Score a length of the attention metadata that is built apart from the batch. K and V stay whole; some are not read."""
+    sign = cluster.finding("attention_lens")
+    if sign is None:
+        return None
+    said = f"in {sign.when} attention got a wrong length of {sign.reader}: {sign.detail}"
+    asked = (
+        "select forward, request_id, prefix_len, extend_len, attention_seq_len, attention_query_len "
+        f"from forward_requests where event = {sign.event}"
+    )
+    return cluster.diagnosis(0.9, said, sign, queries=(asked, events_query(sign.evidence)), cause=sign.event)

@@ -9,12 +9,8 @@ def kv_write_lost(cluster: Cluster) -> Diagnosis | None:
     sign = cluster.finding("write_lost")
     if sign is None:
         return None
-    return Diagnosis(
-        score=0.95,
-        sentence=f"the KV write of {sign.reader} to {sign.place} in {sign.when} was lost: it {sign.detail}",
-        evidence=cluster.evidence(sign, *sign.evidence),
-        cause_event=sign.event,
-    )
+    said = f"the KV write of {sign.reader} to {sign.place} in {sign.when} was lost: it {sign.detail}"
+    return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
 
 
 @rule("a KV write was damaged", "What a forward leaves in a slot is not what the model handed to the cache. (lab)")
@@ -23,12 +19,8 @@ def kv_write_damaged(cluster: Cluster) -> Diagnosis | None:
     sign = cluster.finding("write_damaged")
     if sign is None:
         return None
-    return Diagnosis(
-        score=0.95,
-        sentence=f"what {sign.reader} wrote to {sign.place} was damaged within {sign.when}: {sign.detail}",
-        evidence=cluster.evidence(sign, *sign.evidence),
-        cause_event=sign.event,
-    )
+    said = f"what {sign.reader} wrote to {sign.place} was damaged within {sign.when}: {sign.detail}"
+    return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
 
 
 @rule(
@@ -43,18 +35,16 @@ def kv_changed(cluster: Cluster) -> Diagnosis | None:
     """
     damaged = cluster.finding("transfer_source_damaged", "transfer_source_changed")
     if damaged is not None and all(s.kind == damaged.kind or s.kind.startswith("transfer_") for s in cluster.head):
-        return Diagnosis(
-            score=0.85,
-            sentence=f"KV bytes changed on the prefill side: {damaged.place} of {damaged.reader} no longer held what had "
-            f"been written when it was sent, before {damaged.when}",
-            evidence=cluster.evidence(damaged),
+        said = (
+            f"KV bytes changed on the prefill side: {damaged.place} of {damaged.reader} no longer held what had been "
         )
+        said += f"written when it was sent, before {damaged.when}"
+        return cluster.diagnosis(0.85, said, damaged)
     sign = cluster.only_kv_hash()
     if sign is None:
         return None
     change = cluster.last(sign, "changed")
-    slots = {(cluster.group(other), other.slot) for other in cluster.head}
-    score = 0.9 if len(slots) == 1 else 0.72
+    score = 0.9 if len(cluster.places()) == 1 else 0.72
     noticed = ""
     if change is not None:
         noticed = f"; the change was seen in event {change.event}"
@@ -64,14 +54,10 @@ def kv_changed(cluster: Cluster) -> Diagnosis | None:
         score -= 0.08 if change.together > 1 else 0
     elif cluster.has_trace:
         score -= 0.1
-    return Diagnosis(
-        score=score,
-        sentence=f"KV bytes of {sign.place} changed without a write, first read in {sign.when} by {sign.reader}; written "
-        f"last by {sign.writer}{noticed}",
-        evidence=cluster.evidence(sign),
-        cause_event=-1 if change is None else change.event,
-        follows_event=-1 if change is None else change.twin_event,
-    )
+    said = f"KV bytes of {sign.place} changed without a write, first read in {sign.when} by {sign.reader}; written last by "
+    said += f"{sign.writer}{noticed}"
+    cause, follows = (-1, -1) if change is None else (change.event, change.twin_event)
+    return cluster.diagnosis(score, said, sign, cause=cause, follows=follows)
 
 
 @rule(
@@ -89,26 +75,20 @@ def groups_alias(cluster: Cluster) -> Diagnosis | None:
     if sign is None or (cluster.has_trace and len(cluster.groups) < 2):
         return None
     for other in cluster.head:
-        change = cluster.last(other, "changed")
-        if change is not None and change.twin[0] not in (-1, cluster.group(other)):
+        change, group = cluster.last(other, "changed"), cluster.group(other)
+        if change is not None and change.twin[0] not in (-1, group):
             of_group, of_slot = change.twin
-            return Diagnosis(
-                score=0.95,
-                sentence=f"pool groups {cluster.group(other)} and {of_group} share memory: {other.place} took the bytes "
-                f"that were written to slot {of_slot} of group {of_group} in event {change.event}; {other.reader} read "
-                f"them in {other.when}",
-                evidence=(*cluster.evidence(other), slot_query(of_group, of_slot)),
-                cause_event=change.event,
+            said = (
+                f"pool groups {group} and {of_group} share memory: {other.place} took the bytes that were written to "
             )
-    slots = {(cluster.group(other), other.slot) for other in cluster.head}
+            said += (
+                f"slot {of_slot} of group {of_group} in event {change.event}; {other.reader} read them in {other.when}"
+            )
+            queries = (*cluster.evidence(other), slot_query(of_group, of_slot))
+            return cluster.diagnosis(0.95, said, other, queries=queries, cause=change.event)
+    slots = cluster.places()
     if len(slots) < 2:
-        return Diagnosis(
-            score=0.3,
-            sentence=f"{sign.place} may share memory with a slot of another pool group, written at the same time",
-        )
-    return Diagnosis(
-        score=0.5,
-        sentence=f"KV bytes of {len(slots)} slots changed together, first {sign.place}: perhaps another pool group maps to "
-        "the same memory",
-        evidence=cluster.evidence(sign),
-    )
+        said = f"{sign.place} may share memory with a slot of another pool group, written at the same time"
+        return cluster.diagnosis(0.3, said, sign, queries=())
+    said = f"KV bytes of {len(slots)} slots changed together, first {sign.place}: perhaps another pool group maps to "
+    return cluster.diagnosis(0.5, f"{said}the same memory", sign)

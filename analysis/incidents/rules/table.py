@@ -16,29 +16,22 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
     sign = cluster.violation(CONTENT)
     if sign is None or sign.request_id < 0 or sign.position < 0:
         return None
-    sentence = (
+    said = (
         f"the table row of {sign.reader} pointed at {sign.place} in {sign.when}: it holds token {sign.stored_token}, "
-        f"position {sign.stored_position}, written by {sign.writer}"
     )
-    evidence = cluster.evidence(sign)
+    said += f"position {sign.stored_position}, written by {sign.writer}"
     change = cluster.rewrite_of(sign)
     if change is None:
         mine = [other for other in cluster.head if other.request_id == sign.request_id]
         wrong = {other.position for other in mine if other.bits & ~1 & CONTENT}
-        score = 0.25 if cluster.has_trace else 0.55 if len(wrong) == 1 else 0.3
-        return Diagnosis(score=score, sentence=sentence, evidence=evidence)
+        return cluster.diagnosis(0.25 if cluster.has_trace else 0.55 if len(wrong) == 1 else 0.3, said, sign)
     given = cluster.last(sign, "alloc", "shared")
-    fresh = (
-        given is not None
-        and given.request_id == sign.request_id
-        and not cluster.filled_between(sign, given.event, change.event, "written")
-    )
-    return Diagnosis(
-        score=0.93 - (0.25 if change.count > 1 else 0) - (0.3 if fresh else 0),
-        sentence=f"{sentence}; the entry was overwritten before event {change.event}",
-        evidence=(*evidence, events_query([change.event])),
-        cause_event=change.event,
-    )
+    fresh = given is not None and given.request_id == sign.request_id
+    if given is not None and fresh:
+        fresh = not cluster.filled_between(sign, given.event, change.event, "written")
+    score = 0.93 - (0.25 if change.count > 1 else 0) - (0.3 if fresh else 0)
+    said += f"; the entry was overwritten before event {change.event}"
+    return cluster.diagnosis(score, said, sign, change.event, cause=change.event)
 
 
 @rule(
@@ -58,20 +51,17 @@ def resume_overwrites_tail(cluster: Cluster) -> Diagnosis | None:
     if change is None:
         if cluster.has_trace or not leaked or cluster.finding("hit_never_written") is None:
             return None
-        return Diagnosis(score=0.6, sentence=f"{sign.reader} reads slots that hold nothing of its own: {sign.place}")
+        said = f"{sign.reader} reads slots that hold nothing of its own: {sign.place}"
+        return cluster.diagnosis(0.6, said, sign, queries=())
     given = cluster.last(sign, "alloc", "shared")
     if given is None or given.request_id != sign.request_id or given.what != "alloc":
         return None
     if cluster.filled_between(sign, given.event, change.event, "written"):
         return None
-    return Diagnosis(
-        score=0.96 if leaked else 0.92,
-        sentence=f"the row of {sign.reader} was overwritten from position {change.first_position} of {change.length} on "
-        f"with slots given to it in event {given.event}, which hold nothing of it: {sign.place}, read in {sign.when}"
-        + ("; the slots that stood there leak" if leaked else ""),
-        evidence=cluster.evidence(sign, given.event, change.event),
-        cause_event=change.event,
-    )
+    said = f"the row of {sign.reader} was overwritten from position {change.first_position} of {change.length} on with slots "
+    said += f"given to it in event {given.event}, which hold nothing of it: {sign.place}, read in {sign.when}"
+    said += "; the slots that stood there leak" if leaked else ""
+    return cluster.diagnosis(0.96 if leaked else 0.92, said, sign, given.event, change.event, cause=change.event)
 
 
 @rule(
@@ -82,22 +72,16 @@ def row_reassigned_in_flight(cluster: Cluster) -> Diagnosis | None:
     """Score a forward that uses a row which has moved on: it reads and writes another's slots, for one forward."""
     sign = cluster.finding("row_reassigned")
     if sign is not None:
-        return Diagnosis(
-            score=0.97,
-            sentence=f"{sign.reader} was still being computed in {sign.when} though it {sign.detail}",
-            evidence=(request_query(sign.request_id), events_query(sign.evidence)),
-            cause_event=sign.event,
-        )
+        said = f"{sign.reader} was still being computed in {sign.when} though it {sign.detail}"
+        queries = (request_query(sign.request_id), events_query(sign.evidence))
+        return cluster.diagnosis(0.97, said, sign, queries=queries, cause=sign.event)
     for other in cluster.head:
         gone = cluster.facts.status_before(other.request_id, other.event)
         if other.mode and gone is not None and gone.status in ("aborted", "finished", "retracted"):
-            return Diagnosis(
-                score=0.7,
-                sentence=f"{other.reader} was still being computed in {other.when} after it was {gone.status} in event "
-                f"{gone.event}, and read what is not its own",
-                evidence=(request_query(other.request_id), events_query([gone.event, other.event])),
-                cause_event=other.event,
-            )
+            said = f"{other.reader} was still being computed in {other.when} after it was {gone.status} in event "
+            said += f"{gone.event}, and read what is not its own"
+            queries = (request_query(other.request_id), events_query([gone.event, other.event]))
+            return cluster.diagnosis(0.7, said, other, queries=queries, cause=other.event)
     return None
 
 
@@ -114,14 +98,11 @@ _THROUGH_A_STALE_ENTRY = (
 )
 def stale_swa_mapping(cluster: Cluster) -> Diagnosis | None:
     """Score the shared entry itself, or foreign slots of the sliding-window group alone: the full group is whole."""
-    evidence = "select * from lut_changes order by event limit 100"
+    changes = "select * from lut_changes order by event limit 100"
     shared = next((s for s in cluster.signs if s.cause == "swa_slot_shared"), None)
     if shared is not None and shared.event == cluster.first.event:
-        return Diagnosis(
-            score=0.96,
-            sentence=f"a stale full-to-SWA entry: for {shared.reader} in {shared.when} {shared.detail}",
-            evidence=(*cluster.evidence(shared), evidence),
-        )
+        said = f"a stale full-to-SWA entry: for {shared.reader} in {shared.when} {shared.detail}"
+        return cluster.diagnosis(0.96, said, shared, queries=(*cluster.evidence(shared), changes))
     if not all(cluster.is_sliding(sign) for sign in cluster.head) or cluster.first.kind.startswith("transfer_"):
         return None
     sign = cluster.finding(*_THROUGH_A_STALE_ENTRY) or cluster.first
@@ -132,13 +113,10 @@ def stale_swa_mapping(cluster: Cluster) -> Diagnosis | None:
     score += 0.2 if sign.kind in _THROUGH_A_STALE_ENTRY else 0
     score += 0.1 if len(full_slots) > 1 else 0
     score += 0.05 if shared is not None else 0
-    return Diagnosis(
-        score=score,
-        sentence=f"only the sliding-window group is hit: {sign.place} of {sign.reader} in {sign.when}"
-        + (f", it {sign.detail}" if sign.detail else "")
-        + "; the full-to-SWA table leads somewhere stale",
-        evidence=(*cluster.evidence(sign), evidence),
-    )
+    said = f"only the sliding-window group is hit: {sign.place} of {sign.reader} in {sign.when}"
+    said += f", it {sign.detail}" if sign.detail else ""
+    said += "; the full-to-SWA table leads somewhere stale"
+    return cluster.diagnosis(score, said, sign, queries=(*cluster.evidence(sign), changes))
 
 
 @rule(
@@ -152,13 +130,10 @@ def swa_window_off_by_one(cluster: Cluster) -> Diagnosis | None:
     sign = next((s for s in cluster.head if s.cause == "swa_slot_missing"), None)
     if sign is None:
         return None
-    return Diagnosis(
-        score=0.95 if _at_the_edge(cluster, sign) else 0.5,
-        sentence=f"{sign.reader} needed {sign.place} in {sign.when}, inside the sliding window, and its sliding-window slot "
-        "was gone",
-        evidence=(slot_query(sign.group, sign.slot), events_query([sign.event]), request_query(sign.request_id)),
-        cause_event=sign.event,
-    )
+    said = f"{sign.reader} needed {sign.place} in {sign.when}, inside the sliding window, and its sliding-window slot was gone"
+    queries = (slot_query(sign.group, sign.slot), events_query([sign.event]), request_query(sign.request_id))
+    score = 0.95 if _at_the_edge(cluster, sign) else 0.5
+    return cluster.diagnosis(score, said, sign, queries=queries, cause=sign.event)
 
 
 def _at_the_edge(cluster: Cluster, sign: Sign) -> bool:

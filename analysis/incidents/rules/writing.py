@@ -19,12 +19,8 @@ def slot_mapping(cluster: Cluster) -> Diagnosis | None:
     if sign is None or cluster.finding("slot_double_allocated", anywhere=True) is not None:
         return None
     reads = sign.kind == "padding_slot_read"
-    return Diagnosis(
-        score=0.6 if reads else 0.95,
-        sentence=f"in {sign.when} {sign.reader} {'reads' if reads else 'wrote a token to'} {sign.place}: {sign.detail}",
-        evidence=cluster.evidence(sign, *sign.evidence),
-        cause_event=sign.event,
-    )
+    said = f"in {sign.when} {sign.reader} {'reads' if reads else 'wrote a token to'} {sign.place}: {sign.detail}"
+    return cluster.diagnosis(0.6 if reads else 0.95, said, sign, *sign.evidence, cause=sign.event)
 
 
 @rule(
@@ -38,12 +34,9 @@ def commit_beyond_allocation(cluster: Cluster) -> Diagnosis | None:
     """
     outside = cluster.finding("slot_out_of_pool")
     if outside is not None:
-        return Diagnosis(
-            score=0.9,
-            sentence=f"{outside.place} is none of the pool's: after {outside.when}, of {outside.reader}, {outside.detail}",
-            evidence=(events_query(outside.evidence or [outside.event]),),
-            cause_event=outside.event,
-        )
+        said = f"{outside.place} is none of the pool's: after {outside.when}, of {outside.reader}, {outside.detail}"
+        queries = (events_query(outside.evidence or [outside.event]),)
+        return cluster.diagnosis(0.9, said, outside, queries=queries, cause=outside.event)
     for sign in cluster.head:
         if sign.kind != "write_to_foreign_slot" or sign.request_id < 0:
             continue
@@ -53,21 +46,19 @@ def commit_beyond_allocation(cluster: Cluster) -> Diagnosis | None:
         if own_free(cluster, sign) is not None or (given is not None and _has_a_share(cluster, sign, given.event)):
             continue
         begins = not cluster.groups or sign.position % max(1, cluster.groups[0].page_size) == 0
-        return Diagnosis(
-            score=0.5 if not cluster.has_trace else 0.9 if begins else 0.7,
-            sentence=f"{sign.reader} wrote {sign.place} in {sign.when}, which it was never given: it {sign.detail}",
-            evidence=cluster.evidence(sign, sign.event, *([given.event] if given is not None else [])),
-            cause_event=sign.event,
-        )
+        score = 0.5 if not cluster.has_trace else 0.9 if begins else 0.7
+        said = f"{sign.reader} wrote {sign.place} in {sign.when}, which it was never given: it {sign.detail}"
+        events = [sign.event, given.event] if given is not None else [sign.event]
+        return cluster.diagnosis(score, said, sign, *events, cause=sign.event)
     return None
 
 
 def _has_a_share(cluster: Cluster, sign: Sign, since: int) -> bool:
     """Whether the writer had joined the slot, or comes to a sliding-window slot through another full slot."""
     alloc = cluster.last(sign, "alloc")
-    history = [fact for fact in cluster.history(sign) if fact.event >= (alloc.event if alloc is not None else since)]
-    joined = any(fact.what == "shared" and fact.request_id == sign.request_id for fact in history)
-    return joined or len({fact.via for fact in history if fact.what == "written"}) > 1
+    since = alloc.event if alloc is not None else since
+    full_slots = {fact.via for fact in cluster.history(sign) if fact.event >= since and fact.what == "written"}
+    return cluster.joined(sign, since) or len(full_slots) > 1
 
 
 @rule(
@@ -85,12 +76,9 @@ def pad_slot_wraps(cluster: Cluster) -> Diagnosis | None:
     change = cluster.last(sign, "changed")
     upto = change.event if change is not None else sign.event
     padded = [event for event in cluster.facts.padding_nowhere if event <= upto]
-    return Diagnosis(
-        score=0.95 if padded else 0.6,
-        sentence=f"{sign.place}, the pool's last, changed without a write, read in {sign.when} by {sign.reader}"
-        + (f"; the padding of event {padded[-1]} went to slot -1, which is this one" if padded else ""),
-        evidence=cluster.evidence(sign, *padded[-3:]),
-    )
+    said = f"{sign.place}, the pool's last, changed without a write, read in {sign.when} by {sign.reader}"
+    said += f"; the padding of event {padded[-1]} went to slot -1, which is this one" if padded else ""
+    return cluster.diagnosis(0.95 if padded else 0.6, said, sign, *padded[-3:])
 
 
 @rule(
@@ -102,19 +90,13 @@ def pad_rows_keep_last_blocks(cluster: Cluster) -> Diagnosis | None:
     """Score padding that is written to slots which somebody holds or reads."""
     sign = cluster.finding("padded_write")
     if sign is not None:
-        return Diagnosis(
-            score=0.95,
-            sentence=f"padding of {sign.when} wrote {sign.place}: it {sign.detail}",
-            evidence=cluster.evidence(sign, *sign.evidence),
-        )
+        said = f"padding of {sign.when} wrote {sign.place}: it {sign.detail}"
+        return cluster.diagnosis(0.95, said, sign, *sign.evidence)
     for other in cluster.head:
         padded, given = cluster.last(other, "padded"), cluster.last(other, "alloc")
         if padded is None or not other.bits & KV_HASH:
             continue
         stale = given is not None and given.event > padded.event
-        return Diagnosis(
-            score=0.94 if not stale else 0.3,
-            sentence=f"padding of event {padded.event} wrote {other.place}, which {other.reader} read in {other.when}",
-            evidence=cluster.evidence(other, padded.event),
-        )
+        said = f"padding of event {padded.event} wrote {other.place}, which {other.reader} read in {other.when}"
+        return cluster.diagnosis(0.94 if not stale else 0.3, said, other, padded.event)
     return None
