@@ -11,7 +11,7 @@ from ...kernels.constants import FailReason, LaunchTag
 from .cluster import KV_HASH, Diagnosis, request_query, slot_query
 from .facts import Facts
 from .linking import kind_of
-from .places import FINDING, VIOLATION, Places
+from .places import FINDING, VIOLATION, Places, count_rows
 from .ranking import Ranked
 from .rules import RULES, UNKNOWN
 from .schema import MAX_LISTED
@@ -40,54 +40,54 @@ def incident_rows(
         facts: what the trace holds.
     """
     of_place = incidents[clusters]
-    order = np.argsort(of_place, kind="stable")
-    bounds = np.searchsorted(of_place[order], np.arange(int(incidents.max()) + 2))
+    parts = np.split(np.argsort(of_place, kind="stable"), np.cumsum(np.bincount(of_place))[:-1])
     rows = []
-    for number in range(len(bounds) - 1):
-        mine = order[bounds[number] : bounds[number + 1]]
+    for number, mine in enumerate(parts):
         judged = [one for cluster, one in enumerate(ranked) if incidents[cluster] == number]
-        rows.append({"incident": number + 1, **_spread(places, mine, facts), **_what(number + 1, judged, len(mine))})
+        what = _judged(number + 1, judged) if judged else _unjudged(number + 1, len(mine))
+        rows.append({"incident": number + 1, **_spread(places, mine, facts), **what})
     return rows
 
 
-def _what(number: int, judged: Sequence[Ranked], places: int) -> dict[str, Any]:
-    """What an incident is: by its earliest cluster, which the others follow from."""
-    found: dict[str, Any] = {
+def _unjudged(number: int, places: int) -> dict[str, Any]:
+    texts = dict.fromkeys(("mode", "first_request", "in_slot", "expected", "detail"), "")
+    return texts | {
         "kind": UNKNOWN,
         "title": "unknown",
         "score": 0.0,
+        "confidence": LOW,
         "alternatives": [],
         "alternative_scores": [],
-        "mode": "",
         "cause_event": -1,
-        "first_request": "",
-        "in_slot": "",
-        "expected": "",
         "sentence": f"{places:,} places were found damaged; too many clusters were, to judge each",
-        "detail": "",
-        "evidence": _queries(number, None, -1, -1, -1),
+        "evidence": _queries(number),
     }
-    if judged:
-        best = judged[0]
-        kind, diagnosis = kind_of(best)
-        first = best.cluster.first
-        also = sum(kind_of(other)[0] == kind for other in judged[1:])
-        found |= {
-            "kind": kind,
-            "title": RULES[kind].title if kind != UNKNOWN else "unknown",
-            "score": diagnosis.score if diagnosis is not None else (best.kinds[0][1].score if best.kinds else 0.0),
-            "alternatives": [other for other, _ in best.kinds[:MAX_ALTERNATIVES]],
-            "alternative_scores": [round(other.score, 3) for _, other in best.kinds[:MAX_ALTERNATIVES]],
-            "mode": first.mode,
-            "cause_event": diagnosis.cause_event if diagnosis is not None else -1,
-            **_first_sign(best),
-            "sentence": _sentence(diagnosis, best, also),
-            "detail": RULES[kind].mechanism if kind != UNKNOWN else "",
-            "evidence": _queries(number, diagnosis, best.cluster.group(first), first.slot, first.request_id),
-        }
-    found["score"] = round(found["score"], 3)
-    found["confidence"] = confidence(found["score"]) if found["kind"] != UNKNOWN else LOW
-    return found
+
+
+def _judged(number: int, judged: Sequence[Ranked]) -> dict[str, Any]:
+    """What an incident is: by its earliest cluster, which the others follow from."""
+    best = judged[0]
+    cluster, first, ranks = best.cluster, best.cluster.first, best.kinds[:MAX_ALTERNATIVES]
+    kind, diagnosis = kind_of(best)
+    score = round(diagnosis.score if diagnosis is not None else ranks[0][1].score if ranks else 0.0, 3)
+    also = sum(kind_of(other)[0] == kind for other in judged[1:])
+    queries = [*diagnosis.evidence] if diagnosis is not None else []
+    queries += [slot_query(cluster.group(first), first.slot)] if first.slot > 0 else []
+    queries += [request_query(first.request_id)] if first.request_id >= 0 else []
+    return {
+        "kind": kind,
+        "title": RULES[kind].title if kind != UNKNOWN else "unknown",
+        "score": score,
+        "confidence": confidence(score) if kind != UNKNOWN else LOW,
+        "alternatives": [other for other, _ in ranks],
+        "alternative_scores": [round(other.score, 3) for _, other in ranks],
+        "mode": first.mode,
+        "cause_event": diagnosis.cause_event if diagnosis is not None else -1,
+        **_first_sign(best),
+        "sentence": _sentence(diagnosis, best, also),
+        "detail": RULES[kind].mechanism if kind != UNKNOWN else "",
+        "evidence": _queries(number, queries),
+    }
 
 
 def _first_sign(best: Ranked) -> dict[str, str]:
@@ -103,11 +103,8 @@ def _first_sign(best: Ranked) -> dict[str, str]:
     if sign.slot > 0:
         words["in_slot"] = f"{sign.slot:,}" + (f" of {cluster.group_name(sign)}" if sign.group >= 0 else "")
     if sign.bits and sign.writer_event >= 0:
-        done = (
-            "written now"
-            if sign.writer_event == sign.event
-            else f"written in forward {sign.writer_forward:,} by {sign.writer_name}"
-        )
+        done = f"written in forward {sign.writer_forward:,} by {sign.writer_name}"
+        done = "written now" if sign.writer_event == sign.event else done
         words["in_slot"] += f": token {sign.stored_token}, position {sign.stored_position}, {done}"
     elif sign.bits:
         words["in_slot"] += ", never written in this trace"
@@ -131,17 +128,11 @@ def _sentence(diagnosis: Diagnosis | None, best: Ranked, also: int) -> str:
     return f"{said}; the same {also} more time{'s' if also > 1 else ''}" if also else said
 
 
-def _queries(number: int, diagnosis: Diagnosis | None, group: int, slot: int, request_id: int) -> list[str]:
-    queries = [f"select * from incident_violations where incident = {number} order by event, number limit 50"]
-    queries.append(f"select * from incident_findings where incident = {number} order by event, number limit 50")
-    queries.append(f"from blast_radius(incident := {number})")
-    if diagnosis is not None:
-        queries += diagnosis.evidence
-    if slot > 0:
-        queries.append(slot_query(group, slot))
-    if request_id >= 0:
-        queries.append(request_query(request_id))
-    return list(dict.fromkeys(queries))
+def _queries(number: int, more: Sequence[str] = ()) -> list[str]:
+    """The queries that prove an incident: those of every one, and its own."""
+    rows = "select * from incident_{} where incident = {} order by event, number limit 50"
+    own = [rows.format(name, number) for name in ("violations", "findings")]
+    return list(dict.fromkeys([*own, f"from blast_radius(incident := {number})", *more]))
 
 
 def _spread(places: Places, mine: Int64Array, facts: Facts) -> dict[str, Any]:
@@ -156,9 +147,8 @@ def _spread(places: Places, mine: Int64Array, facts: Facts) -> dict[str, Any]:
     runners = np.bitwise_or.reduce(places["runners"][mine])
     rows, sources = places["rows"][mine], places["source"][mine]
     names = Counter[str]()
-    for source, what in np.unique(np.stack([sources, places["what"][mine]], axis=1), axis=0).tolist():
-        chosen = (sources == source) & (places["what"][mine] == what)
-        names[_name(source, what, places)] += int(rows[chosen].sum())
+    for (_, source, what), count in count_rows(places, mine, np.zeros_like(mine)):
+        names[_name(source, what, places)] += count
     return {
         "first_forward": int(places["forward"][first]),
         "last_forward": int(places["last_forward"][mine].max()),

@@ -47,8 +47,6 @@ class Sign:
     writer_forward: int = -1
     writer_request_id: int = -1
     writer_request: str = ""
-    oracle: str = ""
-    launch: str = ""
     detail: str = ""
     cause: str = ""
     evidence: tuple[int, ...] = ()
@@ -173,7 +171,8 @@ class Cluster:
     def last(self, sign: Sign, *whats: str, before: int | None = None) -> Fact | None:
         """Return the last of certain things that happened to a sign's slot, up to its event."""
         upto = sign.event if before is None else before - 1
-        return self.facts.last(self.group(sign), sign.slot, whats, upto=upto)
+        facts = self.facts.of(self.group(sign), sign.slot, upto=upto)
+        return next((fact for fact in reversed(facts) if fact.what in whats), None)
 
     def history(self, sign: Sign) -> list[Fact]:
         """Return what happened to a sign's slot up to its event."""
@@ -185,12 +184,11 @@ class Cluster:
 
     def rewrite_of(self, sign: Sign) -> Rewrite | None:
         """Return the last change of the sign's request's row that covers its position, before it."""
-        found = None
-        for change in self.facts.rewrites.get(sign.request_id, ()):
+        for change in reversed(self.facts.rewrites.get(sign.request_id, ())):
             inside = change.first_position <= sign.position < change.first_position + change.count
-            if change.event <= sign.event and inside:
-                found = change
-        return found
+            if inside and change.event <= sign.event:
+                return change
+        return None
 
     def joined(self, sign: Sign, since: int = -1) -> bool:
         """Whether a sign's request had joined its slot as cached, since an event."""
@@ -249,18 +247,14 @@ def rule(
     title: str, mechanism: str, *, recurs: bool = False, aftermath: bool = False
 ) -> Callable[[Callable[[Cluster], Diagnosis | None]], Rule]:
     """Make a rule of the function that diagnoses; its name is the kind."""
-
-    def make(diagnose: Callable[[Cluster], Diagnosis | None]) -> Rule:
-        return Rule(
-            kind=diagnose.__name__,
-            title=title,
-            mechanism=mechanism,
-            diagnose=diagnose,
-            recurs=recurs,
-            aftermath=aftermath,
-        )
-
-    return make
+    return lambda diagnose: Rule(
+        kind=diagnose.__name__,
+        title=title,
+        mechanism=mechanism,
+        diagnose=diagnose,
+        recurs=recurs,
+        aftermath=aftermath,
+    )
 
 
 def slot_query(group: int, slot: int) -> str:

@@ -6,17 +6,14 @@ Marks are not read: they are the fault lab's ground truth.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ...kernels.arrays import BoolArray, Int64Array
+from ...kernels.arrays import Int64Array
 from ...recorder.trace.header import TraceHeader
 
 MAX_PLACES: Final = 20_000
 FACTS_A_SLOT: Final = 16
-MAX_STATUSES: Final = 32
-MAX_REWRITES: Final = 16
 NOBODY: Final = -1
 
 
@@ -25,19 +22,17 @@ class Fact:
     """One thing that happened to a slot.
 
     `what` is alloc, shared, cached, free, evict, written, padded (by a padding token), copied (into it, in the pool),
-    loaded (from the host), remapped (a full slot, `via`, that led to another sliding-window slot leads to it now), sent, receiving, received, receive_failed, or changed (its bytes, without a write).
-    `request_id` is whose event it was, -1 for nobody. A write behind a full-to-SWA table has its full slot in `via`, and
-    every write its `position`. For a change `twin` names the pool group and slot whose write held those very bytes,
-    `(-1, -1)` for none, `twin_event` that write's event, `twin_kind` its kind (forward or transfer), and `together` how
-    many slots changed at once.
+    loaded (from the host), remapped (a full slot, `via`, that led to another sliding-window slot leads to it now), sent,
+    receiving, received, receive_failed, or changed (its bytes, without a write).
+    `request_id` is whose event it was, -1 for nobody. A write behind a full-to-SWA table has its full slot in `via`. For
+    a change `twin` names the pool group and slot whose write held those very bytes, `(-1, -1)` for none, `twin_event`
+    that write's event, `twin_kind` its kind (forward or transfer), and `together` how many slots changed at once.
     """
 
     event: int
     what: str
     request_id: int = NOBODY
-    row: int = -1
     via: int = -1
-    position: int = -1
     twin: tuple[int, int] = (-1, -1)
     twin_event: int = -1
     twin_kind: str = ""
@@ -65,35 +60,29 @@ class SlotFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
-    """A request's table entries inside what it had computed already, overwritten: positions and the new slots."""
+    """`count` of a request's table entries inside the `length` that it had computed already, overwritten."""
 
     event: int
-    table: int
-    row: int
     first_position: int
-    slots: tuple[int, ...]
     count: int
     length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A request's status, and the row that it is about."""
+    """What became of a request."""
 
     event: int
     status: str
-    row: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """A request's first forward: its event, mode, and the tokens that it found computed."""
+    """A request's first forward, and the tokens that it found computed."""
 
     event: int
     forward: int
-    mode: str
     prefix_len: int
-    row: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,31 +111,14 @@ class Facts:
         history = self.slots.get((group, slot))
         return history.upto(upto) if history is not None else []
 
-    def last(self, group: int, slot: int, whats: Iterable[str], *, upto: int) -> Fact | None:
-        """Return the last of certain things that happened to a slot up to an event."""
-        chosen = frozenset(whats)
-        return next((fact for fact in reversed(self.of(group, slot, upto=upto)) if fact.what in chosen), None)
-
     def status_before(self, request_id: int, event: int) -> Status | None:
         """Return the last status of a request before an event."""
-        found = [status for status in self.statuses.get(request_id, ()) if status.event < event]
-        return found[-1] if found else None
+        return next((s for s in reversed(self.statuses.get(request_id, ())) if s.event < event), None)
 
     def status_after(self, request_id: int, event: int) -> Status | None:
         """Return the first status of a request after an event."""
-        return next((status for status in self.statuses.get(request_id, ()) if status.event > event), None)
+        return next((s for s in self.statuses.get(request_id, ()) if s.event > event), None)
 
     def retracted_before(self, request_id: int, event: int) -> bool:
         """Whether a request had been put back, and was taken up again, before an event."""
         return any(s.event < event and s.status == "retracted" for s in self.statuses.get(request_id, ()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What to look for: a mask of slots for each pool group, each slot's first and last events of interest, requests, events."""
-
-    slots: Sequence[BoolArray]
-    first: dict[tuple[int, int], int]
-    until: dict[tuple[int, int], int]
-    requests: frozenset[int]
-    events: frozenset[int]

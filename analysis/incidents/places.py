@@ -1,11 +1,12 @@
 """What a report holds, as places: violations and findings at one slot for one request and reason count as one.
 
 A fault that lasts is found anew in every forward, so ten million rows come from far fewer places; where the replay has
-merged such rows, each counts as often as it was found. The files are read once, in row groups; what is held is one line a place, and never more than `MAX_HELD_PLACES` lines: past that, neighbouring
-slots and positions count as one place, 16, 256, ... at a time.
+merged such rows, each counts as often as it was found. The files are read once, in row groups; what is held is one line
+a place, and never more than `MAX_HELD_PLACES` lines: past that, neighbouring slots and positions count as one place, 16,
+256, ... at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,36 +31,33 @@ NUMBERS: Final = {
     field.name for schema in (VIOLATION_SCHEMA, FINDING_SCHEMA) for field in schema if pa.types.is_integer(field.type)
 }
 
-_VIOLATION_COLUMNS: Final = {
-    "event": "event",
-    "forward": "forward",
-    "last_forward": "last_forward",
-    "time_ns": "time_ns",
-    "group": "group",
-    "slot": "slot",
+_BOTH: Final = {name: name for name in ("event", "forward", "time_ns", "group", "slot")} | {
     "request": "request_id",
-    "position": "expected_position",
-    "what": "fail_reason_bits",
-    "launches": "launch_tag",
     "runners": "runner",
-    "rows": "num_forwards",
 }
-_FINDING_COLUMNS: Final = {
-    "event": "event",
-    "forward": "forward",
-    "last_forward": "forward",
-    "time_ns": "time_ns",
-    "group": "group",
-    "slot": "slot",
-    "request": "request_id",
-    "position": "position",
-    "what": "kind",
-    "runners": "runner",
+# Ours by theirs, of each file.
+_FILES: Final = {
+    "violations": _BOTH
+    | {
+        "last_forward": "last_forward",
+        "position": "expected_position",
+        "what": "fail_reason_bits",
+        "launches": "launch_tag",
+        "rows": "num_forwards",
+    },
+    "findings": _BOTH | {"last_forward": "forward", "position": "position", "what": "kind"},
 }
 _NAME: Final = "request"
 _GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 _KEYS: Final = ("source", "what", "group", "slot", "request", "position")
 _FIRST: Final = (*_KEYS, "row", "forward", "time_ns")
+_OVER_ALL: Final = {
+    "event": np.minimum,
+    "last_forward": np.maximum,
+    "rows": np.add,
+    "launches": np.bitwise_or,
+    "runners": np.bitwise_or,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +66,9 @@ class Places:
 
     `source` (violation or finding), `what` (a violation's reason bits, or a number of `kinds`), `group`, `slot`,
     `request`, `position`; `row` is the number of its first row in its file, `event`, `forward`, `time_ns` are that
-    row's, `last_forward` is the last of all, `rows` how often it was found, a row a forward; `launches` and `runners` have a bit for each launch tag
-    and runner. `names` are the requests' by id. `shift`: slots and positions are counted in units of
-    `2 ** shift`; `key` is what `place_keys` gives for their rows.
+    row's, `last_forward` is the last of all, `rows` how often it was found, a row a forward; `launches` and `runners`
+    have a bit for each launch tag and runner. `names` are the requests' by id. `shift`: slots and positions are counted
+    in units of `2 ** shift`; `key` is what `place_keys` gives for their rows.
     """
 
     columns: dict[str, Int64Array]
@@ -86,11 +84,7 @@ class Places:
 
 
 def read_places(report: Path, *, limit: int = MAX_HELD_PLACES) -> Places:
-    """Read a report's violations and findings.
-
-    Args:
-        report: the folder.
-        limit: how many places to hold at most.
+    """Read a report's violations and findings, `limit` places at most.
 
     Raises:
         AnalysisError: a file is missing, is no Parquet, or lacks a column.
@@ -98,19 +92,15 @@ def read_places(report: Path, *, limit: int = MAX_HELD_PLACES) -> Places:
     kinds: dict[str, int] = {}
     names: dict[int, str] = {}
     held: list[dict[str, Int64Array]] = []
-    num_held, shift = 0, 0
+    shift = 0
     for columns in iter_rows(report, kinds, names):
         held.append(_folded(columns, shift))
-        num_held += len(held[-1]["key"])
-        if num_held > limit + limit // 4:
+        if sum(len(part["key"]) for part in held) > limit + limit // 4:
             held, shift = _within(held, shift, limit)
-            num_held = len(held[0]["key"])
-    held, shift = _within(held, shift, limit)
-    [found] = held
+    [found], shift = _within(held, shift, limit)
     order = np.lexsort((found["row"], found["source"], found["event"]))
-    return Places(
-        columns={name: values[order] for name, values in found.items()}, kinds=tuple(kinds), names=names, shift=shift
-    )
+    ordered = {name: values[order] for name, values in found.items()}
+    return Places(columns=ordered, kinds=tuple(kinds), names=names, shift=shift)
 
 
 def iter_rows(
@@ -123,10 +113,7 @@ def iter_rows(
     Raises:
         AnalysisError: a file is missing, is no Parquet, or lacks a column.
     """
-    for source, name, columns in (
-        (VIOLATION, "violations", _VIOLATION_COLUMNS),
-        (FINDING, "findings", _FINDING_COLUMNS),
-    ):
+    for source, (name, columns) in enumerate(_FILES.items()):
         row = 0
         path = report / f"{name}.parquet"
         with open_parquet(path) as file:
@@ -145,6 +132,14 @@ def iter_rows(
                 yield values
 
 
+def count_rows(places: Places, chosen: Int64Array, of: Int64Array) -> Iterable[tuple[list[int], int]]:
+    """Return how often chosen places were found, by `of` `[chosen]`, source and what they say, in that order."""
+    keys = np.stack([of, places["source"][chosen], places["what"][chosen]], axis=1)
+    unique, which = np.unique(keys, axis=0, return_inverse=True)
+    rows = np.bincount(which.reshape(-1), weights=places["rows"][chosen], minlength=len(unique))
+    return zip(unique.tolist(), rows.astype(np.int64).tolist(), strict=True)
+
+
 @contextmanager
 def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
     """Open a report's file; raise `AnalysisError` if it is none, or is damaged further on."""
@@ -161,16 +156,13 @@ def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
 def require_columns(path: Path, file: pq.ParquetFile, names: Any) -> None:
     """Raise `AnalysisError` if a column is not there, or holds text where numbers belong."""
     kinds = {field.name: field.type for field in file.schema_arrow}
+    again = "replay the trace again"
     missing = sorted(set(names) - set(kinds))
     if missing:
-        raise AnalysisError(
-            f"{path}: expected the columns of a report, {', '.join(missing)} missing; replay the trace again"
-        )
+        raise AnalysisError(f"{path}: expected the columns of a report, {', '.join(missing)} missing; {again}")
     wrong = [name for name in names if name in NUMBERS and not pa.types.is_integer(kinds[name])]
     if wrong:
-        raise AnalysisError(
-            f"{path}: expected numbers in {', '.join(wrong)}, came {kinds[wrong[0]]}; replay the trace again"
-        )
+        raise AnalysisError(f"{path}: expected numbers in {', '.join(wrong)}, came {kinds[wrong[0]]}; {again}")
 
 
 def place_keys(columns: dict[str, Int64Array], shift: int) -> npt.NDArray[np.uint64]:
@@ -186,7 +178,9 @@ def place_keys(columns: dict[str, Int64Array], shift: int) -> npt.NDArray[np.uin
 
 def _within(held: list[dict[str, Int64Array]], shift: int, limit: int) -> tuple[list[dict[str, Int64Array]], int]:
     """Fold what is held to at most `limit` places, and no further than that takes, however the rows were read."""
-    folded = _folded(_joined(held), shift)
+    names = (*_FIRST, *_OVER_ALL)
+    joined = {name: np.concatenate([np.zeros(0, np.int64), *(part[name] for part in held)]) for name in names}
+    folded = _folded(joined, shift)
     while len(folded["key"]) > limit and shift < 60:
         shift += 4
         folded = _folded(folded, shift)
@@ -203,20 +197,9 @@ def _folded(columns: dict[str, Int64Array], shift: int) -> dict[str, Int64Array]
     starts = np.flatnonzero(np.concatenate([np.ones(1, np.bool_), key[1:] != key[:-1]]))
     first = order[starts]
     found = {name: columns[name][first] for name in _FIRST}
-    found["event"] = np.minimum.reduceat(columns["event"][order], starts)
-    found["last_forward"] = np.maximum.reduceat(columns["last_forward"][order], starts)
-    found["rows"] = np.add.reduceat(columns["rows"][order], starts)
-    for name in ("launches", "runners"):
-        found[name] = np.bitwise_or.reduceat(columns[name][order], starts)
-    found["key"] = key[starts].view(np.int64)
-    return found
-
-
-def _joined(parts: list[dict[str, Int64Array]]) -> dict[str, Int64Array]:
-    names = (*_FIRST, "event", "last_forward", "rows", "launches", "runners")
-    if not parts:
-        return {name: np.zeros(0, np.int64) for name in names}
-    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+    for name, fold in _OVER_ALL.items():
+        found[name] = fold.reduceat(columns[name][order], starts)
+    return found | {"key": key[starts].view(np.int64)}
 
 
 def _bit(values: Int64Array) -> Int64Array:
@@ -225,11 +208,9 @@ def _bit(values: Int64Array) -> Int64Array:
 
 def _learn_names(names: dict[int, str], requests: Int64Array, column: pa.Array) -> None:
     ids, first = np.unique(requests, return_index=True)
-    new = [(int(i), int(at)) for i, at in zip(ids, first, strict=True) if int(i) not in names]
-    for (request_id, _), name in zip(
-        new, column.take(pa.array([at for _, at in new], pa.int64())).to_pylist(), strict=True
-    ):
-        names[request_id] = str(name or "")
+    new = [(i, at) for i, at in zip(ids.tolist(), first.tolist(), strict=True) if i not in names]
+    texts = column.take(pa.array([at for _, at in new], pa.int64())).to_pylist()
+    names.update((request_id, str(name or "")) for (request_id, _), name in zip(new, texts, strict=True))
 
 
 def _ints(column: pa.Array, kinds: dict[str, int]) -> Int64Array:

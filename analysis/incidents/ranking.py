@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,47 +13,24 @@ from ...kernels.arrays import Int64Array
 from ...replayer.report.findings import ADDED_COLUMNS, uncounted
 from .cluster import Cluster, Diagnosis, Sign
 from .facts import Facts
-from .places import FINDING, VIOLATION, Places, open_parquet, require_columns
+from .places import FINDING, Places, count_rows, open_parquet, require_columns
 from .rules import RULES
 
 # Clusters past these are not judged one by one; they go with a judged one of the same signs.
 MAX_CLUSTERS: Final = 256
 SIGNS_A_CLUSTER: Final = 64
 
-_TEXT: Final = ("request", "mode", "oracle", "writer_request", "launch", "detail", "kind", "cause", "evidence")
-_VIOLATION_FIELDS: Final = {
-    "bits": "fail_reason_bits",
-    "mode": "mode",
-    "position": "expected_position",
-    "stored_token": "stored_token",
-    "expected_token": "expected_token",
-    "stored_position": "position",
-    "writer_event": "writer_event",
-    "writer_forward": "writer_forward",
-    "writer_request_id": "writer_request_id",
-    "writer_request": "writer_request",
-    "oracle": "oracle",
-    "launch": "launch",
+_TEXT: Final = ("request", "mode", "writer_request", "detail", "kind", "cause", "evidence")
+# A sign's fields by the columns of either file.
+_BOTH: Final = {name: name for name in ("event", "forward", "runner", "group", "request_id", "request", "slot")} | {
+    "row": "req_pool_idx"
 }
-_FINDING_FIELDS: Final = {
-    "kind": "kind",
-    "position": "position",
-    "count": "count",
-    "detail": "detail",
-    "evidence": "evidence",
-    "cause": "cause",
-    "stored_token": "token",
-    "expected_token": "expected_token",
-}
-_BOTH: Final = {
-    "event": "event",
-    "forward": "forward",
-    "runner": "runner",
-    "group": "group",
-    "request_id": "request_id",
-    "request": "request",
-    "row": "req_pool_idx",
-    "slot": "slot",
+_WRITER: Final = ("writer_event", "writer_forward", "writer_request_id", "writer_request")
+_FIELDS: Final = {
+    "violations": {name: name for name in ("mode", "stored_token", "expected_token", *_WRITER)}
+    | {"bits": "fail_reason_bits", "position": "expected_position", "stored_position": "position"},
+    "findings": {name: name for name in ("kind", "position", "count", "detail", "evidence", "cause", "expected_token")}
+    | {"stored_token": "token"},
 }
 
 
@@ -82,19 +58,20 @@ def make_clusters(report: Path, places: Places, clusters: Int64Array, facts: Fac
     members: list[list[int]] = [[] for _ in range(total)]
     kinds: list[Counter[str]] = [Counter() for _ in range(total)]
     reasons: list[Counter[int]] = [Counter() for _ in range(total)]
-    _count(places, clusters, total, kinds, reasons)
     order = np.flatnonzero(clusters < total)
+    for (cluster, source, what), count in count_rows(places, order, clusters[order]):
+        if source == FINDING:
+            kinds[cluster][places.kinds[what]] += count
+        else:
+            reasons[cluster][what] += count
     for i, cluster in zip(order.tolist(), clusters[order].tolist(), strict=True):
         if len(members[cluster]) < SIGNS_A_CLUSTER:
             members[cluster].append(i)
     wanted = np.array(sorted({i for mine in members for i in mine}), np.int64)
     signs: dict[int, Sign] = {}
-    for source, name, fields in (
-        (VIOLATION, "violations", _VIOLATION_FIELDS),
-        (FINDING, "findings", _FINDING_FIELDS),
-    ):
+    for source, (name, fields) in enumerate(_FIELDS.items()):
         mine = wanted[places["source"][wanted] == source]
-        signs |= _read_signs(report / f"{name}.parquet", mine, places["row"][mine], {**_BOTH, **fields}, facts.modes)
+        signs |= _read_signs(report / f"{name}.parquet", mine, places["row"][mine], _BOTH | fields, facts.modes)
     return [
         Cluster(signs=[signs[i] for i in members[c]], kinds=kinds[c], reasons=reasons[c], facts=facts)
         for c in range(total)
@@ -106,21 +83,6 @@ def rank(cluster: Cluster) -> Ranked:
     found = [(kind, diagnosis) for kind, rule in RULES.items() if (diagnosis := rule.diagnose(cluster)) is not None]
     found.sort(key=lambda item: -item[1].score)  # stable: what stands first in the list of rules stays first
     return Ranked(cluster=cluster, kinds=tuple(found))
-
-
-def _count(
-    places: Places, clusters: Int64Array, total: int, kinds: Sequence[Counter[str]], reasons: Sequence[Counter[int]]
-) -> None:
-    """Add up the rows of each cluster by what they say."""
-    mine = clusters < total
-    packed = np.stack([clusters[mine], places["source"][mine], places["what"][mine]], axis=1)
-    unique, place = np.unique(packed, axis=0, return_inverse=True)
-    rows = np.bincount(place.reshape(-1), weights=places["rows"][mine], minlength=len(unique))
-    for (cluster, source, what), count in zip(unique.tolist(), rows.tolist(), strict=True):
-        if source == FINDING:
-            kinds[cluster][places.kinds[what]] += int(count)
-        else:
-            reasons[cluster][what] += int(count)
 
 
 def _read_signs(
