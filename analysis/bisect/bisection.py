@@ -3,13 +3,13 @@
 import math
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from ..errors import AnalysisError
-from .criteria import REFERENCE, SQL, Criterion
+from .criteria import ANY, REFERENCE, SQL, Criterion
 from .log import BisectLog, VerdictCache
 from .search import BisectVerdict, Mark, Search, decided, search, vote
 from .trial import FOLDER_VARIABLE, TRACE_VARIABLE, VERSION_VARIABLE, Command, run_trial
@@ -100,13 +100,8 @@ def bisect_saved(
         # What was replayed together shows the fault together: the sides of a pair, the segments of a recording.
         together = next((run for run in runs if len(run) > 1 and run[0].parent == trace.parent), None)
         reproduce = _look(criterion, trace, together[0].parent if together else trace)
-    return Bisection(
-        versions=tuple(version.name for version in versions),
-        criterion=criterion,
-        search=done,
-        reproduce=reproduce,
-        cached=cache.hits,
-    )
+    names = tuple(version.name for version in versions)
+    return Bisection(versions=names, criterion=criterion, search=done, reproduce=reproduce, cached=cache.hits)
 
 
 def bisect_run(
@@ -178,21 +173,19 @@ def _diff(criterion: Criterion) -> str:
     return shlex.join(["kvcanary", "diff", *words, criterion.value])
 
 
-def make_criterion(
-    *, incident: str, finding: str, reference: str, sql: str, kv: bool, kv_tolerance: float | None
-) -> Criterion:
-    """Return what the options ask for; raise `AnalysisError` if they ask for two things, or for nothing that there is."""
-    asked = {"incident": incident, "finding": finding, "reference": reference, "sql": sql}
+def make_criterion(asked: Mapping[str, str], *, kv: bool, kv_tolerance: float | None) -> Criterion:
+    """Return what the options ask for; raise `AnalysisError` if they ask for two things, or for nothing that there is.
+
+    `asked` holds the values of --incident, --finding, --reference and --sql, "" if not given.
+    """
     chosen = {kind: value for kind, value in asked.items() if value}
     if len(chosen) > 1:
         raise AnalysisError(f"{' and '.join(f'--{kind}' for kind in chosen)} exclude one another")
-    if (not kv or kv_tolerance is not None) and not reference:
+    if (not kv or kv_tolerance is not None) and REFERENCE not in chosen:
         raise AnalysisError("--no-kv and --kv-tolerance say how a --reference is compared; name one")
     if not kv and kv_tolerance is not None:
         raise AnalysisError("--no-kv and --kv-tolerance exclude one another")
     if kv_tolerance is not None and not math.isfinite(kv_tolerance):
         raise AnalysisError(f"--kv-tolerance is {kv_tolerance}, expected a number; --no-kv leaves KV bytes out")
-    if not chosen:
-        return Criterion()
-    [(kind, value)] = chosen.items()
+    kind, value = next(iter(chosen.items()), (ANY, ""))
     return Criterion(kind=kind, value=value, kv=kv, kv_tolerance=kv_tolerance)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any
 
 from ...recorder.errors import TraceError
 from ...recorder.trace.reader import TraceReader
@@ -18,7 +18,7 @@ from ...replayer.run.settings import ReplaySettings
 from ...replayer.run.verdict import Verdict
 from ..diff.compare import diff_traces
 from ..diff.result import DIFFERENT, SAME
-from ..diff.settings import DiffSettings, NotComparableError
+from ..diff.settings import DiffSettings
 from ..errors import AnalysisError
 from ..finishing import finish
 from ..incidents.rules import RULES, UNKNOWN
@@ -27,7 +27,6 @@ from ..store.sources import find_sources
 from .search import BisectVerdict, Mark
 
 ANY, INCIDENT, FINDING, REFERENCE, SQL = "any", "incident", "finding", "reference", "sql"
-HASH_CHUNK: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +74,11 @@ class Criterion:
 
 def content_hash(path: Path) -> str:
     """Return the SHA-256 of a file; raise `AnalysisError` if it cannot be read."""
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while chunk := file.read(HASH_CHUNK):
-                digest.update(chunk)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise AnalysisError(f"{path}: cannot be read ({error.strerror or error})") from None
-    return digest.hexdigest()
 
 
 def judge_traces(traces: Sequence[Path], criterion: Criterion) -> BisectVerdict:
@@ -90,8 +86,7 @@ def judge_traces(traces: Sequence[Path], criterion: Criterion) -> BisectVerdict:
 
     A trace that cannot be read is no verdict on the engine: skip.
 
-    Raises:
-        AnalysisError: the SQL condition is none.
+    Raise `AnalysisError` if the SQL condition is none.
     """
     if not traces:
         return BisectVerdict(mark=Mark.SKIP, words="no trace was recorded")
@@ -110,9 +105,6 @@ def _against_reference(traces: Sequence[Path], criterion: Criterion) -> BisectVe
     for recording in group_recordings(traces)[0]:
         try:
             result = diff_traces(Path(criterion.value), recording.paths, settings=settings)
-        except NotComparableError as error:
-            doubts.append(str(error))
-            continue
         except AnalysisError as error:
             doubts.append(str(error))
             continue
@@ -120,8 +112,7 @@ def _against_reference(traces: Sequence[Path], criterion: Criterion) -> BisectVe
             first = result.first
             words = f"{first.kind}: request {first.request or first.partner}: {first.words}"
             return BisectVerdict(mark=Mark.BAD, words=words, seen={"first": asdict(first), "trace": recording.name})
-        if result.verdict != SAME:
-            doubts += result.doubts
+        doubts += result.doubts if result.verdict != SAME else []
     if doubts:
         return BisectVerdict(mark=Mark.SKIP, words="; ".join(doubts))
     return BisectVerdict(mark=Mark.GOOD, words="no request differs from the reference")
@@ -150,11 +141,13 @@ def _replayed(traces: Sequence[Path], criterion: Criterion, folder: Path) -> Bis
 def _together(traces: Sequence[Path]) -> list[list[Sequence[Path]]]:
     """Return what is replayed together: prefill and decode sides as one, others alone; segments of a recording joined."""
     pair: list[Sequence[Path]] = []
-    alone: list[Sequence[Path]] = []
+    alone: list[list[Sequence[Path]]] = []
     for recording in group_recordings(traces)[0]:
-        role = recording.header is not None and recording.header.role
-        (pair if role else alone).append(recording.paths)
-    return [*([pair] if pair else []), *([paths] for paths in alone)]
+        if recording.header is not None and recording.header.role:
+            pair.append(recording.paths)
+        else:
+            alone.append([recording.paths])
+    return [pair, *alone] if pair else alone
 
 
 def _is_bad(summary: Summary, criterion: Criterion) -> bool:
@@ -176,32 +169,26 @@ def _is_bad(summary: Summary, criterion: Criterion) -> bool:
 def _words(summary: Summary, criterion: Criterion) -> str:
     """Say in a sentence what was found first."""
     incidents = [i for i in summary.incidents if criterion.kind != INCIDENT or i["kind"] == criterion.value]
-    parts = []
-    if criterion.kind == SQL:
-        parts.append("the SQL condition holds")
+    parts = ["the SQL condition holds"] if criterion.kind == SQL else []
     if incidents:
         first = incidents[0]
         parts.append(f"incident {first['kind']} (confidence {first['confidence']}): {first['sentence']}")
-    if summary.first_violation is not None:
-        row = summary.first_violation
-        request = f", request {row['request']}" if row["request"] else ""
-        parts.append(
-            f"first violation in forward {row['forward']}{request}: {'+'.join(row['reasons'])} in slot {row['slot']}"
-        )
-    elif summary.first_finding is not None:
-        row = summary.first_finding
-        parts.append(f"first finding in forward {row['forward']}: {row['kind']}: {row['detail']}")
+    violation, finding = summary.first_violation, summary.first_finding
+    if violation is not None:
+        request = f", request {violation['request']}" if violation["request"] else ""
+        what = f"{'+'.join(violation['reasons'])} in slot {violation['slot']}"
+        parts.append(f"first violation in forward {violation['forward']}{request}: {what}")
+    elif finding is not None:
+        parts.append(f"first finding in forward {finding['forward']}: {finding['kind']}: {finding['detail']}")
     return "; ".join(parts)
 
 
 def _seen(summary: Summary) -> dict[str, Any]:
+    shown = ("kind", "confidence", "first_forward", "sentence")
     return {
         "trace": summary.trace,
         "violations": summary.violations,
         "violations_by_reason": dict(summary.violations_by_reason),
         "findings_by_kind": dict(summary.findings_by_kind),
-        "incidents": [
-            {key: incident[key] for key in ("kind", "confidence", "first_forward", "sentence")}
-            for incident in summary.incidents[:5]
-        ],
+        "incidents": [{key: incident[key] for key in shown} for incident in summary.incidents[:5]],
     }

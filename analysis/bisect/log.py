@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ...recorder.files import replace_file
 from ...replayer.lab.results import build_id
 from ..errors import AnalysisError
 from .criteria import Criterion, content_hash, judge_traces
 from .search import BisectVerdict, Mark
+
+_OTHERWISE: Final = "name another with --log, or begin anew with --fresh"
 
 
 class BisectLog:
@@ -24,8 +26,7 @@ class BisectLog:
         path: the file; None to keep nothing.
         about: what the bisection is: plain JSON values. A file about another one is not gone on with.
 
-    Raises:
-        AnalysisError: the file cannot be read or written, or is about another bisection.
+    Raise `AnalysisError` if the file cannot be read or written, or is about another bisection.
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
@@ -36,8 +37,8 @@ class BisectLog:
         lines = _lines(path, about)
         if lines and lines[0].get("bisect") != about:
             raise AnalysisError(
-                f"{path}: the log of another bisection (other versions, command or criterion, or another kvcanary); name another with --log, or "
-                "begin anew with --fresh"
+                f"{path}: the log of another bisection (other versions, command or criterion, or another kvcanary); "
+                f"{_OTHERWISE}"
             )
         _end_line(path)  # not before it is known for a log: it may be anybody's file
         if not lines:
@@ -96,9 +97,7 @@ def _lines(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
     for number, line in enumerate(whole, 1):
         parsed = _parsed(line, trial=number > 1)
         if parsed is None:
-            raise AnalysisError(
-                f"{path}: line {number} is no line of a bisection's log; name another with --log, or begin anew with --fresh"
-            )
+            raise AnalysisError(f"{path}: line {number} is no line of a bisection's log; {_OTHERWISE}")
         found.append(parsed)
     return found
 

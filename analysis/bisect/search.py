@@ -80,14 +80,10 @@ class Search:
 
 
 def search(count: int, judge: Callable[[int], BisectVerdict], *, inward: bool = True) -> Search:
-    """Verify both ends, then halve.
+    """Verify both ends of `count` versions, then halve; `judge` is called at most once for each.
 
-    A version that cannot be judged is passed over for its nearest untried neighbour, as `git bisect skip` does.
-
-    Args:
-        count: how many versions.
-        judge: called at most once for each.
-        inward: whether an end that cannot be judged gives way to its neighbour; otherwise it ends the search.
+    A version that cannot be judged is passed over for its nearest untried neighbour, as `git bisect skip` does. `inward`:
+    an end that cannot be judged gives way to its neighbour; otherwise it ends the search.
     """
     judged: dict[int, BisectVerdict] = {}
 
@@ -99,12 +95,10 @@ def search(count: int, judge: Callable[[int], BisectVerdict], *, inward: bool = 
     def ended(good: int, bad: int, candidates: range | tuple[int, ...], problem: str = "") -> Search:
         return Search(good=good, bad=bad, candidates=tuple(candidates), judged=tuple(judged.items()), problem=problem)
 
-    ends = range(count) if inward else range(1)
-    good = next((i for i in ends if ask(i) is not Mark.SKIP), -1)
-    if good < 0 and not inward:
-        return ended(-1, -1, (), f"the good end cannot be judged: {judged[0].words}")
+    good = next((i for i in range(count if inward else 1) if ask(i) is not Mark.SKIP), -1)
     if good < 0:
-        return ended(-1, -1, (), "no version can be judged")
+        why = "no version can be judged" if inward else f"the good end cannot be judged: {judged[0].words}"
+        return ended(-1, -1, (), why)
     if judged[good].mark is Mark.BAD:
         return ended(-1, good, (), "the first version that can be judged is bad already; begin with an older one")
     ends = range(good, count) if inward else range(count - 1, count)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import IO, Final
 from ..errors import AnalysisError
 from .criteria import Criterion, judge_traces
 from .search import BisectVerdict, Mark
+from .versions import one_each, read_order
 
 NOT_STARTED: Final = (126, 127)  # what a shell says of a command that is not executable, or not there
 SKIP: Final = 125
@@ -50,8 +50,7 @@ class Command:
 def run_trial(command: Command, version: str, number: int, criterion: Criterion) -> BisectVerdict:
     """Run the command once, and judge every trace that it left in its folder.
 
-    Raises:
-        AnalysisError: the command cannot be started at all, which no other version would change.
+    Raise `AnalysisError` if the command cannot be started at all, which no other version would change.
     """
     with tempfile.TemporaryDirectory(prefix="kvcanary-bisect-") as temporary:
         folder = Path(temporary)
@@ -67,12 +66,8 @@ def run_trial(command: Command, version: str, number: int, criterion: Criterion)
 def _run(command: Command, version: str, folder: Path) -> str:
     """Return why there is nothing to judge, "" if there is."""
     words = command.filled(version, folder)
-    environment = {
-        **os.environ,
-        VERSION_VARIABLE: version,
-        TRACE_VARIABLE: str(folder / "trace.arrow"),
-        FOLDER_VARIABLE: str(folder),
-    }
+    places = {VERSION_VARIABLE: version, TRACE_VARIABLE: str(folder / "trace.arrow"), FOLDER_VARIABLE: str(folder)}
+    environment = {**os.environ, **places}
     with tempfile.TemporaryFile() as output:
         try:
             # A session of its own, so that a time limit ends the engine's other processes too.
@@ -161,18 +156,12 @@ def listed_versions(text: str | None, good: str, bad: str) -> list[str]:
         good: the first.
         bad: the last.
 
-    Raises:
-        AnalysisError: either is not among them, or in the wrong order, or a version is named twice.
+    Raise `AnalysisError` if either is not among them, or in the wrong order, or a version is named twice.
     """
-    from .versions import one_each, read_order
-
-    names: Sequence[str]
     if text is None:
-        names = _commits(good, bad)
-        return [good, *names]
-    path = Path(text)
+        return [good, *_commits(good, bad)]
     if os.path.isfile(text):  # noqa: PTH113  # a list of many versions is too long a name for a Path to be asked
-        names = read_order(path)
+        names = read_order(Path(text))
     else:
         names = one_each([name.strip() for name in text.split(",") if name.strip()], "--versions")
     for option, name in (("--good", good), ("--bad", bad)):
@@ -188,16 +177,13 @@ def listed_versions(text: str | None, good: str, bad: str) -> list[str]:
 
 def _commits(good: str, bad: str) -> list[str]:
     command = ["git", "rev-list", "--reverse", "--first-parent", "--end-of-options", f"{good}..{bad}"]
+    named = "name the versions with --versions"
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise AnalysisError(
-            f"git cannot be run ({error.strerror or error}); name the versions with --versions"
-        ) from None
+        raise AnalysisError(f"git cannot be run ({error.strerror or error}); {named}") from None
     if done.returncode:
-        raise AnalysisError(
-            f"{done.stderr.strip()}; name the versions with --versions, or run this in a git repository"
-        )
+        raise AnalysisError(f"{done.stderr.strip()}; {named}, or run this in a git repository")
     commits = done.stdout.split()
     if not commits:
         raise AnalysisError(f"git knows no commit after {good} up to {bad}")

@@ -56,8 +56,7 @@ def _traces_in(folder: Path) -> list[Path]:
 def read_order(path: Path) -> list[str]:
     """Return the lines of a file of versions or traces, oldest first; blank lines and # comments are passed over.
 
-    Raises:
-        AnalysisError: it cannot be read, or names nothing.
+    Raise `AnalysisError` if it cannot be read, or names nothing.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

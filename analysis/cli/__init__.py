@@ -1,1 +1,42 @@
-"""The commands of the analysis: kvcanary sql, kvcanary triage."""
+"""The commands of the analysis, and what they share."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from ...recorder.cli.program import GivenPath
+from ...recorder.errors import printable, printable_message
+from ..errors import AnalysisError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXIT_FAILED: Final = 2
+
+report_argument = click.argument("report", metavar="REPORT", type=GivenPath())
+trace_option = click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print a line that cannot steer a terminal."""
+    click.echo(printable(text), err=err)
+
+
+def say_error(error: Exception | str, *, kind: str = "Error: ") -> None:
+    """Print an error, or a note, to standard error."""
+    click.echo(printable_message(f"{kind}{error}"), err=True)
+
+
+@contextmanager
+def errors_end(*others: type[Exception]) -> Iterator[None]:
+    """End the command with exit code 2 if there is an `AnalysisError`, or one of `others`, and say which."""
+    ending: tuple[type[Exception], ...] = (AnalysisError, *others)
+    try:
+        yield
+    except ending as error:
+        say_error(error)
+        sys.exit(EXIT_FAILED)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from ...recorder.cli.program import GivenPath
+from ..errors import AnalysisError
+from . import EXIT_FAILED, say, say_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from click.shell_completion import CompletionItem
 
-    from ..bisect.bisection import Bisection
+    from ..bisect.bisection import Bisection, Report
     from ..bisect.criteria import Criterion
-    from ..bisect.search import BisectVerdict
 
-EXIT_FAILED = 2
-MAX_SHOWN = 12
+MAX_SHOWN: Final = 12
 
 _EXIT_CODES = """\b
 Exit codes: 0 the first bad version was found, 1 there is none between the ends (the first is bad, or the last is good),
@@ -72,9 +73,7 @@ class _BisectGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args and not ctx.resilient_parsing:
             args = ["--help"]
-        if not args or args[0] == "run":
-            return super().parse_args(ctx, args)
-        return super().parse_args(ctx, ["saved", *args])
+        return super().parse_args(ctx, args if not args or args[0] == "run" else ["saved", *args])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete what `saved` takes, too: its options, and files."""
@@ -83,35 +82,32 @@ class _BisectGroup(click.Group):
             if incomplete.startswith("-"):
                 found = saved.shell_complete(of_saved, incomplete)
             else:
-                found = [
-                    item
-                    for param in saved.params
-                    if param.name == "traces"
-                    for item in param.shell_complete(of_saved, incomplete)
-                ]
+                traces = next(param for param in saved.params if param.name == "traces")
+                found = traces.shell_complete(of_saved, incomplete)
         known = [item for item in super().shell_complete(ctx, incomplete) if item.value != "saved"]
         return known + [item for item in found if item.value not in {one.value for one in known}]
 
 
+_CRITERION_OPTIONS: Final = (
+    click.option("--incident", default="", metavar="KIND", help="Bad is an incident of this kind."),
+    click.option("--finding", default="", metavar="KIND", help="Bad is a finding of this kind."),
+    click.option("--reference", default="", metavar="TRACE", help="Bad is a difference from this trace."),
+    click.option("--sql", default="", metavar="QUERY", help="Bad is a query whose first value is true."),
+    click.option("--no-kv", is_flag=True, help="With --reference: compare no KV bytes."),
+    click.option("--kv-tolerance", type=click.FloatRange(min=0), help="With --reference: as in kvcanary diff."),
+    click.option(
+        "--vote",
+        type=click.Choice(["majority", "any"]),
+        default="majority",
+        show_default=True,
+        help="How several runs of a version count; a draw is bad.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+)
+
+
 def _criterion_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(
-        (
-            click.option("--incident", default="", metavar="KIND", help="Bad is an incident of this kind."),
-            click.option("--finding", default="", metavar="KIND", help="Bad is a finding of this kind."),
-            click.option("--reference", default="", metavar="TRACE", help="Bad is a difference from this trace."),
-            click.option("--sql", default="", metavar="QUERY", help="Bad is a query whose first value is true."),
-            click.option("--no-kv", is_flag=True, help="With --reference: compare no KV bytes."),
-            click.option("--kv-tolerance", type=click.FloatRange(min=0), help="With --reference: as in kvcanary diff."),
-            click.option(
-                "--vote",
-                type=click.Choice(["majority", "any"]),
-                default="majority",
-                show_default=True,
-                help="How several runs of a version count; a draw is bad.",
-            ),
-            click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
-        )
-    ):
+    for option in reversed(_CRITERION_OPTIONS):
         command = option(command)
     return command
 
@@ -143,7 +139,7 @@ def saved_command(
     if cache and no_cache:
         raise click.UsageError("--cache and --no-cache exclude one another")
 
-    def bisect(criterion: Criterion, report: Callable[[str, BisectVerdict], None]) -> Bisection:
+    def bisect(criterion: Criterion, report: Report) -> Bisection:
         from ..bisect.bisection import bisect_saved
         from ..bisect.log import VerdictCache, default_cache
         from ..bisect.versions import read_order, read_versions
@@ -188,7 +184,7 @@ def run_command(
 ) -> None:
     """Record and judge the versions between --good and --bad that a bisection asks for."""
 
-    def bisect(criterion: Criterion, report: Callable[[str, BisectVerdict], None]) -> Bisection:
+    def bisect(criterion: Criterion, report: Report) -> Bisection:
         from ... import __version__
         from ..bisect.bisection import bisect_run
         from ..bisect.log import BisectLog
@@ -215,48 +211,26 @@ def run_command(
     _finish(bisect, options, anew="--fresh")
 
 
-def _finish(
-    bisect: Callable[[Criterion, Callable[[str, BisectVerdict], None]], Bisection],
-    options: dict[str, Any],
-    *,
-    anew: str,
-) -> None:
+def _finish(bisect: Callable[[Criterion, Report], Bisection], options: dict[str, Any], *, anew: str) -> None:
     """Bisect, print what came of it, and exit; `anew` is the option by which verdicts from before do not count."""
-    from ...recorder.errors import printable, printable_message
     from ..bisect.bisection import make_criterion
-    from ..errors import AnalysisError
 
     as_json = options["as_json"]
-
-    def report(version: str, verdict: BisectVerdict) -> None:
-        line = printable(f"{verdict.mark.value:5s}{version}   {verdict.words}")
-        click.echo(line, err=as_json)
-
+    asked = {kind: options[kind] for kind in ("incident", "finding", "reference", "sql")}
     try:
-        criterion = make_criterion(
-            incident=options["incident"],
-            finding=options["finding"],
-            reference=options["reference"],
-            sql=options["sql"],
-            kv=not options["no_kv"],
-            kv_tolerance=options["kv_tolerance"],
-        )
+        criterion = make_criterion(asked, kv=not options["no_kv"], kv_tolerance=options["kv_tolerance"])
         criterion.check()
-        found = bisect(criterion, report)
+        found = bisect(criterion, lambda version, one: say(f"{one.mark.value:5s}{version}   {one.words}", err=as_json))
     except AnalysisError as error:
         if as_json:
-            import json
-
             click.echo(json.dumps({"exit_code": EXIT_FAILED, "error": str(error)}, indent=2))
-        click.echo(printable_message(f"Error: {error}"), err=True)
+        say_error(error)
         sys.exit(EXIT_FAILED)
     if as_json:
-        import json
-
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
         for line in _lines(found, anew):
-            click.echo(printable(line))
+            say(line)
     sys.exit(found.exit_code)
 
 

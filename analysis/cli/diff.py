@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from ...recorder.cli.program import GivenPath
+from ...recorder.errors import printable
+from ..diff.settings import ALIGNMENTS, CONTENT_KINDS, KINDS, KV_DTYPES, DiffSettings, NotComparableError
+from ..errors import AnalysisError
+from . import EXIT_FAILED, say, say_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
     from ..diff.compare import Progress
-    from ..diff.settings import DiffSettings
+    from ..diff.result import Difference, DiffResult
 
-EXIT_FAILED = 2
-EXIT_NOT_COMPARABLE = 125
-ALIGNMENTS = ("auto", "id", "prompt")
-DTYPES = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
+EXIT_NOT_COMPARABLE: Final = 125
+MAX_SHOWN: Final = 10
 
 _EPILOG = """\b
 Examples:
@@ -73,7 +78,7 @@ docs/guide/diff.md says what each kind means.
     metavar="X",
     help="KV values a, b are equal where |a - b| <= X (1 + |b|). [default: byte by byte]",
 )
-@click.option("--kv-dtype", type=click.Choice(DTYPES), help="What the KV bytes are. [default: the header's dtype]")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="What the KV bytes are. [default: the header's dtype]")
 @click.option("--requests", metavar="NAMES", help="Only these requests, names or ids joined by commas.")
 @click.option("--any-model", is_flag=True, help="Compare although the headers name different models.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -84,10 +89,8 @@ def diff_command(a: Path, b: Path, as_json: bool, quiet: bool, **options: Any) -
     Requests are aligned by id or prompt, positions by request, slots by what they hold: another allocation order,
     other chunks and other batches are no difference. Says for each request, and overall, where the traces part first.
     """
-    from ...recorder.errors import printable, printable_message
+    from ...replayer.cli.incident_blocks import console_for
     from ..diff.compare import diff_traces
-    from ..diff.settings import NotComparableError
-    from ..errors import AnalysisError
 
     settings = _settings(**options)
     try:
@@ -100,7 +103,7 @@ def diff_command(a: Path, b: Path, as_json: bool, quiet: bool, **options: Any) -
             verdict = "unreadable" if comparable else "not comparable"
             click.echo(json.dumps({"verdict": verdict, "exit_code": code, "error": str(error)}, indent=2))
         else:
-            click.echo(printable_message(f"{'Error' if comparable else 'not comparable'}: {error}"), err=True)
+            say_error(error, kind="Error: " if comparable else "not comparable: ")
         sys.exit(code)
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))
@@ -109,13 +112,9 @@ def diff_command(a: Path, b: Path, as_json: bool, quiet: bool, **options: Any) -
         line = f"{result.verdict.upper()}   {a}   {b}   {result.num_different:,} requests differ"
         if first is not None:
             line += f"   first {first.request or first.partner}: {first.words}"
-        click.echo(printable(line + (f"   ({'; '.join(result.doubts)})" if result.doubts else "")))
+        say(line + (f"   ({'; '.join(result.doubts)})" if result.doubts else ""))
     else:
-        from rich.console import Console
-
-        from ..diff.screen import show
-
-        show(Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160), result)
+        _show(console_for(sys.stdout), result)
     sys.exit(result.exit_code)
 
 
@@ -131,8 +130,6 @@ def _settings(
     requests: str | None,
     any_model: bool,
 ) -> DiffSettings:
-    from ..diff.settings import DiffSettings
-
     if no_kv and kv_tolerance is not None:
         raise click.UsageError("--no-kv and --kv-tolerance exclude one another")
     if kv_tolerance is not None and not math.isfinite(kv_tolerance):
@@ -155,8 +152,6 @@ def _settings(
 
 
 def _kinds(only: str | None, ignore: str | None, strict: bool) -> frozenset[str]:
-    from ..diff.settings import CONTENT_KINDS, KINDS
-
     if only and (ignore or strict):
         raise click.UsageError("--only goes without --ignore and --strict")
     chosen = set(KINDS if strict else CONTENT_KINDS)
@@ -193,3 +188,116 @@ def _progress(quiet: bool) -> Iterator[Progress]:
             bar.update(task, description=described, completed=done, total=total or None)
 
         yield update
+
+
+def _show(console: Console, result: DiffResult) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from ...replayer.cli.incident_blocks import grid
+
+    for name, trace, header, walk in zip("AB", (result.a, result.b), result.headers, result.totals, strict=True):
+        engine = " ".join(part for part in (header["engine"]["name"], header["engine"]["version"]) if part)
+        facts = [engine, header["model"]["name"], f"{walk.forwards:,} forwards", f"{walk.tokens:,} tokens"]
+        line = Text.assemble((f"{name}  {printable(trace)}", "bold"), "   ", printable("   ".join(facts)))
+        console.print(line, soft_wrap=True)
+    pairing, compared = result.pairing, result.compared
+    parts = [f"{compared['tokens']:,} tokens", f"{compared['sampled']:,} sampled"]
+    parts.append(f"KV bytes of {compared['kv']:,}" if "kv" in compared else "no KV bytes")
+    aligned = (
+        f"aligned by {pairing.by}: {pairing.pairs:,} requests of {pairing.a_requests:,} and {pairing.b_requests:,}"
+    )
+    console.print(Text(f"{aligned}   compared: {', '.join(parts)}", style="dim"), soft_wrap=True)
+    for note in result.notes:
+        console.print(Text(f"note  {printable(note)}", style="dim"), soft_wrap=True)
+    console.print()
+    console.print(_verdict(result), soft_wrap=True)
+    if result.first is not None:
+        console.print()
+        console.print(Padding(grid(_first(result.first)), (0, 0, 0, 2), expand=False))
+        console.print()
+        console.print(Padding(_table(result), (0, 0, 0, 2), expand=False))
+    words = result.timing.words()
+    if words:
+        console.print()
+        console.print(Text("only in timing", style="dim"))
+        for words_of in words:
+            console.print(Text(f"  {words_of}"), soft_wrap=True)
+    console.print()
+    console.print(Text(_next(result), style="dim"), soft_wrap=True)
+
+
+def _verdict(result: DiffResult) -> Text:
+    from rich.text import Text
+
+    from ..diff.result import DIFFERENT, INCONCLUSIVE
+
+    styles = {DIFFERENT: "bold red", INCONCLUSIVE: "bold yellow"}
+    text = Text(result.verdict.upper(), style=styles.get(result.verdict, "bold green"))
+    said = []
+    if result.verdict == DIFFERENT:
+        said.append(
+            f"{result.num_different:,} of {max(result.pairing.a_requests, result.pairing.b_requests):,} requests"
+        )
+        counts = [
+            f"{kind} {result.counts[kind]:,}" for kind in KINDS if kind in result.counts and kind in result.counted
+        ]
+        said.append(", ".join(counts))
+    elif result.verdict != INCONCLUSIVE:
+        said.append("no request differs" + ("" if result.timing.same else ", but for the timing below"))
+    left = [f"{kind} {n:,}" for kind, n in result.counts.items() if kind not in result.counted and n]
+    if left:
+        said.append(f"not counted: {', '.join(left)}")
+    text.append("   " + "   ".join(said), style="default not bold")
+    if result.doubts:
+        text.append("   " + printable("; ".join(result.doubts)), style="default not bold")
+    return text
+
+
+def _first(first: Difference) -> list[tuple[str, str]]:
+    where = [f"forward {n:,} of {name}" for name, n in (("A", first.a_forward), ("B", first.b_forward)) if n >= 0]
+    return [
+        ("first difference", f"{first.kind}: {KINDS[first.kind]}"),
+        ("request", _names(first)),
+        ("what", first.words),
+        ("where", ", ".join(where)),
+    ]
+
+
+def _names(difference: Difference) -> str:
+    names = [name for name in (difference.request, difference.partner) if name]
+    if not names:
+        return "none: a slot that no request of both traces wrote"
+    return names[0] if len(set(names)) == 1 else f"{names[0]} in A, {names[1]} in B"
+
+
+def _table(result: DiffResult) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("request")
+    table.add_column("kind", no_wrap=True)
+    for title in ("position", "forward A"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("forward B", justify="right")
+    table.add_column("what comes first", overflow="fold")
+    for request in result.requests[:MAX_SHOWN]:
+        first = request[0]
+        later = f"   then {', '.join(d.kind for d in request[1:])}" if request[1:] else ""
+        numbers = [f"{n:,}" if n >= 0 else "" for n in (first.position, first.a_forward, first.b_forward)]
+        name = first.request or first.partner or "(no request)"
+        table.add_row(*(Text(printable(t)) for t in (name[:24], first.kind, *numbers, first.words + later)))
+    if result.num_different > MAX_SHOWN:
+        table.add_row(Text(f"and {result.num_different - MAX_SHOWN:,} more"))
+    return table
+
+
+def _next(result: DiffResult) -> str:
+    first = result.first
+    if first is None:
+        return "next   kvcanary-replay judges each trace by itself"
+    trace = printable(shlex.quote(result.b))
+    if first.kind in ("kv", "sampled") and "kv" in result.counts:
+        return f"next   --kv-tolerance or --no-kv looks past rounding;   kvcanary-replay {trace}"
+    return f"next   kvcanary-replay {trace}"

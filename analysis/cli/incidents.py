@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...recorder.cli.program import GivenPath
+from ...recorder.errors import printable
+from ..errors import AnalysisError
+from . import errors_end, report_argument, say, say_error, trace_option
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-EXIT_FAILED = 2
 
 _EPILOG = """\b
 Examples:
@@ -33,8 +34,8 @@ kinds.
 
 
 @click.command("incidents", epilog=_EPILOG)
-@click.argument("report", metavar="REPORT", type=GivenPath())
-@click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
+@report_argument
+@trace_option
 @click.option("--explain", type=click.IntRange(min=1), metavar="N", help="Explain incident N with its evidence.")
 @click.option("--json", "as_json", is_flag=True, help="Print incidents as JSON.")
 def incidents_command(report: Path, trace: Path | None, explain: int | None, as_json: bool) -> None:
@@ -44,43 +45,36 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
     incidents.parquet and incident_members.parquet. Without the trace those that were found with it stay; where there
     are none, the kinds are less certain.
     """
-    from ...recorder.errors import printable, printable_message
-    from ..errors import AnalysisError
+    from ...replayer.cli.incident_blocks import console_for
     from ..incidents.finding import find_incidents, read_incidents, write_incidents
     from ..store.sources import read_summary
 
-    try:
+    with errors_end():
         summary = read_summary(report)
         traces, why = _traces(report, trace)
         torn = _torn_since(summary, traces)
         stored = None if traces and not torn else read_incidents(report)
         if stored is None:
             found = find_incidents(report, traces)
-            _write(lambda: write_incidents(report, found))
+            try:
+                write_incidents(report, found)
+            except AnalysisError as error:  # a report that may only be read is shown all the same
+                say_error(error, kind="note: ")
         incidents = found.rows if stored is None else stored
-        rows = _chosen(incidents, explain)
-    except AnalysisError as error:
-        click.echo(f"Error: {printable_message(str(error))}", err=True)
-        sys.exit(EXIT_FAILED)
+        if explain is not None and explain > len(incidents):
+            raise AnalysisError(f"--explain {explain}: the report has {len(incidents)} incident(s)")
+        rows = incidents if explain is None else [incidents[explain - 1]]
     if why or torn:
         then = "so the kinds are less certain" if stored is None else "so what was found before is shown"
-        click.echo(
-            printable(f"note: {torn or f'{why}: the trace is not at hand'}, {then} (--trace says where it is now)"),
-            err=True,
-        )
+        why = torn or f"{why}: the trace is not at hand"
+        say(f"note: {why}, {then} (--trace says where it is now)", err=True)
     if as_json:
-        import json
-
-        click.echo(
-            json.dumps(
-                {"report": str(report), "num_incidents": len(incidents), "incidents": rows}, indent=2, default=str
-            )
-        )
+        answer = {"report": str(report), "num_incidents": len(incidents), "incidents": rows}
+        click.echo(json.dumps(answer, indent=2, default=str))
         return
-    from rich.console import Console
-
-    console = Console(emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160)
-    _show(console, report, rows, len(incidents), _begin(summary), explained=explain is not None)
+    begin = summary.get("first_time_ns")
+    begin = begin if isinstance(begin, int) else 0
+    _show(console_for(sys.stdout), report, rows, len(incidents), begin, explained=explain is not None)
 
 
 def _traces(report: Path, moved_to: Path | None) -> tuple[list[Path], str]:
@@ -117,38 +111,11 @@ def _torn_since(summary: dict[str, Any], traces: list[Path]) -> str:
     return ""
 
 
-def _write(write: Any) -> None:
-    """Write the tables; a report that may only be read is shown all the same."""
-    from ...recorder.errors import printable_message
-    from ..errors import AnalysisError
-
-    try:
-        write()
-    except AnalysisError as error:
-        click.echo(printable_message(f"note: {error}"), err=True)
-
-
-def _chosen(rows: list[dict[str, Any]], number: int | None) -> list[dict[str, Any]]:
-    from ..errors import AnalysisError
-
-    if number is None:
-        return rows
-    if number > len(rows):
-        raise AnalysisError(f"--explain {number}: the report has {len(rows)} incident(s)")
-    return [rows[number - 1]]
-
-
-def _begin(summary: dict[str, Any]) -> int:
-    first = summary.get("first_time_ns")
-    return first if isinstance(first, int) else 0
-
-
 def _show(
     console: Console, report: Path, rows: list[dict[str, Any]], total: int, begin: int, *, explained: bool
 ) -> None:
     from rich.text import Text
 
-    from ...recorder.errors import printable
     from ...replayer.cli.incident_blocks import show_incident
 
     noun = "incident" if total == 1 else "incidents"
@@ -168,15 +135,17 @@ def _explain(console: Console, row: dict[str, Any]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from ...recorder.errors import printable
     from ..incidents.rules import RULES
+
+    def show(text: str, indent: int, *, style: str = "", soft: bool = False) -> None:
+        console.print(Padding(Text(text, style=style), (0, 0, 0, indent), expand=False), soft_wrap=soft)
 
     parts = [("mechanism", row["detail"] or "no rule knows this kind")]
     parts += [(f"or {kind}", RULES[kind].mechanism) for kind in row["alternatives"] if kind != row["kind"]]
     for title, text in parts:
         console.print()
-        console.print(Padding(Text(f"{title}: {printable(text)}"), (0, 0, 0, 4), expand=False))
+        show(f"{title}: {printable(text)}", 4)
     console.print()
-    console.print(Padding(Text("evidence, for kvcanary sql:", style="dim"), (0, 0, 0, 4), expand=False))
+    show("evidence, for kvcanary sql:", 4, style="dim")
     for query in row["evidence"]:
-        console.print(Padding(Text(printable(query)), (0, 0, 0, 6), expand=False), soft_wrap=True)
+        show(printable(query), 6, soft=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from pathlib import Path
 
 import click
 
 from ...recorder.cli.program import GivenPath
-
-EXIT_FAILED = 2
+from . import errors_end, report_argument, say, trace_option
 
 _EPILOG = """\b
 Examples:
@@ -27,15 +26,10 @@ Exit codes: 0 written, 2 wrong usage, an unreadable report, or the plot library 
 
 
 @click.command("page", epilog=_EPILOG)
-@click.argument("report", metavar="REPORT", type=GivenPath())
-@click.option(
-    "-o",
-    "--output",
-    type=GivenPath(dir_okay=False),
-    help="Where to. [default: report.html in the report]",
-)
+@report_argument
+@click.option("-o", "--output", type=GivenPath(dir_okay=False), help="Where to. [default: report.html in the report]")
 @click.option("--open", "show", is_flag=True, help="Open it in the browser.")
-@click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
+@trace_option
 @click.option("--json", "as_json", is_flag=True, help="Print path and size as JSON.")
 def page_command(report: Path, output: Path | None, show: bool, trace: Path | None, as_json: bool) -> None:
     """Make a page of a report: one file that works offline and asks no network for anything.
@@ -43,23 +37,17 @@ def page_command(report: Path, output: Path | None, show: bool, trace: Path | No
     Verdict and incidents, a timeline, a map of the damaged slots, the lives of requests, chains, and behind every
     number the SQL that made it. Below 5 MB however large the trace. It may hold tokens: only you can read the file.
     """
-    from ...recorder.errors import printable, printable_message
-    from ..errors import AnalysisError
     from ..page.build import build_page
     from ..store.sources import find_sources, read_summary
 
-    try:
+    with errors_end():
         read_summary(report)
         [source] = find_sources([report], trace=trace)
         path = build_page(source, output)
-    except AnalysisError as error:
-        click.echo(f"Error: {printable_message(str(error))}", err=True)
-        sys.exit(EXIT_FAILED)
+    size = path.stat().st_size
     if as_json:
-        import json
-
-        click.echo(json.dumps({"page": str(path), "bytes": path.stat().st_size}))
+        click.echo(json.dumps({"page": str(path), "bytes": size}))
     else:
-        click.echo(printable(f"wrote   {path}   {path.stat().st_size / 1e6:.1f} MB"))
+        say(f"wrote   {path}   {size / 1e6:.1f} MB")
     if show:
         click.launch(path.absolute().as_uri())

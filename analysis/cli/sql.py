@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...recorder.cli.program import GivenPath
+from ..errors import AnalysisError, SqlError
+from . import EXIT_FAILED, say, say_error, trace_option
 
 if TYPE_CHECKING:
     from ..store.session import SqlSession
     from ..store.sources import Source
 
-EXIT_FAILED = 2
 FORMATS = ("table", "csv", "json", "parquet", "arrow")
 
 _EPILOG = """\b
@@ -46,15 +47,13 @@ Exit codes: 0 answered, 2 wrong usage, an unreadable file, or an SQL error. docs
 @click.option(
     "--rows", type=click.IntRange(min=0), default=100, show_default=True, help="Rows shown in a table; 0: all."
 )
-@click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
+@trace_option
 @click.option("--save", is_flag=True, help="First write report.duckdb into each report.")
 @click.option(
     "--live", is_flag=True, help="Read the files even where report.duckdb fits; raw_events is there only then."
 )
 @click.option(
-    "--unlocked",
-    is_flag=True,
-    help="Let the SQL read and write files, load extensions and change DuckDB's settings.",
+    "--unlocked", is_flag=True, help="Let the SQL read and write files, load extensions and change DuckDB's settings."
 )
 def sql_command(
     arguments: tuple[str, ...], form: str, script: Path | None, output: Path | None, **options: Any
@@ -64,9 +63,6 @@ def sql_command(
     Nothing is imported: DuckDB reads the files where they lie, and unless --unlocked no others. A report beside a trace (trace.report beside
     trace.arrow) goes with it. Without a query a prompt opens, or SQL is read from a pipe.
     """
-    from ...recorder.errors import printable_message
-    from ..errors import AnalysisError
-
     paths, query = _split(arguments)
     if query is not None and script is not None:
         raise click.UsageError("a query and --file exclude one another")
@@ -75,11 +71,9 @@ def sql_command(
     try:
         _run(paths, query, script, output, form, **options)
     except AnalysisError as error:
-        click.echo(f"Error: {printable_message(str(error))}", err=True)
+        say_error(error)
         if "disabled by configuration" in str(error) or "has been locked" in str(error):
-            click.echo(
-                "  a query reaches only what is named on the command line; --unlocked lets it reach more", err=True
-            )
+            say("  a query reaches only what is named on the command line; --unlocked lets it reach more", err=True)
         sys.exit(EXIT_FAILED)
 
 
@@ -113,7 +107,6 @@ def _run(
     live: bool,
     unlocked: bool,
 ) -> None:
-    from ...recorder.errors import printable
     from ..store.output import spare
     from ..store.session import open_sources
     from ..store.sources import find_sources
@@ -124,7 +117,7 @@ def _run(
         spare([path for source in sources for path in source.kept] + ([script] if script else []), output)
     if save:
         for source in sources:
-            click.echo(printable(f"wrote   {build_store(source)}"), err=True)
+            say(f"wrote   {build_store(source)}", err=True)
         if query is None and script is None:
             return
     text = query if query is not None else _read_script(script)
@@ -140,7 +133,6 @@ def _named(path: Path) -> list[Path]:
     """Return what a path stands for: itself, or of a folder of traces every recording's report or else its files."""
     from ...recorder.errors import TraceError
     from ...recorder.trace.recordings import group_recordings, traces_in
-    from ..errors import AnalysisError
 
     if not path.is_dir() or (path / "summary.json").exists():
         return [path]
@@ -150,18 +142,15 @@ def _named(path: Path) -> list[Path]:
         raise AnalysisError(
             f"{path}: neither a report (it has no summary.json) nor a folder of traces (it holds no .arrow file)"
         ) from None
-    reports = [Path(recording.name).with_suffix(".report") for recording in recordings]
-    return [
-        named
-        for recording, report in zip(recordings, reports, strict=True)
-        for named in ([report] if (report / "summary.json").exists() else recording.paths)
-    ]
+    found: list[Path] = []
+    for recording in recordings:
+        report = Path(recording.name).with_suffix(".report")
+        found += [report] if (report / "summary.json").exists() else recording.paths
+    return found
 
 
 def _read_script(script: Path | None) -> str | None:
     """Return the SQL of a file or a pipe, None if a person sits at the other end."""
-    from ..errors import AnalysisError
-
     if script is None and sys.stdin.isatty():
         return None
     if script is None or str(script) == "-":
@@ -176,22 +165,20 @@ def _read_script(script: Path | None) -> str | None:
 
 def _tell_problems(sources: list[Source], session: SqlSession) -> None:
     """Say on standard error what the answers cannot know."""
-    from ...recorder.errors import printable
     from ..store.triage import is_whole, lost_line
 
     for source in sources:
         if source.trace is None and not session.stored:
             message = f"{source.problem}: the report's trace is not at hand, only violations and findings are"
-            click.echo(printable(f"note: {message} (--trace says where it is now)"), err=True)
+            say(f"note: {message} (--trace says where it is now)", err=True)
     for row in session.sql("from lost").to_pylist():
         if row["present"] and not is_whole(row):
-            click.echo(printable(f"note: {row['trace']}: {lost_line(row)} (see losses and gaps)"), err=True)
+            say(f"note: {row['trace']}: {lost_line(row)} (see losses and gaps)", err=True)
 
 
 def _show(session: SqlSession, query: str, form: str, rows: int, output: Path | None) -> None:
     import pyarrow as pa
 
-    from ..errors import AnalysisError, SqlError
     from ..store.output import private_output, write_result
 
     reader = session.batches(query)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from ...recorder.cli.program import GivenPath
+from ...recorder.errors import printable
+from ..errors import AnalysisError
+from . import errors_end, report_argument, say_error, trace_option
 
 if TYPE_CHECKING:
     from ..store.session import SqlSession
     from ..store.sources import Source
     from ..store.triage import Triage
 
-EXIT_FAILED = 2
 MAX_LINE, MAX_NAME = 500, 120
 
 _EPILOG = """\b
@@ -35,8 +37,8 @@ Exit codes: 0 answered (also where nothing was found), 2 wrong usage or an unrea
 
 
 @click.command("triage", epilog=_EPILOG)
-@click.argument("report", metavar="REPORT", type=GivenPath())
-@click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
+@report_argument
+@trace_option
 @click.option("--sql", "show_sql", is_flag=True, help="Show the SQL behind each answer.")
 @click.option("--json", "as_json", is_flag=True, help="Print answers, rows and SQL as JSON.")
 def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bool) -> None:
@@ -47,22 +49,15 @@ def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bo
     REPORT is the folder that kvcanary-replay wrote. The first call writes report.duckdb into it, which answers from
     then on and opens with any DuckDB client.
     """
-    from ...recorder.errors import printable_message
-    from ..errors import AnalysisError
     from ..store.sources import find_sources, read_summary
     from ..store.triage import triage
 
-    try:
+    with errors_end():
         read_summary(report)
         [source] = find_sources([report], trace=trace)
         with _session(source) as session:
             found = triage(session)
-    except AnalysisError as error:
-        click.echo(f"Error: {printable_message(str(error))}", err=True)
-        sys.exit(EXIT_FAILED)
     if as_json:
-        import json
-
         click.echo(json.dumps(_to_json(source, found), indent=2, default=str))
         return
     for line in _lines(source, found, show_sql):
@@ -71,9 +66,7 @@ def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bo
 
 def _session(source: Source) -> SqlSession:
     """Open the report's store, made first where there is none that fits; without one where it cannot be written."""
-    from ...recorder.errors import printable_message
     from ...replayer.report.report import STORE_NAME
-    from ..errors import AnalysisError
     from ..store.session import open_sources
     from ..store.store import build_store, fresh_store
 
@@ -86,37 +79,21 @@ def _session(source: Source) -> SqlSession:
         try:
             build_store(source)
         except AnalysisError as error:
-            click.echo(printable_message(f"note: {error}; answering from the files, which is slower"), err=True)
+            say_error(f"{error}; answering from the files, which is slower", kind="note: ")
     return open_sources([source])
 
 
 def _to_json(source: Source, found: Triage) -> dict[str, object]:
-    return {
-        "report": str(source.report),
-        "trace": str(source.trace) if source.trace else None,
-        "violations": found.violations,
-        "findings": found.findings,
-        "num_incidents": found.num_incidents,
-        "incidents": found.incidents,
-        "first_damage": found.first,
-        "questions": [
-            {
-                "name": answer.name,
-                "question": answer.question,
-                "answer": answer.words,
-                "first": answer.first,
-                "overall": answer.overall,
-                "first_sql": answer.first_sql,
-                "overall_sql": answer.overall_sql,
-            }
-            for answer in found.answers
-        ],
-        "lost": found.lost,
-    }
+    facts = asdict(found)
+    first, answers, lost = (facts.pop(name) for name in ("first", "answers", "lost"))
+    asked = ("name", "question", "words", "first", "overall", "first_sql", "overall_sql")
+    questions = [{"answer" if name == "words" else name: answer[name] for name in asked} for answer in answers]
+    trace = str(source.trace) if source.trace else None
+    damage = {"first_damage": first, "questions": questions, "lost": lost}
+    return {"report": str(source.report), "trace": trace, **facts, **damage}
 
 
 def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
-    from ...recorder.errors import printable
     from ..store.output import text_table
     from ..store.triage import lost_line
 
@@ -149,16 +126,12 @@ def _lines(source: Source, found: Triage, show_sql: bool) -> list[str]:
 
 def _line(text: str, most: int = MAX_LINE) -> str:
     """Text on one line, cut where it is long: whoever names a request may send any name."""
-    from ...recorder.errors import printable
-
     shown = printable(text)
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 
 def _incident_lines(source: Source, found: Triage) -> list[str]:
     """Cite the report's incidents, a line each; say how to have them where something was found and there are none."""
-    from ...recorder.errors import printable
-
     command = f"kvcanary incidents {shlex.quote(str(source.report))}"
     if not found.incidents:
         return [printable(f"        no incidents in this report yet: {command}")] if found.answers else []

@@ -7,8 +7,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.arrays import ByteArray
 from ...recorder.trace.header import PoolGroup, TraceHeader
-from .settings import DiffSettings, NotComparableError
+from .settings import KV_DTYPES, DiffSettings, NotComparableError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +38,7 @@ class ComparisonPlan:
 
 
 def plan_comparison(a: TraceHeader, b: TraceHeader, settings: DiffSettings) -> ComparisonPlan:
-    """Say what of two traces can be compared.
-
-    Raises:
-        NotComparableError: nothing can, or not what was asked for.
-    """
+    """Say what of two traces can be compared; raise `NotComparableError` if nothing can, or not what was asked for."""
     notes: list[str] = []
     _same_model(a, b, settings)
     _same_tokens(a, b, notes)
@@ -53,18 +50,13 @@ def plan_comparison(a: TraceHeader, b: TraceHeader, settings: DiffSettings) -> C
         raise NotComparableError("the traces have no pool group of the same kind")
     kv = settings.kv and _kv_wanted(a, b, settings, notes)
     sides: tuple[list[ComparedGroup], list[ComparedGroup]] = ([], [])
-    for first, second in pairs:
-        window = _window(a.groups[first], b.groups[second], notes)
-        streams = _paired_streams(a, first, b, second) if kv else []
-        for side, group, place in ((0, first, 0), (1, second, 1)):
-            sides[side].append(
-                ComparedGroup(
-                    index=group,
-                    window=window,
-                    streams=tuple(stream[place] for stream in streams),
-                    capture_bytes=tuple(stream[2] for stream in streams),
-                )
-            )
+    for pair in pairs:
+        window = _window(a.groups[pair[0]], b.groups[pair[1]], notes)
+        streams = _paired_streams(a, pair[0], b, pair[1]) if kv else []
+        sizes = tuple(stream[2] for stream in streams)
+        for side, index in enumerate(pair):
+            chosen = tuple(stream[side] for stream in streams)
+            sides[side].append(ComparedGroup(index=index, window=window, streams=chosen, capture_bytes=sizes))
     if kv and not any(group.streams for group in sides[0]):
         _refuse_kv("the traces hold KV bytes of different layers, halves or sizes", settings, notes)
         kv = False
@@ -115,7 +107,8 @@ def _paired_groups(a: TraceHeader, b: TraceHeader, runner: int, notes: list[str]
     mine, theirs = ([i for i, g in enumerate(h.groups) if g.runner == runner] for h in (a, b))
     pairs: list[tuple[int, int]] = []
     for kind in ("full", "swa"):
-        ours, others = [i for i in mine if a.groups[i].kind == kind], [i for i in theirs if b.groups[i].kind == kind]
+        ours = [i for i in mine if a.groups[i].kind == kind]
+        others = [i for i in theirs if b.groups[i].kind == kind]
         pairs += zip(ours, others, strict=False)
         if len(ours) != len(others):
             notes.append(
@@ -131,22 +124,18 @@ def _window(a: PoolGroup, b: PoolGroup, notes: list[str]) -> int:
 
 
 def _kv_wanted(a: TraceHeader, b: TraceHeader, settings: DiffSettings, notes: list[str]) -> bool:
-    places = [(h.ranks.tp_rank, h.ranks.tp_size, h.ranks.pp_rank, h.ranks.pp_size) for h in (a, b)]
+    places = [f"tp {h.ranks.tp_rank}/{h.ranks.tp_size} pp {h.ranks.pp_rank}/{h.ranks.pp_size}" for h in (a, b)]
+    why = ""
     if places[0] != places[1]:
-        why = (
-            f"A is rank tp {places[0][0]}/{places[0][1]} pp {places[0][2]}/{places[0][3]}, B tp {places[1][0]}/"
-            f"{places[1][1]} pp {places[1][2]}/{places[1][3]}: they hold other heads or layers"
-        )
-        _refuse_kv(why, settings, notes)
-        return False
-    if a.model.dtype != b.model.dtype and not settings.kv_dtype:
-        _refuse_kv(f"A computes in {a.model.dtype!r}, B in {b.model.dtype!r}", settings, notes)
-        return False
+        why = f"A is rank {places[0]}, B {places[1]}: they hold other heads or layers"
+    elif a.model.dtype != b.model.dtype and not settings.kv_dtype:
+        why = f"A computes in {a.model.dtype!r}, B in {b.model.dtype!r}"
     for name, header in (("A", a), ("B", b)):
-        if not any(group.streams for group in header.groups):
-            _refuse_kv(f"{name} holds no KV bytes", settings, notes)
-            return False
-    return True
+        if not why and not any(group.streams for group in header.groups):
+            why = f"{name} holds no KV bytes"
+    if why:
+        _refuse_kv(why, settings, notes)
+    return not why
 
 
 def _refuse_kv(why: str, settings: DiffSettings, notes: list[str]) -> None:
@@ -171,19 +160,12 @@ def _paired_streams(a: TraceHeader, first: int, b: TraceHeader, second: int) -> 
 
 
 FloatArray = npt.NDArray[np.float64]
-ByteArray = npt.NDArray[np.uint8]
 
-_ALIASES: Final = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "float": "fp32",
+_ALIASES: Final = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"} | {
     "float8_e4m3fn": "fp8_e4m3",
     "fp8": "fp8_e4m3",
     "float8_e5m2": "fp8_e5m2",
 }
-KV_DTYPES: Final = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
 
 
 def dtype_of(name: str) -> str:
@@ -193,15 +175,7 @@ def dtype_of(name: str) -> str:
 
 
 def values_of(data: ByteArray, dtype: str) -> FloatArray:
-    """Return bytes as values.
-
-    Args:
-        data: `[n, width]`.
-        dtype: one of `KV_DTYPES`.
-
-    Returns:
-        `[n, width / item size] float64`; NaN and infinities as they are.
-    """
+    """Return bytes `[n, width]` of one of `KV_DTYPES` as values `[n, width / item size]`, NaN and infinities as they are."""
     rows = np.ascontiguousarray(data)
     with np.errstate(invalid="ignore"):  # any byte may come, a signalling NaN too
         if dtype == "fp32":

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,8 @@ from .differences import find_differences
 from .facts import FACTS, Sinks
 from .pairing import find_endings, pair_requests
 from .result import MAX_LISTED, Difference, DiffResult, Wording
-from .settings import DiffSettings, NotComparableError
+from .settings import KINDS, DiffSettings, NotComparableError
+from .statements import Statements, number
 from .timing import find_timing
 from .walk import TraceTotals, TraceWalk
 
@@ -105,7 +106,7 @@ def _walk(
     files: Sequence[Path], header: TraceHeader, plan: ComparisonPlan, side: int, folder: Path, on_progress: Progress
 ) -> TraceTotals:
     size = sum(file.stat().st_size for file in files)
-    with Sinks(folder, "ab"[side]) as sinks:
+    with closing(Sinks(folder, "ab"[side])) as sinks:
         walk = TraceWalk(header, plan.groups[side], sinks, kv=plan.kv, hand_over=plan.hand_over)
         walk.walk(files, lambda done: on_progress("AB"[side], done, size))
     return walk.summary
@@ -133,15 +134,7 @@ def _join(
     pairing = pair_requests(
         connection, settings, hand_over=plan.hand_over, whole=all(whole), hashed=headers[0].tokens == "hashed"
     )
-    compared = find_differences(
-        connection,
-        kv=plan.kv,
-        hand_over=plan.hand_over,
-        kv_dtype=plan.kv_dtype,
-        tolerance=settings.kv_tolerance,
-        everything=not settings.requests,
-        whole=whole,
-    )
+    compared = find_differences(connection, plan, settings, whole=whole)
     late = (totals[0].late_samples, totals[1].late_samples)
     unfinished = find_endings(connection, whole=whole, late=late, hand_over=plan.hand_over)
     timing = find_timing(connection, totals[0].modes, totals[1].modes, hand_over=plan.hand_over)
@@ -156,53 +149,33 @@ def _join(
     counts = dict(connection.execute("select kind, count(*) from firsts group by kind").fetchall())
     kinds = ", ".join(quoted(kind) for kind in sorted(settings.kinds)) or "''"
     connection.execute(f"delete from firsts where kind not in ({kinds})")
-    num_different = int(connection.execute("select count(distinct pair) from firsts where pair <> -1").fetchone()[0])
     return DiffResult(
         a=traces[0],
         b=traces[1],
-        headers=(_told(headers[0]), _told(headers[1])),
+        headers=(_described(headers[0]), _described(headers[1])),
         settings=settings.to_json(),
         pairing=pairing,
         totals=totals,
         compared=compared,
         counts=counts,
         counted=settings.kinds,
-        num_different=num_different,
+        num_different=number(connection, "select count(distinct pair) from firsts where pair <> -1"),
         requests=_requests(connection, Wording(connection, headers, plan)),
         timing=timing,
         notes=tuple(notes),
     )
 
 
-def _told(header: TraceHeader) -> dict[str, Any]:
-    return {
-        "engine": dataclasses.asdict(header.engine),
-        "model": dataclasses.asdict(header.model),
-        "ranks": dataclasses.asdict(header.ranks),
-        "role": header.role,
-    }
-
-
-_FIRST_PAIRS: Final = """
-with order_of as (
-    select pair, min((seen, a_event, case kind {places} end)) as o from firsts group by pair order by o limit {limit}
-)
-select firsts.*, coalesce(a_label, '') as a_label, coalesce(b_label, '') as b_label, order_of.o
-from firsts join order_of using (pair) left join pairs using (pair)
-order by order_of.o, firsts.pair, seen, case kind {places} end, position
-"""
+def _described(header: TraceHeader) -> dict[str, Any]:
+    parts = {name: dataclasses.asdict(getattr(header, name)) for name in ("engine", "model", "ranks")}
+    return {**parts, "role": header.role}
 
 
 def _requests(connection: Any, wording: Wording) -> tuple[tuple[Difference, ...], ...]:
     """Return the requests that differ first, each with its differences in order."""
-    from .settings import KINDS
-
     places = " ".join(f"when '{kind}' then {place}" for place, kind in enumerate(KINDS))
-    result = connection.execute(_FIRST_PAIRS.format(places=places, limit=MAX_LISTED))
-    names = [column[0] for column in result.description]
     found: dict[Any, list[Difference]] = {}
     # pair is -1 for what no request of both traces can be blamed for
-    for values in result.fetchall():
-        row = dict(zip(names, values, strict=True))
+    for row in Statements(connection, "differences").rows("first_pairs", places=places, limit=MAX_LISTED):
         found.setdefault(row["pair"], []).append(wording.difference(row))
     return tuple(tuple(differences) for differences in found.values())

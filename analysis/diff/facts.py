@@ -2,91 +2,45 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-_I64, _I32, _I8, _TEXT = pa.int64(), pa.int32(), pa.int8(), pa.utf8()
+from ..store.library import table_schema
 
 FACTS: Final[dict[str, pa.Schema]] = {
     # a request became known, or its prompt did
-    "requests": pa.schema({"request_id": _I64, "name": _TEXT, "room": _I64, "prompt_len": _I64, "event": _I64}),
-    "prompts": pa.schema({"request_id": _I64, "prompt_hash": _I64, "event": _I64}),
-    "statuses": pa.schema({"request_id": _I64, "event": _I64, "status": _TEXT, "losses": _I64}),
+    "requests": table_schema("request_id bigint, name varchar, room bigint, prompt_len bigint, event bigint"),
+    "prompts": table_schema("request_id bigint, prompt_hash bigint, event bigint"),
+    "statuses": table_schema("request_id bigint, event bigint, status varchar, losses bigint"),
     # a request's part of a forward; `losses`: how often something was lost before it
-    "batches": pa.schema(
-        {
-            "request_id": _I64,
-            "runner": _I8,
-            "event": _I64,
-            "forward": _I64,
-            "mode": _TEXT,
-            "prefix": _I32,
-            "extend": _I32,
-            "losses": _I64,
-        }
+    "batches": table_schema(
+        "request_id bigint, runner tinyint, event bigint, forward bigint, mode varchar, prefix integer, extend integer, "
+        "losses bigint"
     ),
     # a token written; `guess` 0: settled, 1: a target's that may be rejected, 2: a draft's, 3: sent to or received
     # from another engine; `round`: where a draft's guessing began, else -1 (-2: lost);
     # `unsure` 1: what it read was lost, so that `reads` says nothing
-    "tokens": pa.schema(
-        {
-            "request_id": _I64,
-            "runner": _I8,
-            "position": _I32,
-            "event": _I64,
-            "forward": _I64,
-            "guess": _I8,
-            "round": _I32,
-            "token": _I64,
-            "fed": _I64,
-            "reads": _I64,
-            "misreads": _I64,
-            "unsure": _I8,
-        }
+    "tokens": table_schema(
+        "request_id bigint, runner tinyint, position integer, event bigint, forward bigint, guess tinyint, round integer, "
+        "token bigint, fed bigint, reads bigint, misreads bigint, unsure tinyint"
     ),
     # the first position of a request's part of a forward that led elsewhere
-    "misreads": pa.schema(
-        {
-            "request_id": _I64,
-            "runner": _I8,
-            "event": _I64,
-            "pool_group": _I32,
-            "position": _I32,
-            "slot": _I64,
-            "writer": _I64,
-            "writer_position": _I64,
-            "state": _TEXT,
-        }
+    "misreads": table_schema(
+        "request_id bigint, runner tinyint, event bigint, pool_group integer, position integer, slot bigint, "
+        "writer bigint, writer_position bigint, state varchar"
     ),
-    "samples": pa.schema({"request_id": _I64, "position": _I32, "event": _I64, "forward": _I64, "token": _I64}),
+    "samples": table_schema("request_id bigint, position integer, event bigint, forward bigint, token bigint"),
     # KV bytes written or received
-    "kv": pa.schema(
-        {
-            "request_id": _I64,
-            "pool_group": _I8,
-            "position": _I32,
-            "event": _I64,
-            "forward": _I64,
-            "guess": _I8,
-            "bytes": pa.binary(),
-        }
+    "kv": table_schema(
+        "request_id bigint, pool_group tinyint, position integer, event bigint, forward bigint, guess tinyint, bytes blob"
     ),
     # KV bytes that changed without a write; `content` is the slot's canonical name
-    "changes": pa.schema(
-        {
-            "request_id": _I64,
-            "pool_group": _I8,
-            "position": _I32,
-            "slot": _I64,
-            "event": _I64,
-            "forward": _I64,
-            "content": _I64,
-        }
+    "changes": table_schema(
+        "request_id bigint, pool_group tinyint, position integer, slot bigint, event bigint, forward bigint, content bigint"
     ),
 }
 
@@ -95,15 +49,14 @@ SETTLED, GUESS, DRAFT, MOVED = 0, 1, 2, 3
 
 
 class Sinks:
-    """One Parquet file a kind of fact, in a folder; a context manager."""
+    """One Parquet file a kind of fact, in a folder, until it is closed."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
-        self.paths = {name: folder / f"{prefix}_{name}.parquet" for name in FACTS}
         self._pending: dict[str, list[Sequence[Any]]] = {name: [] for name in FACTS}
         self._rows = dict.fromkeys(FACTS, 0)
         self._writers = {
-            name: pq.ParquetWriter(path, FACTS[name], compression="zstd", compression_level=1)
-            for name, path in self.paths.items()
+            name: pq.ParquetWriter(folder / f"{prefix}_{name}.parquet", schema, compression="zstd", compression_level=1)
+            for name, schema in FACTS.items()
         }
 
     def add(self, name: str, *columns: Any) -> None:
@@ -131,14 +84,6 @@ class Sinks:
         self._pending[name] = []
         self._rows[name] = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def _column(column: Any, count: int) -> Any:
     if isinstance(column, str):
@@ -150,8 +95,7 @@ def _column(column: Any, count: int) -> Any:
 
 def _array(parts: list[Any], kind: pa.DataType) -> pa.Array:
     if pa.types.is_binary(kind):  # [n, width] uint8 each: one value a row
-        arrays = [_rows_as_binary(part) for part in parts]
-        return pa.chunked_array(arrays, type=kind).combine_chunks()
+        return pa.chunked_array([_rows_as_binary(part) for part in parts], type=kind).combine_chunks()
     if pa.types.is_string(kind):
         return pa.array([text for part in parts for text in part], kind)
     values = np.concatenate(parts, dtype=np.int64, casting="unsafe")

@@ -38,6 +38,13 @@ def weights(positions: Int64Array) -> Names:
     return (positions.astype(np.uint64) * np.uint64(2) + np.uint64(1)) * _ODD
 
 
+def through(lut: Int64Array | None, slots: Int64Array, outside: int) -> Int64Array:
+    """Return slots behind a full-to-SWA table, if there is one; `outside` for those that it does not have."""
+    if lut is None:
+        return slots
+    return np.where((slots >= 0) & (slots < len(lut)), lut[np.clip(slots, 0, len(lut) - 1)], outside)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """What the requests of a forward read from a group, `bs` requests of `extend` tokens each, `T` in all.
@@ -87,19 +94,12 @@ class SlotNames:
         upto: Int64Array | None,
         written: Int64Array | None,
     ) -> Reading:
-        """Follow the block table.
+        """Follow the block table `table`, as the forward sees it, for `[bs]` rows within it, and their requests `ids`.
 
-        Args:
-            rows: `[bs]`, within the table.
-            ids: `[bs]` request ids.
-            prefix: `[bs]`, within the table's width.
-            extend: `[bs]`.
-            words: `[T]` of the tokens fed.
-            table: as the forward sees it.
-            lut: the full-to-SWA table, if slots go through one.
-            window: positions that are read before a token, 0 for all.
-            upto: `[bs]`, what lies from there on is left out of the fingerprints; None for nothing.
-            written: `[T]` the slots that the forward writes, before it reads; None if it reads first.
+        `prefix` `[bs]` is within the table's width, `extend` `[bs]`; `words` `[T]` of the tokens fed; `lut` is the
+        full-to-SWA table, if slots go through one; `window` the positions that are read before a token, 0 for all. What
+        lies from `upto` `[bs]` on is left out of the fingerprints, None for nothing; `written` `[T]` are the slots that
+        the forward writes before it reads, None if it reads first.
         """
         low = np.maximum(0, prefix - window) if window else np.zeros_like(prefix)
         length = prefix - low + extend
@@ -108,10 +108,9 @@ class SlotNames:
         position = ragged_index(low, length)
         cached = position < prefix[request]
         row_of, at = rows[request][cached], position[cached]
-        slots = table[row_of, at].astype(np.int64)
-        if lut is not None:
-            slots = np.where((slots >= 0) & (slots < len(lut)), lut[np.clip(slots, 0, len(lut) - 1)], -1)
-        found = self._look_up(slots, ids[request][cached], at, self.own[row_of, at], self.own_len[row_of] > at)
+        slots = through(lut, table[row_of, at].astype(np.int64), -1)
+        own, known = self.own[row_of, at], self.own_len[row_of] > at
+        found = self._look_up(slots, ids[request][cached], at, own, known)
         seen = np.zeros(len(position), np.uint64)
         seen[cached] = found
         # A request's own tokens follow what it reads right before them.
@@ -123,8 +122,6 @@ class SlotNames:
         names[np.repeat(seed == LOST, extend)] = LOST
         seen[~cached] = names
         foreign = np.zeros(len(position), np.bool_)
-        known = self.own_len[row_of] > at
-        own = self.own[row_of, at]
         if written is not None:
             found = self._overwritten(found, own, slots, written, names)
             seen[cached] = found

@@ -3,9 +3,13 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from ...recorder.trace.header import TraceHeader
-from .comparability import KV_DTYPES, ComparisonPlan, largest_difference
+from .comparability import ComparisonPlan, largest_difference
 from .pairing import Pairing
+from .settings import KV_DTYPES
+from .statements import Statements, number
 from .timing import Timing
 from .walk import TraceTotals
 
@@ -117,12 +121,6 @@ def _totals_json(walk: TraceTotals) -> dict[str, Any]:
     }
 
 
-_MISREAD = """
-select m.*, coalesce(k.label, '') as writer_label from {s}_misreads as m left join {s}_known as k
-on k.request_id = m.writer where m.request_id = ? and m.runner = ? and m.event = ? limit 1
-"""
-
-
 class Wording:
     """Says what a row of `firsts` means; looks into the facts where the row does not say enough."""
 
@@ -134,19 +132,15 @@ class Wording:
     def difference(self, row: dict[str, Any]) -> Difference:
         """Return a row of `firsts` as a value."""
         a, b, words = self._words(row)
-        labels = row["a_label"], row["b_label"]
-        if row["kind"] == "missing":
-            labels = row["a"], row["b"]
+        missing = row["kind"] == "missing"
+        places = ("a_forward", "a_event", "b_forward", "b_event")
         return Difference(
             kind=row["kind"],
-            request=labels[0],
-            partner=labels[1],
+            request=row["a" if missing else "a_label"],
+            partner=row["b" if missing else "b_label"],
             runner=row["runner"],
             position=row["position"],
-            a_forward=row["a_forward"] if row["a_forward"] is not None else -1,
-            a_event=row["a_event"] if row["a_event"] is not None else -1,
-            b_forward=row["b_forward"] if row["b_forward"] is not None else -1,
-            b_event=row["b_event"] if row["b_event"] is not None else -1,
+            **{name: row[name] if row[name] is not None else -1 for name in places},
             a=a,
             b=b,
             words=words,
@@ -156,68 +150,47 @@ class Wording:
         kind, position, a, b = row["kind"], row["position"], row["a"] or "", row["b"] or ""
         runner = self._headers[1].runners[row["runner"]].name if row["runner"] > 0 else ""
         where = f"position {position}" + (f" of the {runner}" if runner else "")
-        if kind == "missing":
-            return a, b, f"only in {'A' if a else 'B'}"
-        if kind == "input":
-            if position < 0:
-                return a, b, "the prompts differ"
-            return a, b, f"at {where} the model was fed token {a} in A, {b} in B"
-        if kind == "position":
-            return a, b, f"the token of {where} was fed at position {a} in A, {b} in B"
         if kind == "table":
             return self._table(row, where)
-        if kind == "sampled":
-            return a, b, f"for {where} token {a} was sampled in A, {b} in B"
         if kind == "kv":
             return self._kv(row, a, b)
-        if kind == "kv_changed":
-            subject = (
-                f"KV bytes of {where}"
-                if row["a_label"] and position >= 0
-                else "KV bytes of a slot of no request of both traces"
-            )
-            return a, b, f"{subject} changed after they were written: {a} in A, {b} in B"
-        if kind == "length":
-            return a, b, f"ended after {a} in A, after {b} in B"
-        if kind == "hit":
-            return a, b, f"{a} of the prompt came from the prefix cache in A, {b} in B"
-        return a, b, f"A: {a}; B: {b}"
+        nobody = not row["a_label"] or position < 0
+        subject = "KV bytes of a slot of no request of both traces" if nobody else f"KV bytes of {where}"
+        fed = f"at {where} the model was fed token {a} in A, {b} in B"
+        words = {
+            "missing": f"only in {'A' if a else 'B'}",
+            "input": "the prompts differ" if position < 0 else fed,
+            "position": f"the token of {where} was fed at position {a} in A, {b} in B",
+            "sampled": f"for {where} token {a} was sampled in A, {b} in B",
+            "kv_changed": f"{subject} changed after they were written: {a} in A, {b} in B",
+            "length": f"ended after {a} in A, after {b} in B",
+            "hit": f"{a} of the prompt came from the prefix cache in A, {b} in B",
+        }
+        return a, b, words.get(kind, f"A: {a}; B: {b}")
 
     def _table(self, row: dict[str, Any], where: str) -> tuple[str, str, str]:
         sides = [self._misread(row, side) for side in ("a", "b")]
         if not any(sides):
             return "", "", f"{where} was computed after other content in A than in B"
-        words = [side or "reads its own tokens" for side in sides]
-        return (
-            words[0],
-            words[1],
-            f"computing {where}: "
-            + "; ".join(f"{name} {text}" for name, text in zip("AB", sides, strict=True) if text),
-        )
+        said = "; ".join(f"{name} {text}" for name, text in zip("AB", sides, strict=True) if text)
+        a, b = (side or "reads its own tokens" for side in sides)
+        return a, b, f"computing {where}: {said}"
 
     def _misread(self, row: dict[str, Any], side: str) -> str:
-        event = row[f"{side}_event"]
-        query = f"select {side}_id from pairs where pair = ?"
-        request_id = self._connection.execute(query, [row["pair"]]).fetchone()[0]
-        result = self._connection.execute(_MISREAD.format(s=side), [request_id, row["runner"], event])
-        names = [column[0] for column in result.description]
-        found = result.fetchone()
-        if found is None:
+        request_id = number(self._connection, f"select {side}_id from pairs where pair = {row['pair']}")
+        asked = [request_id, row["runner"], row[f"{side}_event"]]
+        found = Statements(self._connection, "differences").rows("misread", asked, s=side)
+        if not found:
             return ""
-        wrong = dict(zip(names, found, strict=True))
+        [wrong] = found
+        holds = f"which holds position {wrong['writer_position']} of request {wrong['writer_label'] or wrong['writer']}"
         if wrong["state"]:
             holds = wrong["state"]
         elif wrong["writer"] == request_id:
             holds = f"which holds its own position {wrong['writer_position']} with other content"
-        else:
-            holds = (
-                f"which holds position {wrong['writer_position']} of request {wrong['writer_label'] or wrong['writer']}"
-            )
         return f"reads position {wrong['position']} in slot {wrong['slot']}, {holds}"
 
     def _kv(self, row: dict[str, Any], a: str, b: str) -> tuple[str, str, str]:
-        import numpy as np
-
         mine, theirs = (np.frombuffer(bytes.fromhex(text), np.uint8) for text in (a, b))
         group = self._headers[1].groups[self._plan.groups[1][row["pool_group"]].index]
         differing = int((mine != theirs).sum())

@@ -1,11 +1,12 @@
 """How two traces are compared."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from ..errors import AnalysisError
 
-ALIGNMENTS = ("auto", "id", "prompt")
+ALIGNMENTS: Final = ("auto", "id", "prompt")
+KV_DTYPES: Final = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
 
 CONTENT_KINDS: Final = {
     "missing": "a request that only one trace has",
@@ -52,12 +53,4 @@ class DiffSettings:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {
-            "align": self.align,
-            "kinds": sorted(self.kinds),
-            "kv": self.kv,
-            "kv_tolerance": self.kv_tolerance,
-            "kv_dtype": self.kv_dtype,
-            "requests": list(self.requests),
-            "any_model": self.any_model,
-        }
+        return {**asdict(self), "kinds": sorted(self.kinds), "requests": list(self.requests)}

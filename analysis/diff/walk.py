@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,16 @@ from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SLOTS_LISTED
 from ...replayer.run.segment_stream import SegmentStream
 from .comparability import ComparedGroup
 from .facts import DRAFT, GUESS, SETTLED, Sinks
-from .names import NEVER, PADDED, UNKNOWN, Int64Array, SlotNames, token_words
+from .names import NEVER, PADDED, UNKNOWN, Int64Array, Reading, SlotNames, through, token_words
 from .slot_traffic import SlotTraffic
 
 PENDING_FORWARDS: Final = 1024  # forwards whose sampled tokens may still come
 NO_ROUND: Final = -1
+_STATES: Final = {
+    int(NEVER): "never written",
+    int(PADDED): "written by padding",
+    int(UNKNOWN): "received for somebody else",
+}
 LOST_ROUND: Final = -2  # of guesses that a loss left without a beginning: compared with nothing
 
 
@@ -39,6 +44,15 @@ class TraceTotals:
     doubts: list[str] = field(default_factory=list)
     first_ns: int = 0
     last_ns: int = 0
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a forward that are followed, `[T]` each: their place in it, request, position, how sure they are."""
+
+    chosen: Int64Array
+    ids: Int64Array
+    position: Int64Array
+    guess: Int64Array
 
 
 class TraceWalk:
@@ -67,11 +81,10 @@ class TraceWalk:
         self._continues = False  # the last event says that a segment follows
         self._losses = 0
         self._forgot = False  # truth tokens below 0 are those that a loss took away
-        self._prompts: dict[
-            int, int
-        ] = {}  # tokens of the prompt, of requests that have not ended; -2 once it is recorded
+        # Tokens of the prompt, of requests that have not ended; -2 once it is recorded.
+        self._prompts: dict[int, int] = {}
         self._settled: dict[tuple[int, int], int] = {}  # (runner, row): where guessing begins
-        self._unsampled: OrderedDict[int, tuple[Int64Array, Int64Array, Int64Array]] = OrderedDict()
+        self._unsampled: OrderedDict[int, tuple[Int64Array, Int64Array]] = OrderedDict()
 
     def _make_names(self, group: ComparedGroup) -> SlotNames:
         pool = self._header.groups[group.index]
@@ -160,10 +173,11 @@ class TraceWalk:
         words = token_words(tokens, fed)
         drafting = forward.runner != 0 and forward.mode == "decode"
         upto = self._rounds(forward, rows, prefix, extend, drafting)
-        self._prompt_hashes(forward, rows, ids)
+        self._prompt_hashes(forward, ids)
         guess = np.full(len(chosen), DRAFT if drafting else SETTLED, np.int64)
         if forward.mode == "target_verify":
             guess[position > prefix[request]] = GUESS
+        tokens_of = _Tokens(chosen=chosen, ids=ids[request], position=position, guess=guess)
         reads = np.zeros(len(chosen), np.uint64)
         misreads = np.zeros(len(chosen), np.uint64)
         unsure = np.zeros(len(chosen), np.bool_)
@@ -175,8 +189,7 @@ class TraceWalk:
             lut = self._tables.luts[pool.lut] if pool.lut >= 0 else None
             self._learn(names, forward, who, table, lut, group.window or 0)
             written = forward.out_cache_loc[pool.table]
-            if lut is not None:
-                written = np.where((written >= 0) & (written < len(lut)), lut[np.clip(written, 0, len(lut) - 1)], -1)
+            written = through(lut, written, -1)
             reading = names.read(
                 rows,
                 ids,
@@ -195,10 +208,10 @@ class TraceWalk:
             unsure |= reading.unsure
             names.write(written[chosen], reading.names, ids[request], position)
             names.spoil(written[real:], PADDED)
-            self._note_misreads(forward, group, names, ids, reading.wrong, reading.wrong_slot)
+            self._note_misreads(forward, group.index, names, ids, reading)
             names.wrote(rows, prefix, extend, reading.names)
             if self._kv and group.streams:
-                self._written_bytes(k, group, forward, chosen, written, ids[request], position, guess)
+                self._written_bytes(k, forward, written, tokens_of)
         event, number = forward.event, forward.forward
         where = (ids[request], forward.runner, position, event, number, guess)
         rounds = upto[request] if drafting else np.full(len(chosen), NO_ROUND, np.int64)
@@ -229,40 +242,41 @@ class TraceWalk:
     ) -> None:
         """Name what each row should lead to, where a request begins with more than it has computed on that row."""
         offset = self._header.runners[forward.runner].token_offset
-        truth, lens = self._tables.truth, forward.truth_lens
         for r in who.tolist():
             row, prefix = int(forward.req_pool_indices[r]), int(forward.prefix_lens[r])
             names.admit(row, int(forward.request_ids[r]))
             if names.own_len[row] >= prefix:
                 continue
-            if truth is not None and lens is not None and row < len(truth):
-                tokens = truth[row, offset : min(int(lens[r]), truth.shape[1])].astype(np.int64)
+            tokens = self._truth(forward, r, offset)
+            if tokens is not None:
                 unknown = np.flatnonzero(tokens[:prefix] < 0)  # what a loss took away
                 names.expect(row, tokens[: unknown[0]] if len(unknown) else tokens, prefix)
             start = max(int(names.own_len[row]), prefix - window if window else 0)
             if start < prefix:
-                slots = table[row, start:prefix].astype(np.int64)
-                if lut is not None:
-                    slots = np.where((slots >= 0) & (slots < len(lut)), lut[np.clip(slots, 0, len(lut) - 1)], 0)
-                names.trust(row, slots, start)
+                names.trust(row, through(lut, table[row, start:prefix].astype(np.int64), 0), start)
 
-    def _prompt_hashes(self, forward: Forward, rows: Int64Array, ids: Int64Array) -> None:
+    def _truth(self, forward: Forward, r: int, offset: int = 0) -> Int64Array | None:
+        """Return the truth tokens of a forward's request from `offset` on, None if they are not known."""
+        truth, lens, row = self._tables.truth, forward.truth_lens, int(forward.req_pool_indices[r])
+        if truth is None or lens is None or row >= len(truth):
+            return None
+        return truth[row, offset : min(int(lens[r]), truth.shape[1])].astype(np.int64)
+
+    def _prompt_hashes(self, forward: Forward, ids: Int64Array) -> None:
         """Record each request's prompt, once."""
-        truth, lens = self._tables.truth, forward.truth_lens
         if forward.runner != 0:
             return
         by_id = dict(zip(forward.request_ids.tolist(), range(len(forward.request_ids)), strict=True))
-        for row, request_id in zip(rows.tolist(), ids.tolist(), strict=True):
+        for request_id in ids.tolist():
             length = self._prompts.get(request_id, -1)
             if length == -2:
                 continue
             r = by_id[request_id]
-            tokens = np.empty(0, np.int64)
-            if truth is not None and lens is not None and row < len(truth):
-                tokens = truth[row, : min(int(lens[r]), truth.shape[1])].astype(np.int64)
-            elif int(forward.prefix_lens[r]) == 0 and length >= 0:  # fed at once, or as far as it was
+            tokens = self._truth(forward, r)
+            if tokens is None and int(forward.prefix_lens[r]) == 0 and length >= 0:  # fed at once, or as far as it was
                 first = int(np.maximum(forward.extend_lens[:r], 0).sum())
                 tokens = forward.input_ids[first : first + int(forward.extend_lens[r])]
+            tokens = np.empty(0, np.int64) if tokens is None else tokens
             if length < 0:
                 length = len(tokens)
             lost = self._forgot and bool((tokens[: max(0, length)] < 0).any())
@@ -271,39 +285,21 @@ class TraceWalk:
                 self._sinks.add("prompts", [request_id], words.sum(dtype=np.uint64, keepdims=True), forward.event)
                 self._prompts[request_id] = -2
 
-    def _note_misreads(
-        self,
-        forward: Forward,
-        group: ComparedGroup,
-        names: SlotNames,
-        ids: Int64Array,
-        wrong: Int64Array,
-        slots: Int64Array,
-    ) -> None:
-        for r in np.flatnonzero(wrong >= 0).tolist():
-            slot = int(slots[r])
+    def _note_misreads(self, forward: Forward, group: int, names: SlotNames, ids: Int64Array, reading: Reading) -> None:
+        for r in np.flatnonzero(reading.wrong >= 0).tolist():
+            slot = int(reading.wrong_slot[r])
             inside = 0 <= slot < len(names.names)
             writer, at = names.writers[0][slot].tolist() if inside else (-1, -1)
-            state = "outside of the pool" if not inside else _state(names.names[slot])
-            where = ([int(ids[r])], forward.runner, forward.event, group.index, int(wrong[r]), slot)
+            state = "outside of the pool" if not inside else _STATES.get(int(names.names[slot]), "")
+            where = ([int(ids[r])], forward.runner, forward.event, group, int(reading.wrong[r]), slot)
             self._sinks.add("misreads", *where, writer, at, state)
 
-    def _written_bytes(
-        self,
-        k: int,
-        group: ComparedGroup,
-        forward: Forward,
-        chosen: Int64Array,
-        written: Int64Array,
-        ids: Int64Array,
-        position: Int64Array,
-        guess: Int64Array,
-    ) -> None:
-        stored = written[chosen] > 0
-        which = chosen[stored]
+    def _written_bytes(self, k: int, forward: Forward, written: Int64Array, tokens: _Tokens) -> None:
+        group, stored = self._groups[k], written[tokens.chosen] > 0
+        which = tokens.chosen[stored]
         parts = [forward.kv_bytes[s][which, :w] for s, w in zip(group.streams, group.capture_bytes, strict=True)]
-        where = (ids[stored], k, position[stored], forward.event, forward.forward, guess[stored])
         content = np.concatenate(parts, axis=1)
+        where = (tokens.ids[stored], k, tokens.position[stored], forward.event, forward.forward, tokens.guess[stored])
         self._sinks.add("kv", *where, content)
         self._traffic.wrote(k, written[which], content)
 
@@ -312,11 +308,10 @@ class TraceWalk:
     def _samples_of(self, forward: Forward, extend: Int64Array) -> None:
         begin = forward.prefix_lens + (1 if forward.mode == "target_verify" else extend)
         if len(forward.sampled_tokens):
-            self._take_samples(
-                forward.request_ids, begin, forward.sampled_lens, forward.sampled_tokens, forward.event, forward.forward
-            )
+            sampled = forward.sampled_lens, forward.sampled_tokens
+            self._take_samples(forward.request_ids, begin, *sampled, forward.event, forward.forward)
             return
-        self._unsampled[forward.forward] = (forward.request_ids, begin, forward.req_pool_indices)
+        self._unsampled[forward.forward] = (forward.request_ids, begin)
         while len(self._unsampled) > PENDING_FORWARDS:
             self._unsampled.popitem(last=False)
 
@@ -334,7 +329,7 @@ class TraceWalk:
         lens, tokens = view.ints("sampled_lens"), view.ints("sampled_tokens")
         if known is None or len(known[0]) != len(lens) or bool((lens < 0).any()) or int(lens.sum()) != len(tokens):
             return
-        self._take_samples(known[0], known[1], lens, tokens, view.number, number)
+        self._take_samples(*known, lens, tokens, view.number, number)
 
     # --- what happens between forwards
 
@@ -362,8 +357,3 @@ class TraceWalk:
         else:
             self._forget()
             self._tables.apply_changes(view)
-
-
-def _state(name: np.uint64) -> str:
-    known = {int(NEVER): "never written", int(PADDED): "written by padding", int(UNKNOWN): "received for somebody else"}
-    return known.get(int(name), "")

@@ -32,12 +32,7 @@ def incident_rows(
 ) -> list[dict[str, Any]]:
     """Return one row an incident, in their order.
 
-    Args:
-        places: the report's places.
-        clusters: each place's cluster.
-        incidents: each cluster's incident.
-        ranked: the judged clusters, the first ones.
-        facts: what the trace holds.
+    `clusters` says each place's cluster, `incidents` each cluster's incident; `ranked` are the first ones, judged.
     """
     of_place = incidents[clusters]
     parts = np.split(np.argsort(of_place, kind="stable"), np.cumsum(np.bincount(of_place))[:-1])
@@ -176,24 +171,20 @@ def _name(source: int, what: int, places: Places) -> str:
 
 def _slots(places: Places, mine: Int64Array, facts: Facts) -> Int64Array:
     """Return `[n, 2] int64`, pool group and slot, of all that was named, each once."""
-    own = np.stack([places["group"][mine], places["slot"][mine]], axis=1)
-    parts = [own[own[:, 1] > 0]]
-    if facts.named:
-        chosen = mine[(places["source"][mine] == FINDING) & np.isin(places["event"][mine], list(facts.named))]
-        for place_ in chosen.tolist():
-            group = int(places["group"][place_])
-            slots = facts.named[int(places["event"][place_])].get(group)
-            if slots is not None:
-                parts.append(np.stack([np.full(len(slots), group), slots], axis=1))
-    return np.unique(np.concatenate(parts), axis=0)
+    parts = [np.stack([places["group"][mine], places["slot"][mine]], axis=1)]
+    named = mine[(places["source"][mine] == FINDING) & np.isin(places["event"][mine], list(facts.named))]
+    for group, event in zip(places["group"][named].tolist(), places["event"][named].tolist(), strict=True):
+        slots = facts.named[event].get(group, parts[0][:0, 1])
+        parts.append(np.stack([np.full(len(slots), group), slots], axis=1))
+    found = np.unique(np.concatenate(parts), axis=0)
+    return found[found[:, 1] > 0]
 
 
 def _runs(slots: Int64Array) -> list[dict[str, int]]:
     if not len(slots):
         return []
-    new = np.ones(len(slots), np.bool_)
-    new[1:] = (slots[1:, 0] != slots[:-1, 0]) | (slots[1:, 1] != slots[:-1, 1] + 1)
-    starts = np.flatnonzero(new)
+    follows = (slots[1:, 0] == slots[:-1, 0]) & (slots[1:, 1] == slots[:-1, 1] + 1)
+    starts = np.flatnonzero(np.append(True, ~follows))
     counts = np.diff(np.append(starts, len(slots)))
     return [
         {"pool_group": int(slots[s, 0]), "start": int(slots[s, 1]), "count": int(n)}

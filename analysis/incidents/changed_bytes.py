@@ -67,19 +67,12 @@ class ChangedBytes:
             if (group, slot) in done or not 0 < slot < len(mask) or not mask[slot]:
                 continue
             done.add((group, slot))
+            together = len({other for of_group, _, other in changes if of_group == group})
             twin, event, kind = self._twin(content, group, slot)
-            yield (
-                group,
-                slot,
-                Fact(
-                    event=view.number,
-                    what="changed",
-                    twin=twin,
-                    twin_event=event,
-                    twin_kind=kind,
-                    together=len({other for of_group, _, other in changes if of_group == group}),
-                ),
+            fact = Fact(
+                event=view.number, what="changed", twin=twin, twin_event=event, twin_kind=kind, together=together
             )
+            yield group, slot, fact
 
     def _twin(self, content: ByteArray, group: int, slot: int) -> Twin:
         """Return the latest write of these very bytes elsewhere; one in another pool group says more than one beside."""

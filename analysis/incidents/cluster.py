@@ -92,7 +92,7 @@ class Diagnosis:
 
     `score`: how much of what its mechanism leaves behind is there, 0 to 1. `sentence` explains, in plain words.
     `evidence` are queries beside those that every incident has. `cause_event` is the event in which it went wrong, -1 if
-    the trace does not show it; clusters of one kind with one cause are one incident. `follows_event` is an event that did
+    the trace does not show it; clusters of one kind with one cause are one incident. `follows_event` is one that did
     something else wrong, of which this is a part: whatever cluster has signs there, this belongs to it.
     """
 
@@ -222,17 +222,12 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A kind of incident.
+    """A kind of incident, a fault class, with a `title` of three or four words.
 
-    Attributes:
-        kind: its name: a fault class.
-        title: in three or four words.
-        mechanism: what goes wrong in the engine, and what that leaves behind; the class's reference at its end.
-        diagnose: scores a cluster, None if nothing speaks for this kind.
-        recurs: the mistake is in code that runs again and again, so that clusters of this kind are one incident even
-            if they share neither slot nor request.
-        aftermath: what this kind leaves behind comes of other mistakes as well: if one hit the same request before,
-            it is a part of that.
+    `mechanism` says what goes wrong in the engine and what that leaves behind, and ends with the class's reference.
+    `diagnose` scores a cluster, None if nothing speaks for this kind. `recurs`: the mistake is in code that runs again and
+    again, so that clusters of this kind are one incident even if they share neither slot nor request. `aftermath`: what
+    this kind leaves behind comes of other mistakes as well; if one hit the same request before, it is a part of that.
     """
 
     kind: str
@@ -248,12 +243,7 @@ def rule(
 ) -> Callable[[Callable[[Cluster], Diagnosis | None]], Rule]:
     """Make a rule of the function that diagnoses; its name is the kind."""
     return lambda diagnose: Rule(
-        kind=diagnose.__name__,
-        title=title,
-        mechanism=mechanism,
-        diagnose=diagnose,
-        recurs=recurs,
-        aftermath=aftermath,
+        kind=diagnose.__name__, title=title, mechanism=mechanism, diagnose=diagnose, recurs=recurs, aftermath=aftermath
     )
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,26 +42,21 @@ class Incidents:
 
 
 def find_incidents(report: Path, traces: Sequence[Path], *, max_places: int = MAX_HELD_PLACES) -> Incidents:
-    """Find the incidents of a report.
+    """Find the incidents of a report, holding `max_places` places at most.
 
-    Args:
-        report: the folder that kvcanary-replay wrote.
-        traces: its trace, or the segments of it; none if it is not at hand, which makes the kinds less certain.
-        max_places: how many places to hold at most.
+    `traces` are its trace, or the segments of it; none if it is not at hand, which makes the kinds less certain.
 
-    Raises:
-        AnalysisError: the report's files are missing or damaged.
+    Raise `AnalysisError` if the report's files are missing or damaged.
     """
     places = read_places(report, limit=max_places)
     if not len(places):
         return Incidents(rows=[], places=places, of_place=np.zeros(0, np.int64))
-    facts = Facts()
     try:
         facts = gather(traces, places)
     except TraceError as error:
         raise AnalysisError(str(error)) from None
     groups = facts.header.groups if facts.header is not None else ()
-    clusters = link(places, groups, list(_named(places, facts)))
+    clusters = link(places, groups, list(_named(places, facts, groups)))
     ranked = [rank(cluster) for cluster in make_clusters(report, places, clusters, facts)]
     incidents = merge(ranked, places, clusters)
     rows = incident_rows(places, clusters, incidents, ranked, facts)
@@ -95,8 +90,7 @@ def _is_of(path: Path, trace_id: str) -> bool:
 def write_incidents(report: Path, found: Incidents) -> None:
     """Write `incidents.parquet` and `incident_members.parquet` into a report.
 
-    Raises:
-        AnalysisError: they cannot be written, or the report changed meanwhile.
+    Raise `AnalysisError` if they cannot be written, or the report changed meanwhile.
     """
     schema = INCIDENT_SCHEMA.with_metadata({STAMP_KEY: _stamp(report)})
     members, rows = (report / f"{name}.partial" for name in (MEMBERS_NAME, INCIDENTS_NAME))
@@ -122,8 +116,7 @@ def read_incidents(report: Path) -> list[dict[str, Any]] | None:
     if not incidents_fit(report):
         return None
     try:
-        with (report / INCIDENTS_NAME).open("rb") as file:
-            return list(pq.read_table(file).to_pylist())
+        return list(_opened(report / INCIDENTS_NAME, pq.read_table).to_pylist())
     except PARQUET_ERRORS:
         return None
 
@@ -133,15 +126,16 @@ def incidents_fit(report: Path) -> bool:
     if not (is_regular(report / INCIDENTS_NAME) and is_regular(report / MEMBERS_NAME)):
         return False
     try:
-        with (report / INCIDENTS_NAME).open("rb") as file:
-            schema = pq.read_schema(file)
-        with (report / MEMBERS_NAME).open("rb") as file:
-            members = pq.read_schema(file)
-        stamp = (schema.metadata or {}).get(STAMP_KEY)
-        fits = schema.equals(INCIDENT_SCHEMA) and members.equals(MEMBER_SCHEMA)
+        schema, members = (_opened(report / name, pq.read_schema) for name in (INCIDENTS_NAME, MEMBERS_NAME))
     except PARQUET_ERRORS:
         return False
-    return fits and stamp == _stamp(report)
+    fits = schema.equals(INCIDENT_SCHEMA) and members.equals(MEMBER_SCHEMA)
+    return fits and (schema.metadata or {}).get(STAMP_KEY) == _stamp(report)
+
+
+def _opened(path: Path, read: Callable[[Any], Any]) -> Any:
+    with path.open("rb") as file:  # not by pyarrow, which takes no path that is not UTF-8
+        return read(file)
 
 
 def _stamp(report: Path) -> bytes:
@@ -149,16 +143,14 @@ def _stamp(report: Path) -> bytes:
     for name in ("violations", "findings"):
         path = report / f"{name}.parquet"
         try:
-            with path.open("rb") as file:
-                sizes[name] = [path.stat().st_size, pq.read_metadata(file).num_rows]
+            sizes[name] = [path.stat().st_size, _opened(path, pq.read_metadata).num_rows]
         except PARQUET_ERRORS:
             sizes[name] = []
     return json.dumps(sizes).encode()
 
 
-def _named(places: Places, facts: Facts) -> Iterator[NamedSlots]:
+def _named(places: Places, facts: Facts, groups: Sequence[PoolGroup]) -> Iterator[NamedSlots]:
     """The slots of the events behind findings about more than one slot, and the full slots of sliding-window ones."""
-    groups = facts.header.groups if facts.header is not None else ()
     chosen = np.flatnonzero((places["source"] == FINDING) & np.isin(places["event"], list(facts.named)))
     for place in chosen.tolist():
         group = int(places["group"][place])
@@ -194,11 +186,6 @@ def _members(report: Path, found: Incidents) -> Iterator[pa.Table]:
         at = np.minimum(np.searchsorted(keys, mine), max(len(keys) - 1, 0))
         if len(mine) and (not len(keys) or bool((keys[at] != mine).any())):
             raise AnalysisError(f"{report}: changed while it was read; run kvcanary incidents again")
-        yield pa.table(
-            [
-                pa.DictionaryArray.from_arrays(pa.array(columns["source"].astype(np.int8)), _SOURCES),
-                pa.array(columns["row"]),
-                pa.array((of_key[at] + 1).astype(np.int32)),
-            ],
-            schema=MEMBER_SCHEMA,
-        )
+        source = pa.DictionaryArray.from_arrays(pa.array(columns["source"].astype(np.int8)), _SOURCES)
+        incident = pa.array((of_key[at] + 1).astype(np.int32))
+        yield pa.table([source, pa.array(columns["row"]), incident], schema=MEMBER_SCHEMA)

@@ -37,8 +37,7 @@ def gather(traces: Sequence[Path], places: Places) -> Facts:
 
     A torn or damaged trace gives what is whole of it. Of an event whose columns do not fit one another nothing is taken.
 
-    Raises:
-        TraceError: the trace cannot be read at all.
+    Raise `TraceError` if the trace cannot be read at all.
     """
     gathering: _Gathering | None = None
     for path in traces:

@@ -6,8 +6,7 @@ forward was fed something wrong in both. Time and causes are looked at later, wh
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -21,13 +20,13 @@ from .rules import RULES, UNKNOWN
 
 # A draft's records stand one position further on.
 _NEIGHBOUR: Final = 1
+_ANY: Final = 1 << 62
 # Kinds of slot numbers: those of block tables are even, those of groups behind a full-to-SWA table odd.
 _SPACES: Final = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedSlots:
-    """Further slots of a place: `slots` `[n] int64` of one pool group, for place `place`.
+class NamedSlots(NamedTuple):
+    """Further slots of place `place`, `[n] int64` of one pool group.
 
     They are the slots that the event behind a finding names, or the full slots through which a sliding-window slot was
     written.
@@ -40,23 +39,21 @@ class NamedSlots:
 
 def link(places: Places, groups: Sequence[PoolGroup], named: Sequence[NamedSlots]) -> Int64Array:
     """Return each place's cluster, `[n] int64`, numbered from 0 in order of their first events."""
-    count = len(places)
-    pages = np.arange(count), page_nodes(places["group"], places["slot"], groups)
-    extra = [page_nodes(np.full(len(n.slots), n.group), n.slots, groups) for n in named]
-    owners = [np.full(len(n.slots), n.place) for n in named]
-    place = np.concatenate([pages[0], *owners])
-    node = np.concatenate([pages[1], *extra])
-    edges = [_same(place[node >= 0], node[node >= 0])]
-    mine = np.flatnonzero(places["request"] >= 0)
-    request, event = places["request"][mine], places["event"][mine]
-    edges.append(_consecutive(mine, request, event, reach=0))
-    fed = np.flatnonzero(_is_input(places))
-    edges.append(_consecutive(fed, np.zeros_like(fed), places["event"][fed], reach=0))
+    nodes = [page_nodes(places["group"], places["slot"], groups)]
+    nodes += [page_nodes(np.full(len(n.slots), n.group), n.slots, groups) for n in named]
+    place = np.concatenate([np.arange(len(places)), *(np.full(len(n.slots), n.place) for n in named)])
+    node = np.concatenate(nodes)
+    mine, fed = np.flatnonzero(places["request"] >= 0), np.flatnonzero(_is_input(places))
     placed = mine[places["position"][mine] >= 0]
     reach = max(_NEIGHBOUR, 1 << places.shift)
-    edges.append(_consecutive(placed, places["request"][placed], places["position"][placed], reach=reach))
+    edges = (
+        _consecutive(place[node >= 0], node[node >= 0], place[node >= 0], reach=_ANY),
+        _consecutive(mine, places["request"][mine], places["event"][mine], reach=0),
+        _consecutive(fed, np.zeros_like(fed), places["event"][fed], reach=0),
+        _consecutive(placed, places["request"][placed], places["position"][placed], reach=reach),
+    )
     a, b = (np.concatenate([edge[side] for edge in edges]) for side in (0, 1))
-    return np.unique(components(count, a, b), return_inverse=True)[1].astype(np.int64)
+    return np.unique(components(len(places), a, b), return_inverse=True)[1].astype(np.int64)
 
 
 def page_nodes(group: Int64Array, slot: Int64Array, groups: Sequence[PoolGroup]) -> Int64Array:
@@ -99,18 +96,8 @@ def _is_input(places: Places) -> BoolArray:
     """Whether a place is about what the model was fed, `[n] bool`."""
     kinds = [number for number, kind in enumerate(places.kinds) if kind in ("input_not_truth", "input_not_sampled")]
     written = int(FailReason.WRITE_TOKEN | FailReason.WRITE_POSITION)
-    is_finding = places["source"] == FINDING
-    found: BoolArray = np.where(
-        is_finding, np.isin(places["what"], np.array(kinds, np.int64)), (places["what"] & written) != 0
-    )
-    return found
-
-
-def _same(place: Int64Array, node: Int64Array) -> tuple[Int64Array, Int64Array]:
-    order = np.lexsort((place, node))
-    place, node = place[order], node[order]
-    equal = node[1:] == node[:-1]
-    return place[:-1][equal], place[1:][equal]
+    fed = np.isin(places["what"], np.array(kinds, np.int64))
+    return np.asarray(np.where(places["source"] == FINDING, fed, (places["what"] & written) != 0))
 
 
 def _consecutive(
@@ -152,7 +139,7 @@ def merge(ranked: Sequence[Ranked], places: Places, clusters: Int64Array) -> Int
     Clusters past the judged ones go with a judged one of the same first sign.
     """
     total = int(clusters.max()) + 1 if len(clusters) else 0
-    parent = list(range(len(ranked)))
+    root = list(range(len(ranked)))  # of each, the earliest that it belongs to
     requests = _requests(places, clusters, len(ranked))
     by_cause: dict[tuple[str, int], int] = {}
     by_kind: dict[str, int] = {}
@@ -169,42 +156,29 @@ def merge(ranked: Sequence[Ranked], places: Places, clusters: Int64Array) -> Int
         if not certain(one):
             same += [by_kind[k] for k, j in one.kinds if k in by_kind and j.score >= POSSIBLE]
         if all(other == number for other in same):
-            follows = _follows(number, ranked, parent, requests)
-            if follows is not None:
-                same.append(follows)
+            # It follows from an earlier cluster that shares a request, if nothing begins here.
+            shared = (other for other in range(number) if requests[number] & requests[other])
+            follows = (other for other in shared if not certain(one) or kind == kind_of(ranked[root[other]])[0])
+            same += [other for other in [next(follows, None)] if other is not None]
         for event in {sign.event for sign in one.cluster.signs}:
             by_event.setdefault(event, []).append(number)
         for other in same:
-            _join(parent, number, other)
-    roots = [_root(parent, number) for number in range(len(ranked))]
+            low, high = sorted((root[number], root[other]))
+            root = [low if it == high else it for it in root]
     labels = np.full(total, -1, np.int64)
-    labels[: len(ranked)] = roots
+    labels[: len(ranked)] = root
     if total > len(ranked):
         _place_the_rest(labels, len(ranked), places, clusters)
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
 
 
-def _follows(
-    number: int, ranked: Sequence[Ranked], parent: list[int], requests: Sequence[frozenset[int]]
-) -> int | None:
-    """Return the earlier cluster that this one follows from: one that shares a request, if nothing begins here."""
-    kind, _ = kind_of(ranked[number])
-    begins = certain(ranked[number])
-    for earlier in range(number):
-        if not requests[number] & requests[earlier]:
-            continue
-        if not begins or kind == kind_of(ranked[_root(parent, earlier)])[0]:
-            return earlier
-    return None
-
-
-def _requests(places: Places, clusters: Int64Array, total: int) -> list[frozenset[int]]:
+def _requests(places: Places, clusters: Int64Array, total: int) -> list[set[int]]:
     found: list[set[int]] = [set() for _ in range(total)]
     mine = (clusters < total) & (places["request"] >= 0)
     pairs = np.unique(np.stack([clusters[mine], places["request"][mine]], axis=1), axis=0)
     for cluster, request in pairs.tolist():
         found[cluster].add(request)
-    return [frozenset(one) for one in found]
+    return found
 
 
 def _place_the_rest(labels: Int64Array, judged: int, places: Places, clusters: Int64Array) -> None:
@@ -217,15 +191,3 @@ def _place_the_rest(labels: Int64Array, judged: int, places: Places, clusters: I
             by_sign.setdefault(sign, int(labels[cluster]))
         else:
             labels[cluster] = by_sign.get(sign, judged)
-
-
-def _root(parent: list[int], number: int) -> int:
-    while parent[number] != number:
-        parent[number] = parent[parent[number]]
-        number = parent[number]
-    return number
-
-
-def _join(parent: list[int], one: int, other: int) -> None:
-    low, high = sorted((_root(parent, one), _root(parent, other)))
-    parent[high] = low

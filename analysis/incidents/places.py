@@ -86,8 +86,7 @@ class Places:
 def read_places(report: Path, *, limit: int = MAX_HELD_PLACES) -> Places:
     """Read a report's violations and findings, `limit` places at most.
 
-    Raises:
-        AnalysisError: a file is missing, is no Parquet, or lacks a column.
+    Raise `AnalysisError` if a file is missing, is no Parquet, or lacks a column.
     """
     kinds: dict[str, int] = {}
     names: dict[int, str] = {}
@@ -110,8 +109,7 @@ def iter_rows(
 
     `kinds` learns the kinds of findings, `names` the requests' names.
 
-    Raises:
-        AnalysisError: a file is missing, is no Parquet, or lacks a column.
+    Raise `AnalysisError` if a file is missing, is no Parquet, or lacks a column.
     """
     for source, (name, columns) in enumerate(_FILES.items()):
         row = 0

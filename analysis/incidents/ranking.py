@@ -43,16 +43,9 @@ class Ranked:
 
 
 def make_clusters(report: Path, places: Places, clusters: Int64Array, facts: Facts) -> list[Cluster]:
-    """Return the earliest `MAX_CLUSTERS` clusters as clusters, in their order.
+    """Return the earliest `MAX_CLUSTERS` clusters, with their earliest rows as they stand in the report, in their order.
 
-    Args:
-        report: the folder, from which the earliest rows of each cluster are read in full.
-        places: its places.
-        clusters: each place's cluster.
-        facts: what the trace holds; empty if it is not at hand.
-
-    Raises:
-        AnalysisError: the report's files are damaged.
+    `clusters` is each place's. Raise `AnalysisError` if the report's files are damaged.
     """
     total = min(int(clusters.max()) + 1, MAX_CLUSTERS) if len(clusters) else 0
     members: list[list[int]] = [[] for _ in range(total)]

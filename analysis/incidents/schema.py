@@ -12,55 +12,45 @@ STAMP_KEY: Final = b"kvcanary.incidents_of"
 # Requests, slot runs that a row lists; `num_requests`, `num_slots` count them all.
 MAX_LISTED: Final = 1000
 
+_TEXTS: Final = pa.list_(pa.utf8())
+_NUMBERS: Final = pa.list_(pa.int64())
+_RUN: Final = pa.struct([("pool_group", pa.int64()), ("start", pa.int64()), ("count", pa.int64())])
+
 INCIDENT_SCHEMA: Final = pa.schema(
     [
         # numbered from 1, in order of their first events
         ("incident", pa.int32()),
         # what it is: a fault class or "unknown", its title in words, how sure that is
-        ("kind", pa.utf8()),
-        ("title", pa.utf8()),
-        ("confidence", pa.utf8()),
+        *((name, pa.utf8()) for name in ("kind", "title", "confidence")),
         ("score", pa.float64()),
         # the three best kinds, the first of which is `kind` unless that is unknown
-        ("alternatives", pa.list_(pa.utf8())),
+        ("alternatives", _TEXTS),
         ("alternative_scores", pa.list_(pa.float64())),
         # when it was seen first and last; -1 before the first forward
-        ("first_forward", pa.int64()),
-        ("last_forward", pa.int64()),
-        ("first_event", pa.int64()),
-        ("time_ns", pa.int64()),
+        *((name, pa.int64()) for name in ("first_forward", "last_forward", "first_event", "time_ns")),
         ("mode", pa.utf8()),
         # the event in which it went wrong, -1 if that is not known
         ("cause_event", pa.int64()),
         # how far it spread
-        ("requests", pa.list_(pa.utf8())),
-        ("request_ids", pa.list_(pa.int64())),
+        ("requests", _TEXTS),
+        ("request_ids", _NUMBERS),
         ("num_requests", pa.int64()),
-        ("slots", pa.list_(pa.struct([("pool_group", pa.int64()), ("start", pa.int64()), ("count", pa.int64())]))),
+        ("slots", pa.list_(_RUN)),
         ("num_slots", pa.int64()),
-        ("groups", pa.list_(pa.int64())),
-        ("halves", pa.list_(pa.utf8())),
-        ("runners", pa.list_(pa.int64())),
-        ("violations", pa.int64()),
-        ("findings", pa.int64()),
+        ("groups", _NUMBERS),
+        ("halves", _TEXTS),
+        ("runners", _NUMBERS),
+        *((name, pa.int64()) for name in ("violations", "findings")),
         # reasons and kinds of findings, most frequent first
-        ("seen_by", pa.list_(pa.utf8())),
-        # the first sign: what stands in the slot and since when, what was expected there
-        ("first_request", pa.utf8()),
-        ("in_slot", pa.utf8()),
-        ("expected", pa.utf8()),
-        # in words, and the queries that prove it
-        ("sentence", pa.utf8()),
-        ("detail", pa.utf8()),
-        ("evidence", pa.list_(pa.utf8())),
+        ("seen_by", _TEXTS),
+        # the first sign: what stands in the slot and since when, what was expected there; then in words
+        *((name, pa.utf8()) for name in ("first_request", "in_slot", "expected", "sentence", "detail")),
+        # the queries that prove it
+        ("evidence", _TEXTS),
     ]
 )
 
 MEMBER_SCHEMA: Final = pa.schema(
-    [
-        ("source", pa.dictionary(pa.int8(), pa.utf8())),
-        # the row's number in violations.parquet or findings.parquet, from 0
-        ("number", pa.int64()),
-        ("incident", pa.int32()),
-    ]
+    # `number` is the row's in violations.parquet or findings.parquet, from 0
+    [("source", pa.dictionary(pa.int8(), pa.utf8())), ("number", pa.int64()), ("incident", pa.int32())]
 )

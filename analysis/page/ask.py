@@ -4,12 +4,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 
+from ..store.library import sql_text
 from ..store.session import SqlSession
 
 # A JavaScript number holds integers up to here; larger ones (hashes, ids) travel as text.
@@ -88,15 +87,9 @@ def plain(value: Any) -> Any:
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
 
 
-@cache
-def _page_sql(name: str) -> str:
-    return (Path(__file__).parents[1] / "store" / "sql" / "page" / f"{name}.sql").read_text(encoding="utf-8")
-
-
 def page_sql(name: str, values: Mapping[str, object] | None = None) -> str:
     """Return `sql/page/NAME.sql` with `values` in place of its placeholders (`:width`)."""
-    text = _page_sql(name)
+    text = sql_text("page", name)
     if not values:
         return text
-    names = "|".join(re.escape(key) for key in values)
-    return re.sub(rf"(?<!:):({names})\b", lambda found: str(values[found[1]]), text)
+    return re.sub(rf"(?<!:):({'|'.join(values)})\b", lambda found: str(values[found[1]]), text)

@@ -87,8 +87,7 @@ def plot_library() -> str:
 
     vl-convert takes two seconds to put it together, so it is kept in the user's cache.
 
-    Raises:
-        NoPlotLibraryError: vl-convert is not installed; the message says how to install it.
+    Raise `NoPlotLibraryError` if vl-convert is not installed; the message says how to install it.
     """
     try:
         import vl_convert
@@ -152,13 +151,7 @@ def page_document(content: Mapping[str, Any], library: str) -> str:
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
         f"script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}"
     )
-    parts = {
-        "policy": policy,
-        "style": style,
-        "data": json_for_html(content),
-        "library": library,
-        "script": script,
-    }
+    parts = {"policy": policy, "style": style, "data": json_for_html(content), "library": library, "script": script}
     return _SLOT.sub(lambda found: parts[found[1]], _asset("page.html"))
 
 

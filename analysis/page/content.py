@@ -9,15 +9,14 @@ from ..store.session import SqlSession
 from ..store.sources import Source
 from ..store.triage import is_whole, lost_line, triage
 from .ask import Ask, Limits, page_sql, plain
-from .found import DAMAGE_CLASS, find_subjects
+from .found import DAMAGE_CLASS, Subject, find_subjects
 from .slot_map import chain_windows, slot_map
 
 
 def page_content(session: SqlSession, source: Source, limits: Limits) -> dict[str, Any]:
     """Return the page's data: numbers as `{v, q}`, tables as `{q, columns, data}`, `queries` being what q counts.
 
-    Raises:
-        SqlError: a query failed.
+    Raise `SqlError` if a query failed.
     """
     ask = Ask(session)
     present = bool(ask.records("select present from traces")[0]["present"])
@@ -39,12 +38,7 @@ def page_content(session: SqlSession, source: Source, limits: Limits) -> dict[st
                     **{key: plain_facts(value) for key, value in subject.facts.items()},
                     "first": subject.first_forward,
                     "last": subject.last_forward,
-                    "reached": ask.table(
-                        page_sql(
-                            "subject_requests",
-                            {"title": subject.title, "where": subject.damage_where, "limit": limits.requests},
-                        )
-                    ),
+                    "reached": _reached(ask, subject, limits),
                     "map": slot_map(ask, subject, {g["pool_group"]: g["num_slots"] for g in groups}, limits),
                     "chains": chain_windows(ask, subject, groups, limits),
                 }
@@ -65,6 +59,11 @@ def page_content(session: SqlSession, source: Source, limits: Limits) -> dict[st
     return {**content, "queries": ask.queries}
 
 
+def _reached(ask: Ask, subject: Subject, limits: Limits) -> dict[str, Any]:
+    values = {"title": subject.title, "where": subject.damage_where, "limit": limits.requests}
+    return ask.table(page_sql("subject_requests", values))
+
+
 def plain_facts(value: Any) -> Any:
     """Return a subject's facts, whose numbers are plain already, with their texts cut."""
     if isinstance(value, dict) and not value.keys() >= {"v", "q"}:
@@ -78,13 +77,8 @@ def _timeline(ask: Ask, limits: Limits) -> dict[str, Any]:
     )[0]["last"]
     width = max(1, -(-(span + 1) // limits.bins))
     values = {"width": width, "class": DAMAGE_CLASS, "limit": limits.rows}
-    return {
-        "last": span,
-        "width": width,
-        "damage": ask.table(page_sql("timeline_damage", values)),
-        "load": ask.table(page_sql("timeline_load", values)),
-        "marks": ask.table(page_sql("timeline_marks", values)),
-    }
+    tables = {name: ask.table(page_sql(f"timeline_{name}", values)) for name in ("damage", "load", "marks")}
+    return {"last": span, "width": width, **tables}
 
 
 def _questions(session: SqlSession, ask: Ask) -> list[dict[str, Any]]:

@@ -64,92 +64,76 @@ def in_words(source: str, what: str) -> str:
 
 
 def _everything(ask: Ask, kinds: list[Subject]) -> Subject:
-    return _subject(
-        ask,
-        title="everything that was found",
-        sentence="Everything that was found, of whatever kind",
-        kind="",
-        damage_where="true",
-        violations_where="true",
-        first_forward=min(kind.first_forward for kind in kinds),
-        last_forward=max(kind.last_forward for kind in kinds),
-    )
+    facts = {
+        "title": "everything that was found",
+        "sentence": "Everything that was found, of whatever kind",
+        "kind": "",
+    }
+    first, last = min(kind.first_forward for kind in kinds), max(kind.last_forward for kind in kinds)
+    return _without_incident(ask, facts, "true", "true", {"first_forward": first, "last_forward": last})
 
 
 def _kind(ask: Ask, row: Mapping[str, Any]) -> Subject:
     what = quoted(row["what"])
-    is_violation = row["source"] == "violation"
-    return _subject(
-        ask,
-        title=f"{row['source']}s of kind {row['what']}",
-        sentence=in_words(row["source"], row["what"]),
-        kind=row["what"],
-        damage_where=f"source = {quoted(row['source'])} and what = {what}",
-        violations_where=f"reasons::varchar = {what}" if is_violation else "false",
-        first_forward=row["first_forward"],
-        last_forward=row["last_forward"],
-    )
+    facts = {
+        "title": f"{row['source']}s of kind {row['what']}",
+        "sentence": in_words(row["source"], row["what"]),
+        "kind": row["what"],
+    }
+    damage = f"source = {quoted(row['source'])} and what = {what}"
+    violations = f"reasons::varchar = {what}" if row["source"] == "violation" else "false"
+    return _without_incident(ask, facts, damage, violations, row)
+
+
+def _without_incident(
+    ask: Ask, facts: dict[str, Any], damage: str, violations: str, forwards: Mapping[str, Any]
+) -> Subject:
+    of = f"from damage where {damage}"
+    numbers = {
+        "violations": f"select coalesce(sum(num_forwards), 0)::bigint {of} and source = 'violation'",
+        "findings": f"select count(*) {of} and source = 'finding'",
+        "requests": f"select count(distinct nullif(request_id, -1)) {of}",
+        "slots": f"select count(distinct (pool_group, slot)) filter (where slot >= 0) {of}",
+        "first_forward": f"select min(forward) {of}",
+        "last_forward": f"select max(last_forward) {of}",
+    }
+    return _subject(ask, facts, damage, violations, forwards, numbers)
 
 
 def _incident(ask: Ask, row: Mapping[str, Any]) -> Subject:
     number = int(row["incident"])
-    members = f"from incident_members where incident = {number}"
-    return _subject(
-        ask,
-        title=f"incident {number}",
-        sentence=row["sentence"],
-        kind=row["kind"],
-        damage_where=f"(source, number) in (select (source::varchar, number) {members})",
-        violations_where=f"number in (select number {members} and source = 'violation')",
-        first_forward=row["first_forward"],
-        last_forward=row["last_forward"],
-        incident=row,
-    )
+    members, of = f"from incident_members where incident = {number}", f"from incidents where incident = {number}"
+    facts = {
+        **{name: row[name] for name in ("sentence", "kind", "detail")},
+        "title": f"incident {number}",
+        "number": number,
+        "confidence": str(row["confidence"]),
+        "kind_title": row["title"],
+        "seen_by": list(row["seen_by"]),
+        "alternatives": [kind for kind in row["alternatives"] if kind != row["kind"]],
+        "first_sign": {name: row[name] for name in ("first_request", "in_slot", "expected") if row[name]},
+        "evidence": [ask.query(sql) for sql in row["evidence"]],
+    }
+    numbers = {name: f"select {name} {of}" for name in ("violations", "findings", "first_forward", "last_forward")}
+    numbers |= {name: f"select num_{name} {of}" for name in ("requests", "slots")}
+    damage = f"(source, number) in (select (source::varchar, number) {members})"
+    return _subject(ask, facts, damage, f"number in (select number {members} and source = 'violation')", row, numbers)
 
 
 def _subject(
     ask: Ask,
-    *,
-    title: str,
-    sentence: str,
-    kind: str,
-    damage_where: str,
-    violations_where: str,
-    first_forward: int,
-    last_forward: int,
-    incident: Mapping[str, Any] | None = None,
+    facts: dict[str, Any],
+    damage: str,
+    violations: str,
+    forwards: Mapping[str, Any],
+    numbers: Mapping[str, str],
 ) -> Subject:
-    facts: dict[str, Any] = {"title": title, "sentence": sentence, "kind": kind}
-    if incident is None:
-        of = f"from damage where {damage_where}"
-        numbers = {
-            "violations": f"select coalesce(sum(num_forwards), 0)::bigint {of} and source = 'violation'",
-            "findings": f"select count(*) {of} and source = 'finding'",
-            "requests": f"select count(distinct nullif(request_id, -1)) {of}",
-            "slots": f"select count(distinct (pool_group, slot)) filter (where slot >= 0) {of}",
-            "first_forward": f"select min(forward) {of}",
-            "last_forward": f"select max(last_forward) {of}",
-        }
-    else:
-        of = f"from incidents where incident = {int(incident['incident'])}"
-        numbers = {name: f"select {name} {of}" for name in ("violations", "findings", "first_forward", "last_forward")}
-        numbers |= {name: f"select num_{name} {of}" for name in ("requests", "slots")}
-        facts |= {
-            "number": int(incident["incident"]),
-            "confidence": str(incident["confidence"]),
-            "kind_title": incident["title"],
-            "detail": incident["detail"],
-            "seen_by": list(incident["seen_by"]),
-            "alternatives": [kind for kind in incident["alternatives"] if kind != incident["kind"]],
-            "first_sign": {name: incident[name] for name in ("first_request", "in_slot", "expected") if incident[name]},
-            "evidence": [ask.query(sql) for sql in incident["evidence"]],
-        }
     facts["numbers"] = {name: ask.number(sql) for name, sql in numbers.items()}
     return Subject(
-        title=" ".join(title.split()),  # it stands in a comment of the SQL, which a line break would end
-        damage_where=damage_where,
-        violations_where=violations_where,
-        first_forward=first_forward,
-        last_forward=last_forward,
+        title=" ".join(facts["title"].split()),  # it stands in a comment of the SQL, which a line break would end
+        damage_where=damage,
+        violations_where=violations,
+        first_forward=forwards["first_forward"],
+        last_forward=forwards["last_forward"],
         facts=facts,
     )

@@ -16,9 +16,8 @@ def slot_map(ask: Ask, subject: Subject, sizes: Mapping[int, int], limits: Limit
     """Return the map's rows (pool group, slot), and tables of what stands in them; `sizes` are slots by pool group."""
     values = {"title": subject.title, "where": subject.damage_where, "limit": limits.slots}
     slots = ask.table(page_sql("subject_slots", values))
-    total = ask.number(
-        f"select count(distinct (pool_group, slot)) from damage where slot >= 0 and {subject.damage_where}"
-    )
+    counted = "select count(distinct (pool_group, slot)) from damage where slot >= 0 and"
+    total = ask.number(f"{counted} {subject.damage_where}")
     # An absurd slot, of a damaged block table, came as text, and has no neighbours.
     places = [(int(group), int(slot)) for group, slot in zip(*slots["data"][:2], strict=True) if isinstance(slot, int)]
     ranges = neighbourhoods(places, sizes, limits)
@@ -26,25 +25,18 @@ def slot_map(ask: Ask, subject: Subject, sizes: Mapping[int, int], limits: Limit
         return {"slots": slots, "total": total, "rows": []}
     rows = [(group, slot) for group, first, last in sorted(ranges) for slot in range(first, last + 1)]
     span = max(1, subject.last_forward - subject.first_forward)
+    lives = "\n    union all ".join(f"from lifetimes_between({a}, {b}) where pool_group = {g}" for g, a, b in ranges)
     common = {
-        "slots": " or ".join(f"(pool_group = {g} and slot between {a} and {b})" for g, a, b in ranges),
+        "slots": f"({' or '.join(f'(pool_group = {g} and slot between {a} and {b})' for g, a, b in ranges)})",
         "forward": subject.first_forward,
         "class": DAMAGE_CLASS,
         "gap": max(4, span // 100),
+        "lives": lives,
+        "each": _LIVES_A_SLOT,
     }
-    common["slots"] = f"({common['slots']})"
-    lives = "\n    union all ".join(f"from lifetimes_between({a}, {b}) where pool_group = {g}" for g, a, b in ranges)
-    return {
-        "slots": slots,
-        "total": total,
-        "rows": rows,
-        "lives": ask.table(
-            page_sql("slot_lives", {**common, "lives": lives, "each": _LIVES_A_SLOT, "limit": limits.lives})
-        ),
-        "damage": ask.table(page_sql("slot_damage", {**common, "limit": limits.damage})),
-        "writes": ask.table(page_sql("slot_writes", {**common, "limit": limits.writes})),
-        "changes": ask.table(page_sql("slot_changes", {**common, "limit": limits.changes})),
-    }
+    parts = {name: getattr(limits, name) for name in ("lives", "damage", "writes", "changes")}
+    tables = {name: ask.table(page_sql(f"slot_{name}", {**common, "limit": limit})) for name, limit in parts.items()}
+    return {"slots": slots, "total": total, "rows": rows, **tables}
 
 
 def neighbourhoods(
@@ -97,34 +89,27 @@ def chain_windows(
     for row in ask.records(page_sql("chain_windows", values)):
         group = groups[row["pool_group"]] if row["pool_group"] < len(groups) else {}
         first = max(0, row["first_position"] - _BEFORE)
-        has_lut = group.get("lut", -1) >= 0
-        sql = page_sql(
-            "chain",
-            {
-                "event": row["event"],
-                "forward": row["forward"],
-                "request_id": row["request_id"],
-                "pool_group": row["pool_group"],
-                "runner": group.get("runner", -1),
-                "table_index": group.get("table_index", -1),
-                "first": first,
-                "reach": f"prefix_len - {group['window_tokens']}" if group.get("window_tokens") else "0",
-                "last": min(row["last_position"] + _BEFORE, first + _POSITIONS - 1),
-                "slot": "swa_slot" if has_lut else "slot",
-                "lut": f"asof left join lut_changes on lut_changes.lut = {group['lut']} and lut_changes.full_slot = latest.slot and lut_changes.event <= at_event"
-                if has_lut
-                else "",
-            },
-        )
+        lut = ""
+        if group.get("lut", -1) >= 0:
+            lut = (
+                f"asof left join lut_changes on lut_changes.lut = {group['lut']} and lut_changes.full_slot = latest.slot "
+                "and lut_changes.event <= at_event"
+            )
+        place = {name: row[name] for name in ("event", "forward", "request_id", "pool_group")} | {
+            "runner": group.get("runner", -1),
+            "table_index": group.get("table_index", -1),
+            "first": first,
+            "reach": f"prefix_len - {group['window_tokens']}" if group.get("window_tokens") else "0",
+            "last": min(row["last_position"] + _BEFORE, first + _POSITIONS - 1),
+            "slot": "swa_slot" if lut else "slot",
+            "lut": lut,
+        }
         windows.append(
             {
-                "request": row["request"],
+                **{name: row[name] for name in ("request", "forward", "pool_group", "is_first")},
                 "request_id": str(row["request_id"]),
-                "forward": row["forward"],
-                "pool_group": row["pool_group"],
                 "bad_positions": row["positions"],
-                "is_first": row["is_first"],
-                "rows": ask.table(sql),
+                "rows": ask.table(page_sql("chain", place)),
             }
         )
     return windows

@@ -7,78 +7,31 @@ from typing import Any, Final
 import pyarrow as pa
 
 from ...recorder.trace.header import TraceHeader
-
-_INT, _TEXT, _BOOL = pa.int64(), pa.utf8(), pa.bool_()
+from .library import table_schema
 
 HEADER_SCHEMAS: Final[dict[str, pa.Schema]] = {
-    "_traces": pa.schema(
-        {
-            "trace": _TEXT,
-            "path": _TEXT,
-            "trace_id": _TEXT,
-            "engine": _TEXT,
-            "engine_version": _TEXT,
-            "model": _TEXT,
-            "role": _TEXT,
-            "slot_history": _TEXT,
-            "sweep_interval": _INT,
-            "kv_watch_every": _INT,
-            "tp_rank": _INT,
-            "pp_rank": _INT,
-            "dp_rank": _INT,
-            "created_ns": _INT,
-            "complete": _BOOL,
-            "present": _BOOL,
-        }
+    "_traces": table_schema(
+        "trace varchar, path varchar, trace_id varchar, engine varchar, engine_version varchar, model varchar, "
+        "role varchar, slot_history varchar, sweep_interval bigint, kv_watch_every bigint, tp_rank bigint, "
+        "pp_rank bigint, dp_rank bigint, created_ns bigint, complete boolean, present boolean"
     ),
-    "_pool_groups": pa.schema(
-        {
-            "trace": _TEXT,
-            "pool_group": _INT,
-            "name": _TEXT,
-            "kind": _TEXT,
-            "window_tokens": _INT,
-            "runner": _INT,
-            "runner_name": _TEXT,
-            "token_offset": _INT,
-            "table_index": _INT,
-            "lut": _INT,
-            "num_slots": _INT,
-            "page_size": _INT,
-            "halves": pa.list_(_TEXT),
-            "reads_before_write": _BOOL,
-            "host_num_slots": _INT,
-        }
+    "_pool_groups": table_schema(
+        "trace varchar, pool_group bigint, name varchar, kind varchar, window_tokens bigint, runner bigint, "
+        "runner_name varchar, token_offset bigint, table_index bigint, lut bigint, num_slots bigint, page_size bigint, "
+        "halves varchar[], reads_before_write boolean, host_num_slots bigint"
     ),
-    "_streams": pa.schema(
-        {
-            "trace": _TEXT,
-            "runner": _INT,
-            "stream": _INT,
-            "pool_group": _INT,
-            "half": _TEXT,
-            "layer": _INT,
-            "bytes_per_token": _INT,
-            "capture_bytes": _INT,
-            "origin": _TEXT,
-        }
+    "_streams": table_schema(
+        "trace varchar, runner bigint, stream bigint, pool_group bigint, half varchar, layer bigint, "
+        "bytes_per_token bigint, capture_bytes bigint, origin varchar"
     ),
-    "_tables": pa.schema({"trace": _TEXT, "table_index": _INT}),
-    "_gaps": pa.schema({"trace": _TEXT, "after_event": _INT, "missing_events": _INT, "kind": _TEXT, "reason": _TEXT}),
-    "_coverage": pa.schema(
-        {
-            "trace": _TEXT,
-            "what": _TEXT,
-            "name": _TEXT,
-            "watched": _INT,
-            "total": _INT,
-            "share": pa.float64(),
-            "reason": _TEXT,
-            "words": _TEXT,
-        }
+    "_tables": table_schema("trace varchar, table_index bigint"),
+    "_gaps": table_schema("trace varchar, after_event bigint, missing_events bigint, kind varchar, reason varchar"),
+    "_coverage": table_schema(
+        "trace varchar, what varchar, name varchar, watched bigint, total bigint, share double, reason varchar, "
+        "words varchar"
     ),
 }
-_KINDS: Final = {_TEXT: str, _INT: int, pa.float64(): float}
+_KINDS: Final = {pa.utf8(): str, pa.int64(): int, pa.float64(): float}
 
 
 def header_rows(
@@ -86,37 +39,29 @@ def header_rows(
 ) -> dict[str, list[dict[str, Any]]]:
     """Return one trace's rows of each table in `HEADER_SCHEMAS`."""
     facts = {
+        **{key: getattr(header, key) for key in ("trace_id", "role", "slot_history", "sweep_interval", "created_ns")},
+        **{f"{kind}_rank": getattr(header.ranks, f"{kind}_rank") for kind in ("tp", "pp", "dp")},
         "trace": name,
         "path": str(trace).encode("utf-8", "backslashreplace").decode("utf-8"),
-        "trace_id": header.trace_id,
         "engine": header.engine.name,
         "engine_version": header.engine.version,
         "model": header.model.name,
-        "role": header.role,
-        "slot_history": header.slot_history,
-        "sweep_interval": header.sweep_interval,
         "kv_watch_every": header.capture.kv_watch_every,
-        "tp_rank": header.ranks.tp_rank,
-        "pp_rank": header.ranks.pp_rank,
-        "dp_rank": header.ranks.dp_rank,
-        "created_ns": header.created_ns,
         "complete": complete,
         "present": True,
     }
-    groups = []
-    for number, group in enumerate(header.groups):
-        runner = header.runners[group.runner]
-        groups.append(
-            {
-                **dataclasses.asdict(group),
-                "trace": name,
-                "pool_group": number,
-                "window_tokens": group.window,
-                "table_index": group.table,
-                "runner_name": runner.name,
-                "token_offset": runner.token_offset,
-            }
-        )
+    groups = [
+        {
+            **dataclasses.asdict(group),
+            "trace": name,
+            "pool_group": number,
+            "window_tokens": group.window,
+            "table_index": group.table,
+            "runner_name": header.runners[group.runner].name,
+            "token_offset": header.runners[group.runner].token_offset,
+        }
+        for number, group in enumerate(header.groups)
+    ]
     streams = [
         {"trace": name, "runner": runner, "stream": number, "pool_group": group, **dataclasses.asdict(stream)}
         for runner in range(len(header.runners))

@@ -5,62 +5,46 @@ views and macros over them, the same everywhere. A file starts with the comment 
 """
 
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Final
 
+import pyarrow as pa
+
 BASE: Final = (
-    "traces",
-    "pool_groups",
-    "streams",
-    "gaps",
-    "coverage",
-    "events",
-    "forwards",
-    "forward_requests",
-    "attention_slots",
-    "statuses",
-    "requests",
-    "tokens",
-    "samples",
-    "slot_events",
-    "lut_changes",
-    "swa_tokens",
-    "copies",
-    "table_changes",
-    "kv_changes",
-    "transfers",
-    "transfer_slots",
-    "sweeps",
-    "losses",
-    "marks",
-    "violations",
-    "findings",
-    "incidents",
-    "incident_members",
+    *("traces", "pool_groups", "streams", "gaps", "coverage", "events", "forwards", "forward_requests"),
+    *("attention_slots", "statuses", "requests", "tokens", "samples", "slot_events", "lut_changes", "swa_tokens"),
+    *("copies", "table_changes", "kv_changes", "transfers", "transfer_slots", "sweeps", "losses", "marks"),
+    *("violations", "findings", "incidents", "incident_members"),
 )
 # Views and macros, each after those that it builds on: a view is bound when it is made.
-DERIVED: Final = (
-    ("views", "slot_writes"),
-    ("macros", "lifetimes_between"),
-    ("views", "slot_lifetimes"),
-    ("views", "violation_forwards"),
-    ("views", "damage"),
-    ("views", "damage_forwards"),
-    ("views", "first_damage"),
-    ("views", "incident_violations"),
-    ("views", "incident_findings"),
-    ("views", "incident_requests"),
-    ("views", "chunks"),
-    ("views", "lost"),
-    ("macros", "slot_history"),
-    ("macros", "slot_owner"),
-    ("macros", "request_timeline"),
-    ("macros", "neighbours"),
-    ("macros", "first_bad_forward"),
-    ("macros", "blast_radius"),
-)
+_ORDER: Final = """
+views/slot_writes macros/lifetimes_between views/slot_lifetimes views/violation_forwards views/damage
+views/damage_forwards views/first_damage views/incident_violations views/incident_findings views/incident_requests
+views/chunks views/lost macros/slot_history macros/slot_owner macros/request_timeline macros/neighbours
+macros/first_bad_forward macros/blast_radius
+"""
+DERIVED: Final = tuple((folder, name) for folder, _, name in (path.partition("/") for path in _ORDER.split()))
+_TYPES: Final = {
+    "bigint": pa.int64(),
+    "integer": pa.int32(),
+    "tinyint": pa.int8(),
+    "double": pa.float64(),
+    "boolean": pa.bool_(),
+    "varchar": pa.utf8(),
+    "varchar[]": pa.list_(pa.utf8()),
+    "blob": pa.binary(),
+}
+
+
+def table_schema(columns: str) -> pa.Schema:
+    """Return the Arrow schema of a table whose columns are listed as in SQL: "event bigint, name varchar"."""
+    return pa.schema([(name, _TYPES[kind]) for name, kind in map(str.split, columns.split(","))])
+
+
+_SECTION: Final = re.compile(r"^-- section: (\w+)\n", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +57,22 @@ class SqlFile:
 
 
 @cache
+def sql_text(folder: str, name: str) -> str:
+    """Return `sql/FOLDER/NAME.sql` of the package."""
+    return (files(__package__) / "sql" / folder / f"{name}.sql").read_text(encoding="utf-8")
+
+
+@cache
+def sql_sections(folder: str, name: str) -> dict[str, str]:
+    """Return the parts of a file by the names in its `-- section: NAME` lines; "" is what stands above them."""
+    head, *parts = _SECTION.split(sql_text(folder, name))
+    return {"": head.strip(), **dict(zip(parts[::2], map(str.strip, parts[1::2]), strict=True))}
+
+
+@cache
 def sql_file(folder: str, name: str) -> SqlFile:
-    """Read `sql/FOLDER/NAME.sql` of the package."""
-    text = (files(__package__) / "sql" / folder / f"{name}.sql").read_text(encoding="utf-8")
-    lines = text.splitlines()
+    """Return a file of the library, `sql/FOLDER/NAME.sql`."""
+    lines = sql_text(folder, name).splitlines()
     start = next(number for number, line in enumerate(lines) if not line.startswith("--"))
     described = " ".join(line.removeprefix("--").strip() for line in lines[:start])
     return SqlFile(name=name, description=described, sql="\n".join(lines[start:]).strip().removesuffix(";"))

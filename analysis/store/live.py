@@ -53,12 +53,11 @@ def make_raw_relations(
     Returns:
         The files that DuckDB itself goes on reading, and the states of the traces when they were checked.
 
-    Raises:
-        AnalysisError: a trace or a report cannot be read.
+    Raise `AnalysisError` if a trace or a report cannot be read.
     """
     plain = {s.report: plain_path(s.report, resources) for s in sources if s.report is not None}
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in HEADER_SCHEMAS}
-    events: list[str] = []
+    events = []
     states: FileStates = {}
     for number, source in enumerate(sources):
         if source.trace is None:
@@ -67,47 +66,40 @@ def make_raw_relations(
             scan = scan_trace(source.files, resources)
             connection.register(f"raw_events_{number}", scan.events)
             states |= scan.states
-            events.append(f"select {quoted(source.name)} as trace, * from raw_events_{number}")
+            events.append((source.name, f"raw_events_{number}"))
             found = header_rows(source.name, source.trace, scan.header, complete=scan.complete, gaps=scan.gaps)
         found["_coverage"] = coverage_rows(source.name, source.summary or {})
         for name, new in found.items():
             rows[name] += new
-    connection.register("_no_events", trace_schema().empty_table())
-    events.append("select ''::varchar as trace, * from _no_events")
-    _view(connection, "raw_events", events)
+    for name, schema in {"raw_events": trace_schema(), **_REPORT_FILES, **_INCIDENT_FILES}.items():
+        connection.register(f"_no_{name}", schema.empty_table())
+    _union(connection, "raw_events", events)
     for name, schema in HEADER_SCHEMAS.items():
         connection.register(name, pa.Table.from_pylist(rows[name], schema=schema))
-    for name, schema in _REPORT_FILES.items():
-        connection.register(f"_no_{name}", schema.empty_table())
-        parts = [
-            f"select {quoted(s.name)} as trace, * from {_parquet(plain[s.report], name)}" for s in sources if s.report
-        ]
-        for source in sources:
-            if source.report:
-                relation = _parquet(plain[source.report], name)
-                _check_columns(connection, source.report / f"{name}.parquet", relation, name)
-        parts.append(f"select ''::varchar as trace, *, 0::bigint as file_row_number from _no_{name}")
-        _view(connection, f"_all_{name}", parts)
+    reports = [(s.name, s.report, plain[s.report]) for s in sources if s.report is not None]
+    for name in _REPORT_FILES:
+        files = [(source, report, _parquet(folder, name)) for source, report, folder in reports]
+        for _, report, relation in files:
+            _check_columns(connection, report / f"{name}.parquet", relation, name)
+        parts = [(source, relation) for source, _, relation in files]
+        _union(connection, f"_all_{name}", parts, f"_no_{name}, (select 0::bigint as file_row_number)")
         connection.execute(
             f'create temp view raw_{name} as select * exclude ("group", file_row_number), "group" as pool_group, '
             f"file_row_number as number from _all_{name}"
         )
-    with_incidents = [s for s in sources if s.report is not None and incidents_fit(s.report)]
-    for name, schema in _INCIDENT_FILES.items():
-        connection.register(f"_no_{name}", schema.empty_table())
-        parts = [
-            f"select {quoted(s.name)} as trace, * from {_file(plain[s.report], name)}"
-            for s in with_incidents
-            if s.report
-        ]
-        parts.append(f"select ''::varchar as trace, * from _no_{name}")
-        _view(connection, f"raw_{name}", parts)
+    fitting = [(source, folder) for source, report, folder in reports if incidents_fit(report)]
+    for name in _INCIDENT_FILES:
+        paths = [(source, quoted(str(folder / f"{name}.parquet"))) for source, folder in fitting]
+        _union(connection, f"raw_{name}", [(source, f"read_parquet({path})") for source, path in paths], f"_no_{name}")
     names = (*_REPORT_FILES, *_INCIDENT_FILES)
     return [str(folder / f"{name}.parquet") for folder in plain.values() for name in names], states
 
 
-def _view(connection: Any, name: str, parts: list[str]) -> None:
-    connection.execute(f"create temp view {name} as " + "\nunion all by name\n".join(parts))
+def _union(connection: Any, name: str, parts: Sequence[tuple[str, str]], none: str = "") -> None:
+    """Make a view over the relation of each source, whose name is in `trace`; `none` has the columns and no row."""
+    selected = [f"select {quoted(source)} as trace, * from {relation}" for source, relation in parts]
+    selected.append(f"select ''::varchar as trace, * from {none or f'_no_{name}'}")
+    connection.execute(f"create temp view {name} as " + "\nunion all by name\n".join(selected))
 
 
 def _parquet(report: Path, name: str) -> str:
@@ -123,20 +115,13 @@ def _check_columns(connection: Any, path: Path, relation: str, name: str) -> Non
         dict(connection.execute(f"select column_name, column_type from (describe from {of})").fetchall())
         for of in (f"_no_{name}", relation)
     )
+    again = "replay the trace again"
     missing = sorted(expected.keys() - found.keys() - _ADDED)
     if missing:
-        raise AnalysisError(
-            f"{path}: expected the columns of a report, {', '.join(missing)} missing; replay the trace again"
-        )
+        raise AnalysisError(f"{path}: expected the columns of a report, {', '.join(missing)} missing; {again}")
     wrong = [column for column, kind in expected.items() if "INT" in kind and "INT" not in found.get(column, "INT")]
     if wrong:
-        raise AnalysisError(
-            f"{path}: expected numbers in {', '.join(wrong)}, came {found[wrong[0]]}; replay the trace again"
-        )
-
-
-def _file(report: Path, name: str) -> str:
-    return f"read_parquet({quoted(str(report / f'{name}.parquet'))})"
+        raise AnalysisError(f"{path}: expected numbers in {', '.join(wrong)}, came {found[wrong[0]]}; {again}")
 
 
 Result = TypeVar("Result")
@@ -156,7 +141,7 @@ class Interruptible:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvcanary-sql")
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Do the work and return what it returns; raises what it raises, and `KeyboardInterrupt`."""
+        """Return what the work returns; raises what it raises, and `KeyboardInterrupt`."""
         if current_thread() is not main_thread():  # Ctrl-C never comes here
             return work()
         done = self._thread.submit(work)
@@ -190,8 +175,7 @@ def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
     A whole trace is scanned where it lies. Of a torn or damaged one, and of one that another user may change once it is
     checked, the whole batches are copied to a temporary file, which goes with `resources`.
 
-    Raises:
-        AnalysisError: the trace cannot be read, changes meanwhile, or no copy of it can be written.
+    Raise `AnalysisError` if the trace cannot be read, changes meanwhile, or no copy of it can be written.
     """
     try:
         states = file_states(files)

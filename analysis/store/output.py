@@ -28,16 +28,8 @@ def write_result(
 ) -> None:
     """Write a result to a binary stream in one of `FORMATS`.
 
-    Args:
-        reader: the rows.
-        sink: where to.
-        form: a name of `FORMATS`.
-        max_rows: in a text table, how many rows are shown; None for all.
-        on_screen: a terminal reads along: nothing in a cell may steer it.
-
-    Raises:
-        OSError: `sink` cannot be written.
-        pa.ArrowException: the query failed under way.
+    A text table shows `max_rows`, None for all. `on_screen`: a terminal reads along, and nothing in a cell may steer it.
+    Raise `OSError` if `sink` cannot be written, `pa.ArrowException` if the query failed under way.
     """
     if form in BINARY_FORMATS:
         _binary(reader, _Cuttable(sink), form)
@@ -132,12 +124,10 @@ def _binary(reader: pa.RecordBatchReader, sink: _Cuttable, form: str) -> None:
     look whole.
     """
     file = pa.PythonFile(sink, mode="w")
-    writer: Any
-    if form == "parquet":
-        writer = pq.ParquetWriter(file, reader.schema, compression="zstd")
-    else:
-        writer = pa.ipc.new_file(file, reader.schema)
-    with writer:
+    parquet = form == "parquet"
+    with (
+        pq.ParquetWriter(file, reader.schema, compression="zstd") if parquet else pa.ipc.new_file(file, reader.schema)
+    ) as writer:
         try:
             for batch in reader:
                 writer.write_batch(batch)
@@ -202,9 +192,8 @@ def _table(reader: pa.RecordBatchReader, text: IO[str], max_rows: int | None) ->
     shown: list[dict[int, Any]] = []
     num_rows = 0
     for batch in reader:
-        if max_rows is None or len(shown) < max_rows:
-            left = batch if max_rows is None else batch.slice(0, min(max_rows - len(shown), batch.num_rows))
-            shown += [dict(enumerate(row)) for row in _rows(left)]
+        left = batch.num_rows if max_rows is None else max(0, max_rows - len(shown))
+        shown += [dict(enumerate(row)) for row in _rows(batch.slice(0, left))] if left else []
         num_rows += batch.num_rows
     for line in text_table(shown, list(range(len(names))), headings=names):
         text.write(line + "\n")

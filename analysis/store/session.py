@@ -190,9 +190,8 @@ def open_sources(
 
 def connect(database: str, resources: ExitStack, memory_limit: str = MEMORY_LIMIT) -> Any:
     """Return a DuckDB connection that fetches nothing from outside and spills into a private folder."""
-    connection = duckdb.connect(
-        database, config={"autoinstall_known_extensions": False, "python_enable_replacements": False}
-    )
+    config: Any = {"autoinstall_known_extensions": False, "python_enable_replacements": False}
+    connection = duckdb.connect(database, config=config)
     resources.callback(connection.close)
     spill = resources.enter_context(private_folder())
     connection.execute(f"set temp_directory = {quoted(spill)}")
@@ -214,11 +213,9 @@ def _lock(connection: Any, opened: Sequence[str]) -> None:
 
 def _attach(connection: Any, stores: Sequence[tuple[Source, Path | None]], resources: ExitStack) -> list[str]:
     """Make one view a base relation, over all stores; return the stores' paths."""
-    opened = []
-    for number, (_, store) in enumerate(stores):
-        if store is not None:
-            opened.append(str(plain_path(store.parent, resources) / store.name))
-            connection.execute(f"attach {quoted(opened[-1])} as store_{number} (read_only)")
+    opened = [str(plain_path(store.parent, resources) / store.name) for _, store in stores if store is not None]
+    for number, path in enumerate(opened):
+        connection.execute(f"attach {quoted(path)} as store_{number} (read_only)")
     for name in BASE:
         parts = [
             f"select * replace ({quoted(source.name)} as trace) from store_{number}.{name}"

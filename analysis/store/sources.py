@@ -1,5 +1,6 @@
 """What the user names on the command line, traces and report folders, as sources: a trace, and the report on it."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -45,14 +46,11 @@ class Source:
 
 
 def find_sources(paths: Sequence[Path], *, trace: Path | None = None) -> list[Source]:
-    """Return a source for each path; a report beside a trace goes with it, a trace named with its report is one.
+    """Return a source for each path, a trace's file or a report's folder; a trace and its report are one.
 
-    Args:
-        paths: trace files and report folders.
-        trace: where the trace of the only report is now, if it has moved.
+    `trace` is where the trace of the only report is now, if it has moved.
 
-    Raises:
-        AnalysisError: a path is neither, or `trace` does not fit.
+    Raise `AnalysisError` if a path is neither, or `trace` does not fit.
     """
     if trace is not None and (len(paths) != 1 or not paths[0].is_dir()):
         raise AnalysisError("--trace goes with one report folder; name traces as arguments instead")
@@ -155,13 +153,11 @@ def _trace_source(trace: Path) -> Source:
     except TraceError as error:
         raise AnalysisError(str(error)) from None
     report = trace.with_name(f"{trace.stem}.report")
-    try:
+    summary: dict[str, Any] = {}
+    with contextlib.suppress(AnalysisError):
         summary = read_summary(report)
-    except AnalysisError:
-        return Source(name=trace.stem, trace=trace, report=None, summary=None)
-    if summary.get("trace_id") != trace_id:
-        return Source(name=trace.stem, trace=trace, report=None, summary=None)
-    return Source(name=trace.stem, trace=trace, report=report, summary=summary)
+    fits = summary and summary.get("trace_id") == trace_id
+    return Source(name=trace.stem, trace=trace, report=report if fits else None, summary=summary if fits else None)
 
 
 def _trace_id(trace: Path) -> str:

@@ -40,14 +40,11 @@ def build_store(source: Source) -> Path:
     The file needs neither trace nor report afterwards. It is made beside and renamed, so that nobody sees half of it,
     and only this user can read it.
 
-    Raises:
-        AnalysisError: there is no report folder, the trace is not at hand, or the file cannot be written.
+    Raise `AnalysisError` if there is no report folder, the trace is not at hand, or the file cannot be written.
     """
     if source.report is None:
-        raise AnalysisError(
-            f"{source.trace}: no report beside it to hold {STORE_NAME}; run kvcanary-replay "
-            f"{shlex.quote(str(source.trace))}"
-        )
+        run = f"run kvcanary-replay {shlex.quote(str(source.trace))}"
+        raise AnalysisError(f"{source.trace}: no report beside it to hold {STORE_NAME}; {run}")
     if source.trace is None:
         raise AnalysisError(f"{source.problem}; name the place that it has moved to with --trace")
     check_writable(source.report)
@@ -96,7 +93,8 @@ def fresh_store(source: Source) -> Path | None:
         return None
     store = source.report / STORE_NAME
     try:
-        if not is_regular(store) or is_regular(_log_of(store)) or _kept_stamp(store) != _identity(store):
+        log = store.with_name(f"{store.name}.wal")  # which DuckDB would apply; ours is closed without one
+        if not is_regular(store) or is_regular(log) or _kept_stamp(store) != _identity(store):
             return None
         with ExitStack() as resources:
             plain = plain_path(store.parent, resources) / store.name
@@ -107,14 +105,7 @@ def fresh_store(source: Source) -> Path | None:
             tables = {name for (name,) in connection.execute("select table_name from duckdb_tables()").fetchall()}
     except (duckdb.Error, OSError, UnicodeError):
         return None
-    expected = _stamp(source)
-    fits = tables >= {*BASE} and all(found.get(key) == value for key, value in expected.items())
-    return store if fits else None
-
-
-def _log_of(store: Path) -> Path:
-    """Return the write-ahead log that DuckDB would apply to a store; ours is closed without one."""
-    return store.with_name(f"{store.name}.wal")
+    return store if tables >= {*BASE} and found.items() >= _stamp(source).items() else None
 
 
 def _keep_stamp(store: Path) -> None:
@@ -130,8 +121,7 @@ def _kept_stamp(store: Path) -> str:
 
 
 def _note_of(store: Path) -> Path:
-    name = hashlib.sha256(os.fsencode(store.resolve())).hexdigest()
-    return user_cache() / "stores" / name
+    return user_cache() / "stores" / hashlib.sha256(os.fsencode(store.resolve())).hexdigest()
 
 
 def _identity(store: Path) -> str:
@@ -164,12 +154,14 @@ def _fill(path: Path, source: Source, resources: ExitStack) -> None:
 
 def _stamp(source: Source) -> dict[str, str]:
     """What a store is made of; of a trace that is not at hand nothing is asked."""
-    stamp = {"library": library_hash(), "summary": _file_stamp((source.report or Path()) / "summary.json")}
-    incidents = (source.report or Path()) / INCIDENTS_NAME
-    stamp["incidents"] = _file_stamp(incidents) if incidents.is_file() else ""
-    if source.trace is not None:
-        stamp["trace"] = ", ".join(_file_stamp(path) for path in source.files)
-    return stamp
+    report = source.report or Path()
+    incidents = report / INCIDENTS_NAME
+    stamp = {
+        "library": library_hash(),
+        "summary": _file_stamp(report / "summary.json"),
+        "incidents": _file_stamp(incidents) if incidents.is_file() else "",
+    }
+    return stamp | ({} if source.trace is None else {"trace": ", ".join(map(_file_stamp, source.files))})
 
 
 def _file_stamp(path: Path) -> str:

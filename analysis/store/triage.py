@@ -3,14 +3,14 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
+import pyarrow as pa
+
 from ..errors import AnalysisError
+from .library import sql_sections
 from .session import SqlSession
 
-_SECTION = re.compile(r"^-- section: (\w+)\n", re.MULTILINE)
 _PLACEHOLDER = re.compile(
     r"(?<!:):(slot|pool_group|forward|event|request_id|position|runner|mode|writer_forward|writer_request)\b"
 )
@@ -87,36 +87,32 @@ def answer(session: SqlSession, name: str, first: Mapping[str, Any] | None) -> A
     """Answer one question; `first` as in `Triage`."""
     text = question_sql(name)
     first_sql = "" if first is None else fill(text.first, first)
-    at_first = session.sql(first_sql) if first_sql else None
+    at_first = session.sql(first_sql) if first_sql else pa.table({})
     over_all = session.sql(text.overall)
-    first_rows = at_first.to_pylist() if at_first is not None else []
-    rows = over_all.to_pylist()
+    first_rows, rows = at_first.to_pylist(), over_all.to_pylist()
     return Answer(
         name=name,
         question=text.question,
         words=ANSWERS[name](first_rows, rows),
         first=first_rows,
         overall=rows,
-        first_columns=at_first.column_names if at_first is not None else [],
+        first_columns=at_first.column_names,
         overall_columns=over_all.column_names,
         first_sql=first_sql,
         overall_sql=text.overall,
     )
 
 
-@cache
 def question_sql(name: str) -> QuestionSql:
     """Read a question's file: the question in its first comment, then its two sections."""
-    text = (files(__package__) / "sql" / "triage" / f"{name}.sql").read_text(encoding="utf-8")
-    head, _, first, _, overall = _SECTION.split(text)
-    return QuestionSql(question=head.removeprefix("-- ").strip(), first=first.strip(), overall=overall.strip())
+    text = sql_sections("triage", name)
+    return QuestionSql(question=text[""].removeprefix("-- "), first=text["first"], overall=text["overall"])
 
 
 def fill(sql: str, first: Mapping[str, Any]) -> str:
     """Return SQL with the first damage's values in place of its placeholders; texts stand in quotes already.
 
-    Raises:
-        AnalysisError: a value that belongs outside of quotes is no number, so that it could be SQL.
+    Raise `AnalysisError` if a value that belongs outside of quotes is no number, so that it could be SQL.
     """
 
     def value(found: re.Match[str]) -> str:
@@ -195,18 +191,15 @@ def prefix_cache(first: Rows, overall: Rows) -> str:
     fresh = next((row for row in overall if not row["began_with_cached_prefix"]), None)
     if cached is None:
         return "no request of this trace began with a cached prefix, so it happens without one too"
-    parts = [f"{cached['hit']} of {cached['requests']} requests with a cached prefix are hit"]
-    if fresh is not None:
-        parts.append(f"{fresh['hit']} of {fresh['requests']} without")
-    said = ", ".join(parts)
+    said = f"{cached['hit']} of {cached['requests']} requests with a cached prefix are hit"
     if fresh is None:
         said = f"cannot be known: every request began with a cached prefix; {said}"
-    elif cached["hit"] and not fresh["hit"]:
-        said = f"yes: {said}"
-    elif not cached["hit"] and not fresh["hit"]:
-        said = f"no request was hit: {said}"
     else:
-        said = f"no: {said}"
+        said += f", {fresh['hit']} of {fresh['requests']} without"
+        if not cached["hit"] and not fresh["hit"]:
+            said = f"no request was hit: {said}"
+        else:
+            said = f"{'no' if fresh['hit'] else 'yes'}: {said}"
     if first and first[0]["in_cached_prefix"]:
         said += f"; the first damage lies inside the cached prefix of {first[0]['prefix_hit']} tokens"
     return said
@@ -247,10 +240,12 @@ def slot_range(_: Rows, overall: Rows) -> str:
         return NO_SLOT
     row = overall[0]
     where = f"slots {row['first_slot']} to {row['last_slot']}" if row["slots"] > 1 else f"slot {row['first_slot']}"
-    requests = "for several requests" if row["several_requests"] else "for one request"
-    if row["ranges"] == 1:
-        return f"yes: all of it lies in {where} of group {row['pool_group']}, {requests}"
-    return f"no: {row['ranges']} ranges; most of it in {where} of group {row['pool_group']}, {requests}"
+    where += f" of group {row['pool_group']}, for {'several requests' if row['several_requests'] else 'one request'}"
+    return (
+        f"yes: all of it lies in {where}"
+        if row["ranges"] == 1
+        else f"no: {row['ranges']} ranges; most of it in {where}"
+    )
 
 
 def whose_tokens(_: Rows, overall: Rows) -> str:
@@ -293,9 +288,8 @@ def transfer_sides(_: Rows, overall: Rows) -> str:
     if differs and not source:
         return f"{differs} received part(s) differ from what was sent; the detail says which side went wrong"
     if source:
-        return (
-            f"no: {source} time(s) the source was damaged or changed while it was sent; received differently: {differs}"
-        )
+        when = "the source was damaged or changed while it was sent"
+        return f"no: {source} time(s) {when}; received differently: {differs}"
     failed = sum(count for kind, count in found.items() if "failed" in kind)
     return f"no transfer was found to differ; {failed} failed"
 
@@ -303,16 +297,8 @@ def transfer_sides(_: Rows, overall: Rows) -> str:
 ANSWERS: Mapping[str, Callable[[Rows, Rows], str]] = {
     function.__name__: function
     for function in (
-        held_before,
-        first_writer,
-        prefix_cache,
-        chunk_boundaries,
-        page_modulo,
-        slot_range,
-        whose_tokens,
-        target_or_draft,
-        prefill_or_decode,
-        transfer_sides,
+        *(held_before, first_writer, prefix_cache, chunk_boundaries, page_modulo),
+        *(slot_range, whose_tokens, target_or_draft, prefill_or_decode, transfer_sides),
     )
 }
 

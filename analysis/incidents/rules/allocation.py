@@ -122,8 +122,7 @@ def radix_insert_then_free(cluster: Cluster) -> Diagnosis | None:
 
 
 @rule(
-    "evicted under a running request",
-    "The prefix cache gives back a page that is locked by a running request. (lab)",
+    "evicted under a running request", "The prefix cache gives back a page that is locked by a running request. (lab)"
 )
 def eviction_of_locked_page(cluster: Cluster) -> Diagnosis | None:
     """Score an eviction of a slot after its reader had joined it and before it read it again."""
