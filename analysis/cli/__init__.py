@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import click
 
-from ...recorder.cli.program import GivenPath
+from ...recorder.cli.program import EXIT_FAILED, GivenPath
 from ...recorder.errors import printable, printable_message
 from ..errors import AnalysisError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-EXIT_FAILED: Final = 2
 
 report_argument = click.argument("report", metavar="REPORT", type=GivenPath())
 trace_option = click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ...recorder.cli.program import GivenPath
+from ...recorder.cli.program import EXIT_FAILED, GivenPath
 from ..errors import AnalysisError
-from . import EXIT_FAILED, say, say_error
+from . import say, say_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ...recorder.cli.program import GivenPath
+from ...recorder.cli.program import EXIT_FAILED, GivenPath, console_for
 from ...recorder.errors import printable
 from ..diff.settings import ALIGNMENTS, CONTENT_KINDS, KINDS, KV_DTYPES, DiffSettings, NotComparableError
 from ..errors import AnalysisError
-from . import EXIT_FAILED, say, say_error
+from . import say, say_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,7 +89,6 @@ def diff_command(a: Path, b: Path, as_json: bool, quiet: bool, **options: Any) -
     Requests are aligned by id or prompt, positions by request, slots by what they hold: another allocation order,
     other chunks and other batches are no difference. Says for each request, and overall, where the traces part first.
     """
-    from ...replayer.cli.incident_blocks import console_for
     from ..diff.compare import diff_traces
 
     settings = _settings(**options)

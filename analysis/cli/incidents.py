@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...recorder.cli.program import console_for
 from ...recorder.errors import printable
 from ..errors import AnalysisError
 from . import errors_end, report_argument, say, say_error, trace_option
@@ -45,7 +46,6 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
     incidents.parquet and incident_members.parquet. Without the trace those that were found with it stay; where there
     are none, the kinds are less certain.
     """
-    from ...replayer.cli.incident_blocks import console_for
     from ..incidents.finding import find_incidents, read_incidents, write_incidents
     from ..store.sources import read_summary
 

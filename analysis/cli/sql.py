@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...recorder.cli.program import GivenPath
+from ...recorder.cli.program import EXIT_FAILED, GivenPath
 from ..errors import AnalysisError, SqlError
-from . import EXIT_FAILED, say, say_error, trace_option
+from . import say, say_error, trace_option
 
 if TYPE_CHECKING:
     from ..store.session import SqlSession

@@ -125,7 +125,7 @@ def _digest(text: str) -> str:
 
 _ASSETS: Final = files(__package__) / "assets"
 # In this order: each uses what stands before it.
-_SCRIPTS: Final = (
+SCRIPTS: Final = (
     "dom.js",
     "state.js",
     "sql.js",
@@ -145,7 +145,7 @@ _SLOT: Final = re.compile(r"\{\{(\w+)\}\}")
 def page_document(content: Mapping[str, Any], library: str) -> str:
     """Return the whole page; `content` is data only, and cannot become markup or script."""
     style = _asset("page.css")
-    script = "\n".join(_asset(name) for name in _SCRIPTS)
+    script = "\n".join(_asset(name) for name in SCRIPTS)
     library = _inside_script(f"/*!\n{_asset('licences.txt')}*/\n{library}")
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; "

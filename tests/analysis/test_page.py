@@ -241,9 +241,9 @@ def test_our_scripts_set_text_only():
 
 
 def test_every_script_is_in_the_page():
-    from kvcanary.analysis.page.build import _SCRIPTS
+    from kvcanary.analysis.page.build import SCRIPTS
 
-    assert {asset.name for asset in ASSETS.iterdir() if asset.name.endswith(".js")} == set(_SCRIPTS)
+    assert {asset.name for asset in ASSETS.iterdir() if asset.name.endswith(".js")} == set(SCRIPTS)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
