@@ -45,17 +45,19 @@ def incident_rows(
 
 
 def _unjudged(number: int, places: int) -> dict[str, Any]:
-    texts = dict.fromkeys(("mode", "first_request", "in_slot", "expected", "detail"), "")
-    return texts | {
+    return {
         "kind": UNKNOWN,
         "title": "unknown",
         "score": 0.0,
-        "confidence": LOW,
         "alternatives": [],
         "alternative_scores": [],
+        "mode": "",
         "cause_event": -1,
+        **dict.fromkeys(("first_request", "in_slot", "expected"), ""),
         "sentence": f"{places:,} places were found damaged; too many clusters were, to judge each",
+        "detail": "",
         "evidence": _queries(number),
+        "confidence": LOW,
     }
 
 
@@ -73,7 +75,6 @@ def _judged(number: int, judged: Sequence[Ranked]) -> dict[str, Any]:
         "kind": kind,
         "title": RULES[kind].title if kind != UNKNOWN else "unknown",
         "score": score,
-        "confidence": confidence(score) if kind != UNKNOWN else LOW,
         "alternatives": [other for other, _ in ranks],
         "alternative_scores": [round(other.score, 3) for _, other in ranks],
         "mode": first.mode,
@@ -82,6 +83,7 @@ def _judged(number: int, judged: Sequence[Ranked]) -> dict[str, Any]:
         "sentence": _sentence(diagnosis, best, also),
         "detail": RULES[kind].mechanism if kind != UNKNOWN else "",
         "evidence": _queries(number, queries),
+        "confidence": confidence(score) if kind != UNKNOWN else LOW,
     }
 
 
