@@ -29,7 +29,10 @@ _APPLIED_KINDS: Final = frozenset({"alloc", "evict", "free", "kv_copy", "sample"
 
 
 class EventReplay:
-    """The running replay of one trace: takes its events, fills its summary and its report."""
+    """The running replay of one trace: takes its events, fills its summary and its report.
+
+    `executor` holds the state; `compiled_pass` takes ordinary events past it, None if there is none.
+    """
 
     def __init__(
         self,
@@ -50,20 +53,20 @@ class EventReplay:
         self._request_ids: set[int] = set()
         self._counted: list[int] = []  # rows of the batch under way: forwards that were judged
         self._results = ResultCollector(summary, sinks, self._request_table, all_rows=settings.all_rows)
-        self._executor = make_executor(
+        self.executor = make_executor(
             header, settings, kv_hash_mode=kv_hash_mode, request_table=self._request_table, results=self._results
         )
-        summary.settings["executor_ran"] = self._executor.name
-        self._transfers = self._executor.transfers = Transfers(
+        summary.settings["executor_ran"] = self.executor.name
+        self._transfers = self.executor.transfers = Transfers(
             header,
-            self._executor.pools,
+            self.executor.pools,
             trace=Path(summary.trace).name,
             request_table=self._request_table,
             exchange=exchange,
             backend=settings.backend,
         )
-        self._health = Health(header, self._executor.state.activity)
-        self._keyframes = KeyframeLoader(self._executor.state, kv_hash_mode=kv_hash_mode)
+        self._health = Health(header, self.executor.state.activity)
+        self._keyframes = KeyframeLoader(self.executor.state, kv_hash_mode=kv_hash_mode)
         # A keyframe is taken where the state before it is not known; else the replay's own is the same.
         self._wants_keyframe = False
         self._at_first = True
@@ -71,8 +74,8 @@ class EventReplay:
         self._trailing = 0  # gaps and losses by which a recording ends that was cut
         self._schedule = schedule
         self._all_there = all_there
-        self._pass = make_pass(
-            self._executor,
+        self.compiled_pass = make_pass(
+            self.executor,
             settings,
             health=self._health,
             summary=summary,
@@ -87,8 +90,8 @@ class EventReplay:
 
     def prepare(self, batch: TraceBatch) -> None:
         """Work out what `take` needs of a batch alone; for the thread that reads ahead of it."""
-        if self._pass is not None:
-            self._pass.prepare(batch)
+        if self.compiled_pass is not None:
+            self.compiled_pass.prepare(batch)
 
     def take(self, item: TraceBatch | TraceGap) -> None:
         """Replay one batch of events, or note a gap."""
@@ -109,7 +112,7 @@ class EventReplay:
             while at < item.num_events:
                 at = self._through_requests(item, self._through_pass(item, at))
                 if at < item.num_events:
-                    self._event(item.event(at))
+                    self.replay_event(item.event(at))
                     at += 1
         finally:  # all that a batch had, or had until somebody stopped
             count_forwards(self._summary.figures, item, np.array(self._counted, np.int64), self._summary.header)
@@ -120,13 +123,13 @@ class EventReplay:
 
     def _through_pass(self, batch: TraceBatch, at: int) -> int:
         """Take a batch's events from row `at` on as far as they are ordinary; return the row of the first that is not."""
-        if self._pass is None or self._keyframes.loading or (self._at_first and self._wants_keyframe):
+        if self.compiled_pass is None or self._keyframes.loading or (self._at_first and self._wants_keyframe):
             return at
-        reached = self._pass.run(batch, at)
+        reached = self.compiled_pass.run(batch, at)
         if reached > at:
             self._continues = self._at_first = False
             self._trailing = 0
-            self._results.divergence(self._executor.divergence)
+            self._results.divergence(self.executor.divergence)
         return reached
 
     def _through_requests(self, batch: TraceBatch, at: int) -> int:
@@ -145,7 +148,7 @@ class EventReplay:
 
     def leaves_nothing(self) -> bool:
         """Whether the last event says that a segment follows, and nothing was left unjudged or unlaunched before it."""
-        executor = self._executor
+        executor = self.executor
         missing = self._health.missing(executor.launcher.kernel_counters)
         # Judged at the end, and there only by who has seen a forward.
         silent = self._health.silent_runners()
@@ -154,7 +157,7 @@ class EventReplay:
 
     def finish(self) -> None:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""
-        summary, executor = self._summary, self._executor
+        summary, executor = self._summary, self.executor
         executor.collect()
         summary.goes_on = self._continues
         summary.whole_before_end = self._trailing == summary.num_gaps + summary.num_losses
@@ -183,7 +186,8 @@ class EventReplay:
         summary.transfers_sent, summary.transfers_received = sent.sent, sent.received
         summary.transfers_unmatched = sent.unmatched
 
-    def _event(self, view: EventView) -> None:
+    def replay_event(self, view: EventView) -> None:
+        """Replay one event that no pass takes."""
         summary, kind = self._summary, view.kind
         self._continues = False
         self._trailing = self._trailing + 1 if kind == "loss" and view.scalar("status") == CUT else 0
@@ -193,12 +197,12 @@ class EventReplay:
         before = summary.violations + summary.findings
         if kind != "keyframe":
             self._no_keyframe_under_way(view)
-        self._executor.begin(view)
+        self.executor.begin(view)
         try:
             if kind == "forward":
                 self._forward(view)
             else:
-                with self._executor.on_host(view):
+                with self.executor.on_host(view):
                     self._between_forwards(view)
         except UnusableEventError as error:
             summary.num_gaps += 1
@@ -229,7 +233,7 @@ class EventReplay:
         kind = view.kind
         if kind == "sweep":
             self._results.begin(read_sweep(view, self._summary.header))
-        self._executor.apply_event(view)
+        self.executor.apply_event(view)
         match kind:
             case "request":
                 self._request_ids.add(int(view.scalar("request_id")))
@@ -255,7 +259,7 @@ class EventReplay:
         summary = self._summary
         forward = read_forward(view, summary.header)
         self._results.begin(forward)
-        self._executor.apply_forward(forward, view)
+        self.executor.apply_forward(forward, view)
         self._results.done()
         summary.forwards += 1
         summary.last_forward = forward.forward
@@ -267,7 +271,7 @@ class EventReplay:
         self._results.findings(self._health.forward(forward))
         if self._schedule is not None:
             self._results.findings(self._schedule.forward(forward, self._request_table))
-        self._results.divergence(self._executor.divergence)
+        self._results.divergence(self.executor.divergence)
 
     def _stop_if_asked(self, before: int, view: EventView) -> None:
         summary = self._summary
@@ -297,13 +301,13 @@ class EventReplay:
         if begins:
             self._keyframes.untouched &= self._at_first
             if not self._at_first:
-                self._executor.forget()
+                self.executor.forget()
             self._wants_keyframe = self._at_first = False
         if begins or self._keyframes.loading:
             self._keyframes.apply(view)
-            self._executor.loads_state()
+            self.executor.loads_state()
             if status == KEYFRAME_END:  # it is whole
-                self._summary.unknown_before = any(pool.any_unknown for pool in self._executor.pools)
+                self._summary.unknown_before = any(pool.any_unknown for pool in self.executor.pools)
         if status == KEYFRAME_END:
             self._health.resume()
 
@@ -323,7 +327,7 @@ class EventReplay:
 
     def _forget(self) -> None:
         self._keyframes.stop()
-        self._executor.forget()
+        self.executor.forget()
 
     def _note(self, notes: list[str], text: str) -> None:
         if len(notes) < MAX_LISTED:

@@ -29,7 +29,7 @@ _DEFAULTS: Final = ReplaySettings()
 class ReplayRun:
     """The replay of one recording, which may be taken a batch of events at a time; a context manager.
 
-    `summary` is filled on the way; `ended` says that nothing is left to replay. See `replay_joined` for the arguments;
+    `summary` is filled on the way by `events`; `ended` says that nothing is left to replay. See `replay_joined` for the arguments;
     `exchange` is where its transfers meet those of other traces, None for a trace on its own.
 
     Raises:
@@ -63,7 +63,7 @@ class ReplayRun:
             sinks = stack.enter_context(closing(ReportSinks(report, sliding=bool(header.lut_lens), merge=merge)))
             joined: dict[str, Any] = {"exchange": exchange, "schedule": schedule, "all_there": all_there}
             try:
-                self._events = EventReplay(self.summary, settings, sinks, kv_hash_mode=mode, **joined)
+                self.events = EventReplay(self.summary, settings, sinks, kv_hash_mode=mode, **joined)
             except MemoryError:
                 raise TraceError(
                     f"{name}: its pools and tables need {pool_bytes(header) / 2**30:.1f} GiB, which this "
@@ -86,7 +86,7 @@ class ReplayRun:
         with closing(stream):
             for item in stream:
                 if isinstance(item, TraceBatch):
-                    self._events.prepare(item)
+                    self.events.prepare(item)
                 yield item
                 del item  # what is replayed must not be held here
 
@@ -98,7 +98,7 @@ class ReplayRun:
         try:
             item = next(self._stream, None)
             if item is not None:
-                self._events.take(item)
+                self.events.take(item)
                 return True
             self.summary.complete = self._reader.complete
         except StopReplayError as stop:
@@ -127,13 +127,13 @@ class ReplayRun:
     @property
     def leaves_nothing(self) -> bool:
         """Whether the segments replayed were ordinary to their very end, and say that others follow."""
-        summary, events = self.summary, self._events
+        summary, events = self.summary, self.events
         return self.is_ordinary and summary.complete and not summary.unknown_before and events.leaves_nothing()
 
     @property
     def request_ids(self) -> frozenset[int]:
         """The requests that were met."""
-        return self._events.request_ids
+        return self.events.request_ids
 
     def interrupt(self) -> None:
         """End the replay here, at the user's wish."""
@@ -144,7 +144,7 @@ class ReplayRun:
     def progress(self) -> Progress:
         """Return how far the replay has come."""
         return Progress(
-            bytes_read=min(self._reader.bytes_done + self._events.bytes_read, self._reader.size_bytes),
+            bytes_read=min(self._reader.bytes_done + self.events.bytes_read, self._reader.size_bytes),
             bytes_total=self._reader.size_bytes,
             forwards=self.summary.forwards,
             tokens=self.summary.tokens,
@@ -160,7 +160,7 @@ class ReplayRun:
             with endings_deferred():
                 if self.summary.header.segment is not None:
                     self.summary.segments = list(self._reader.numbers)
-                self._events.finish()
+                self.events.finish()
                 self._sinks.close()
                 self.summary.seconds = time.perf_counter() - self._started
                 if self._report:

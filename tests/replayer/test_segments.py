@@ -131,8 +131,8 @@ def test_the_machine_holds_what_a_replay_holds_and_a_keyframe_gives_it_back(conf
     stop = sum(batch.num_events for batch in half) // 2
     recorded, with_loss = RecordedState(header), RecordedState(header)
     with ReplayRun(trace, settings=ReplaySettings(), report=None) as replay:
-        events = replay._events
-        replayed = events._keyframes._state
+        events = replay.events
+        replayed = events.executor.state
         for view in read_trace(trace):
             if view.number == stop:
                 break
@@ -140,7 +140,7 @@ def test_the_machine_holds_what_a_replay_holds_and_a_keyframe_gives_it_back(conf
             with_loss.apply(view)
             if view.number == stop // 2:
                 with_loss.forget()
-            events._event(view)
+            events.replay_event(view)
         _same(recorded.state, replayed)
         for of in (recorded, with_loss):
             _same(of.state, _restored(of))

@@ -118,7 +118,7 @@ def test_what_nobody_takes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that the pass is never given, as where a keyframe is loaded, do not heap up; nor are they mistaken."""
     monkeypatch.setattr(compiled_pass, "LARGE_BYTES", 0)
     with ReplayRun(DATA / "clean_llama.arrow", settings=ReplaySettings(executor="interval"), report=None) as run:
-        taker = run._events._pass
+        taker = run.events.compiled_pass
         assert isinstance(taker, CompiledPass)
         batch = next(item for item in SegmentStream([DATA / "clean_llama.arrow"]).stream())
         assert isinstance(batch, TraceBatch)
