@@ -23,11 +23,10 @@ from ...recorder.trace.reader import EventView
 from ..checks.check import CheckSet
 from ..checks.history import ForwardView, GroupReads
 from ..report.report import ResultCollector
+from ..report.violations import launch_violations
 from ..run.divergence import SwaDivergence
-from ..run.launch import launch_violations
-from ..run.out_of_range import beyond_table, explain_plan, explain_requests, explain_writes
-from ..run.planning import GroupStep, Planner, expected_tokens, leave_out_unknown
-from ..run.sweep import explain_sweep, read_sweep
+from ..run.out_of_range import beyond_table, explain_plan, explain_requests, explain_sweep, explain_writes
+from ..run.planning import GroupStep, Planner, expected_tokens, leave_out_unknown, read_sweep
 from ..run.transfers import Transfers
 
 

@@ -12,7 +12,7 @@ from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from ..run.derived import Derived
 from ..run.divergence import DIVERGENCE_SCHEMA, ROWS_AT_ONCE, SwaDivergence
-from ..run.sweep import Sweep
+from ..run.planning import Sweep
 from .findings import FINDING_SCHEMA, Finding, finding_table
 from .merged.merging import MergingSink
 from .summary import Summary, Tally

@@ -16,9 +16,15 @@ import pyarrow.parquet as pq
 
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import FailReason, LaunchTag
+from ...kernels.ops.plan.reference import VerifyPlan, WritePlan
+from ...kernels.ops.violation_log import ViolationLog
 from ...recorder.files import new_private_file
+from ...recorder.state.forward import Forward
+from ...recorder.state.pools import Endpoint, GroupPool
 from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import PoolGroup
+from ..run.planning import Sweep
+from .merged.turns import first_places
 
 # What a report keeps by default of what it counts: rows of a slot for each launch tag, and rows in all.
 ROWS_PER_SLOT: Final = 1_000
@@ -59,6 +65,7 @@ VIOLATION_SCHEMA = pa.schema(
 )
 
 _FIELDS = VIOLATION_SCHEMA.names[:8]
+_SLOT_FIELD, _AUX_FIELD = (_FIELDS.index(name) for name in ("slot", "expected_aux"))
 _EVERY_BITS = range(1 << len(FailReason))
 _REASON_NAMES = pa.array(["+".join(r.name or "" for r in FailReason if bits & r) or "NONE" for bits in _EVERY_BITS])
 _ORACLE_NAMES = pa.array(
@@ -98,6 +105,47 @@ class LaunchViolations:
         names = ("rows", "request_ids", "req_pool_indices", "expected_positions", "writers", "places", "turns")
         arrays = {name: getattr(self, name) for name in names}
         return replace(self, **{name: array[chosen] for name, array in arrays.items() if array is not None})
+
+
+def launch_violations(
+    log: ViolationLog,
+    plan: VerifyPlan | WritePlan,
+    what: Forward | Sweep,
+    pool: GroupPool,
+    endpoint: Endpoint,
+    half: str,
+) -> LaunchViolations:
+    """Return the violations that a launch left in `log`; no request reads what a sweep verifies."""
+    rows, entries = log.rows[: log.num_rows].copy(), log.entries[: log.num_rows]
+    if isinstance(what, Sweep):
+        request_ids = req_pool_indices = np.full(len(rows), -1, dtype=np.int64)
+    else:
+        offsets = plan.offsets if isinstance(plan, WritePlan) else plan.request_offsets
+        places = np.searchsorted(offsets[1 : len(what.request_ids) + 1], entries, side="right").astype(np.int64)
+        request_ids, req_pool_indices = what.request_ids[places], what.req_pool_indices[places]
+    if isinstance(plan, WritePlan):  # the writer is this very forward, and expected_aux of such a row is a position
+        expected_positions = rows[:, _AUX_FIELD]
+        writers = np.stack([np.full(len(rows), what.event), np.full(len(rows), what.forward), request_ids], axis=1)
+    else:
+        expected_positions, writers = plan.expected_positions[entries], pool.last_writers(rows[:, _SLOT_FIELD])
+        if isinstance(what, Sweep):
+            places = first_places(np.stack([plan.slots, plan.expected_positions], axis=1))[entries]
+    return LaunchViolations(
+        event=what.event,
+        forward=what.forward,
+        time_ns=what.time_ns,
+        mode=what.mode,
+        runner=what.runner,
+        group=pool.index,
+        endpoint=endpoint,
+        half=half,
+        rows=rows,
+        request_ids=request_ids,
+        req_pool_indices=req_pool_indices,
+        expected_positions=expected_positions,
+        writers=writers,
+        places=places,
+    )
 
 
 class RowLimit:

@@ -19,9 +19,9 @@ from ..report.report import ReportSinks, ResultCollector
 from ..report.summary import MAX_LISTED, Summary
 from .coverage import count_forwards
 from .health import Health
+from .planning import read_sweep
 from .schedule import Schedule
 from .settings import ReplaySettings, StopReplayError
-from .sweep import read_sweep
 from .transfers import Exchange, Transfers
 
 # Events that `EventApplier` applies, and of which there is nothing to keep here.

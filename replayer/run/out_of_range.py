@@ -13,6 +13,7 @@ from ...recorder.state.forward import Forward
 from ...recorder.state.pools import GroupPool
 from ...recorder.state.requests import RequestTable
 from ..report.findings import Finding, forward_finding
+from .planning import Sweep
 
 
 def explain_plan(
@@ -88,6 +89,29 @@ def explain_requests(
         )
         findings.append(_finding("entry_out_of_table", detail, forward, pool, int(request), last, -1, request_table))
     return findings
+
+
+def explain_sweep(sweep: Sweep, group: int, num_slots: int) -> list[Finding]:
+    """Return a finding for the slots of a sweep that the pool does not have, none if it has all."""
+    plan = sweep.plans[group]
+    beyond = np.flatnonzero((plan.slots < 0) | (plan.slots >= num_slots) | (plan.prev_slots >= num_slots))
+    if not len(beyond):
+        return []
+    first = int(beyond[0])
+    detail = f"the prefix cache holds {len(beyond)} slots, or predecessors of slots, that the pool of {num_slots} does not have"
+    return [
+        Finding(
+            kind="slot_out_of_pool",
+            event=sweep.event,
+            forward=sweep.forward,
+            time_ns=sweep.time_ns,
+            runner=sweep.runner,
+            group=group,
+            position=int(plan.expected_positions[first]),
+            slot=int(plan.slots[first]),
+            detail=detail,
+        )
+    ]
 
 
 def _finding(

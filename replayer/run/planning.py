@@ -1,4 +1,8 @@
-"""The plans of one forward: for each pool group what it reads and writes, sized to fit, the unjudgeable left out."""
+"""The plans of one forward: for each pool group what it reads and writes, sized to fit, the unjudgeable left out.
+
+And of a walk of the prefix cache, which the canary's SWEEP launches check: every slot that the cache holds is verified in the
+TAIL buffer, chain, position and KV hash, tokens unchecked. A slot 0 stands for a sliding-window half that is gone.
+"""
 
 from dataclasses import dataclass, field
 
@@ -12,12 +16,13 @@ from ...kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
 from ...kernels.replay_pass.due import ForwardReads
 from ...kernels.tokens import expect_stored
 from ...recorder.state.apply import WriteStep
-from ...recorder.state.forward import Forward, batch_tokens
+from ...recorder.state.forward import Forward, UnusableEventError, batch_tokens
 from ...recorder.state.pools import GroupPool
 from ...recorder.state.requests import RequestTable
 from ...recorder.state.tables import StateTables
 from ...recorder.state.writes import own_slots, part_from_unknown, part_from_unstored, readable_prefixes, which_unknown
 from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.reader import EventView
 
 
 @dataclass(slots=True)
@@ -140,3 +145,45 @@ def expected_tokens(
     known &= expected[: len(at)] != UNKNOWN_TOKEN
     expected[: len(at)][known] = predicted[known]
     return expected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """A sweep event, checked; `plans` holds one verify plan for each group of `runner`, by the group's index."""
+
+    event: int
+    forward: int
+    time_ns: int
+    runner: int
+    plans: dict[int, VerifyPlan]
+    mode: str = "sweep"
+
+
+def read_sweep(view: EventView, header: TraceHeader) -> Sweep:
+    """Return a sweep event's plans; raise `UnusableEventError` if its columns do not fit one another or the header."""
+    runner = int(view.scalar("runner"))
+    if not 0 <= runner < len(header.runners):
+        raise UnusableEventError(f"runner {runner}, the header names {len(header.runners)}")
+    names = ("group", "slot", "position", "prev", "locked")
+    groups, slots, positions, prevs, _ = columns = [view.ints(f"sweep_{name}") for name in names]
+    if len({len(column) for column in columns}) != 1:
+        raise UnusableEventError("the sweep_* columns differ in length")
+    mine = [index for index, group in enumerate(header.groups) if group.runner == runner]
+    if not np.isin(groups, mine).all():
+        raise UnusableEventError(f"sweep_group names a group that runner {runner} does not have")
+    plans = {}
+    for index in mine:
+        chosen = groups == index
+        count = int(chosen.sum())
+        plans[index] = VerifyPlan(
+            slots=slots[chosen],
+            expected_tokens=np.full(count, -1, np.int64),
+            expected_positions=positions[chosen],
+            prev_slots=prevs[chosen],
+            num_valid=np.array([count], np.int32),
+            enable=np.ones(1, np.int32),
+            request_offsets=np.array([0, count], np.int64),
+        )
+    return Sweep(
+        event=view.number, forward=int(view.scalar("forward")), time_ns=view.time_ns, runner=runner, plans=plans
+    )

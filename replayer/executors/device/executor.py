@@ -26,7 +26,7 @@ from ....recorder.state.forward import Forward
 from ....recorder.state.pools import ENDPOINTS, Endpoint, GroupPool, launch_tag
 from ....recorder.state.writes import KvChanges, own_slots, part_from_unstored, readable_prefixes
 from ....recorder.trace.batch import EventView
-from ...run.launch import launch_violations
+from ...report.violations import launch_violations
 from ...run.out_of_range import beyond_table
 from ...run.planning import GroupStep
 from ..stepwise import ExecutorInput, StepwiseExecutor

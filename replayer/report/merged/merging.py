@@ -23,7 +23,7 @@ from ....kernels.arrays import BoolArray, Int64Array
 from ....recorder.files import new_private_file
 from ....recorder.state.forward import Forward
 from ....recorder.trace.header import TraceHeader
-from ...run.sweep import Sweep
+from ...run.planning import Sweep
 from ..violations import VIOLATION_SCHEMA, LaunchViolations, TableSink
 from .turns import SWEEP_TAGS, Turns, are_writes, first_places, out_of_order
 

@@ -18,7 +18,7 @@ from kvcanary.replayer.report.merged import expansion, merging
 from kvcanary.replayer.report.merged.expansion import ExpansionError, expand
 from kvcanary.replayer.report.merged.merging import MergingSink
 from kvcanary.replayer.report.violations import LaunchViolations, violation_table
-from kvcanary.replayer.run.sweep import Sweep
+from kvcanary.replayer.run.planning import Sweep
 
 from ...support.both_ways import assert_tables, plain
 
