@@ -21,6 +21,7 @@ from .trace_bytes import TornError, TraceBytes, aligned
 
 MAGIC: Final = b"ARROW1"
 FIRST_MESSAGE: Final = 8
+FILE_START: Final = MAGIC.ljust(FIRST_MESSAGE, b"\0")
 PREFIX_BYTES: Final = 8
 MARKER: Final = 0xFFFFFFFF
 SCHEMA: Final = 1
@@ -191,7 +192,7 @@ def read_footer(source: TraceBytes, size: int) -> Footer | None:
         return None
     rows = np.frombuffer(blocks, dtype="<i8").reshape(-1, 3).copy()
     rows[:, 1] &= 0xFFFFFFFF  # an int32 and four bytes of padding
-    return Footer(start=start, blocks=rows, as_file=MAGIC.ljust(FIRST_MESSAGE, b"\0") + bytes(footer))
+    return Footer(start=start, blocks=rows, as_file=FILE_START + bytes(footer))
 
 
 def footer_lists(footer: Footer, first: int) -> bool:

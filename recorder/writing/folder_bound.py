@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from ..trace.files import is_being_written, split_segment_name, tail_paths
+from ..trace.framing import FILE_START
 from ..trace.schema import HEADER_KEY
-from .trace_file import MAGIC
 
 _BEGINNING_NS: Final = 10_000_000_000
 _BEGINNING_BYTES: Final = 1 << 16  # of a file, in which its header begins
@@ -74,7 +74,7 @@ def _is_ours(path: Path) -> bool:
         return False
     finally:
         os.close(descriptor)
-    return beginning.startswith(MAGIC) and HEADER_KEY in beginning
+    return beginning.startswith(FILE_START) and HEADER_KEY in beginning
 
 
 def _begins(newest: list[Path]) -> bool:

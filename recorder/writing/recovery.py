@@ -10,11 +10,12 @@ import pyarrow as pa
 
 from ..errors import TraceError
 from ..files import partial_path
+from ..process.settings import COMPRESSIONS
 from ..trace.batch import CUT, TraceBatch, TraceGap
 from ..trace.encode import batch_metadata, encode_events
 from ..trace.event import loss_event
 from ..trace.reader import TraceReader
-from .trace_file import COMPRESSIONS, TraceFile
+from .trace_file import TraceFile
 
 MAX_CAUSES: Final = 100
 

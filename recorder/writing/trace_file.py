@@ -13,12 +13,10 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from ..errors import TraceError, TraceExistsError
+from ..process.settings import COMPRESSIONS
 from ..trace.files import base_name
+from ..trace.framing import FILE_START
 from .own_file import OwnFile, close_in_children
-
-MAGIC: Final = b"ARROW1\0\0"
-
-COMPRESSIONS: Final = ("lz4", "zstd", "none")
 
 _ROOM_BYTES: Final = 1 << 20  # more than Arrow takes to write a batch, beside the batch
 MAX_NAMES: Final = 100  # that are tried for a new trace
@@ -76,7 +74,7 @@ class TraceFile:
             self._writer = pa.ipc.new_file(self._sink, schema, options=options)
             # Arrow writes the beginning together with the first batch; a bad disk should show now, and a process
             # that is killed before its first flush should leave a trace that names its engine.
-            self._beginning = MAGIC + schema.serialize().to_pybytes()
+            self._beginning = FILE_START + schema.serialize().to_pybytes()
             self._put(memoryview(self._beginning))
         except OSError as error:
             self._drop(path)
@@ -190,9 +188,7 @@ def begin_new(path: Path, begin: Callable[[Path], _T]) -> _T:
     """Return what `begin` makes of a path, or if that is taken, of the first of `NAME-1.arrow` and so on that is not.
 
     A process's trace is named after the second and the process's id: containers that share a folder may have both alike.
-
-    Raises:
-        TraceError, FileExistsError: as `begin` does.
+    Raises `TraceError` and `FileExistsError` as `begin` does.
     """
     for number in range(MAX_NAMES):
         try:
