@@ -18,14 +18,7 @@ _STYLES: Final = {"high": "bold red", "medium": "bold yellow", "low": "bold"}
 
 
 def show_incidents(console: Console, incidents: Sequence[Row], *, total: int, first_time_ns: int) -> None:
-    """Print the first incidents, a block each, and how many are left.
-
-    Args:
-        console: where to.
-        incidents: rows of a summary's `incidents`.
-        total: how many there are.
-        first_time_ns: when the trace began.
-    """
+    """Print the first of a summary's incidents, a block each, and how many of `total` are left."""
     shown = incidents[:MOST_SHOWN]
     for row in shown:
         show_incident(console, row, first_time_ns)
@@ -85,12 +78,10 @@ def _lines(row: Row, first_time_ns: int) -> list[tuple[str, str]]:
 
 
 def _runs(runs: Sequence[Mapping[str, int]]) -> str:
-    if not runs:
-        return ""
     words = [
         f"{r['start']:,}" if r["count"] == 1 else f"{r['start']:,}-{r['start'] + r['count'] - 1:,}" for r in runs[:3]
     ]
-    return f": {', '.join(words)}{', ...' if len(runs) > len(words) else ''}"
+    return f": {', '.join(words)}{', ...' if len(runs) > len(words) else ''}" if runs else ""
 
 
 def count_of(count: int, noun: str) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...recorder.cli.program import GivenPath
+from ...recorder.cli.program import GivenPath, console_for, fail
+from ...recorder.errors import printable
 
 if TYPE_CHECKING:
     from ..lab.claims import Claim
@@ -49,25 +52,12 @@ def list_command(as_json: bool) -> None:
     from ..lab.faults import FAULTS
 
     if as_json:
-        import json
-
-        faults = [
-            {
-                "name": fault.name,
-                "family": fault.family,
-                "reference": fault.reference,
-                "benign": fault.benign,
-                "configs": list(fault.configs),
-                "summary": fault.summary,
-            }
-            for fault in FAULTS.values()
-        ]
+        names = ("name", "family", "reference", "benign", "configs", "summary")
+        faults = [{name: getattr(fault, name) for name in names} for fault in FAULTS.values()]
         configs = [{"name": c.name, "summary": c.summary} for c in CONFIGURATIONS.values()]
         click.echo(json.dumps({"faults": faults, "configurations": configs}, indent=2))
         return
     from rich.table import Table
-
-    from ...recorder.cli.program import console_for
 
     out = console_for(sys.stdout)
     table = Table("fault", "seen in", "what happens", box=None, pad_edge=False)
@@ -93,26 +83,28 @@ def run_command(fault_name: str, config: str | None, seed: int, output: Path, fo
 
     The trace carries the ground truth too, as a mark event "fault injected".
     """
-    from ...recorder.errors import TraceError, printable
+    from ...recorder.errors import TraceError
     from ..lab.trial import run_trial
 
     trial = _trial(fault_name, config, seed)
     try:
         outcome = run_trial(trial, output, overwrite=force)
     except TraceError as error:
-        click.echo(f"Error: {printable(str(error))}", err=True)
-        sys.exit(2)
+        fail(str(error))
     except OSError as error:  # the folder of a pair
-        click.echo(f"Error: {printable(f'{output}: cannot be written: {error.strerror or error}')}", err=True)
-        sys.exit(2)
+        fail(f"{output}: cannot be written: {error.strerror or error}")
     if as_json:
-        import dataclasses
-        import json
-
-        effect = dataclasses.asdict(outcome.effect) if outcome.effect is not None else None
-        known = {"fault": fault_name, "config": trial.config, "seed": seed, "forwards": outcome.forwards}
-        known |= {"traces": [str(trace) for trace in outcome.traces], "injected": outcome.label or None}
-        click.echo(json.dumps({**known, "effect": effect, "broke_down": outcome.broke_down}, indent=2))
+        known = {
+            "fault": fault_name,
+            "config": trial.config,
+            "seed": seed,
+            "forwards": outcome.forwards,
+            "traces": [str(trace) for trace in outcome.traces],
+            "injected": outcome.label or None,
+            "effect": asdict(outcome.effect) if outcome.effect is not None else None,
+            "broke_down": outcome.broke_down,
+        }
+        click.echo(json.dumps(known, indent=2))
         return
     for line in _story(trial, outcome):
         click.echo(printable(line))
@@ -168,8 +160,7 @@ def _story(trial: Trial, outcome: TrialRun) -> list[str]:
 @click.option("--clean-seeds", type=click.IntRange(0, 10 * MAX_SEEDS), help="Clean runs. [default: ten times --seeds]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes. [default: one a core]")
 @click.option(
-    "-o",
-    "--output",
+    *("-o", "--output"),
     type=GivenPath(dir_okay=False),
     default=Path("matrix.parquet"),
     show_default=True,
@@ -196,15 +187,13 @@ def matrix_command(
     """
     from concurrent.futures.process import BrokenProcessPool
 
-    from ...recorder.errors import printable
-    from ..lab.claims import make_claims
+    from ..lab.claims import make_claims, matrix_markdown
     from ..lab.configurations import CONFIGURATIONS
     from ..lab.faults import FAULTS
     from ..lab.matrix import plan_trials
     from ..lab.results import ResultsError
 
     clean_seeds = 10 * seeds if clean_seeds is None else clean_seeds
-    chosen = {"--faults": faults, "--configs": configs}
     planned = plan_trials(
         faults=_names(faults, list(FAULTS), "--faults"),
         configs=_names(configs, list(CONFIGURATIONS), "--configs"),
@@ -215,40 +204,31 @@ def matrix_command(
         raise click.BadParameter(f"there is no folder {markdown.parent}", param_hint="--markdown")
     if not planned:
         raise click.UsageError("nothing to try: none of the faults goes with any of the configurations, or no seeds")
+    kept = f"{output} keeps what is done, the same command goes on"
     try:
         rows = _run_shown(planned, output, jobs=jobs or len(os.sched_getaffinity(0)), force=force)
     except ResultsError as error:
-        click.echo(f"Error: {printable(str(error))}", err=True)
-        sys.exit(2)
+        fail(str(error))
     except KeyboardInterrupt:
-        click.echo(printable(f"stopped; {output} keeps what is done, the same command goes on"), err=True)
+        click.echo(printable(f"stopped; {kept}"), err=True)
         raise
     except BrokenProcessPool:
-        click.echo(
-            printable(
-                f"Error: a worker was killed, perhaps for want of memory; {output} keeps what is done, the same command "
-                "goes on, with fewer --jobs"
-            ),
-            err=True,
-        )
-        sys.exit(2)
+        fail(f"a worker was killed, perhaps for want of memory; {kept}, with fewer --jobs")
     claims = make_claims(rows)
+    holds = all(claim.holds for claim in claims)
     if as_json:
-        import json
-
-        known = {"seeds": seeds, "clean_seeds": clean_seeds, "holds": all(claim.holds for claim in claims)}
+        known = {"seeds": seeds, "clean_seeds": clean_seeds, "holds": holds}
         click.echo(json.dumps({**known, "claims": [claim.to_json() for claim in claims]}, indent=2))
     else:
         _show(claims, output)
     if markdown is not None:
-        from ..lab.claims import matrix_markdown
-
         command = f"kvcanary lab matrix --seeds {seeds} --clean-seeds {clean_seeds}"
+        chosen = {"--faults": faults, "--configs": configs}
         command += "".join(f" {name} {given}" for name, given in chosen.items() if given != "all")
         command += f" --markdown {markdown}"
         text = matrix_markdown(claims, command=command, seeds=seeds, clean_seeds=clean_seeds)
         markdown.write_text(text, encoding="utf-8")
-    if not all(claim.holds for claim in claims):
+    if not holds:
         sys.exit(EXIT_CLAIM_FAILED)
 
 
@@ -266,14 +246,11 @@ def _run_shown(planned: list[tuple[str, str, int]], output: Path, *, jobs: int, 
     """Run the matrix, with a progress bar on a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from ...recorder.cli.program import console_for
     from ..lab.matrix import run_matrix
 
-    columns = (TextColumn("matrix"), BarColumn(), MofNCompleteColumn(), TextColumn("trials"))
     err = console_for(sys.stderr)
-    with Progress(
-        *columns, TimeRemainingColumn(), TextColumn("{task.description}"), console=err, disable=not err.is_terminal
-    ) as bar:
+    columns = (TextColumn("matrix"), BarColumn(), MofNCompleteColumn(), TextColumn("trials"), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=err, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=len(planned))
 
         def show(done: int, total: int, row: Any) -> None:
@@ -285,8 +262,8 @@ def _run_shown(planned: list[tuple[str, str, int]], output: Path, *, jobs: int, 
 def _show(claims: list[Claim], output: Path) -> None:
     from rich.table import Table
 
-    from ...recorder.cli.program import console_for
     from ..lab.claims import HEADINGS, cells
+    from .incident_blocks import count_of
 
     out = console_for(sys.stdout)
     # A narrow terminal does without the names of what saw each fault; they are in the output file.
@@ -300,11 +277,9 @@ def _show(claims: list[Claim], output: Path) -> None:
         table.add_row(*cells(claim)[:shown], style="" if claim.holds else "red")
     out.print(table)
     failures = [text for claim in claims for text in claim.failures]
-    for text in failures[:20]:
+    more = [f"and {len(failures) - 20:,} more, in {output}"] if len(failures) > 20 else []
+    for text in failures[:20] + more:
         out.print(text, style="red", markup=False)
-    if len(failures) > 20:
-        out.print(f"and {len(failures) - 20:,} more, in {output}", style="red", markup=False)
     several = f"{len(failures):,} trials contradict the claims"
     verdict = "every claim holds" if not failures else "1 trial contradicts a claim" if len(failures) == 1 else several
-    trials = sum(claim.runs for claim in claims)
-    out.print(f"{verdict}   {trials:,} {'trial' if trials == 1 else 'trials'}   {output}", markup=False)
+    out.print(f"{verdict}   {count_of(sum(claim.runs for claim in claims), 'trial')}   {output}", markup=False)

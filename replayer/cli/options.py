@@ -4,12 +4,13 @@ import sys
 
 import click
 
+from ...recorder.cli.program import console_for
+
 
 def list_checks(context: click.Context) -> None:
     """Print every check with what it finds, and end the command."""
     from rich.table import Table
 
-    from ...recorder.cli.program import console_for
     from ..checks import CHECKS
 
     table = Table.grid(padding=(0, 2))
@@ -35,18 +36,8 @@ def check_names(text: str) -> tuple[str, ...]:
         raise click.UsageError(
             f"--checks: no check {unknown[0].removeprefix('-')!r}; there are {', '.join(CHECK_NAMES)}, all, none"
         )
-    left_out = {name[1:] for name in asked if name.startswith("-")}
     chosen = {name for name in asked if not name.startswith("-")} or set(CHECK_NAMES)
-    return tuple(name for name in CHECK_NAMES if name in chosen - left_out)
-
-
-def device_name(name: str) -> str:
-    """Return the name of a device; raise `click.BadParameter` if it is none."""
-    from ..executors.device.cuda import is_device_name
-
-    if not is_device_name(name):
-        raise click.BadParameter(f"{name!r} is no device; expected cpu, cuda or cuda:N")
-    return name
+    return tuple(name for name in CHECK_NAMES if name in chosen and f"-{name}" not in asked)
 
 
 def executor_for(device: str, executor: str) -> str:
@@ -59,14 +50,21 @@ def executor_for(device: str, executor: str) -> str:
     return "stepwise"
 
 
-def device_names(devices: str | None) -> tuple[str, ...]:
-    """Return the devices that `devices` names, joined by commas; raise `click.UsageError` if one of them is none."""
-    if devices is None:
+def device_names(text: str | None, single: click.Parameter | None = None) -> tuple[str, ...]:
+    """Return the devices named, joined by commas, or the one that the option `single` takes; none of None.
+
+    Raises:
+        click.UsageError: one of them is no device.
+    """
+    if text is None:
         return ()
     from ..executors.device.cuda import is_device_name
 
-    names = tuple(name.strip() for name in devices.split(","))
+    names = tuple(name.strip() for name in text.split(",")) if single is None else (text,)
     for name in names:
         if not is_device_name(name):
-            raise click.UsageError(f"--devices: {name!r} is no device; expected cpu, cuda or cuda:N, joined by commas")
+            expected = f"{name!r} is no device; expected cpu, cuda or cuda:N"
+            if single is not None:
+                raise click.BadParameter(expected, param=single)
+            raise click.UsageError(f"--devices: {expected}, joined by commas")
     return names

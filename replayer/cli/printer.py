@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from ...recorder.errors import printable
-from ..run.verdict import EXIT_UNREADABLE, combined_exit_code
-from .folder_screen import overall, ranks_json, show_table
-from .screen import one_line, show, show_next
+from ..run.coverage import RANKS, not_watched
+from ..run.verdict import EXIT_UNREADABLE, Verdict, combined_exit_code
+from .screen import VERDICT_STYLES, one_line, segment_names, show, show_next, up_to
 
 if TYPE_CHECKING:
     from ..report.summary import Summary
@@ -21,36 +24,21 @@ if TYPE_CHECKING:
     from ..workers.jobs import Job, ReplayPlan
 
 
+@dataclass(slots=True)
 class ResultPrinter:
-    """Prints results as they come: on screens, in a line each, or as JSON at the end.
+    """Prints results as they come: on screens, in a line each, or as JSON at the end."""
 
-    Args:
-        out, err: where results and messages go.
-        as_json, quiet: how results are printed.
-        folders: whether a folder was named, so that a table of all ends the output.
-        shown: called with each summary once its verdict is on the screen; returns what to say to the user.
-    """
-
-    def __init__(
-        self,
-        out: Console,
-        err: Console,
-        *,
-        as_json: bool,
-        quiet: bool,
-        folders: bool,
-        shown: Callable[[Summary], str] | None = None,
-    ) -> None:
-        self._out = out
-        self._err = err
-        self._as_json = as_json
-        self._quiet = quiet
-        self._folders = folders
-        self._shown = shown
-        self._codes: list[int] = []
-        self._summaries: list[dict[str, object]] = []
-        self._finished: list[Summary] = []
-        self._failed: list[str] = []
+    _out: Console  # where results go
+    _err: Console  # where messages go
+    _: KW_ONLY
+    as_json: bool
+    quiet: bool
+    folders: bool  # a folder was named, so that a table of all ends the output
+    shown: Callable[[Summary], str] | None  # told each summary on the screen; returns what to say to the user
+    _codes: list[int] = field(default_factory=list, init=False)
+    _summaries: list[dict[str, object]] = field(default_factory=list, init=False)
+    _finished: list[Summary] = field(default_factory=list, init=False)
+    _failed: list[str] = field(default_factory=list, init=False)
 
     def say(self, line: str, style: str = "") -> None:
         """Print a message to standard error."""
@@ -75,8 +63,8 @@ class ResultPrinter:
             self._codes.append(summary.verdict.exit_code)
             self._summaries.append(summary.to_json())
             self._finished.append(summary)
-            on_screen = not (self._as_json or self._quiet) and not (self._folders and not summary.verdict.exit_code)
-            if self._quiet and not self._as_json:
+            on_screen = not (self.as_json or self.quiet) and not (self.folders and not summary.verdict.exit_code)
+            if self.quiet and not self.as_json:
                 click.echo(one_line(summary))
             elif on_screen:
                 if len(self._codes) > 1:
@@ -89,14 +77,14 @@ class ResultPrinter:
 
     def end(self, plan: ReplayPlan, *, several: bool) -> int:
         """Print what there is to say of all, and return the exit code."""
-        if self._as_json:
+        if self.as_json:
             found: object = self._summaries if several else self._summaries[0] if self._summaries else {}
-            if self._folders:
+            if self.folders:
                 word, code = overall(self._codes)
                 found = {"verdict": word, "exit_code": code, "recordings": self._summaries}
                 found["ranks"] = ranks_json(plan.ranks)
             click.echo(json.dumps(found, indent=2))
-        elif self._folders and not self._quiet:
+        elif self.folders and not self.quiet:
             done = self._finished
             if len(done) > 1 or self._failed or all(summary.verdict.exit_code == 0 for summary in done):
                 if any(summary.verdict.exit_code for summary in done):
@@ -105,9 +93,82 @@ class ResultPrinter:
         return combined_exit_code(self._codes)
 
     def _finish(self, summary: Summary, on_screen: bool) -> None:
-        if self._shown is None:
+        if self.shown is None:
             return
         with self._err.status("writing the report") if on_screen else contextlib.nullcontext():
-            note = self._shown(summary)
+            note = self.shown(summary)
         if note:
             self.say(note, "yellow")
+
+
+_OVERALL = {0: "clean", 1: "corrupt", 2: "unreadable", 125: "inconclusive"}
+
+
+def overall(codes: Sequence[int]) -> tuple[str, int]:
+    """Return the verdict over all recordings, in a word and as an exit code."""
+    code = combined_exit_code(codes)
+    return _OVERALL[code], code
+
+
+def show_table(console: Console, done: Sequence[Summary], failed: Sequence[str], codes: Sequence[int]) -> None:
+    """Print a line for each recording, what could not be read, and the verdict over all."""
+    counted = ("forwards", "violations", "findings")
+    columns = ["recording", "rank", "segments", *(Column(name, justify="right") for name in counted), "verdict"]
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for summary in done:
+        table.add_row(
+            Text(printable(summary.trace), overflow="fold"),
+            rank_name(summary),
+            segment_names(summary.segments),
+            *(f"{getattr(summary, name):,}" for name in counted),
+            Text(summary.verdict.name, style=VERDICT_STYLES[summary.verdict]),
+        )
+    console.print(table)
+    for summary in done:
+        if summary.verdict is not Verdict.CLEAN and summary.doubts:
+            why = f"clean {up_to(summary)}" if summary.cut else "; ".join(summary.doubts)
+            console.print(Text(printable(f"{summary.trace}: {why}"), style="dim"), soft_wrap=True)
+    # What one recording says of the others' ranks is so only where they are not here.
+    by_recording = [[row for row in summary.coverage if row.what != RANKS or not ranks_there(done)] for summary in done]
+    for text in dict.fromkeys("; ".join(not_watched(rows)) for rows in by_recording):
+        console.print(Text(printable(f"not watched  {text}"), style="dim"))
+    for line in failed:
+        console.print(Text(printable(line), style="red"), soft_wrap=True)
+    word, _ = overall(codes)
+    style = VERDICT_STYLES.get(next((v for v in Verdict if v.value == word), Verdict.INCONCLUSIVE), "bold")
+    console.print()
+    count = "1 recording" if len(codes) == 1 else f"{len(codes)} recordings"
+    console.print(Text.assemble((word.upper(), style), f"   over {count}"))
+
+
+def ranks_there(done: Sequence[Summary]) -> bool:
+    """Say whether the recordings are of all ranks of their servers."""
+    found: dict[tuple[str, ...], set[tuple[int, int, int]]] = {}
+    sizes: dict[tuple[str, ...], int] = {}
+    for summary in done:
+        header, ranks = summary.header, summary.header.ranks
+        server = (header.run_id, header.engine.name, header.model.name, header.role)
+        found.setdefault(server, set()).add((ranks.tp_rank, ranks.pp_rank, ranks.dp_rank))
+        sizes[server] = max(1, ranks.tp_size) * max(1, ranks.pp_size) * max(1, ranks.dp_size)
+    return all(len(found[server]) >= size for server, size in sizes.items())
+
+
+def rank_name(summary: Summary) -> str:
+    """Return where in the parallel layout a recording's process stood, with its role."""
+    ranks = summary.header.ranks
+    places = {name: (getattr(ranks, f"{name}_rank"), getattr(ranks, f"{name}_size")) for name in ("tp", "pp", "dp")}
+    parts = [f"{name} {rank}/{size}" for name, (rank, size) in places.items() if size > 1]
+    return " ".join([*([summary.header.role] if summary.header.role else []), *parts])
+
+
+def ranks_json(groups: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return what was compared across the ranks of each engine, as plain JSON values; of jobs, rank by rank."""
+
+    def compared(job: Any) -> dict[str, Any]:
+        found = {"forwards_compared": job.schedule.compared, "forwards_differing": job.schedule.differing}
+        return {"recording": job.recording.name, **found, "unrelated": job.schedule.unrelated}
+
+    return [
+        {"recording": first.recording.name, "compared": [compared(job) for job in others if job.schedule is not None]}
+        for first, *others in groups
+    ]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial, update_wrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from ...recorder.cli.program import GivenPath
-from .options import check_names, device_name, device_names, executor_for, list_checks
+from .options import check_names, device_names, executor_for, list_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..report.summary import Summary
+    from ..run.settings import Progress
     from ..workers.group_replay import GroupResult, GroupTask
     from ..workers.jobs import Job, ReplayPlan
 
@@ -66,7 +69,7 @@ def make_replay_command(
         add_page: what takes its time, and comes after the verdict was shown.
     """
     run = update_wrapper(partial(_replay, finish=finish, add_page=add_page), _replay)
-    return click.command("replay", epilog=_EPILOG)(run)
+    return click.command("replay", epilog=_EPILOG, context_settings={"show_default": True})(run)
 
 
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=GivenPath())
@@ -81,15 +84,14 @@ def make_replay_command(
     "--kv-hash",
     type=click.Choice(["auto", "none", "partial", "all"]),
     default="auto",
-    show_default=True,
     help="Which KV bytes of a slot are hashed: all that were captured (auto), none, its first 16 (partial, as the "
     "published canary), or every byte of the slot, refused where the trace holds fewer (all).",
 )
 @click.option(
     "--checks",
     default="all",
-    show_default=True,
     metavar="NAMES",
+    callback=lambda _context, _parameter, value: check_names(value),
     help="History checks beside the canary's: all, none, or names joined by commas; -name leaves one out of all.",
 )
 @click.option(
@@ -104,23 +106,20 @@ def make_replay_command(
     "--backend",
     type=click.Choice(["cpu", "reference"]),
     default="cpu",
-    show_default=True,
     help="cpu: compiled loops. reference: the same loops uncompiled, some hundred times slower; the definition.",
 )
 @click.option(
     "--executor",
     type=click.Choice(["interval", "stepwise"]),
     default="interval",
-    show_default=True,
     help="interval: look at a prefix position again only after something changed that it depends on. stepwise: look at "
     "every one in every forward, as the canary does; finds the same, many times slower on long contexts.",
 )
 @click.option(
     "--device",
     default="cpu",
-    show_default=True,
     metavar="cpu|cuda[:N]",
-    callback=lambda _context, _parameter, value: device_name(value),
+    callback=lambda _context, parameter, value: device_names(value, parameter)[0],
     help="Where the pools are rebuilt and stepped: the CPU, or a GPU, which needs PyTorch with CUDA and steps forwards "
     "(--executor stepwise).",
 )
@@ -134,6 +133,7 @@ def make_replay_command(
 @click.option(
     "--devices",
     metavar="NAMES",
+    callback=lambda _context, _parameter, value: device_names(value),
     help="Where several recordings are replayed, joined by commas: cuda:0,cuda:1 gives each GPU a process of its own, "
     "which takes one recording after another; cpu may stand among them.",
 )
@@ -165,26 +165,19 @@ def make_replay_command(
     is_flag=True,
     help="Stop after the first forward, or event between forwards, with a violation or finding.",
 )
-def _replay(  # one parameter an option
+def _replay(
     traces: tuple[Path, ...],
     report: Path | None,
     no_report: bool,
-    kv_hash: str,
-    checks: str,
-    backend: str,
-    executor: str,
-    device: str,
     jobs: int | None,
-    devices: str | None,
+    devices: tuple[str, ...],
     as_json: bool,
     quiet: bool,
-    max_violations: int | None,
-    all_rows: bool,
-    fail_fast: bool,
     page: bool | None,
     *,
     finish: Callable[[Summary], str] | None,
     add_page: AddPage | None,
+    **how: Any,
 ) -> None:
     """Replay recorded traces and say which KV slots went wrong, since when, and for whom.
 
@@ -207,20 +200,11 @@ def _replay(  # one parameter an option
 
     if report and no_report:
         raise click.UsageError("--report and --no-report exclude one another")
-    places = device_names(devices)
-    if places and device != "cpu":
+    if devices and how["device"] != "cpu":
         raise click.UsageError("--device and --devices exclude one another")
-    settings = ReplaySettings(
-        kv_hash=kv_hash,
-        checks=check_names(checks),
-        backend=backend,
-        executor=executor_for(next((name for name in places if name != "cpu"), device), executor),
-        device=device,
-        max_violations=max_violations,
-        all_rows=all_rows,
-        fail_fast=fail_fast,
-    )
-    if (jobs or len(places)) > 1:
+    how["executor"] = executor_for(next((name for name in devices if name != "cpu"), how["device"]), how["executor"])
+    settings = ReplaySettings(**how)
+    if (jobs or len(devices)) > 1:
         start_server(finish)  # loads while the traces are looked through
     out, err = console_for(sys.stdout), Console(stderr=True, emoji=False, highlight=False)
     folders = any(trace.is_dir() for trace in traces)
@@ -241,7 +225,7 @@ def _replay(  # one parameter an option
     left = sum(map(len, plan.groups))
     interrupted = False
     with reports_held([job for group in plan.groups for job in group], settings, explicit=report is not None):
-        for group, result in _results(plan, task, jobs, places, err, quiet=as_json or quiet):
+        for group, result in _results(plan, task, jobs, devices, err, quiet=as_json or quiet):
             printer.take(group, result)
             left -= len(group)
             interrupted |= result.interrupted
@@ -257,49 +241,38 @@ def _results(
     plan: ReplayPlan, task: GroupTask, jobs: int | None, devices: tuple[str, ...], err: Console, *, quiet: bool
 ) -> Iterator[tuple[list[Job], GroupResult]]:
     """Yield what comes of each group, here or in worker processes, with progress on a terminal."""
-    from contextlib import nullcontext
-    from dataclasses import replace
-
     from ..workers.joining import joined_results
     from ..workers.pool import replay_in_workers
     from ..workers.sharing import shared_out
-    from .progress import notices_shown
+    from .progress import notices_shown, progress_shown
 
     plan, workers = shared_out(plan, task.settings, jobs=jobs or len(devices) or None)
     shown = err.is_terminal and not quiet
+    update: Callable[[Progress], None] | None = None
+
+    def on_progress(progress: Progress) -> None:
+        if update is not None:
+            update(progress)
+
     with nullcontext() if quiet else notices_shown(err):
         if workers < 2:
             if devices:
                 task = replace(task, settings=replace(task.settings, device=devices[0]))
-            yield from _results_here(plan, task, err, shown=shown)
-        elif not shown:
-            yield from joined_results(
-                replay_in_workers(plan, task, lambda _: None, jobs=workers, devices=devices), task
-            )
+            title, results = "replay", _results_here(plan, task, on_progress)
         else:
-            yield from _results_shown(plan, task, err, workers=workers, devices=devices)
-
-
-def _results_shown(
-    plan: ReplayPlan, task: GroupTask, err: Console, *, workers: int, devices: tuple[str, ...]
-) -> Iterator[tuple[list[Job], GroupResult]]:
-    from ..workers.joining import joined_results
-    from ..workers.pool import replay_in_workers
-    from .progress import ProgressBar
-
-    found = replay_in_workers(plan, task, lambda progress: bar.update(progress), jobs=workers, devices=devices)
-    results = joined_results(found, task)
-    while True:
-        # Between two results the bar makes way for what is printed.
-        with ProgressBar(err, f"replay, {workers} at once") as bar:
-            result = next(results, None)
-        if result is None:
-            return
-        yield result
+            found = replay_in_workers(plan, task, on_progress, jobs=workers, devices=devices)
+            title, results = f"replay, {workers} at once", joined_results(found, task)
+        while True:
+            # Between two results the bar makes way for what is printed.
+            with progress_shown(err, title) if shown else nullcontext() as update:
+                result = next(results, None)
+            if result is None:
+                return
+            yield result
 
 
 def _results_here(
-    plan: ReplayPlan, task: GroupTask, err: Console, *, shown: bool
+    plan: ReplayPlan, task: GroupTask, on_progress: Callable[[Progress], None]
 ) -> Iterator[tuple[list[Job], GroupResult]]:
     from ...kernels.replay_pass.state import prepare
     from ..workers.group_replay import replay_group
@@ -309,13 +282,7 @@ def _results_here(
     for number, group in enumerate(plan.groups):
         if number:
             gc.collect()  # the last one's pools hang in a circle, and two do not fit everywhere
-        if shown:
-            from .progress import ProgressBar
-
-            with ProgressBar(err, "replay") as bar:
-                result = replay_group(group, task, bar.update)
-        else:
-            result = replay_group(group, task)
+        result = replay_group(group, task, on_progress)
         yield group, result
         if result.interrupted:
             return

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from ...recorder.errors import printable
@@ -40,24 +39,19 @@ def show(console: Console, summary: Summary) -> None:
         console.print(Text(line, style="dim"), soft_wrap=True)
     console.print()
     console.print(_verdict(summary), soft_wrap=True)
-    console.print(_not_watched(summary))
+    left_out = "; ".join(not_watched(summary.coverage)) or "nothing that this recording tells of"
+    console.print(grid([("not watched", left_out)]))
     if summary.incidents:
         console.print()
         total = summary.num_incidents or len(summary.incidents)
         show_incidents(console, summary.incidents, total=total, first_time_ns=summary.first_time_ns)
-    elif summary.first_violation:
-        console.print()
-        console.print(Padding(_violation(summary, summary.first_violation), (0, 0, 0, 2), expand=False))
-        console.print()
-        console.print(Padding(_counts(summary), (0, 0, 0, 2), expand=False))
-    if summary.first_finding and not summary.incidents:
-        console.print()
-        console.print(Padding(_finding(summary, summary.first_finding), (0, 0, 0, 2), expand=False))
-    for title, lines, total in (
-        ("damage", summary.gaps, summary.num_gaps),
-        ("losses", summary.losses, summary.num_losses),
-    ):
-        _list(console, title, lines, total)
+    else:
+        blocks = [_violation(summary, summary.first_violation), _counts(summary)] if summary.first_violation else []
+        for block in [*blocks, *([_finding(summary, summary.first_finding)] if summary.first_finding else [])]:
+            console.print()
+            console.print(Padding(grid(block), (0, 0, 0, 2), expand=False))
+    _list(console, "damage", summary.gaps, summary.num_gaps)
+    _list(console, "losses", summary.losses, summary.num_losses)
     _list(console, "notes in the trace", [_mark(mark) for mark in summary.marks], summary.num_marks)
 
 
@@ -92,11 +86,10 @@ def one_line(summary: Summary) -> str:
 
 def _headline(summary: Summary) -> Text:
     header = summary.header
-    version = " ".join(part for part in (header.engine.name, header.engine.version) if part)
-    commit = f" ({header.engine.commit})" if header.engine.commit else ""
+    commit = f"({header.engine.commit})" if header.engine.commit else ""
     span = (summary.last_time_ns - summary.first_time_ns) / 1e9
     parts = [
-        version + commit,
+        " ".join(part for part in (header.engine.name, header.engine.version, commit) if part),
         header.model.name,
         f"tp {header.ranks.tp_rank}/{header.ranks.tp_size}",
         *([f"segments {segment_names(summary.segments)}"] if summary.segments else []),
@@ -139,29 +132,23 @@ def _more_checks(summary: Summary) -> list[str]:
 
 
 def _verdict(summary: Summary) -> Text:
-    verdict = summary.verdict
+    verdict, said = summary.verdict, []
     if summary.cut:
-        text = Text(Verdict.CLEAN.name, style=VERDICT_STYLES[verdict])
-        return text.append(
-            f" in what was watched {up_to(summary)}   (exit code {verdict.exit_code})", "default not bold"
-        )
-    text = Text(verdict.name, style=VERDICT_STYLES[verdict])
-    if verdict is Verdict.CORRUPT:
-        found = [count_of(summary.num_incidents, "incident")] if summary.num_incidents is not None else []
-        if summary.violations:
-            found.append(count_of(summary.violations, "violation"))
-        if summary.findings:
-            found.append(count_of(summary.findings, "finding"))
-        hit = f"{len(summary.requests_hit):,} of {count_of(summary.requests, 'request')} hit"
-        text.append("   " + ", ".join([*found, hit]), style="default not bold")
-    if verdict is Verdict.CLEAN:
-        text.append(
-            f" in what was watched   no violation in {count_of(summary.forwards, 'forward')}", "default not bold"
-        )
-    elif summary.doubts:
-        joint = "   but not the whole story: " if verdict is Verdict.CORRUPT else "   "
-        text.append(joint + "; ".join(summary.doubts), style="default not bold")
-    return text
+        said = [f" in what was watched {up_to(summary)}   (exit code {verdict.exit_code})"]
+    elif verdict is Verdict.CLEAN:
+        said = [f" in what was watched   no violation in {count_of(summary.forwards, 'forward')}"]
+    else:
+        if verdict is Verdict.CORRUPT:
+            found = [count_of(summary.num_incidents, "incident")] if summary.num_incidents is not None else []
+            named = ("violation", summary.violations), ("finding", summary.findings)
+            found += [count_of(count, noun) for noun, count in named if count]
+            hit = f"{len(summary.requests_hit):,} of {count_of(summary.requests, 'request')} hit"
+            said.append("   " + ", ".join([*found, hit]))
+        if summary.doubts:
+            joint = "   but not the whole story: " if verdict is Verdict.CORRUPT else "   "
+            said.append(joint + "; ".join(summary.doubts))
+    name = Verdict.CLEAN.name if summary.cut else verdict.name
+    return Text(name, VERDICT_STYLES[verdict]).append_tokens((text, "default not bold") for text in said)
 
 
 def up_to(summary: Summary) -> str:
@@ -170,68 +157,52 @@ def up_to(summary: Summary) -> str:
     return f"up to forward {summary.last_forward:,}; {behind}"
 
 
-def _not_watched(summary: Summary) -> Table:
-    return grid([("not watched", "; ".join(not_watched(summary.coverage)) or "nothing that this recording tells of")])
-
-
-def _violation(summary: Summary, row: dict[str, Any]) -> Table:
+def _violation(summary: Summary, row: dict[str, Any]) -> list[tuple[str, str]]:
     since = (row["time_ns"] - summary.first_time_ns) / 1e9
     group = summary.header.groups[row["group"]]
     reasons = "; ".join(_REASONS[reason] for reason in row["reasons"])
-    rows = [
-        ("first seen", f"forward {row['forward']:,} (+{duration(since)}, {row['mode']})   {row['launch']}"),
-        ("what", f"{reasons}   [{' + '.join(row['reasons'])}]"),
-        ("request", f"{_owner(row)}, position {row['expected_position']:,}"),
-        ("in slot", f"{row['slot']:,} of pool {group.name}, half {row['half']}"),
-    ]
-    if row["endpoint"] == "HEAD" and row["writer_event"] == row["event"]:
-        rows.append(("written", f"token {row['stored_token']}, position {row['position']}"))
-    else:
-        rows.append(("stored", f"token {row['stored_token']}, position {row['position']}   {_writer(row)}"))
-    expected = [f"position {row['expected_position']}"]
-    if row["expected_token"] != -1:
-        expected.insert(0, f"token {row['expected_token']}")
+    owner = f"{row['request']}   row {row['req_pool_idx']:,}"
+    if row["mode"] == "sweep":
+        owner = "none: the prefix cache holds it"
+    writer = f"written last in forward {row['writer_forward']:,} by request {row['writer_request']}"
+    if row["writer_event"] < 0:
+        writer = "never written in this trace"
+    stored = f"token {row['stored_token']}, position {row['position']}"
+    just_written = row["endpoint"] == "HEAD" and row["writer_event"] == row["event"]
+    expected = [f"token {row['expected_token']}"] if row["expected_token"] != -1 else []
+    expected.append(f"position {row['expected_position']}")
     if "VERIFY_CHAIN_HASH" in row["reasons"]:
-        chain = (1 << 64) - 1
-        expected.append(
-            f"chain hash {row['expected_aux'] & chain:016x}, stored {row['stored_chain_hash'] & chain:016x}"
-        )
-    rows.append(("expected", ", ".join(expected)))
+        hashes = [row[name] & ((1 << 64) - 1) for name in ("expected_aux", "stored_chain_hash")]
+        expected.append(f"chain hash {hashes[0]:016x}, stored {hashes[1]:016x}")
     requests = list(summary.requests_hit.values())
     shown = ", ".join(requests[:6]) + (f" and {len(requests) - 6:,} more" if len(requests) > 6 else "")
     first, last = summary.first_violation_forward, summary.last_violation_forward
     span = f"forward {first:,}" if first == last else f"{summary.forwards_hit:,} forwards in {first:,}-{last:,}"
     spread = f"{span}   {count_of(summary.slots_hit, 'slot')}   {count_of(len(requests), 'request')}"
     spread += f": {shown}" if shown else ""
-    return grid([*rows, ("spread", spread)])
+    return [
+        ("first seen", f"forward {row['forward']:,} (+{duration(since)}, {row['mode']})   {row['launch']}"),
+        ("what", f"{reasons}   [{' + '.join(row['reasons'])}]"),
+        ("request", f"{owner}, position {row['expected_position']:,}"),
+        ("in slot", f"{row['slot']:,} of pool {group.name}, half {row['half']}"),
+        ("written", stored) if just_written else ("stored", f"{stored}   {writer}"),
+        ("expected", ", ".join(expected)),
+        ("spread", spread),
+    ]
 
 
-def _owner(row: dict[str, Any]) -> str:
-    if row["mode"] == "sweep":
-        return "none: the prefix cache holds it"
-    return f"{row['request']}   row {row['req_pool_idx']:,}"
-
-
-def _writer(row: dict[str, Any]) -> str:
-    if row["writer_event"] < 0:
-        return "never written in this trace"
-    return f"written last in forward {row['writer_forward']:,} by request {row['writer_request']}"
-
-
-def _counts(summary: Summary) -> Table:
+def _counts(summary: Summary) -> list[tuple[str, str]]:
     by = {"by reason": summary.violations_by_reason, "by launch": summary.violations_by_launch}
-    return grid(
-        [(title, "   ".join(f"{name} {count:,}" for name, count in counts.items())) for title, counts in by.items()]
-    )
+    return [(title, "   ".join(f"{name} {count:,}" for name, count in counts.items())) for title, counts in by.items()]
 
 
-def _finding(summary: Summary, finding: dict[str, Any]) -> Table:
+def _finding(summary: Summary, finding: dict[str, Any]) -> list[tuple[str, str]]:
     kinds = [(f"{kind} {count:,}", FINDING_KINDS[kind]) for kind, count in summary.findings_by_kind.items()]
     where = [f"forward {finding['forward']:,}"]
     where += [f"request {finding['request']}"] if finding["request"] else []
     where += [f"{name} {finding[key]:,}" for name, key in _PLACES if finding[key] >= 0]
     first = f"{', '.join(where)}: {finding['detail']}"
-    return grid([*kinds, ("the first", first)])
+    return [*kinds, ("the first", first)]
 
 
 def _mark(mark: dict[str, Any]) -> str:
@@ -257,13 +228,9 @@ def _next(summary: Summary) -> Text:
         return Text("next   run again with --report DIR to keep every violation and name what went wrong", style="dim")
     text = Text("report ", style="dim")
     text.append(summary.report, style="default")
+    left_out = f"{summary.violations_left_out:,} violations of slots with very many are counted, not kept: --all-rows"
     if summary.violations:
-        if summary.violations_left_out:
-            text.append(
-                f"   {summary.violations_left_out:,} violations of slots with very many are counted, not kept: --all-rows"
-            )
-        else:
-            text.append("   every violation is in violations.parquet")
+        text.append(f"   {left_out if summary.violations_left_out else 'every violation is in violations.parquet'}")
     if summary.verdict is Verdict.CORRUPT:
         report = shlex.quote(summary.report)
         text.append(f"\nnext   kvcanary triage {report}    or kvcanary sql {report}")

@@ -10,9 +10,8 @@ from typing import Any, Final, TypeVar
 
 from ...recorder.process.endings import ignore_endings
 from .faults import FAULTS
-from .lab_result import judge
 from .results import CLEAN, Row, load, save
-from .trial import Trial, run_trial
+from .trial import Trial, judge, run_trial
 
 SAVE_EVERY_S: Final = 15.0
 Key = tuple[str, str, int]

@@ -10,7 +10,7 @@ from kvcanary.recorder.engines.simulated.runner import ForwardRunner as Simulate
 from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.header import KvStream, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
 from kvcanary.replayer.checks import CHECK_NAMES, Covered
-from kvcanary.replayer.cli.folder_screen import ranks_there
+from kvcanary.replayer.cli.printer import ranks_there
 from kvcanary.replayer.cli.screen import one_line, show
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.coverage import Watched, coverage, no_figures, not_watched

@@ -28,14 +28,8 @@ TOKEN_SECONDS = 0.00002
 class SimulatedEngine:
     """An engine over one workload, recording into one trace; a context manager, which closes the trace.
 
-    The parts are attributes: a fault stands in for a part's method, or for the part.
-
-    Args:
-        config: the engine.
-        workload: requests in the order of their arrival, read as they arrive.
-        path: the trace to write.
-        kv_watch_every: passed to `Recorder`.
-        recorder_options: passed to `Recorder` and its writer.
+    The parts are attributes: a fault stands in for a part's method, or for the part. `workload` is read as requests
+    arrive; `recorder_options` go to `Recorder` and its writer.
 
     Raises:
         ValueError: options that make no sense.
@@ -47,8 +41,6 @@ class SimulatedEngine:
         config: EngineConfig,
         workload: Iterable[RequestSpec],
         path: str | Path,
-        *,
-        kv_watch_every: int = 1,
         **recorder_options: Any,
     ) -> None:
         self.config = config
@@ -59,9 +51,7 @@ class SimulatedEngine:
         layout = make_layout(config)
         pools = [KvPool(group, index=index) for index, group in enumerate(layout.header.groups)]
         sources = {(pool.index, number): source for pool in pools for number, source in enumerate(pool.sources())}
-        self.recorder = Recorder(
-            path, layout.header, kv_sources=sources, kv_watch_every=kv_watch_every, **recorder_options
-        )
+        self.recorder = Recorder(path, layout.header, kv_sources=sources, **recorder_options)
         self.history = SlotEvents(self.recorder, layout, page_size=config.page_size)
         self.memory = KvMemory(config, layout, pools=pools, history=self.history, counters=self.counters)
         self.sampler = Sampler(config)

@@ -33,12 +33,8 @@ class Model:
         self._noise = np.random.default_rng([config.seed, 0x4E01]) if config.noise else None
 
     def run(self, batch: Batch, attention: AttentionMetadata) -> WordArray:
-        """Write the KV of each token in every pool of the batch's runner, and return what was computed.
-
-        What came before a token is read from the slots that attention is given.
-
-        Returns:
-            `[T] uint64`, the content word of each token in the runner's first pool.
+        """Write the KV of each token in every pool of the batch's runner; what came before is read from the slots that
+        attention is given. Return the content word of each token in the runner's first pool, `[T] uint64`.
         """
         words = token_words(batch.input_ids, batch.positions)
         computed: WordArray | None = None

@@ -92,13 +92,7 @@ class Scheduler:
         request.row = self.free_rows.pop()
         self._memory.cache.attach(request)
         taken = self.take(request, budget)
-        if not taken or not self._memory.has_room(request, request.cached_len + taken):
-            self._memory.cache.unlock(request)
-            self.give_up_row(request)
-            return 0
-        self.record_admitted(request)
-        if not self._memory.extend(request, request.cached_len + taken):
-            self.leave(request, note="not admitted")
+        if not taken or not self._give_slots(request, request.cached_len + taken, note="not admitted"):
             return 0
         self._counters.resumed += request.retracted
         request.retracted = False
@@ -119,17 +113,23 @@ class Scheduler:
         child.window_start = min(child.shared_pages, parent.window_start)
         shared = slice(0, child.cached_len)
         memory.req_to_token[child.row, shared] = memory.req_to_token[parent.row, shared]
-        if not memory.has_room(child, parent.cached_len):
-            memory.cache.unlock(child)
-            self.give_up_row(child)
-            return False
-        self.record_admitted(child)
-        if not memory.extend(child, parent.cached_len):
-            self.leave(child, note="not forked")
+        if not self._give_slots(child, parent.cached_len, note="not forked"):
             return False
         memory.copy_tail(parent, child, note="fork")
         child.cached_len = parent.cached_len
         memory.slide(child)
+        return True
+
+    def _give_slots(self, request: Request, upto: int, *, note: str) -> bool:
+        """Admit a request that has its row, with slots up to `upto`; False, and without the row, if it must wait."""
+        if not self._memory.has_room(request, upto):
+            self._memory.cache.unlock(request)
+            self.give_up_row(request)
+            return False
+        self.record_admitted(request)
+        if not self._memory.extend(request, upto):
+            self.leave(request, note=note)
+            return False
         return True
 
     def has_row(self, num_picked: int = 0) -> bool:

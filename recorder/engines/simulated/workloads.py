@@ -17,7 +17,7 @@ import numpy as np
 
 from ....kernels.arrays import Int32Array, Int64Array
 from ....kernels.ops.hash.reference import splitmix64_words
-from .config import WorkloadError
+from .config import WorkloadError, check_numbers
 from .requests import NEVER, RequestSpec
 
 MAX_PRIORITIES: Final = 1 << 20
@@ -25,44 +25,25 @@ MAX_PRIORITIES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomWorkload:
-    """A stream of requests; iterating it twice gives the same ones.
-
-    Attributes:
-        requests: how many.
-        seed: of all that is random here.
-        prompt_tokens: mean length of a prompt; lengths are geometric.
-        output_tokens: mean length of an answer.
-        max_tokens: no request is longer than this, prompt and answer.
-        sharing: chance that a prompt begins with one that came before, cut at random.
-        num_prefixes: how many earlier prompts are remembered for that.
-        arrival_rate: requests a second of simulated time.
-        priorities: number of priorities, drawn evenly.
-        abort_rate: chance that a request is aborted on its way.
-        fork_rate: chance that a request asks for two to four answers.
-        vocab_size: tokens are drawn below it.
-    """
+    """A stream of requests; iterating it twice gives the same ones."""
 
     requests: int
-    seed: int = 0
-    prompt_tokens: int = 120
-    output_tokens: int = 40
-    max_tokens: int = 900
-    sharing: float = 0.5
-    num_prefixes: int = 16
-    arrival_rate: float = 40.0
-    priorities: int = 1
-    abort_rate: float = 0.0
-    fork_rate: float = 0.0
-    vocab_size: int = 32_000
+    seed: int = 0  # of all that is random here
+    prompt_tokens: int = 120  # mean length of a prompt; lengths are geometric
+    output_tokens: int = 40  # mean length of an answer
+    max_tokens: int = 900  # no request is longer than this, prompt and answer
+    sharing: float = 0.5  # chance that a prompt begins with one that came before, cut at random
+    num_prefixes: int = 16  # how many earlier prompts are remembered for that
+    arrival_rate: float = 40.0  # requests a second of simulated time
+    priorities: int = 1  # number of priorities, drawn evenly
+    abort_rate: float = 0.0  # chance that a request is aborted on its way
+    fork_rate: float = 0.0  # chance that a request asks for two to four answers
+    vocab_size: int = 32_000  # tokens are drawn below it
 
     def __post_init__(self) -> None:
         """Raise `ValueError` on numbers without a meaning."""
-        for name in ("requests", "prompt_tokens", "output_tokens", "num_prefixes", "priorities"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        for name in ("sharing", "abort_rate", "fork_rate"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 to 1")
+        positive = "requests prompt_tokens output_tokens num_prefixes priorities"
+        check_numbers(self, positive=positive, chances="sharing abort_rate fork_rate")
         if not self.arrival_rate > 0:  # nor is NaN, under which nobody would ever arrive
             raise ValueError(f"arrival_rate is {self.arrival_rate}, expected more than 0")
         if self.priorities > MAX_PRIORITIES:
@@ -73,7 +54,7 @@ class RandomWorkload:
     def __iter__(self) -> Iterator[RequestSpec]:
         """Yield the requests, in the order of their arrival."""
         random = np.random.default_rng([self.seed, 0x3047])
-        remembered: list[np.ndarray[tuple[int, ...], np.dtype[np.int32]]] = []
+        remembered: list[Int32Array] = []
         arrival_s = 0.0
         for _ in range(self.requests):
             arrival_s += float(random.exponential(1 / self.arrival_rate))
@@ -110,19 +91,13 @@ AZURE_COLUMNS: Final = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileWorkload:
-    """The requests of a file, read as they are wanted.
+    """The requests of a file, read as they are wanted; iterating raises `WorkloadError` on a line that cannot be used."""
 
-    `path` ends in .jsonl (Mooncake) or .csv (Azure). `fraction` is how much of the file is read, from its start.
-    `scale_time` multiplies arrival times: 0.1 is ten times the load. `limit` is the number of requests at most, 0 for
-    all. Tokens are below `vocab_size` and follow from `seed`. Iterating raises `WorkloadError` on a line that cannot be
-    used.
-    """
-
-    path: Path
-    fraction: float = 1.0
-    scale_time: float = 1.0
-    limit: int = 0
-    seed: int = 0
+    path: Path  # ends in .jsonl (Mooncake) or .csv (Azure)
+    fraction: float = 1.0  # of the file that is read, from its start
+    scale_time: float = 1.0  # multiplies arrival times: 0.1 is ten times the load
+    limit: int = 0  # requests at most, 0 for all
+    seed: int = 0  # which the tokens follow from
     vocab_size: int = 32_000
 
     def __post_init__(self) -> None:
@@ -189,7 +164,7 @@ class FileWorkload:
             try:
                 entry = json.loads(line)
             except (ValueError, RecursionError):
-                raise self._bad(number, expected, line) from None
+                entry = None
             if not isinstance(entry, dict):
                 raise self._bad(number, expected, line)
             tokens = self._length(number, "input_length", entry.get("input_length"))
@@ -217,15 +192,15 @@ class FileWorkload:
                     raise self._bad(number, f"the columns {','.join(AZURE_COLUMNS)}", line)
                 continue
             try:
-                stamp, context, generated = fields
+                stamp, *lengths = fields
+                context, generated = map(int, lengths)
                 # Seven digits of a second's fraction; datetime takes six.
                 time = datetime.fromisoformat(stamp[:26])
-                lengths = int(context), int(generated)
             except ValueError:
                 raise self._bad(number, "a line as 2023-11-16 18:17:03.9799600,4808,10", line) from None
             first = first or time
-            tokens = self._length(number, "ContextTokens", lengths[0])
-            answer = self._length(number, "GeneratedTokens", lengths[1])
+            tokens = self._length(number, "ContextTokens", context)
+            answer = self._length(number, "GeneratedTokens", generated)
             try:
                 arrival_s = max(0.0, (time - first).total_seconds())
             except TypeError:

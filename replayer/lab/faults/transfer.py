@@ -5,9 +5,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ....recorder.engines.simulated.pd_pair import PdPair
+from ....recorder.engines.simulated.pd_pair import PdPair, Room, SentPart
 from ....recorder.engines.simulated.radix import Node
-from ....recorder.engines.simulated.transfers import Room, SentPart
 from ..fault import Bench, around, fault, unchecked_pools, while_inside
 
 _PAIRS: Final = ("pd", "pd_swa", "pd_eagle")

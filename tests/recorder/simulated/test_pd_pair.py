@@ -2,8 +2,7 @@
 
 import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
-from kvcanary.recorder.engines.simulated.pd_pair import PairSettings, PdPair
-from kvcanary.recorder.engines.simulated.transfers import Link
+from kvcanary.recorder.engines.simulated.pd_pair import Link, PairSettings, PdPair
 from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from kvcanary.recorder.engines.simulated.config import BrokenEngineError
-from kvcanary.recorder.engines.simulated.pd_pair import PairSettings, PdPair
-from kvcanary.recorder.engines.simulated.transfers import Link
+from kvcanary.recorder.engines.simulated.pd_pair import Link, PairSettings, PdPair
 from kvcanary.replayer.run.replay import replay_joined
 
 from .cases import FORWARDS, config_and_workload
