@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from ...recorder.errors import printable
@@ -113,8 +113,10 @@ def overall(codes: Sequence[int]) -> tuple[str, int]:
 def show_table(console: Console, done: Sequence[Summary], failed: Sequence[str], codes: Sequence[int]) -> None:
     """Print a line for each recording, what could not be read, and the verdict over all."""
     counted = ("forwards", "violations", "findings")
-    columns = ["recording", "rank", "segments", *(Column(name, justify="right") for name in counted), "verdict"]
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table("recording", "rank", "segments", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in counted:
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
     for summary in done:
         table.add_row(
             Text(printable(summary.trace), overflow="fold"),
