@@ -16,7 +16,7 @@ RUN_ID: Final = PREFIX + "RUN_ID"  # one for all processes of a server, so that 
 BISECT: Final = PREFIX + "BISECT_"  # what `kvcanary bisect run` sets for the command that it runs
 VARIABLES: Final = (TRACE, CONFIG, *(setting.variable for setting in SETTINGS if setting is not FOLDER))
 
-_made_by = -1  # the process that made the run id, if that is this one or its parent
+made_by = -1  # the process that made the run id, if that is this one or its parent
 
 
 def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
@@ -103,10 +103,10 @@ def _check_together(settings: RecordingSettings) -> None:
 
 def share_run_id() -> None:
     """Have the processes that this one will start know one another by an id, unless it got one itself."""
-    global _made_by
+    global made_by
     if not os.environ.get(RUN_ID):
         give_run_id(os.environ)
-        _made_by = os.getpid()
+        made_by = os.getpid()
 
 
 def give_run_id(environ: MutableMapping[str, str]) -> None:
@@ -116,4 +116,4 @@ def give_run_id(environ: MutableMapping[str, str]) -> None:
 
 def run_id() -> str:
     """Return the id that this process got from the one that started it, empty for none."""
-    return "" if _made_by == os.getpid() else os.environ.get(RUN_ID, "")
+    return "" if made_by == os.getpid() else os.environ.get(RUN_ID, "")

@@ -13,7 +13,7 @@ SAY = "from kvcanary.recorder.process.environment import run_id, share_run_id; s
 
 def test_children_inherit_it_and_the_parent_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_ID, "")
-    monkeypatch.setattr(environment, "_made_by", -1)
+    monkeypatch.setattr(environment, "made_by", -1)
     share_run_id()
     made = os.environ[RUN_ID]
     share_run_id()
