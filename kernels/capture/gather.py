@@ -5,13 +5,12 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import ByteArray, Int64Array
 from ..dispatch import In8x2, In32x2, In64, In64x2, Out8x2, Out64, primitive, select
 from ..ops.hash.kv_source import KvSource
 
 
-def gather_kv(
-    *, source: KvSource, slots: npt.NDArray[np.int64], out: npt.NDArray[np.uint8], backend: str = "cpu"
-) -> None:
+def gather_kv(*, source: KvSource, slots: Int64Array, out: ByteArray, backend: str = "cpu") -> None:
     """Copy the leading bytes of each slot.
 
     Args:
@@ -33,11 +32,11 @@ def gather_kv(
 
 def read_runs(
     *,
-    table: npt.NDArray[np.int32] | npt.NDArray[np.int64],
-    rows: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-    out: npt.NDArray[np.int64],
+    table: npt.NDArray[np.int32] | Int64Array,
+    rows: Int64Array,
+    starts: Int64Array,
+    counts: Int64Array,
+    out: Int64Array,
     backend: str = "cpu",
 ) -> None:
     """Read `table[rows[r], starts[r] : starts[r] + counts[r]]` for each r, one after another.
@@ -64,50 +63,9 @@ def read_runs(
         raise ValueError(f"table has dtype {table.dtype}, expected int32 or int64")
 
 
-def look_up(
-    *, table: npt.NDArray[np.int64], places: npt.NDArray[np.int64], out: npt.NDArray[np.int64], backend: str = "cpu"
-) -> None:
-    """Read `table[places[i]]`; -1 for a place that the table does not have. All `[n] int64`, the table of any length."""
-    if out.shape[0] != places.shape[0]:
-        raise ValueError(f"out has length {out.shape[0]}, expected {places.shape[0]}, one for each place")
-    select(_look_up_loops, backend)(table, places, out)
-
-
-def expand_blocks(
-    *,
-    blocks: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-    block_size: int,
-    out: npt.NDArray[np.int64],
-    backend: str = "cpu",
-) -> None:
-    """Write the slot of each position that is read through blocks of `block_size` tokens.
-
-    Args:
-        blocks: the blocks of each request from that of position `starts[r]` to that of its last one, one request after
-            another, `[sum(blocks of r)] int64`; a negative one gives -1.
-        starts: `[n] int64`, none negative.
-        counts: `[n] int64`; a negative count is none.
-        block_size: tokens of a block.
-        out: `[sum(max(counts, 0))] int64`.
-        backend: "cpu" or "reference".
-
-    Raises:
-        ValueError: `blocks` or `out` has another length.
-    """
-    lens = np.maximum(counts, 0)
-    wanted = np.where(lens > 0, (starts + lens - 1) // block_size - starts // block_size + 1, 0)
-    if int(wanted.sum()) != blocks.shape[0] or int(lens.sum()) != out.shape[0]:
-        raise ValueError(
-            f"{blocks.shape[0]} blocks for {out.shape[0]} slots, expected {wanted.sum()} blocks for {lens.sum()} slots"
-        )
-    select(_expand_blocks_loops, backend)(blocks, starts, counts, block_size, out)
-
-
 def prepare(backend: str) -> None:
     """Compile what there is to compile now, so that no engine waits for it later."""
-    for loops in (_gather_kv_loops, _read_runs_32_loops, _read_runs_64_loops, _look_up_loops, _expand_blocks_loops):
+    for loops in (_gather_kv_loops, _read_runs_32_loops, _read_runs_64_loops):
         select(loops, backend)
 
 
@@ -157,25 +115,3 @@ def _read_runs_64_loops(table: In64x2, rows: In64, starts: In64, counts: In64, o
         count = max(counts[r], 0)
         read_run(table, rows[r], starts[r], count, at, out)
         at += count
-
-
-def _look_up_loops(table: In64, places: In64, out: Out64) -> None:
-    for i in range(places.shape[0]):
-        place = places[i]
-        out[i] = table[place] if 0 <= place < table.shape[0] else -1
-
-
-def _expand_blocks_loops(blocks: In64, starts: In64, counts: In64, block_size: int, out: Out64) -> None:
-    at = 0
-    block = 0
-    for r in range(starts.shape[0]):
-        inside = starts[r] % block_size
-        for _ in range(counts[r]):
-            out[at] = blocks[block] * block_size + inside if blocks[block] >= 0 else -1
-            at += 1
-            inside += 1
-            if inside == block_size:
-                inside = 0
-                block += 1
-        if inside > 0 and counts[r] > 0:
-            block += 1

@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.arrays import Int64Array
 from ...kernels.capture.changes import RowRuns, run_differences
-from ...kernels.capture.gather import expand_blocks
 from ..trace.header import TraceHeader
 from ..trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
-from .forward_input import AttentionInput, CopiedForward, TableRead, window_positions
-from .host_arrays import Int64Array, own_int64, read_runs, saturated
-
-_NOTHING = np.empty(0, np.int64)
+from .forward_event import attention_columns
+from .forward_input import AttentionInput, CopiedForward, TableRead, check_length, check_read, window_positions
+from .host_arrays import own_int64, read_runs, saturated
 
 
 def paged_read(block_tables: Any, block_size: int, ends: Any, *, starts: Any | None = None) -> TableRead:
@@ -32,9 +31,11 @@ def paged_read(block_tables: Any, block_size: int, ends: Any, *, starts: Any | N
     first, counts = _reach(ends, starts)
     first_blocks = first // block_size
     num_blocks = np.where(counts > 0, (first + counts - 1) // block_size - first_blocks + 1, 0)
-    blocks = read_runs(block_tables, np.arange(first.size, dtype=np.int64), first_blocks, num_blocks)
-    slots = np.empty(int(counts.sum()), np.int64)
-    expand_blocks(blocks=blocks, starts=first, counts=counts, block_size=block_size, out=slots)
+    blocks = read_runs(block_tables, np.arange(first.size, dtype=np.int64), first_blocks, num_blocks)[:, None]
+    whole = blocks * block_size + np.arange(block_size)
+    whole[blocks[:, 0] < 0] = -1
+    runs = RowRuns(first, first_blocks * block_size, num_blocks * block_size, whole.reshape(-1))
+    slots = runs.part(first, counts).values
     return TableRead(starts=first, counts=counts, slots=slots)
 
 
@@ -84,24 +85,16 @@ def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHe
     if given.seq_lens is not None or given.query_lens is not None:
         for name, lens in (("seq_lens", given.seq_lens), ("query_lens", given.query_lens)):
             own = np.full(bs, -1, np.int64) if lens is None else np.maximum(own_int64(lens), -1)
-            _check_length(f"AttentionInput.{name}", own.size, bs, "one for each of req_pool_indices")
+            check_length(f"AttentionInput.{name}", own.size, bs, "one for each of req_pool_indices")
             forward.attention[f"attention_{name}"] = own
         forward.attention_watched |= ATTENTION_LENS
     if not given.slots:
         return
-    _check_length("AttentionInput.slots", len(given.slots), len(header.groups), "one for each of the header's groups")
-    found = [
-        (group, runs) for group, read in enumerate(given.slots) for runs in _differing(forward, header, group, read)
-    ]
-    for name, parts in (
-        ("group", [np.full(runs.rows.size, group, np.int64) for group, runs in found]),
-        ("request", [runs.rows for _, runs in found]),
-        ("start", [runs.starts for _, runs in found]),
-        ("count", [runs.counts for _, runs in found]),
-        ("slots", [runs.values for _, runs in found]),
-    ):
-        before = forward.attention.get(f"attention_{name}", _NOTHING)
-        forward.attention[f"attention_{name}"] = np.concatenate([before, *parts])
+    check_length("AttentionInput.slots", len(given.slots), len(header.groups), "one for each of the header's groups")
+    for number, read in enumerate(given.slots):
+        for found in _differing(forward, header, number, read):
+            for name, values in attention_columns(np.full(found.rows.size, number, np.int64), found).items():
+                forward.attention[name] = np.concatenate((forward.attention.get(name, values[:0]), values))
     forward.attention_groups.update(group for group, read in enumerate(given.slots) if read is not None)
     if forward.attention_groups >= {g for g, group in enumerate(header.groups) if group.runner == forward.runner}:
         forward.attention_watched |= ATTENTION_SLOTS
@@ -112,36 +105,13 @@ def _differing(forward: CopiedForward, header: TraceHeader, number: int, got: Ta
     group = header.groups[number]
     if got is None or group.runner != forward.runner:
         return
-    bs = forward.rows.size
-    starts, counts = own_int64(got.starts), np.maximum(own_int64(got.counts), 0)
-    slots = saturated(own_int64(got.slots))
-    where = f"AttentionInput.slots[{number}]"
-    _check_length(f"{where}.starts", starts.size, bs, "one for each of req_pool_indices")
-    _check_length(f"{where}.counts", counts.size, bs, "one for each of req_pool_indices")
-    _check_length(f"{where}.slots", slots.size, int(counts.sum()), "sum(counts)")
-    read = forward.reads[group.table]
-    low, read_counts = window_positions(forward, read, group.window)
-    padding = forward.rows == 0  # its tokens come last
-    extend = np.where(padding, 0, forward.extend_lens)
-    for held_starts, held_counts, held in (
-        (low, read_counts, forward.watched[number]),
-        (forward.prefix_lens, extend, forward.written[number]),
+    requests = np.arange(forward.rows.size, dtype=np.int64)
+    read = RowRuns(requests, own_int64(got.starts), own_int64(got.counts), saturated(own_int64(got.slots)))
+    check_read(f"AttentionInput.slots[{number}]", read, forward.rows.size)
+    low, prefix_counts = window_positions(forward, forward.reads[group.table], group.window)
+    for starts, counts, held in (
+        (low, prefix_counts, forward.watched[number]),
+        (forward.prefix_lens, forward.new_lens, forward.written[number]),
     ):
-        sizes, runs = np.zeros(2, np.int64), RowRuns.allocate(slots.size)
-        run_differences(
-            starts=starts,
-            counts=counts,
-            values=slots,
-            held_starts=np.where(padding, -1, held_starts),
-            held_counts=held_counts,
-            held=held,
-            runs=runs,
-            sizes=sizes,
-        )
-        if sizes[0]:
-            yield runs.cut(int(sizes[0]), int(sizes[1]))
-
-
-def _check_length(name: str, came: int, expected: int, what: str) -> None:
-    if came != expected:
-        raise ValueError(f"{name} has length {came}, expected {expected}: {what}")
+        # Padding holds nothing; its tokens come last.
+        yield run_differences(read, RowRuns(requests, np.where(forward.rows == 0, -1, starts), counts, held))

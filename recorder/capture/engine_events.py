@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ...kernels.arrays import Int64Array
 from ..errors import json_text
 from ..trace.event import TraceEvent
 from ..trace.schema import (
@@ -15,7 +16,7 @@ from ..trace.schema import (
     TRANSFER_DIRECTIONS,
     TRANSFER_STATUSES,
 )
-from .host_arrays import Int64Array, ordered_runs, own_int64, runs_to_slots
+from .host_arrays import ordered_runs, own_int64, runs_to_slots
 from .recording import Recording, guarded
 
 MAX_NAME: Final = 1024  # characters of a request's name: whoever sends a request may choose it

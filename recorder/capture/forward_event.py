@@ -1,14 +1,16 @@
 """The event of a completed forward, with what the model handed to the cache if the pool holds something else after it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.capture.changes import RowRuns, joined
 from ..state.writes import stays
 from ..trace.event import TraceEvent
-from .forward_input import CopiedForward
-from .host_arrays import ByteArray, Int64Array, as_rows
+from .forward_input import CopiedForward, KvChange
+from .host_arrays import as_rows
 from .kv_shadow import GroupKvShadow, of_runner
 
 Submitted = Mapping[tuple[int, int], Any]
@@ -51,12 +53,6 @@ def forward_event(
         payload["kv_bytes"] = np.concatenate(content)
     if forward.kv_submitted is not None:
         payload["kv_submitted_bytes"] = forward.kv_submitted
-    if forward.kv_changes:
-        changes = forward.kv_changes
-        ints["kv_change_stream"] = np.concatenate([np.full(c.slots.size, c.stream, np.int64) for c in changes])
-        ints["kv_change_slot"] = np.concatenate([c.slots for c in changes])
-        ints["kv_change_phase"] = np.concatenate([np.full(c.slots.size, c.phase, np.int64) for c in changes])
-        payload["kv_change_bytes"] = np.concatenate([c.content.reshape(-1) for c in changes])
     scalars: dict[str, int | str] = {
         "forward": forward.number,
         "runner": forward.runner,
@@ -67,13 +63,52 @@ def forward_event(
         "window_watched": forward.window_watched,
         "note": forward.note,
     }
-    return TraceEvent(
+    event = TraceEvent(
         kind="forward",
         time_ns=forward.time_ns,
         scalars=scalars,
         ints={name: values for name, values in ints.items() if values.size},
         bytes={name: values for name, values in payload.items() if values.size},
     )
+    add_kv_changes(event, forward.kv_changes)
+    return event
+
+
+def add_kv_changes(event: TraceEvent, changes: list[KvChange]) -> None:
+    """Put observed changes of KV bytes into an event."""
+    if changes:
+        lens = [change.slots.size for change in changes]
+        event.ints["kv_change_stream"] = np.repeat(np.array([change.stream for change in changes], np.int64), lens)
+        event.ints["kv_change_slot"] = np.concatenate([change.slots for change in changes])
+        event.ints["kv_change_phase"] = np.repeat(np.array([change.phase for change in changes], np.int64), lens)
+        event.bytes["kv_change_bytes"] = np.concatenate([change.content.reshape(-1) for change in changes])
+
+
+def table_columns(found: Sequence[RowRuns]) -> dict[str, Int64Array]:
+    """Return the columns of what changed in each block table."""
+    index = np.repeat(np.arange(len(found), dtype=np.int64), [runs.rows.size for runs in found])
+    return {"table_index": index} | _named("table_row table_start table_count table_slots", joined(found))
+
+
+def lut_columns(found: Sequence[RowRuns]) -> dict[str, Int64Array]:
+    """Return the columns of what changed in full-to-SWA tables, whose numbers are the runs' rows."""
+    return _named("lut_index lut_start lut_count lut_slots", joined(found))
+
+
+def truth_columns(lens: Int64Array, runs: RowRuns) -> dict[str, Int64Array]:
+    """Return the columns of the truth tokens: how many each request has, `[bs]`, and which of them are new."""
+    return {"truth_lens": lens} | _named("truth_row truth_start truth_count truth_tokens", runs)
+
+
+def attention_columns(groups: Int64Array, runs: RowRuns) -> dict[str, Int64Array]:
+    """Return the columns of the slots that attention got other than it should; the runs' rows are the requests."""
+    return {"attention_group": groups} | _named(
+        "attention_request attention_start attention_count attention_slots", runs
+    )
+
+
+def _named(names: str, runs: RowRuns) -> dict[str, Int64Array]:
+    return dict(zip(names.split(), runs, strict=True))
 
 
 def add_submitted(
@@ -101,7 +136,7 @@ def add_submitted(
         raise ValueError(
             f"submitted has (group, stream) keys {sorted(rows_of)}, the runner's streams are {sorted(known)}"
         )
-    tokens = int(np.where(forward.rows == 0, 0, np.maximum(forward.extend_lens, 0)).sum())
+    tokens = int(forward.new_lens.sum())
     forward.submitted_watched = len(rows_of)
     kept = {number: stays(forward.written[number], kv.group)[:tokens] for number, kv in mine}
     if not any((rows[:tokens] != gathered[g][s][:tokens])[kept[g]].any() for (g, s), rows in rows_of.items()):

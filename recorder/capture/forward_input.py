@@ -1,25 +1,15 @@
 """What an integrator gives the recorder of one forward, and the recorder's own copy of it."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
-from ...kernels.capture.gather import look_up
+from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.capture.changes import NO_RUNS, RowRuns
 from ..trace.header import TraceHeader
-from .host_arrays import (
-    ByteArray,
-    Int64Array,
-    host_table,
-    own_int64,
-    ragged_index,
-    read_cells,
-    read_runs,
-    saturated,
-    wrapped,
-)
+from .host_arrays import on_host, own_int64, ragged_index, read_runs, saturated, wrapped
 from .slot_numbers import SlotNumbers
 
 _NOTHING = np.empty(0, np.int64)
@@ -110,19 +100,6 @@ class ForwardInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowValues:
-    """Values along rows of a state table: row `rows[r]` holds its share of `values` from position `starts[r]`.
-
-    `rows`, `starts`, `counts` `[bs] int64`, `values` `[sum(counts)] int64` within int32's range.
-    """
-
-    rows: Int64Array
-    starts: Int64Array
-    counts: Int64Array
-    values: Int64Array
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KvChange:
     """Bytes that changed without a write, of one of the runner's streams.
 
@@ -149,11 +126,11 @@ class CopiedForward:
     extend_lens: Int64Array
     input_ids: Int64Array
     positions: Int64Array
-    out_cache_loc: tuple[Int64Array, ...]
-    reads: tuple[RowValues, ...]
-    luts: tuple[Any, ...]  # as they came, not copied: read before the forward only
-    truth: RowValues | None
-    misplaced: tuple[RowValues, ...] = ()  # of each table, cells of its own tokens that are not out_cache_loc
+    out_cache_loc: tuple[Int64Array, ...] = ()
+    reads: tuple[RowRuns, ...] = ()
+    luts: tuple[Any, ...] = ()  # as they came, not copied: read before the forward only
+    truth: RowRuns | None = None
+    misplaced: tuple[RowRuns, ...] = ()  # of each table, cells of its own tokens that are not out_cache_loc
     written: tuple[Int64Array, ...] = ()  # of each group of the runner, its own slots (through its full-to-SWA table)
     watched: tuple[Int64Array, ...] = ()  # of each group of the runner, the slots of the prefix that this forward reads
     changes: dict[str, Int64Array] = field(default_factory=dict)
@@ -168,6 +145,15 @@ class CopiedForward:
     window_watched: int = 0  # sliding groups whose reads were compared with their window
     note: str = ""
 
+    def ints(self, name: str) -> Int64Array:
+        """Return a column of `changes`, none where it is not filled: what a replay's tables are brought up to date by."""
+        return self.changes.get(name, _NOTHING)
+
+    @property
+    def new_lens(self) -> Int64Array:
+        """Tokens `[bs]` that the requests add; padding rows add none."""
+        return np.where(self.rows == 0, 0, np.maximum(self.extend_lens, 0))
+
 
 def copy_forward(
     given: ForwardInput,
@@ -176,7 +162,7 @@ def copy_forward(
     number: int,
     time_ns: int,
     hash_tokens: Callable[[Int64Array], Int64Array],
-    numbers: SlotNumbers | None = None,
+    numbers: SlotNumbers,
 ) -> CopiedForward:
     """Copy a forward, at once; `hash_tokens` and `numbers` return tokens and slots as the trace may hold them.
 
@@ -187,58 +173,49 @@ def copy_forward(
         raise ValueError(f"mode is {given.mode!r}, expected one of {', '.join(MODES)}")
     if not 0 <= given.runner < len(header.runners):
         raise ValueError(f"runner is {given.runner}, the header has {len(header.runners)}")
-    _check_length("out_cache_loc", len(given.out_cache_loc), len(header.tables), "one array for each of the tables")
-    _check_length("reads", len(given.reads), len(header.tables), "one for each of the tables")
-    _check_length("luts", len(given.luts), len(header.lut_lens), "one for each of the header's lut_lens")
-    rows = own_int64(given.req_pool_indices)
-    bs = rows.size
-    prefix_lens = own_int64(given.prefix_lens)
-    extend_lens = own_int64(given.extend_lens)
-    request_ids = own_int64(given.request_ids)
-    for name, array in (("request_ids", request_ids), ("prefix_lens", prefix_lens), ("extend_lens", extend_lens)):
-        _check_length(name, array.size, bs, "one for each of req_pool_indices")
-    tokens = int(np.where(rows == 0, 0, np.maximum(extend_lens, 0)).sum())
-    input_ids = hash_tokens(own_int64(given.input_ids))
-    if input_ids.size < tokens:
-        raise ValueError(f"input_ids has length {input_ids.size}, expected at least sum(extend_lens), {tokens}")
-    positions = own_int64(given.positions)
-    out_cache_loc = tuple(own_int64(loc) for loc in given.out_cache_loc)
-    for name, array in (("positions", positions), *(("out_cache_loc", loc) for loc in out_cache_loc)):
-        _check_length(name, array.size, input_ids.size, "one for each of input_ids")
-    numbers = SlotNumbers(header) if numbers is None else numbers
+    check_length("out_cache_loc", len(given.out_cache_loc), len(header.tables), "one array for each of the tables")
+    check_length("reads", len(given.reads), len(header.tables), "one for each of the tables")
+    check_length("luts", len(given.luts), len(header.lut_lens), "one for each of the header's lut_lens")
     copied = CopiedForward(
         mode=given.mode,
         runner=given.runner,
         number=number,
         time_ns=time_ns,
-        rows=rows,
-        request_ids=request_ids,
-        prefix_lens=prefix_lens,
-        extend_lens=extend_lens,
-        input_ids=input_ids,
-        positions=positions,
-        out_cache_loc=tuple(numbers.of_table(table, loc) for table, loc in enumerate(out_cache_loc)),
-        reads=tuple(
-            _numbered(numbers, table, _copy_read(read, rows, prefix_lens, _first_read(header, table, prefix_lens)))
-            for table, read in enumerate(given.reads)
-        ),
+        rows=own_int64(given.req_pool_indices),
+        request_ids=own_int64(given.request_ids),
+        prefix_lens=own_int64(given.prefix_lens),
+        extend_lens=own_int64(given.extend_lens),
+        input_ids=hash_tokens(own_int64(given.input_ids)),
+        positions=own_int64(given.positions),
         luts=given.luts,
-        truth=None if given.truth is None else _copy_truth(given.truth, rows, hash_tokens),
     )
+    for name in ("request_ids", "prefix_lens", "extend_lens"):
+        check_length(name, getattr(copied, name).size, copied.rows.size, "one for each of req_pool_indices")
+    tokens, most = int(copied.new_lens.sum()), copied.input_ids.size
+    if most < tokens:
+        raise ValueError(f"input_ids has length {most}, expected at least sum(extend_lens), {tokens}")
+    written = [own_int64(loc) for loc in given.out_cache_loc]
+    for name, array in (("positions", copied.positions), *(("out_cache_loc", loc) for loc in written)):
+        check_length(name, array.size, most, "one for each of input_ids")
+    copied.out_cache_loc = tuple(numbers.of_table(table, loc) for table, loc in enumerate(written))
+    copied.reads = tuple(
+        _numbered(numbers, table, _copy_read(read, copied, _first_read(header, table, copied.prefix_lens)))
+        for table, read in enumerate(given.reads)
+    )
+    if given.truth is not None:
+        copied.truth = _copy_truth(given.truth, copied.rows, hash_tokens)
     copied.windows, copied.window_watched = _other_windows(copied, given, header)
     if given.table_filled:
         copied.misplaced = tuple(
-            _numbered(numbers, table, _misplaced(read, rows, prefix_lens, extend_lens, slots))
-            for table, (read, slots) in enumerate(zip(given.reads, out_cache_loc, strict=True))
+            _numbered(numbers, table, _misplaced(read, copied, written[table]))
+            for table, read in enumerate(given.reads)
         )
     for group in header.groups:
-        if group.runner != given.runner:
-            copied.written += (_NOTHING,)
-            copied.watched += (_NOTHING,)
-            continue
+        mine = group.runner == given.runner
         lut = given.luts[group.lut] if group.lut >= 0 else None
-        copied.written += (translate(lut, copied.out_cache_loc[group.table]),)
-        copied.watched += (translate(lut, _window_slots(copied, copied.reads[group.table], group.window)),)
+        copied.written += (translate(lut, copied.out_cache_loc[group.table]) if mine else _NOTHING,)
+        read = copied.reads[group.table]
+        copied.watched += (translate(lut, _window_slots(copied, read, group.window)) if mine else _NOTHING,)
     return copied
 
 
@@ -246,27 +223,23 @@ def translate(lut: Any, slots: Int64Array) -> Int64Array:
     """Return slots through a full-to-SWA tensor (None: as they are); -1 where it has no entry for one."""
     if lut is None:
         return slots
-    table = host_table(lut)
-    if table is not None and table.dtype == np.int64:
-        translated = np.empty(slots.shape, np.int64)
-        look_up(table=table.reshape(-1), places=slots, out=translated)
-        return translated
-    inside = (slots >= 0) & (slots < int(lut.shape[0]))
-    translated = np.full(slots.shape, -1, np.int64)
-    translated[inside] = read_cells(lut.reshape(1, -1), np.zeros(1, np.int64), slots[inside])
-    return translated
+    table = on_host(lut).reshape(-1)
+    if not isinstance(table, np.ndarray):
+        return read_runs(table.reshape(1, -1), np.zeros_like(slots), slots, np.ones_like(slots))
+    found = np.full_like(slots, -1) if not table.size else table.take(slots, mode="clip").astype(np.int64, copy=False)
+    found[(slots < 0) | (slots >= table.size)] = -1
+    return found
 
 
-def _window_slots(forward: CopiedForward, read: RowValues, window: int) -> Int64Array:
+def _window_slots(forward: CopiedForward, read: RowRuns, window: int) -> Int64Array:
     """Return the slots of the prefix positions that a group with this window reads (0: all of them)."""
     low, counts = window_positions(forward, read, window)
     if np.array_equal(low, read.starts) and np.array_equal(counts, read.counts):
         return read.values
-    offsets = np.cumsum(read.counts) - read.counts
-    return read.values[ragged_index(offsets + low - read.starts, counts)]
+    return read.part(low, counts).values
 
 
-def window_positions(forward: CopiedForward, read: RowValues, window: int) -> tuple[Int64Array, Int64Array]:
+def window_positions(forward: CopiedForward, read: RowRuns, window: int) -> tuple[Int64Array, Int64Array]:
     """Return `[bs]` the first prefix position that a group with this window reads, and `[bs]` how many of them."""
     first = np.maximum(forward.prefix_lens - window, 0) if window else np.zeros_like(forward.prefix_lens)
     low = np.maximum(read.starts, first)
@@ -309,55 +282,53 @@ def _first_read(header: TraceHeader, table: int, prefix_lens: Int64Array) -> Int
     return np.maximum(prefix_lens - max(windows) - 1, 0)
 
 
-def _copy_read(read: Any, rows: Int64Array, prefix_lens: Int64Array, first: Int64Array) -> RowValues:
+def _copy_read(read: Any, forward: CopiedForward, first: Int64Array) -> RowRuns:
+    rows, prefix_lens = forward.rows, forward.prefix_lens
     if isinstance(read, TableRead):
-        starts, counts, slots = own_int64(read.starts), own_int64(read.counts), own_int64(read.slots)
-        _check_length("TableRead.starts", starts.size, rows.size, "one for each of req_pool_indices")
-        _check_length("TableRead.counts", counts.size, rows.size, "one for each of req_pool_indices")
-        _check_length("TableRead.slots", slots.size, int(np.maximum(counts, 0).sum()), "sum(counts)")
-    else:
-        starts = first
-        # Row 0 is padding whatever its prefix says, and a prefix beyond the table's width has no cell there.
-        counts = np.where(rows == 0, 0, np.clip(np.minimum(prefix_lens, int(read.shape[1])) - first, 0, None))
-        slots = read_runs(read, rows, starts, counts)
-        if _is_int32(read):
-            return RowValues(rows=rows, starts=starts, counts=counts, values=slots)
-    return RowValues(rows=rows, starts=starts, counts=np.maximum(counts, 0), values=saturated(slots))
+        given = RowRuns(rows, own_int64(read.starts), own_int64(read.counts), own_int64(read.slots))
+        check_read("TableRead", given, rows.size)
+        return given._replace(counts=np.maximum(given.counts, 0), values=saturated(given.values))
+    # Row 0 is padding whatever its prefix says, and a prefix beyond the table's width has no cell there.
+    counts = np.where(rows == 0, 0, np.clip(np.minimum(prefix_lens, int(read.shape[1])) - first, 0, None))
+    slots = read_runs(read, rows, first, counts)
+    int32 = str(read.dtype).removeprefix("torch.") == "int32"  # holds nothing that a state table could not hold
+    return RowRuns(rows, first, counts, slots if int32 else saturated(slots))
 
 
-def _numbered(numbers: SlotNumbers, table: int, read: RowValues) -> RowValues:
-    return dataclasses.replace(read, values=numbers.of_table(table, read.values)) if numbers.differ else read
+def _numbered(numbers: SlotNumbers, table: int, read: RowRuns) -> RowRuns:
+    return read._replace(values=numbers.of_table(table, read.values))
 
 
-def _misplaced(
-    read: Any, rows: Int64Array, prefix_lens: Int64Array, extend_lens: Int64Array, slots: Int64Array
-) -> RowValues:
+def _misplaced(table: Any, forward: CopiedForward, slots: Int64Array) -> RowRuns:
     """Return the cells of a table tensor at the positions that a forward writes, where they hold another slot, one each."""
-    if isinstance(read, TableRead):
-        return RowValues(rows=_NOTHING, starts=_NOTHING, counts=_NOTHING, values=_NOTHING)
-    lens = np.where(rows == 0, 0, np.maximum(extend_lens, 0))
-    of_token, positions = np.repeat(rows, lens), ragged_index(prefix_lens, lens)
-    inside = (positions >= 0) & (positions < int(read.shape[1])) & (slots[: positions.size] >= 0)
-    of_token, positions = of_token[inside], positions[inside]
-    one = np.ones_like(positions)
-    stands = read_runs(read, of_token, positions, one)
-    wrong = stands != slots[: inside.size][inside]
-    return RowValues(rows=of_token[wrong], starts=positions[wrong], counts=one[wrong], values=saturated(stands[wrong]))
+    if isinstance(table, TableRead):
+        return NO_RUNS
+    lens = forward.new_lens
+    rows, positions = np.repeat(forward.rows, lens), ragged_index(forward.prefix_lens, lens)
+    slots = slots[: positions.size]
+    inside = (positions >= 0) & (positions < int(table.shape[1])) & (slots >= 0)
+    rows, positions, one = rows[inside], positions[inside], np.ones(int(inside.sum()), np.int64)
+    stands = read_runs(table, rows, positions, one)
+    wrong = stands != slots[inside]
+    return RowRuns(rows[wrong], positions[wrong], one[wrong], saturated(stands[wrong]))
 
 
-def _copy_truth(truth: TruthTokens, rows: Int64Array, hash_tokens: Callable[[Int64Array], Int64Array]) -> RowValues:
+def _copy_truth(truth: TruthTokens, rows: Int64Array, hash_tokens: Callable[[Int64Array], Int64Array]) -> RowRuns:
     lens = own_int64(truth.lens)
     flat = hash_tokens(own_int64(truth.flat))
-    _check_length("TruthTokens.lens", lens.size, rows.size, "one for each of req_pool_indices")
-    _check_length("TruthTokens.flat", flat.size, int(np.maximum(lens, 0).sum()), "sum(lens)")
-    return RowValues(rows=rows, starts=np.zeros_like(lens), counts=np.maximum(lens, 0), values=wrapped(flat))
+    check_length("TruthTokens.lens", lens.size, rows.size, "one for each of req_pool_indices")
+    check_length("TruthTokens.flat", flat.size, int(np.maximum(lens, 0).sum()), "sum(lens)")
+    return RowRuns(rows, np.zeros_like(lens), np.maximum(lens, 0), wrapped(flat))
 
 
-def _is_int32(given: Any) -> bool:
-    """Whether an array, numpy's or torch's, holds nothing that a state table could not hold."""
-    return str(getattr(given, "dtype", "")).removeprefix("torch.") == "int32"
+def check_read(name: str, read: RowRuns, bs: int) -> None:
+    """Raise `ValueError` for a `TableRead` whose arrays do not fit `bs` requests, or one another."""
+    check_length(f"{name}.starts", read.starts.size, bs, "one for each of req_pool_indices")
+    check_length(f"{name}.counts", read.counts.size, bs, "one for each of req_pool_indices")
+    check_length(f"{name}.slots", read.values.size, int(np.maximum(read.counts, 0).sum()), "sum(counts)")
 
 
-def _check_length(name: str, came: int, expected: int, what: str) -> None:
+def check_length(name: str, came: int, expected: int, what: str) -> None:
+    """Raise `ValueError` for an array of another length than expected; `what` says why so many."""
     if came != expected:
         raise ValueError(f"{name} has length {came}, expected {expected}: {what}")

@@ -5,11 +5,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.capture import gather
+from ...kernels.capture.changes import cells_to_runs
 from ...kernels.ops.hash.kv_source import KvSource
-
-Int64Array = npt.NDArray[np.int64]
-ByteArray = npt.NDArray[np.uint8]
 
 _INT32 = np.iinfo(np.int32)
 _INT64 = np.dtype(np.int64)
@@ -58,7 +57,7 @@ def read_runs(table: Any, rows: Int64Array, starts: Int64Array, counts: Int64Arr
     """Read `table[rows[r], starts[r] : starts[r] + counts[r]]` where the table lies, for each r, one after another.
 
     Args:
-        table: `[height, width]` of any integer type, numpy or torch on any device.
+        table: `[height, width]` of any integer type, numpy or torch on any device; only those cells are brought over.
         rows: `[n] int64`.
         starts: `[n] int64`.
         counts: `[n] int64`, none negative.
@@ -66,69 +65,44 @@ def read_runs(table: Any, rows: Int64Array, starts: Int64Array, counts: Int64Arr
     Returns:
         `[sum(counts)] int64`; -1 for a cell that the table does not have.
     """
-    lies_here = host_table(table)
-    if lies_here is None:
-        return read_cells(table, np.repeat(rows, counts), ragged_index(starts, counts))
-    cells = np.empty(int(counts.sum()), np.int64)
-    gather.read_runs(table=lies_here, rows=rows, starts=starts, counts=counts, out=cells)
-    return cells
-
-
-def host_table(table: Any) -> npt.NDArray[Any] | None:
-    """Return a table that the compiled loops can read as it lies: int32 or int64, numpy or a torch tensor of the host."""
+    table = on_host(table)
+    if isinstance(table, np.ndarray) and table.dtype in (np.int32, np.int64) and table.flags.aligned:
+        cells = np.empty(int(counts.sum()), np.int64)
+        gather.read_runs(table=table, rows=rows, starts=starts, counts=counts, out=cells)
+        return cells
+    rows, columns = np.repeat(rows, counts), ragged_index(starts, counts)
+    cells = np.full(rows.size, -1, np.int64)
+    inside = (rows >= 0) & (rows < int(table.shape[0])) & (columns >= 0) & (columns < int(table.shape[1]))
+    rows, columns = rows[inside], columns[inside]
     if hasattr(table, "detach"):
-        if table.device.type != "cpu":
-            return None
-        table = table.detach().numpy()
-    if not isinstance(table, np.ndarray) or table.dtype not in (np.int32, np.int64) or not table.flags.aligned:
-        return None
-    return np.asarray(table)
-
-
-def read_cells(table: Any, rows: Int64Array, columns: Int64Array) -> Int64Array:
-    """Read `table[rows[i], columns[i]]` where the table lies, and bring only those cells to the host.
-
-    Args:
-        table: `[height, width]` of any integer type, numpy or torch on any device.
-        rows: `[n] int64`, or `[1]` for all cells.
-        columns: `[n] int64`.
-
-    Returns:
-        `[n] int64`; -1 for a cell that the table does not have.
-    """
-    height, width = (int(n) for n in table.shape)
-    rows = np.broadcast_to(rows, columns.shape)
-    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-    cells = np.full(columns.shape, -1, np.int64)
-    where = (rows[inside], columns[inside])
-    if not hasattr(table, "detach"):
-        cells[inside] = np.asarray(table)[where]
-    elif table.device.type == "cpu":
-        cells[inside] = table.detach().numpy()[where]
-    else:
         import torch
 
-        rows_there, columns_there = (torch.from_numpy(part).to(table.device) for part in where)
-        cells[inside] = table[rows_there, columns_there].cpu().numpy()
+        there = table[torch.from_numpy(rows).to(table.device), torch.from_numpy(columns).to(table.device)]
+        cells[inside] = there.cpu().numpy()
+    else:
+        cells[inside] = np.asarray(table)[rows, columns]
     return cells
 
 
-def slots_to_runs(slots: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return `(starts, counts)`, `[n] int64` each, of the runs that hold each slot of `slots` once, ascending."""
-    return ordered_runs(np.unique(slots))
+def on_host(array: Any) -> Any:
+    """Return a torch tensor of the host's memory as a numpy view; what lies elsewhere, or is numpy's, as it is."""
+    return array.detach().numpy() if hasattr(array, "detach") and array.device.type == "cpu" else array
+
+
+def shares(values: Int64Array, counts: Int64Array, chosen: Int64Array) -> Int64Array:
+    """Return of values that belong to rows, `counts[r]` to row r one after another, those of the chosen rows."""
+    return values[ragged_index((np.cumsum(counts) - counts)[chosen], counts[chosen])]
 
 
 def ordered_runs(slots: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return `(starts, counts)` of the runs whose slots, one after another, are `slots` in the same order."""
-    if not slots.size:
-        return slots.copy(), slots.copy()
-    first = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
-    return slots[first], np.diff(first, append=slots.size).astype(np.int64)
+    runs = cells_to_runs(np.zeros_like(slots), slots, slots)
+    return runs.starts, runs.counts
 
 
 def mask_to_runs(mask: npt.NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
     """Return the runs of slots whose mask is set."""
-    return slots_to_runs(np.flatnonzero(mask).astype(np.int64))
+    return ordered_runs(np.flatnonzero(mask))
 
 
 def fewer_runs(starts: Int64Array, counts: Int64Array, most: int) -> tuple[Int64Array, Int64Array]:
@@ -172,11 +146,10 @@ def gather_device(source: KvSource, slots: Int64Array, capture_bytes: int) -> By
 
 def as_rows(value: Any) -> ByteArray:
     """Return an array, numpy's or torch's, as `[T, bytes of a token] uint8` on the host."""
-    if hasattr(value, "detach"):
-        import torch
+    value = value.detach().contiguous() if hasattr(value, "detach") else np.ascontiguousarray(value)
+    shape = value.shape[0], int(np.prod(value.shape[1:], dtype=np.int64)) * value.itemsize
+    if isinstance(value, np.ndarray):
+        return value.reshape(-1).view(np.uint8).reshape(shape)
+    import torch
 
-        value = value.detach()
-        value = value.reshape(value.shape[0], int(np.prod(value.shape[1:], dtype=np.int64))).contiguous()
-        return np.asarray(value.view(torch.uint8).cpu().numpy())
-    array = np.ascontiguousarray(value)
-    return array.reshape(array.shape[0], int(np.prod(array.shape[1:], dtype=np.int64))).view(np.uint8)
+    return np.asarray(value.reshape(-1).view(torch.uint8).cpu().numpy()).reshape(shape)

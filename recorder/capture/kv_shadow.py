@@ -7,19 +7,17 @@ nobody wrote. Slots that dropped events wrote are marked lost, to be named by th
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ...kernels.capture.changes import kv_changes, kv_same, new_slots
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array
+from ...kernels.capture.changes import kv_same
 from ...kernels.capture.gather import gather_kv
 from ...kernels.ops.hash.kv_source import KvSource
-from ..trace.event import TraceEvent
 from ..trace.header import KvStream, PoolGroup, TraceHeader
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE, TIER_POOL
 from .forward_input import CopiedForward, KvChange
-from .host_arrays import ByteArray, Int64Array, gather_device, mask_to_runs, on_device
+from .host_arrays import gather_device, mask_to_runs, on_device, on_host
 
 _NOTHING = np.empty(0, np.int64)
 
@@ -30,15 +28,13 @@ class GroupKvShadow:
     `any_lost` says that slots of the pool are lost and not yet named by a loss event.
     """
 
-    __slots__ = ("_backend", "_stamp", "_stamps", "_tiers", "any_lost", "group", "sources")
+    __slots__ = ("_backend", "_tiers", "any_lost", "group", "sources")
 
     def __init__(self, group: PoolGroup, sources: list[KvSource], *, backend: str) -> None:
         self.group = group
         self.sources = sources
         self.any_lost = False
         self._tiers = tuple(_Tier(group.streams, size) for size in (group.num_slots, group.host_num_slots))
-        self._stamps = np.zeros(group.num_slots, np.int64)
-        self._stamp = 0
         self._backend = backend
 
     def gather(self, stream: int, slots: Int64Array) -> ByteArray:
@@ -53,24 +49,23 @@ class GroupKvShadow:
         return out
 
     def changes(self, read: Int64Array, written: Int64Array) -> list[tuple[int, Int64Array, ByteArray]]:
-        """Compare the slots of a prefix, each once, with what is known; `written` ones are left out.
+        """Compare the slots of a prefix, each once, with what is known; `written` ones and padding are left out.
 
         Returns:
             `(stream, slots [n] int64, bytes [n, capture_bytes] uint8)` for each stream with a change.
         """
         if all(self._same(stream, read) for stream in range(len(self.sources))):
             return []
-        self._stamp += 1
-        fresh = np.empty(max(read.size, written.size), np.int64)
-        size = np.zeros(1, np.int64)
-        for slots in (written, read):
-            new_slots(slots=slots, stamps=self._stamps, stamp=self._stamp, out=fresh, size=size, backend=self._backend)
-        slots = fresh[: size[0]]
+        pool = self._tiers[TIER_POOL]
+        read = read[(read > 0) & (read < pool.known.size)]
+        read = read[(pool.known[read] != 0) & ~np.isin(read, written)]
+        slots = read[np.sort(np.unique(read, return_index=True)[1])]
         found = []
-        for stream in range(len(self.sources)):
-            changed, content = self._stream_changes(stream, slots)
-            if changed.size:
-                found.append((stream, changed, content))
+        for stream, known in enumerate(pool.content):
+            content = self.gather(stream, slots)
+            changed = (content != known[slots]).any(axis=1)
+            if changed.any():
+                found.append((stream, slots[changed], content[changed]))
         return found
 
     def _same(self, stream: int, slots: Int64Array) -> bool:
@@ -79,29 +74,6 @@ class GroupKvShadow:
         if on_device(source) or self.group.slot_shift:
             return False
         return kv_same(source=source, slots=slots, shadow=pool.content[stream], known=pool.known, backend=self._backend)
-
-    def _stream_changes(self, stream: int, slots: Int64Array) -> tuple[Int64Array, ByteArray]:
-        pool = self._tiers[TIER_POOL]
-        source = self.sources[stream]
-        if on_device(source) or self.group.slot_shift:
-            slots = slots[pool.known[slots] != 0]
-            content = self.gather(stream, slots)
-            changed = (content != pool.content[stream][slots]).any(axis=1)
-            return slots[changed], content[changed]
-        out_slots = np.empty(slots.size, np.int64)
-        out_bytes = np.empty((slots.size, self.group.streams[stream].capture_bytes), np.uint8)
-        size = np.zeros(1, np.int64)
-        kv_changes(
-            source=source,
-            slots=slots,
-            shadow=pool.content[stream],
-            known=pool.known,
-            out_slots=out_slots,
-            out_bytes=out_bytes,
-            size=size,
-            backend=self._backend,
-        )
-        return out_slots[: size[0]].copy(), out_bytes[: size[0]].copy()
 
     def store_change(self, stream: int, slots: Int64Array, content: ByteArray) -> None:
         """Store the bytes of an accepted event's observed change."""
@@ -171,7 +143,7 @@ class _Tier:
     def __init__(self, streams: tuple[KvStream, ...], num_slots: int) -> None:
         self.content: list[ByteArray] = [np.zeros((num_slots, s.capture_bytes), np.uint8) for s in streams]
         self.known: ByteArray = np.zeros(num_slots, np.uint8)
-        self.lost: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self.lost: BoolArray = np.zeros(num_slots, np.bool_)
 
 
 def group_shadows(
@@ -251,10 +223,7 @@ def _overlap(one: KvSource, other: KvSource) -> bool:
 
 def _host_view(source: KvSource) -> KvSource:
     """Return the source over a numpy view of the same memory, if that memory is the host's."""
-    tensor: Any = source.tensor
-    if hasattr(tensor, "detach") and tensor.device.type == "cpu":
-        return dataclasses.replace(source, tensor=tensor.detach().numpy())
-    return source
+    return dataclasses.replace(source, tensor=on_host(source.tensor))
 
 
 def of_runner(groups: list[GroupKvShadow], runner: int) -> list[tuple[int, GroupKvShadow]]:
@@ -267,15 +236,31 @@ def watch(forward: CopiedForward, groups: list[GroupKvShadow], phase: int) -> No
 
     Ring groups are compared before the forward, whose writes may land on what it reads, the others after it.
     """
-    stream_base = 0
     for number, kv in of_runner(groups, forward.runner):
         if kv.group.reads_before_write == (phase == PHASE_BEFORE):
             # What was just written has just been gathered as well: it cannot differ.
             written = forward.written[number] if phase == PHASE_AFTER else _NOTHING
-            for stream, slots, content in kv.changes(forward.watched[number], written):
-                change = KvChange(stream=stream_base + stream, phase=phase, slots=slots, content=content)
-                forward.kv_changes.append(change)
-        stream_base += len(kv.sources)
+            forward.kv_changes += compare(groups, forward.runner, number, forward.watched[number], written, phase)
+
+
+def compare(
+    groups: list[GroupKvShadow], runner: int, number: int, read: Int64Array, written: Int64Array, phase: int
+) -> list[KvChange]:
+    """Compare slots of one of the runner's groups with what a replay knows of their bytes, but for those just written."""
+    mine = dict(of_runner(groups, runner))
+    before = sum(len(kv.sources) for other, kv in mine.items() if other < number)
+    return [
+        KvChange(stream=before + stream, phase=phase, slots=slots, content=content)
+        for stream, slots, content in mine[number].changes(read, written)
+    ]
+
+
+def store_changes(changes: list[KvChange], groups: list[GroupKvShadow], runner: int) -> None:
+    """Store what an accepted event says of bytes that nobody wrote."""
+    streams = [(kv, stream) for _, kv in of_runner(groups, runner) for stream in range(len(kv.sources))]
+    for change in changes:
+        kv, stream = streams[change.stream]
+        kv.store_change(stream, change.slots, change.content)
 
 
 def store_forward(forward: CopiedForward, groups: list[GroupKvShadow], gathered: Mapping[int, list[ByteArray]]) -> None:
@@ -283,49 +268,8 @@ def store_forward(forward: CopiedForward, groups: list[GroupKvShadow], gathered:
 
     `gathered[group][stream]` is `[T, capture_bytes] uint8`.
     """
-    _store_changes(forward, groups, PHASE_BEFORE)
+    before = [change for change in forward.kv_changes if change.phase == PHASE_BEFORE]
+    store_changes(before, groups, forward.runner)
     for number, kv in of_runner(groups, forward.runner):
         kv.store_written(forward.written[number], gathered[number])
-    _store_changes(forward, groups, PHASE_AFTER)
-
-
-def _store_changes(forward: CopiedForward, groups: list[GroupKvShadow], phase: int) -> None:
-    streams = [(kv, stream) for _, kv in of_runner(groups, forward.runner) for stream in range(len(kv.sources))]
-    for change in forward.kv_changes:
-        if change.phase == phase:
-            kv, stream = streams[change.stream]
-            kv.store_change(stream, change.slots, change.content)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SeenChange:
-    """Bytes of a group's stream that are not those written: `slots` `[n]`, `content` `[n, capture_bytes]`."""
-
-    group: int
-    stream: int
-    slots: Int64Array
-    content: ByteArray
-
-
-def changes_between_forwards(groups: list[GroupKvShadow], group: int, slots: Int64Array) -> list[SeenChange]:
-    """Compare slots of a group with what a replay knows of their bytes."""
-    inside = slots[(slots > 0) & (slots < groups[group].group.num_slots)]
-    return [
-        SeenChange(group=group, stream=stream, slots=changed, content=content)
-        for stream, changed, content in groups[group].changes(inside, inside[:0])
-    ]
-
-
-def add_changes(event: TraceEvent, changes: list[SeenChange], groups: list[GroupKvShadow], runner: int) -> None:
-    """Put observed changes into an event; streams are numbered as in a forward of `runner`."""
-    if not changes:
-        return
-    base, at = {}, 0
-    for number, kv in of_runner(groups, runner):
-        base[number] = at
-        at += len(kv.sources)
-    stream = [np.full(c.slots.size, base[c.group] + c.stream, np.int64) for c in changes]
-    event.ints["kv_change_stream"] = np.concatenate(stream)
-    event.ints["kv_change_slot"] = np.concatenate([c.slots for c in changes])
-    event.ints["kv_change_phase"] = np.full(event.ints["kv_change_slot"].size, PHASE_AFTER, np.int64)
-    event.bytes["kv_change_bytes"] = np.concatenate([c.content.reshape(-1) for c in changes])
+    store_changes([change for change in forward.kv_changes if change.phase != PHASE_BEFORE], groups, forward.runner)

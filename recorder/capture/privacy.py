@@ -13,11 +13,11 @@ from typing import Final
 
 import numpy as np
 
+from ...kernels.arrays import Int64Array
 from ...kernels.keyed_digest import DIGEST_BYTES, KEY_BYTES, keyed_digests
 from ..files import read_small_file
 from ..trace.event import TraceEvent
 from ..trace.header import TraceHeader
-from .host_arrays import Int64Array
 
 MIN_SALT_BYTES: Final = 16
 TABLE_TOKENS: Final = 1 << 18  # above every vocabulary known; a token beyond it costs a hash each time

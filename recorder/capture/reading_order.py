@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.arrays import Int64Array
 from .forward_input import ForwardInput, TableRead, TruthTokens
-from .host_arrays import Int64Array, own_int64, ragged_index, read_runs
+from .host_arrays import own_int64, ragged_index, read_runs
 
 
 def in_reading_order(given: ForwardInput) -> list[tuple[ForwardInput, Int64Array]]:

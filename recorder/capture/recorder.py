@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.arrays import ByteArray, Int64Array
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE
 from ..writing.outbox import RecorderStats
 from .attention import add_attention
 from .engine_events import EventRecording
 from .forward_event import Submitted, add_submitted, forward_event
 from .forward_input import AttentionInput, CopiedForward, ForwardInput, copy_forward
-from .host_arrays import ByteArray, Int64Array, own_int64, wrapped
+from .host_arrays import own_int64, wrapped
 from .kv_shadow import of_runner, store_forward, watch
 from .recording import guarded, prepare_kernels
 

@@ -15,17 +15,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
+from ...kernels.arrays import Int64Array
 from ...kernels.capture import changes, gather
 from ...kernels.ops.hash.kv_source import KvSource
 from ..errors import error_text
 from ..process.endings import at_process_end
 from ..trace.event import NO_LISTS, TraceEvent
 from ..trace.header import CaptureInfo, TraceHeader
+from ..trace.schema import PHASE_AFTER
 from ..writing.outbox import Outbox, RecorderStats
 from ..writing.writer import TraceWriter
-from .forward_input import CopiedForward
-from .host_arrays import Int64Array
-from .kv_shadow import add_changes, changes_between_forwards, group_shadows
+from .forward_event import add_kv_changes
+from .forward_input import CopiedForward, KvChange
+from .kv_shadow import compare, group_shadows, store_changes
 from .privacy import Privacy, with_privacy
 from .slot_numbers import SlotNumbers
 from .state_shadow import StateShadow
@@ -232,15 +234,12 @@ class Recording:
 
     def _put_watched(self, event: TraceEvent, runner: int, compared: list[tuple[int, Int64Array]]) -> None:
         """Send an event off with what changed, without a write, of the slots that it names."""
-        changes = []
-        if self._kv_watch_every:
-            changes = [
-                change for group, slots in compared for change in changes_between_forwards(self._kv, group, slots)
-            ]
-            add_changes(event, changes, self._kv, runner)
+        changes: list[KvChange] = []
+        for group, slots in compared if self._kv_watch_every else ():
+            changes += compare(self._kv, runner, group, slots, slots[:0], PHASE_AFTER)
+        add_kv_changes(event, changes)
         if self._put(event):
-            for change in changes:
-                self._kv[change.group].store_change(change.stream, change.slots, change.content)
+            store_changes(changes, self._kv, runner)
 
     def _record(self, kind: str, *, ints: dict[str, Int64Array] | None = None, **scalars: int | str) -> bool:
         return self._put(

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.arrays import Int64Array
 from ..trace.header import PoolGroup, TraceHeader
-from .host_arrays import Int64Array, own_int64
+from .host_arrays import own_int64
 
 DEFAULT_PADDING = (0,)
 

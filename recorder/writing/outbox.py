@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..capture.host_arrays import Int64Array, fewer_runs, runs_to_slots
+from ...kernels.arrays import Int64Array
+from ..capture.host_arrays import fewer_runs, runs_to_slots
 from ..capture.kv_shadow import GroupKvShadow
 from ..trace.event import TraceEvent, loss_event
 from ..trace.schema import SLOTS_LISTED

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kvcanary.kernels.capture.gather import gather_kv, look_up, read_runs
+from kvcanary.kernels.capture.gather import gather_kv, read_runs
 from kvcanary.kernels.ops.hash.kv_source import KvSource
 
 BACKENDS = ("reference", "cpu")
@@ -80,15 +80,6 @@ def test_runs_of_cells_are_those_of_the_table(backend: str, dtype: type, seed: i
     assert out.tolist() == expected
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_looked_up_places_outside_give_minus_one(backend: str) -> None:
-    table = np.arange(100, 140, dtype=np.int64)[::2]
-    places = np.array([0, -1, 19, 20, np.iinfo(np.int64).min, np.iinfo(np.int64).max, 7], np.int64)
-    out = np.full(7, 77, np.int64)
-    look_up(table=table, places=places, out=out, backend=backend)
-    assert out.tolist() == [100, -1, 138, -1, -1, -1, 114]
-
-
 def test_cells_that_do_not_fit_are_refused() -> None:
     ints = np.ones(2, np.int64)
     table = np.zeros((3, 3), np.int32)
@@ -96,8 +87,6 @@ def test_cells_that_do_not_fit_are_refused() -> None:
         read_runs(table=table, rows=ints, starts=ints, counts=ints, out=np.empty(3, np.int64))
     with pytest.raises(ValueError, match="dtype uint8, expected int32 or int64"):
         read_runs(table=table.astype(np.uint8), rows=ints, starts=ints, counts=ints, out=np.empty(2, np.int64))
-    with pytest.raises(ValueError, match="one for each place"):
-        look_up(table=ints, places=ints, out=np.empty(3, np.int64))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

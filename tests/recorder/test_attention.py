@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.capture.changes import RowRuns, run_differences
-from kvcanary.kernels.capture.gather import expand_blocks
 from kvcanary.recorder.capture.attention import indexed_read, paged_read, row_read
 from kvcanary.recorder.capture.forward_input import AttentionInput, ForwardInput, TableRead
 from kvcanary.recorder.capture.recorder import Recorder
@@ -195,20 +194,9 @@ def test_run_differences_are_those_of_a_dictionary(backend: str, seed: int) -> N
     for _ in range(2):
         counts = rng.integers(-2, 9, bs)
         sides.append((rng.integers(-3, 12, bs), counts, rng.integers(-1, 4, int(np.maximum(counts, 0).sum()))))
-    (starts, counts, values), (held_starts, held_counts, held) = sides
-    runs, sizes = RowRuns.allocate(values.size), np.zeros(2, np.int64)
-    run_differences(
-        starts=starts,
-        counts=counts,
-        values=values,
-        held_starts=held_starts,
-        held_counts=held_counts,
-        held=held,
-        runs=runs,
-        sizes=sizes,
-        backend=backend,
-    )
-    got = runs.cut(int(sizes[0]), int(sizes[1]))
+    (starts, _, _), (held_starts, _, _) = sides
+    requests = np.arange(bs)
+    got = run_differences(RowRuns(requests, *sides[0]), RowRuns(requests, *sides[1]), backend=backend)
     told, at = [], 0
     for request, start, count in zip(got.rows, got.starts, got.counts, strict=True):
         told += [(int(request), int(start) + i, int(got.values[at + i])) for i in range(count)]
@@ -233,24 +221,17 @@ def _cells(starts: np.ndarray, counts: np.ndarray, values: np.ndarray) -> dict[t
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_starts_at_the_ends_of_int64_hold_nothing(backend: str) -> None:
-    end = np.iinfo(np.int64).max
-    one = np.ones(1, np.int64)
-    runs, sizes = RowRuns.allocate(2), np.zeros(2, np.int64)
-    run_differences(
-        starts=one * (end - 1),
-        counts=2 * one,
-        values=np.array([1, 2]),
-        held_starts=one * (end - 1),
-        held_counts=2 * one,
-        held=np.array([3, 4]),
-        runs=runs,
-        sizes=sizes,
-        backend=backend,
-    )
-    assert sizes.tolist() == [0, 0]
+    one, end = np.ones(1, np.int64), np.iinfo(np.int64).max
+    for start in (end, end - 1, 1 << 62, -end - 1, -1):
+        given, held = (RowRuns(0 * one, start * one, 2 * one, np.array(values)) for values in ([1, 2], [3, 4]))
+        near = held._replace(starts=0 * one)
+        for pair in ((given, held), (given, near), (near, held)):
+            assert [part.size for part in run_differences(*pair, backend=backend)] == [0] * 4, start
 
 
-def test_blocks_that_do_not_fit_are_refused() -> None:
-    zeros = np.zeros(1, np.int64)
-    with pytest.raises(ValueError, match="expected 2 blocks for 5 slots"):
-        expand_blocks(blocks=zeros, starts=zeros, counts=zeros + 5, block_size=4, out=np.zeros(5, np.int64))
+def test_differences_of_more_values_than_there_are_are_refused() -> None:
+    one, few = np.ones(1, np.int64), np.zeros(1, np.int64)
+    whole, short = RowRuns(one, few, one, one), RowRuns(one, few, 5 * one, one)
+    for pair in ((whole, short), (short, whole)):
+        with pytest.raises(ValueError, match="counts ask for 5 values, there are 1"):
+            run_differences(*pair)

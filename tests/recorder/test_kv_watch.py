@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.ops.hash.kv_source import KvSource
-from kvcanary.recorder.capture.forward_input import ForwardInput, TableRead
+from kvcanary.recorder.capture.forward_input import ForwardInput, TableRead, translate
 from kvcanary.recorder.capture.host_arrays import gather_device
+from kvcanary.recorder.capture.kv_shadow import group_shadows
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, TIER_HOST
@@ -247,3 +248,33 @@ def test_a_pool_on_a_device_is_watched_the_same(tmp_path: Path, monkeypatch: pyt
         ),
     )
     assert record("device.arrow") == expected
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_changed_slots_are_found_once_each_in_the_order_in_which_they_are_read(page_size: int, backend: str) -> None:
+    tensor = np.random.default_rng(page_size).integers(0, 256, (24 // page_size, page_size * 32), np.uint8)
+    tokens = tensor.reshape(24, 32)
+    stream = KvStream(half="K", bytes_per_token=32, capture_bytes=16)
+    header = TraceHeader(groups=(PoolGroup(name="full", num_slots=24, streams=(stream,)),), tables=(StateTable(rows=2, width=4),))
+    source = KvSource(tensor=tensor, page_size=page_size, bytes_per_token=32, read_bytes=16)
+    (kv,) = group_shadows(header, {(0, 0): source}, backend=backend)
+    slots = np.array([x for x in range(24) if x != 11], np.int64)
+    kv.store_written(slots, [kv.gather(0, slots)])
+    for slot, byte in ((0, 0), (5, 0), (7, 15), (9, 16), (11, 0), (13, 3), (2, 1)):
+        tokens[slot, byte] ^= 0xFF
+    read = np.array([13, 1, 5, 0, -1, 7, 9, 11, 5, 2, 24, 1 << 62], np.int64)
+    ((number, found, content),) = kv.changes(read, np.array([2, 3], np.int64))
+    assert (number, found.tolist()) == (0, [13, 5, 7])  # byte 16 is not captured, 11 not known, 2 written just now
+    np.testing.assert_array_equal(content, tokens[[13, 5, 7], :16])
+    kv.store_change(0, found, content)
+    assert kv.changes(read, np.array([2], np.int64)) == []
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, torch.int32, torch.int64, np.int16])
+def test_slots_outside_a_full_to_swa_table_are_none(kind: Any) -> None:
+    places = np.array([0, -1, 19, 20, np.iinfo(np.int64).min, np.iinfo(np.int64).max, 7], np.int64)
+    table = np.arange(100, 140)
+    lut = torch.arange(100, 140, dtype=kind) if isinstance(kind, torch.dtype) else table.astype(kind)
+    assert translate(lut[::2], places).tolist() == [100, -1, 138, -1, -1, -1, 114]
+    assert translate(None, places) is places

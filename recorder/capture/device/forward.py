@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from ....kernels.arrays import Int64Array
 from ....kernels.capture.frames import FrameLayout
-from ..host_arrays import Int64Array
 
 
 class TokenSource(Protocol):

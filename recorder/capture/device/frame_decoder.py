@@ -6,10 +6,10 @@ from typing import Final
 
 import numpy as np
 
+from ....kernels.arrays import Int64Array
 from ...trace.header import StateTable
 from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, PHASE_AFTER
 from ..forward_input import CopiedForward, KvChange
-from ..host_arrays import Int64Array
 from ..recorder import Recorder
 from .capture import DeviceCapture
 from .forward import FrameInFlight, TokenSource

@@ -7,6 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ....kernels.arrays import ByteArray, Int64Array
 from ....kernels.capture.frames import (
     ATTENTION,
     ATTENTION_ENTRY,
@@ -22,7 +23,6 @@ from ....kernels.capture.frames import (
     FrameLayout,
 )
 from ...trace.schema import ATTENTION_LENS
-from ..host_arrays import ByteArray, Int64Array
 from .capture import DeviceCapture
 from .forward import FrameInFlight
 

@@ -16,12 +16,13 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Final
 
+from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
 from ...process.endings import at_process_end
 from ...trace.header import TraceHeader
 from ...trace.schema import RECEIVE, TIER_POOL
 from ...writing.outbox import RecorderStats
-from ..host_arrays import Int64Array, own_int64, runs_to_slots
+from ..host_arrays import own_int64, runs_to_slots
 from ..recorder import Recorder
 from ..recording import beginning
 from .background import AT_ONCE, Background, Queued

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from ....kernels.arrays import ByteArray, Int64Array
 from ....kernels.capture.frames import GroupOnDevice, LutOnDevice, RunnerOnDevice, StreamOnDevice
 from ....kernels.ops.hash.kv_source import KvSource
 from ...trace.header import PoolGroup, TraceHeader
-from ..host_arrays import ByteArray, Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ....kernels.arrays import Int64Array
 from ...trace.header import TraceHeader
-from ..host_arrays import Int64Array, ordered_runs, ragged_index, wrapped
+from ..host_arrays import ordered_runs, ragged_index, wrapped
 from .frame_reader import Frame
 
 _NOTHING = np.empty((0, 3), np.int64)

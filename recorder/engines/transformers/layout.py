@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
-from ...capture.host_arrays import Int64Array
 from ...trace.header import EngineInfo, KvStream, ModelInfo, NotWatched, PoolGroup, StateTable, TraceHeader
 
 ALIGN_BYTES = 16
