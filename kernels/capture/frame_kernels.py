@@ -15,12 +15,13 @@ import triton.language as tl
 from .frame_parts import (
     ATTENTION_AT,
     ATTENTION_CAPACITY,
+    ATTENTION_ENTRY,
     FRAMES,
     GROUP_WORDS,
     GROUPS_AT,
     LENS_AT,
     NEXT_COUNTERS_ROW,
-    NUM_COUNTERS_,
+    NUM_COUNTERS,
     PROGRAMS,
     WATCH,
     compare_kv,
@@ -37,10 +38,8 @@ from .frame_parts import (
     tokens_before,
     write_shadow,
 )
-from .frames import ATTENTION_ENTRY
 
 TICKET_WORDS: Final = 24
-_ATTENTION_ENTRY = tl.constexpr(ATTENTION_ENTRY)
 
 # One form for all values and alignments: a new form is compiled on the engine's thread. Only dtypes make another.
 TICKET_ARGUMENTS = [
@@ -66,24 +65,13 @@ def write_ticket_kernel(
 ):  # fmt: skip
     """Write a ticket: one program, for one forward."""
     zero = tl.program_id(0).to(tl.int64)
-    tl.store(ticket + 1, zero + at)
-    tl.store(ticket + 2, zero + row)
-    tl.store(ticket + 3, zero + next_row)
-    tl.store(ticket + 4, zero + watch)
-    tl.store(ticket + 5, frames.to(tl.int64))
-    tl.store(ticket + 6, counters.to(tl.int64))
-    tl.store(ticket + 7, descriptor.to(tl.int64))
-    tl.store(ticket + 8, zero + table_at)
-    tl.store(ticket + 9, zero + table_capacity)
-    tl.store(ticket + 10, zero + lut_at)
-    tl.store(ticket + 11, zero + lut_capacity)
-    tl.store(ticket + 12, zero + kv_at)
-    tl.store(ticket + 13, zero + kv_capacity)
-    tl.store(ticket + 14, zero + kv_entry)
-    tl.store(ticket + 15, zero + lens_at)
-    tl.store(ticket + 16, zero + attention_at)
-    tl.store(ticket + 17, zero + attention_capacity)
-    tl.store(ticket + 18, zero + programs)
+    words = (
+        at, row, next_row, watch, frames.to(tl.int64), counters.to(tl.int64), descriptor.to(tl.int64), table_at,
+        table_capacity, lut_at, lut_capacity, kv_at, kv_capacity, kv_entry, lens_at, attention_at, attention_capacity,
+        programs,
+    )  # fmt: skip
+    for word in tl.static_range(len(words)):
+        tl.store(ticket + 1 + word, zero + words[word])
     tl.store(ticket, zero + stamp)
 
 
@@ -120,16 +108,9 @@ def begin_kernel(
             else:
                 request, split = (program - tiles) // splits, (program - tiles) % splits
                 row = tl.load(rows_in + request).to(tl.int64)
+                here = request < bs
                 prefix, extend = lens_of(
-                    request,
-                    request < bs,
-                    prefix_in,
-                    minus_in,
-                    extend_in,
-                    num_prefix,
-                    extend_each,
-                    HAS_MINUS,
-                    HAS_EXTEND,
+                    request, here, prefix_in, minus_in, extend_in, num_prefix, extend_each, HAS_MINUS, HAS_EXTEND
                 )
                 compare_table(row, prefix, split, splits, ticket, LUT_INT64, TILE)
                 before = tokens_before(request, rows_in, extend_in, extend_each, HAS_EXTEND, TILE)
@@ -175,7 +156,7 @@ def _compare_attention(
             if found > 0:
                 at = tl.atomic_add(counters_of(ticket) + 4, found) + tl.cumsum(differs.to(tl.int64), 0) - 1
                 fits = differs & (at < capacity)
-                entry = out + at * _ATTENTION_ENTRY
+                entry = out + at * ATTENTION_ENTRY
                 tl.store(entry, tl.zeros_like(position) + group, mask=fits)
                 tl.store(entry + 1, tl.zeros_like(position) + request, mask=fits)
                 tl.store(entry + 2, position, mask=fits)
@@ -229,8 +210,8 @@ def end_kernel(ticket, bs, num_tokens, TILE: tl.constexpr):
     if tl.load(ticket) != 0:
         streams = tl.load(descriptor_of(ticket) + 8)
         if tl.program_id(0) == 0:
-            following = pointer(ticket, FRAMES + 1) + tl.load(ticket + NEXT_COUNTERS_ROW) * NUM_COUNTERS_
-            for word in range(NUM_COUNTERS_):
+            following = pointer(ticket, FRAMES + 1) + tl.load(ticket + NEXT_COUNTERS_ROW) * NUM_COUNTERS
+            for word in range(NUM_COUNTERS):
                 tl.store(following + word, streams * 0)
         tiles = (num_tokens + TILE - 1) // TILE
         splits = tl.maximum(tl.num_programs(0) // tl.maximum(bs, 1), 1)

@@ -7,7 +7,7 @@ forward from a ticket (`frame_kernels`), so that a launch passes little.
 import triton
 import triton.language as tl
 
-from .frames import NUM_COUNTERS, UNCHANGED
+from . import frames
 
 # Words of a ticket. The first is the forward's stamp, 0 if nothing is to be captured.
 AT = tl.constexpr(1)
@@ -27,15 +27,16 @@ ATTENTION_AT = tl.constexpr(16)
 ATTENTION_CAPACITY = tl.constexpr(17)
 PROGRAMS = tl.constexpr(18)  # of all launches together
 
-# Places in the descriptor, as `frames` lays it out.
-GROUPS_AT = tl.constexpr(16)
-GROUP_WORDS = tl.constexpr(8)
-_LUTS_AT = tl.constexpr(48)
-_LUT_WORDS = tl.constexpr(4)
-_STREAMS_AT = tl.constexpr(64)
-_STREAM_WORDS = tl.constexpr(8)
-_UNCHANGED = tl.constexpr(UNCHANGED)
-NUM_COUNTERS_ = tl.constexpr(NUM_COUNTERS)
+# What `frames` says of descriptors, counters and entries.
+GROUPS_AT = tl.constexpr(frames.GROUPS_AT)
+GROUP_WORDS = tl.constexpr(frames.GROUP_WORDS)
+_LUTS_AT = tl.constexpr(frames.LUTS_AT)
+_LUT_WORDS = tl.constexpr(frames.LUT_WORDS)
+_STREAMS_AT = tl.constexpr(frames.STREAMS_AT)
+_STREAM_WORDS = tl.constexpr(frames.STREAM_WORDS)
+_UNCHANGED = tl.constexpr(frames.UNCHANGED)
+NUM_COUNTERS = tl.constexpr(frames.NUM_COUNTERS)
+ATTENTION_ENTRY = tl.constexpr(frames.ATTENTION_ENTRY)
 
 
 @triton.jit
@@ -43,6 +44,15 @@ def _look_up(lut, slots, mask, length):
     """Slots through a full-to-SWA table, -1 if it has no entry."""
     inside = mask & (slots >= 0) & (slots < length)
     return tl.load(lut + tl.where(inside, slots, 0), mask=inside, other=-1).to(tl.int64)
+
+
+@triton.jit
+def _lut_table(at, LUT_INT64: tl.constexpr):
+    """The engine's own full-to-SWA table, of a descriptor's entry."""
+    if LUT_INT64:
+        return tl.load(at).to(tl.pointer_type(tl.int64))
+    else:  # noqa: RET505  # Triton compiles one of the two, and each returns another type
+        return tl.load(at).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
@@ -71,7 +81,7 @@ def frame_of(ticket):
 @triton.jit
 def counters_of(ticket):
     """The forward's row of counters."""
-    return pointer(ticket, FRAMES + 1) + tl.load(ticket + COUNTERS_ROW) * NUM_COUNTERS_
+    return pointer(ticket, FRAMES + 1) + tl.load(ticket + COUNTERS_ROW) * NUM_COUNTERS
 
 
 @triton.jit
@@ -85,10 +95,7 @@ def _lut_changes(descriptor, ticket, slots, mask, LUT_INT64: tl.constexpr):
     """Find which entries that these slots go through differ from the shadow; put them into the frame."""
     for number in range(tl.load(descriptor + 7)):
         at = descriptor + _LUTS_AT + number * _LUT_WORDS
-        if LUT_INT64:
-            table = tl.load(at).to(tl.pointer_type(tl.int64))
-        else:
-            table = tl.load(at).to(tl.pointer_type(tl.int32))
+        table = _lut_table(at, LUT_INT64)
         shadow = tl.load(at + 1).to(tl.pointer_type(tl.int64))
         length = tl.load(at + 2)
         inside = mask & (slots >= 0) & (slots < length)
@@ -156,12 +163,7 @@ def copy_tokens(
         slot = loc
         if lut >= 0:
             place = descriptor + _LUTS_AT + lut * _LUT_WORDS
-            if LUT_INT64:
-                table = tl.load(place).to(tl.pointer_type(tl.int64))
-                slot = _look_up(table, loc, is_token, tl.load(place + 2))
-            else:
-                table32 = tl.load(place).to(tl.pointer_type(tl.int32))
-                slot = _look_up(table32, loc, is_token, tl.load(place + 2))
+            slot = _look_up(_lut_table(place, LUT_INT64), loc, is_token, tl.load(place + 2))
         inside = is_token & (slot >= 0) & (slot < tl.load(at + 2))
         stamps = tl.load(at + 3).to(tl.pointer_type(tl.int32))
         stamp = tl.zeros_like(slot).to(tl.int32) + tl.load(ticket).to(tl.int32)

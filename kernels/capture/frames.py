@@ -12,7 +12,7 @@ loops of `changes` and `gather`, which the host's recorder uses; tests compare t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 MAX_GROUPS: Final = 4
 MAX_LUTS: Final = 4
@@ -31,13 +31,13 @@ KV_ENTRY: Final = 2  # stream of the runner, slot; its bytes follow
 ATTENTION_ENTRY: Final = 4  # group of the runner, request, position, slot that attention got
 
 # A runner's descriptor: words of the head, of each group, each full-to-SWA table, each stream.
-_GROUPS_AT: Final = 16
-_GROUP_WORDS: Final = 8
-_LUTS_AT: Final = _GROUPS_AT + MAX_GROUPS * _GROUP_WORDS
-_LUT_WORDS: Final = 4
-_STREAMS_AT: Final = _LUTS_AT + MAX_LUTS * _LUT_WORDS
-_STREAM_WORDS: Final = 8
-DESCRIPTOR_WORDS: Final = _STREAMS_AT + MAX_STREAMS * _STREAM_WORDS
+GROUPS_AT: Final = 16
+GROUP_WORDS: Final = 8
+LUTS_AT: Final = GROUPS_AT + MAX_GROUPS * GROUP_WORDS
+LUT_WORDS: Final = 4
+STREAMS_AT: Final = LUTS_AT + MAX_LUTS * LUT_WORDS
+STREAM_WORDS: Final = 8
+DESCRIPTOR_WORDS: Final = STREAMS_AT + MAX_STREAMS * STREAM_WORDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,20 +127,33 @@ class RunnerOnDevice:
             len(self.streams),
         ]
         for number, group in enumerate(self.groups):
-            at = _GROUPS_AT + number * _GROUP_WORDS
+            at = GROUPS_AT + number * GROUP_WORDS
             addresses = (group.stamps.data_ptr(), group.known.data_ptr())
             words[at : at + 5] = (group.window, group.lut, group.num_slots, *addresses)
         for number, lut in enumerate(self.luts):
-            at = _LUTS_AT + number * _LUT_WORDS
+            at = LUTS_AT + number * LUT_WORDS
             words[at : at + 3] = (lut.table.data_ptr(), lut.shadow.data_ptr(), lut.table.shape[0])
         before = 0
         for number, stream in enumerate(self.streams):
-            at = _STREAMS_AT + number * _STREAM_WORDS
+            at = STREAMS_AT + number * STREAM_WORDS
             rows, row_words = stream.rows.shape[0], stream.rows.stride(0) // 8
             parts = (stream.rows.data_ptr(), row_words, rows, stream.words, stream.shadow.data_ptr(), stream.group)
             words[at : at + 7] = (*parts, before)
             before += stream.words
         return words
+
+
+class Section(NamedTuple):
+    """Where the changes of one sort begin in a frame, how many fit there, and the words of each."""
+
+    at: int
+    capacity: int
+    entry: int
+
+    @property
+    def end(self) -> int:
+        """Where it ends."""
+        return self.at + self.capacity * self.entry
 
 
 class FrameLayout:
@@ -160,12 +173,9 @@ class FrameLayout:
         inputs: rows, prefix_lens, extend_lens `[bs]`, input_ids, positions, out_cache_loc `[tokens]`.
         lens_at: where attention's sequence lengths and query lengths begin, `[bs]` each.
         fixed: what is always there: the inputs, each stream's written bytes, `[tokens, words]` each, and those lengths.
-        table_at: where the table changes begin; `table_entry` words each.
-        lut_at: where the changes of full-to-SWA tables begin.
-        kv_at: where the changed slots begin; `kv_entry` words each, as many for every stream.
-        attention_at: where the slots that attention got begin, of those that differ.
+        sections: of each sort of changes, by its word of `counters`.
         words: of the whole frame.
-        sections: what a ticket says of them.
+        ticket: what a ticket says of all this.
     """
 
     def __init__(
@@ -181,18 +191,62 @@ class FrameLayout:
         attention_capacity: int = 0,
     ) -> None:
         self.bs, self.tokens, self.stream_words = bs, tokens, stream_words
-        self.table_capacity, self.lut_capacity = table_capacity, lut_capacity
-        self.kv_capacity, self.attention_capacity = kv_capacity, attention_capacity
         self.inputs = 3 * bs + 3 * tokens
         self.lens_at = self.inputs + tokens * sum(stream_words)
-        self.fixed = self.table_at = self.lens_at + 2 * bs
-        self.table_entry = TABLE_ENTRY + tile
-        self.lut_at = self.table_at + self.table_entry * table_capacity
-        self.kv_at = self.lut_at + LUT_ENTRY * lut_capacity
-        self.kv_entry = KV_ENTRY + max(stream_words, default=0)
-        self.attention_at = self.kv_at + self.kv_entry * kv_capacity
-        self.words = self.attention_at + ATTENTION_ENTRY * attention_capacity
-        self.sections = (
-            *(self.table_at, table_capacity, self.lut_at, lut_capacity, self.kv_at, kv_capacity, self.kv_entry),
-            *(self.lens_at, self.attention_at, attention_capacity),
-        )
+        self.fixed = self.lens_at + 2 * bs
+        table = Section(self.fixed, table_capacity, TABLE_ENTRY + tile)
+        lut = Section(table.end, lut_capacity, LUT_ENTRY)
+        kv = Section(lut.end, kv_capacity, KV_ENTRY + max(stream_words, default=0))
+        attention = Section(kv.end, attention_capacity, ATTENTION_ENTRY)
+        self.sections = {TABLE_CHANGES: table, LUT_CHANGES: lut, KV_CHANGES: kv, ATTENTION: attention}
+        self.words = attention.end
+        self.ticket = (*table[:2], *lut[:2], *kv, self.lens_at, *attention[:2])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInput:
+    """What a model is run with: the engine's own tensors, of any integer type, contiguous, read on its stream.
+
+    Attributes:
+        rows: `[bs]` rows of the block table; row 0 is padding.
+        prefix: `[any]` tokens in the cache before this forward; 0 past its end.
+        minus: `[bs]` to be taken off `prefix`, or None.
+        extend: `[bs]` tokens that this forward adds; None if it adds `extend_each` to all.
+        extend_each: see `extend`.
+        input_ids: `[at least num_tokens]`.
+        positions: `[at least num_tokens]`.
+        out_cache_loc: `[any]` slot of each token; past its end the tokens have none.
+        num_tokens: how many there are.
+    """
+
+    rows: Any
+    prefix: Any
+    minus: Any | None = None
+    extend: Any | None = None
+    extend_each: int = 1
+    input_ids: Any
+    positions: Any
+    out_cache_loc: Any
+    num_tokens: int
+
+    def check(self) -> None:
+        """Raise a `ValueError` for fewer lengths than requests, which the kernels would read beyond."""
+        bs = self.rows.numel()
+        for lens in (self.minus, self.extend):
+            if lens is not None and lens.numel() < bs:
+                raise ValueError(f"{lens.numel()} lengths for {bs} requests, expected one for each")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTensors:
+    """What the attention kernels of a forward are given, contiguous and of any integer type.
+
+    `kv_indptr` `[at least bs + 1]`, `kv_indices` `[any]`; the same of a sliding window, or None; `qo_indptr`
+    `[at least bs + 1]`, or None if each request has one query token, whose slot is among `kv_indices`.
+    """
+
+    kv_indptr: Any
+    kv_indices: Any
+    window_indptr: Any | None
+    window_indices: Any | None
+    qo_indptr: Any | None

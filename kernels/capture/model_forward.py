@@ -1,11 +1,10 @@
 """What is launched around one run of a model so that it fills a frame: a ticket, then kernels before and after it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from .frame_kernels import attention_kernel, begin_kernel, end_kernel, write_ticket_kernel
-from .frames import FrameLayout
+from .frames import AttentionTensors, FrameLayout, ModelInput
 
 PROGRAMS = 1024  # of each launch: enough to fill a device
 TILE = 512
@@ -79,52 +78,10 @@ class TicketWriter:
             programs: how many the model's kernels have together.
         """
         if self._ready is not None:
-            self._ready(address, *self._addresses, *numbers, *layout.sections, programs)
+            self._ready(address, *self._addresses, *numbers, *layout.ticket, programs)
             return
-        arguments = (*numbers, *layout.sections, programs)
+        arguments = (*numbers, *layout.ticket, programs)
         self._ready = self._launches.launch(write_ticket_kernel, 1, (ticket, *self._tensors), arguments)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInput:
-    """What a model is run with: the engine's own tensors, of any integer type, contiguous.
-
-    Attributes:
-        rows: `[bs]` rows of the block table.
-        prefix: `[any]` tokens in the cache before the forward, 0 past its end.
-        minus: `[bs]` to be taken off the prefix, or None.
-        extend: `[bs]` tokens that the forward adds; None if it adds `extend_each` to all.
-        extend_each: see `extend`.
-        input_ids: `[at least tokens]`.
-        positions: `[at least tokens]`.
-        out_cache_loc: `[any]` slot of each token, -1 past its end.
-        tokens: how many there are.
-    """
-
-    rows: Any
-    prefix: Any
-    minus: Any | None
-    extend: Any | None
-    extend_each: int
-    input_ids: Any
-    positions: Any
-    out_cache_loc: Any
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionTensors:
-    """What the attention kernels of a forward are given, contiguous and of any integer type.
-
-    `kv_indptr` `[at least bs + 1]`, `kv_indices` `[any]`; the same of a sliding window, or None; `qo_indptr`
-    `[at least bs + 1]`, or None if each request has one query token, whose slot is among `kv_indices`.
-    """
-
-    kv_indptr: Any
-    kv_indices: Any
-    window_indptr: Any | None
-    window_indices: Any | None
-    qo_indptr: Any | None
 
 
 class ModelForward:
@@ -142,20 +99,16 @@ class ModelForward:
         programs: how many programs fill the frame, of all launches together.
     """
 
-    __slots__ = (
-        *("address", "attention", "bs", "programs", "ticket", "tokens"),
-        *("_given", "_launched", "_launches", "_lut_int64", "_tile"),
-    )
+    __slots__ = ("_given", "_launches", "_lut_int64", "address", "attention", "bs", "programs", "ticket", "tokens")
 
     def __init__(self, ticket: Any, given: ModelInput, attention: AttentionTensors | None, *, lut_int64: bool) -> None:
         self.ticket = ticket
         self.address = int(ticket.data_ptr())
         self.attention = attention
         self.bs = int(given.rows.numel())
-        self.tokens = given.tokens
+        self.tokens = given.num_tokens
         self.programs = PROGRAMS * (2 if attention is None else 3)
         self._given = given
-        self._launched, self._tile = PROGRAMS, TILE
         self._launches = launches_on(ticket)
         self._lut_int64 = lut_int64
 
@@ -171,10 +124,10 @@ class ModelForward:
         lens = (given.prefix, given.rows if minus is None else minus, given.rows if extend is None else extend)
         self._launches.launch(
             begin_kernel,
-            self._launched,
+            PROGRAMS,
             (self.ticket, given.rows, *lens, given.input_ids, given.positions, given.out_cache_loc),
-            (given.out_cache_loc.numel(), given.prefix.numel(), given.extend_each, self.bs, given.tokens),
-            (minus is not None, extend is not None, self._lut_int64, self._tile),
+            (given.out_cache_loc.numel(), given.prefix.numel(), given.extend_each, self.bs, given.num_tokens),
+            (minus is not None, extend is not None, self._lut_int64, TILE),
         )
         if attention is None:
             return
@@ -182,7 +135,7 @@ class ModelForward:
         qo_indptr = attention.qo_indptr
         self._launches.launch(
             attention_kernel,
-            self._launched,
+            PROGRAMS,
             (
                 *(self.ticket, attention.kv_indptr, attention.kv_indices),
                 attention.kv_indptr if window_indptr is None else window_indptr,
@@ -190,9 +143,9 @@ class ModelForward:
                 attention.kv_indptr if qo_indptr is None else qo_indptr,
             ),
             (attention.kv_indices.numel(), 0 if window_indices is None else window_indices.numel(), self.bs),
-            (qo_indptr is not None, window_indices is not None, self._tile),
+            (qo_indptr is not None, window_indices is not None, TILE),
         )
 
     def end(self) -> None:
         """Launch what belongs right after its last layer."""
-        self._launches.launch(end_kernel, self._launched, (self.ticket,), (self.bs, self.tokens), (self._tile,))
+        self._launches.launch(end_kernel, PROGRAMS, (self.ticket,), (self.bs, self.tokens), (TILE,))

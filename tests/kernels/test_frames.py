@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from kvcanary.kernels.capture.frames import FrameLayout
+from kvcanary.kernels.capture.frames import ATTENTION, KV_CHANGES, LUT_CHANGES, TABLE_CHANGES, FrameLayout
 
 COMPILE = """
 import warnings
@@ -47,6 +47,8 @@ def test_sections_follow_one_another(bs):
     layout = FrameLayout(bs=bs, tokens=7, stream_words=(2, 4), table_capacity=3, lut_capacity=2, kv_capacity=5, tile=16)
     assert layout.lens_at == 3 * bs + 3 * 7 + 7 * 6
     assert layout.fixed == layout.lens_at + 2 * bs
-    assert layout.lut_at == layout.fixed + 3 * 18
-    assert layout.kv_at == layout.lut_at + 2 * 3
-    assert layout.words == layout.attention_at == layout.kv_at + 5 * 6
+    table, lut, kv, attention = (layout.sections[sort] for sort in (TABLE_CHANGES, LUT_CHANGES, KV_CHANGES, ATTENTION))
+    assert table == (layout.fixed, 3, 18)
+    assert lut == (table.at + 3 * 18, 2, 3)
+    assert kv == (lut.at + 2 * 3, 5, 6)
+    assert layout.words == attention.at == kv.at + 5 * 6

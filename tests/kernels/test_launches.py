@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.capture import model_forward
-from kvcanary.kernels.capture.frames import FrameLayout
-from kvcanary.kernels.capture.model_forward import Launches, ModelForward, ModelInput, TicketWriter
+from kvcanary.kernels.capture.frames import FrameLayout, ModelInput
+from kvcanary.kernels.capture.model_forward import Launches, ModelForward, TicketWriter
 
 
 class Kernel:
@@ -61,9 +61,9 @@ def test_later_tickets_say_what_the_first_would(monkeypatch):
         ticket = tickets[number:]
         writer.write(ticket, ticket.data_ptr(), (number + 1, 10, 11, 12, 1), layout, 2048)
     (first,), (second,) = kernel.compiled, kernel.launched
-    assert first[4:] == (1, 10, 11, 12, 1, *layouts[0].sections, 2048)
+    assert first[4:] == (1, 10, 11, 12, 1, *layouts[0].ticket, 2048)
     addresses = [tensor.data_ptr() for tensor in (tickets[1:], frames, counters, descriptor)]
-    assert second == (*addresses, 2, 10, 11, 12, 1, *layouts[1].sections, 2048)
+    assert second == (*addresses, 2, 10, 11, 12, 1, *layouts[1].ticket, 2048)
 
 
 @pytest.mark.parametrize("lens", ["by position", "extend", "draft extend"])
@@ -80,7 +80,7 @@ def test_lengths_that_are_not_there_are_addresses_all_the_same(monkeypatch, lens
         input_ids=tokens,
         positions=tokens,
         out_cache_loc=tokens,
-        tokens=2,
+        num_tokens=2,
     )
     ticket = torch.zeros(1, dtype=torch.int64)
     ModelForward(ticket, given, None, lut_int64=True).begin()

@@ -256,7 +256,9 @@ def test_changed_slots_are_found_once_each_in_the_order_in_which_they_are_read(p
     tensor = np.random.default_rng(page_size).integers(0, 256, (24 // page_size, page_size * 32), np.uint8)
     tokens = tensor.reshape(24, 32)
     stream = KvStream(half="K", bytes_per_token=32, capture_bytes=16)
-    header = TraceHeader(groups=(PoolGroup(name="full", num_slots=24, streams=(stream,)),), tables=(StateTable(rows=2, width=4),))
+    header = TraceHeader(
+        groups=(PoolGroup(name="full", num_slots=24, streams=(stream,)),), tables=(StateTable(rows=2, width=4),)
+    )
     source = KvSource(tensor=tensor, page_size=page_size, bytes_per_token=32, read_bytes=16)
     (kv,) = group_shadows(header, {(0, 0): source}, backend=backend)
     slots = np.array([x for x in range(24) if x != 11], np.int64)

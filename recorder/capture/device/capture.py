@@ -9,10 +9,10 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
 
-from ....kernels.capture.frames import NUM_COUNTERS
+from ....kernels.capture.frames import NUM_COUNTERS, ModelInput
 from ...errors import error_text
 from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
-from .forward import DeviceForward, ForwardRequests, FrameInFlight, Lens
+from .forward import DeviceForward, ForwardRequests, FrameInFlight
 from .frame_buffer import FrameBuffer, FrameLayouts
 from .shadows import DeviceShadows
 
@@ -83,14 +83,15 @@ class DeviceCapture:
         import torch
 
         row = torch.zeros(1, dtype=torch.int64, device=self.frames.device)  # row 0 is padding
-        lens = row.to(torch.int32)
+        lens, nothing = row.to(torch.int32), {"input_ids": row, "positions": row, "out_cache_loc": row, "num_tokens": 0}
         for number, ticket in enumerate(self._tickets):
             layout = self._layouts.find(number, 1, 0, many=False, attention=False)
             for _ in range(2):  # the second is launched as all that follow; the stamp 0 has nothing captured
                 self._writers[number].write(ticket, ticket.data_ptr(), (0, 0, 0, 0, 0), layout, 0)
-                for minus, extend in ((None, None), (None, lens), (lens, lens)):
-                    prefix = row if extend is None or minus is not None else lens
-                    model = self._run_of(number, row, Lens(prefix, minus, extend, 1), (row, row, row), 0)
+                for prefix, minus, extend in ((row, None, None), (lens, None, lens), (row, lens, lens)):
+                    model = self._run_of(
+                        number, ModelInput(rows=row, prefix=prefix, minus=minus, extend=extend, **nothing)
+                    )
                     model.begin()
                     model.end()
 
@@ -112,31 +113,16 @@ class DeviceCapture:
         """
         if self.off:
             return -1
-        lens = Lens(forward.prefix, forward.minus, forward.extend, forward.extend_each)
-        bs = int(forward.rows.numel())
-        lens.check(bs)
-        tensors = (forward.input_ids, forward.positions, forward.out_cache_loc)
-        model = self._run_of(forward.runner, forward.rows, lens, tensors, forward.num_tokens)
-        frame = self.expect(model, forward.mode, forward.runner, bs, forward.requests, forward.truth_lens)
+        forward.check()
+        model = self._run_of(forward.runner, forward)
+        frame = self.expect(model, forward.mode, forward.runner, model.bs, forward.requests, forward.truth_lens)
         if frame is not None:
             self.begin(model, frame)
         return self.next_forward - 1
 
-    def _run_of(self, runner: int, rows: Any, lens: Lens, tensors: tuple[Any, Any, Any], tokens: int) -> "ModelForward":
-        from ....kernels.capture.model_forward import ModelForward, ModelInput
+    def _run_of(self, runner: int, given: ModelInput) -> "ModelForward":
+        from ....kernels.capture.model_forward import ModelForward
 
-        input_ids, positions, out_cache_loc = tensors
-        given = ModelInput(
-            rows=rows,
-            prefix=lens.prefix,
-            minus=lens.minus,
-            extend=lens.extend,
-            extend_each=lens.extend_each,
-            input_ids=input_ids,
-            positions=positions,
-            out_cache_loc=out_cache_loc,
-            tokens=tokens,
-        )
         return ModelForward(self._tickets[runner], given, None, lut_int64=self.shadows.runners[runner].lut_int64)
 
     def expect(
@@ -187,14 +173,10 @@ class DeviceCapture:
         # Each frame in flight zeroes the counters of the one after it, so they go round by frames, not by forwards.
         numbers = (number % INT32_MAX + 1, at, counters, (taken + 1) % COUNTERS, int(watched))
         self._writers[runner].write(model.ticket, model.address, numbers, layout, model.programs)
-        if attention is None:
-            read = 0
-        else:
-            read = (
-                self._read_without_window[runner]
-                if attention.window_indices is None
-                else ATTENTION_LENS | ATTENTION_SLOTS
-            )
+        read = 0
+        if attention is not None:
+            whole = attention.window_indices is not None
+            read = ATTENTION_LENS | ATTENTION_SLOTS if whole else self._read_without_window[runner]
         return FrameInFlight(
             launched_ns=perf_counter_ns(),
             mode=mode,

@@ -7,13 +7,13 @@ from typing import Final
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ....kernels.capture.changes import RowRuns
 from ...trace.header import StateTable
-from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, PHASE_AFTER
-from ..forward_input import CopiedForward, KvChange
+from ..forward_event import truth_columns
 from ..recorder import Recorder
 from .capture import DeviceCapture
 from .forward import FrameInFlight, TokenSource
-from .frame_reader import Frame, FrameReader, split_kv_changes
+from .frame_reader import Frame, FrameReader
 from .table_changes import TableChanges
 
 LOST: Final = "something that happened has been lost"
@@ -45,7 +45,7 @@ class RecordedTruth:
             return {}
         truth_lens = np.zeros(rows.size, np.int64)
         truth_lens[: len(lens)] = lens
-        at, starts, counts, tokens = [], [], [], []
+        new: list[tuple[int, int, Int64Array]] = []
         for number, (row, source, had) in enumerate(zip(rows.tolist(), truth, lens, strict=False)):
             known, had_then = self._recorded.get(row, (None, 0))
             start = had_then if known is not None and known() is source and had_then <= had else 0
@@ -55,18 +55,10 @@ class RecordedTruth:
                 if found.size < stop - start:
                     truth_lens[number] = count = start + found.size
                 if found.size:
-                    at.append(row)
-                    starts.append(start)
-                    counts.append(found.size)
-                    tokens.append(found)
+                    new.append((row, start, found))
             self._recorded[row] = (weakref.ref(source), count)
-        return {
-            "truth_lens": truth_lens,
-            "truth_row": np.array(at, np.int64),
-            "truth_start": np.array(starts, np.int64),
-            "truth_count": np.array(counts, np.int64),
-            "truth_tokens": np.concatenate(tokens) if tokens else _NOTHING,
-        }
+        cells = np.array([(row, start, found.size) for row, start, found in new], np.int64).reshape(-1, 3)
+        return truth_columns(truth_lens, RowRuns(*cells.T, np.concatenate([_NOTHING, *(found for _, _, found in new)])))
 
     def forget(self) -> None:
         """Record everything anew."""
@@ -102,7 +94,7 @@ class FrameDecoder:
     def decode(self, in_flight: FrameInFlight, time_ns: int) -> None:
         """Put a forward into the trace, once its frame is complete; or count it as lost."""
         try:
-            frame = self.reader.read(in_flight)
+            frame = self.reader.read(in_flight, time_ns)
         finally:
             self._capture.release(in_flight)
         if in_flight.fresh:
@@ -118,7 +110,7 @@ class FrameDecoder:
             self._changes.keep(in_flight.runner, frame)
             self._recorder.drop_captured(in_flight.number, self._lost_slots(in_flight, frame))
             self._capture.catch_up(still=True)
-        elif self._put(in_flight, frame, time_ns):
+        elif self._put(in_flight, frame):
             self.loss_recorded = False
             self._capture.catch_up(still=False)
         else:  # pass over what is in flight; the next forward of the engine holds everything anew
@@ -138,41 +130,19 @@ class FrameDecoder:
         self._why = note
         self.loss_recorded = self._recorder.start_over(note, tables=False)
 
-    def _put(self, in_flight: FrameInFlight, frame: Frame, time_ns: int) -> bool:
-        requests, runner = in_flight.requests, self._capture.shadows.runners[in_flight.runner]
-        elsewhere = np.full(frame.out_cache_loc.size, -1, np.int64)
-        tables = len(self._header.tables)
-        ids = np.full(frame.rows.size, -1, np.int64)
-        if requests is not None:
-            known = requests.ids[: frame.rows.size]
-            ids[: known.size] = known
-        forward = CopiedForward(
-            mode=in_flight.mode,
-            runner=in_flight.runner,
-            number=in_flight.number,
-            time_ns=time_ns,
-            rows=frame.rows,
-            request_ids=ids,
-            prefix_lens=frame.prefix_lens,
-            extend_lens=frame.extend_lens,
-            input_ids=frame.input_ids,
-            positions=frame.positions,
-            out_cache_loc=tuple(frame.out_cache_loc if t == runner.table else elsewhere for t in range(tables)),
-            reads=(),
-            luts=(),
-            truth=None,
-            kv_watched=in_flight.watched,
-            note="; ".join(part for part in (in_flight.note, frame.note) if part),
+    def _put(self, in_flight: FrameInFlight, frame: Frame) -> bool:
+        forward, requests = frame.forward, in_flight.requests
+        runner = self._capture.shadows.runners[in_flight.runner]
+        elsewhere = np.full(frame.slots.size, -1, np.int64)
+        forward.out_cache_loc = tuple(
+            frame.slots if table == runner.table else elsewhere for table in range(len(self._header.tables))
         )
-        forward.attention, forward.attention_watched = _attention(runner.groups, frame), frame.attention
         forward.changes = self._changes.columns(in_flight.runner, frame)
         if requests is not None:
+            known = requests.ids[: forward.rows.size]
+            forward.request_ids[: known.size] = known
             lens = _truth_lens(in_flight, requests.known_lens)
-            forward.changes |= self._truth.changes(frame.rows, requests.truth, lens)
-        forward.kv_changes = [
-            KvChange(stream=stream, phase=PHASE_AFTER, slots=slots, content=content)
-            for stream, slots, content in split_kv_changes(frame, in_flight.layout)
-        ]
+            forward.changes |= self._truth.changes(forward.rows, requests.truth, lens)
         written = iter(frame.written)
         gathered = {g: [next(written) for _ in self._header.groups[g].streams] for g in runner.groups}
         written_to = self._written(in_flight.runner, frame)
@@ -182,40 +152,19 @@ class FrameDecoder:
     def _written(self, runner: int, frame: Frame) -> dict[int, Int64Array]:
         """Return the slots that a forward wrote, of each of its runner's groups."""
         groups = self._capture.shadows.runners[runner].groups
-        return {g: self._changes.in_group(g, frame.out_cache_loc) for g in groups}
+        return {g: self._changes.in_group(g, frame.slots) for g in groups}
 
     def _lost_slots(self, in_flight: FrameInFlight, frame: Frame) -> dict[int, Int64Array]:
         """Return what a forward that is not recorded changed: slots that it wrote, and those that changed by themselves."""
         runner = self._capture.shadows.runners[in_flight.runner]
         lost = self._written(in_flight.runner, frame)
-        for stream, slots, _ in split_kv_changes(frame, in_flight.layout):
-            group = runner.groups[runner.on_device.streams[stream].group]
-            lost[group] = np.concatenate((lost[group], slots))
+        for change in frame.forward.kv_changes:
+            group = runner.groups[runner.on_device.streams[change.stream].group]
+            lost[group] = np.concatenate((lost[group], change.slots))
         for group in runner.groups:  # without its table, nobody knows which
             if self._header.groups[group].lut >= 0 and not frame.all_luts:
                 lost[group] = np.arange(self._header.groups[group].num_slots)
         return lost
-
-
-def _attention(groups: Sequence[int], frame: Frame) -> dict[str, Int64Array]:
-    """Return the columns that say what attention got; `groups` are the header's numbers of the runner's groups."""
-    columns = {}
-    if frame.attention & ATTENTION_LENS:
-        columns = {"attention_seq_lens": frame.seq_lens, "attention_query_lens": frame.query_lens}
-    found = frame.attention_slots
-    if frame.attention & ATTENTION_SLOTS and len(found):
-        found = found[np.lexsort((found[:, 2], found[:, 1], found[:, 0]))]
-        first = np.ones(len(found), np.bool_)
-        first[1:] = (np.diff(found[:, :2], axis=0) != 0).any(axis=1) | (np.diff(found[:, 2]) != 1)
-        at = np.flatnonzero(first)
-        columns |= {
-            "attention_group": np.array(groups, np.int64)[found[at, 0]],
-            "attention_request": found[at, 1],
-            "attention_start": found[at, 2],
-            "attention_count": np.diff(at, append=len(found)).astype(np.int64),
-            "attention_slots": found[:, 3].copy(),
-        }
-    return columns
 
 
 def _truth_lens(in_flight: FrameInFlight, known_lens: Int64Array | None) -> list[int]:

@@ -5,24 +5,23 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ....kernels.arrays import ByteArray, Int64Array
+from ....kernels.capture.changes import cells_to_runs
 from ....kernels.capture.frames import (
     ATTENTION,
-    ATTENTION_ENTRY,
     DONE,
     KV_CHANGES,
     KV_ENTRY,
     LUT_CHANGES,
-    LUT_ENTRY,
     NUM_COUNTERS,
     TABLE_CHANGES,
     TABLE_ENTRY,
     UNCHANGED,
-    FrameLayout,
 )
-from ...trace.schema import ATTENTION_LENS
+from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, PHASE_AFTER
+from ..forward_event import attention_columns
+from ..forward_input import CopiedForward, KvChange
 from .capture import DeviceCapture
 from .forward import FrameInFlight
 
@@ -31,33 +30,25 @@ ASK_AGAIN_S: Final = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """A frame on the host, in arrays of its own.
+    """A frame on the host, in arrays of its own; padding at the end is left out.
 
-    `rows`, `prefix_lens`, `extend_lens` `[bs]`, `input_ids`, `positions`, `out_cache_loc` `[tokens]`, `written[stream]`
-    `[tokens, capture_bytes] uint8`; `table_changes` `[n, 3]` row, position, slot; `lut_changes` `[n, 3]` table, full
-    slot, sliding-window slot; `kv_changes` `[n]` entries of stream, slot and bytes. `complete`: all changes of tables
-    are there, `all_luts`: those of full-to-SWA tables; `note` says what did not fit. `seq_lens`, `query_lens` `[bs]` are
-    what attention got, `attention_slots` `[n, 4]` group, request, position and slot if it got others than it should;
-    `attention` says which of them were read, as the column `attention_watched` does. Padding at the end is left out.
+    Attributes:
+        forward: the event to be, but for request ids, tables and tokens.
+        slots: `[tokens]` where each token is written.
+        written: of each stream the bytes that were written, `[tokens, capture_bytes] uint8`.
+        table_changes: `[n, 3]` row, position, slot.
+        lut_changes: `[n, 3]` table, full slot, sliding-window slot.
+        complete: all changes of tables are there.
+        all_luts: those of full-to-SWA tables are.
     """
 
-    rows: Int64Array
-    prefix_lens: Int64Array
-    extend_lens: Int64Array
-    input_ids: Int64Array
-    positions: Int64Array
-    out_cache_loc: Int64Array
+    forward: CopiedForward
+    slots: Int64Array
     written: list[ByteArray]
     table_changes: Int64Array
     lut_changes: Int64Array
-    kv_changes: Int64Array
-    seq_lens: Int64Array
-    query_lens: Int64Array
-    attention_slots: Int64Array
-    attention: int
     complete: bool
     all_luts: bool
-    note: str
 
 
 class FrameReader:
@@ -81,68 +72,72 @@ class FrameReader:
 
             torch.cuda.set_device(self._capture.frames.device)
 
-    def read(self, in_flight: FrameInFlight) -> Frame:
+    def read(self, in_flight: FrameInFlight, time_ns: int) -> Frame:
         """Wait until a frame is complete and return it."""
         layout, programs = in_flight.layout, in_flight.programs
         counters, fixed = self._fetch_fixed(in_flight)
         while self._capture.on_gpu and int(counters[DONE]) < programs:
             time.sleep(ASK_AGAIN_S)
             counters, fixed = self._fetch_fixed(in_flight)
-        inputs = fixed[: layout.inputs].copy()
         bs, tokens = layout.bs, layout.tokens
-        rows, prefix, extend = (inputs[i * bs : (i + 1) * bs] for i in range(3))
-        ids, positions, loc = (inputs[3 * bs + i * tokens : 3 * bs + (i + 1) * tokens] for i in range(3))
-        lens = fixed[layout.lens_at : layout.lens_at + 2 * bs].copy()
-        real, real_tokens = _without_padding(in_flight, rows)
-        written = []
-        at = layout.inputs
+        requests = fixed[: 3 * bs].reshape(3, bs).copy()
+        inputs = fixed[3 * bs : layout.inputs].reshape(3, tokens).copy()
+        lens = fixed[layout.lens_at : layout.fixed].reshape(2, bs).copy()
+        real, real_tokens = _without_padding(in_flight, requests[0])
+        written, at = [], layout.inputs
         for words in layout.stream_words:
             content = fixed[at : at + real_tokens * words].copy()
             written.append(content.view(np.uint8).reshape(real_tokens, words * 8))
             at += tokens * words
-        tables, all_tables = self._section(in_flight, counters, TABLE_CHANGES, layout.table_at, layout.table_entry)
-        luts, all_luts = self._section(in_flight, counters, LUT_CHANGES, layout.lut_at, LUT_ENTRY)
-        changed, all_changed = self._section(in_flight, counters, KV_CHANGES, layout.kv_at, layout.kv_entry)
-        slots, all_slots = self._section(in_flight, counters, ATTENTION, layout.attention_at, ATTENTION_ENTRY)
-        notes = (
-            [] if all_changed else [f"{counters[KV_CHANGES]:,} slots changed; some are recorded with a later forward"]
-        )
+        tables, all_tables = self._section(in_flight, counters, TABLE_CHANGES)
+        luts, all_luts = self._section(in_flight, counters, LUT_CHANGES)
+        changed, all_changed = self._section(in_flight, counters, KV_CHANGES)
+        slots, all_slots = self._section(in_flight, counters, ATTENTION)
+        notes = [in_flight.note] if in_flight.note else []
+        if not all_changed:
+            notes.append(f"{counters[KV_CHANGES]:,} slots changed; some are recorded with a later forward")
         if not all_slots:
             notes.append(f"attention got {counters[ATTENTION]:,} slots other than it should; they are not recorded")
+        attention = in_flight.attention if all_slots else in_flight.attention & ATTENTION_LENS
+        rows, prefix_lens, extend_lens = requests[:, :real]
+        input_ids, positions, out_cache_loc = inputs[:, :real_tokens]
+        forward = CopiedForward(
+            mode=in_flight.mode,
+            runner=in_flight.runner,
+            number=in_flight.number,
+            time_ns=time_ns,
+            rows=rows,
+            request_ids=np.full(real, -1, np.int64),
+            prefix_lens=prefix_lens,
+            extend_lens=extend_lens,
+            input_ids=input_ids,
+            positions=positions,
+            kv_watched=in_flight.watched,
+            kv_changes=_kv_changes(changed, layout.stream_words),
+            attention_watched=attention,
+            note="; ".join(notes),
+        )
+        if attention & ATTENTION_LENS:
+            forward.attention["attention_seq_lens"], forward.attention["attention_query_lens"] = lens[:, :real]
+        if attention & ATTENTION_SLOTS:
+            groups = np.array(self._capture.shadows.runners[in_flight.runner].groups, np.int64)
+            forward.attention |= _attention_slots(groups, slots)
         return Frame(
-            rows=rows[:real],
-            prefix_lens=prefix[:real],
-            extend_lens=extend[:real],
-            input_ids=ids[:real_tokens],
-            positions=positions[:real_tokens],
-            out_cache_loc=loc[:real_tokens],
+            forward=forward,
+            slots=out_cache_loc,
             written=written,
             table_changes=_cells(tables),
             lut_changes=luts,
-            kv_changes=changed,
-            seq_lens=lens[:real],
-            query_lens=lens[bs : bs + real],
-            attention_slots=slots,
-            attention=in_flight.attention if all_slots else in_flight.attention & ATTENTION_LENS,
             complete=all_tables and all_luts,
             all_luts=all_luts,
-            note="; ".join(notes),
         )
 
-    def _section(
-        self, in_flight: FrameInFlight, counters: Int64Array, sort: int, start: int, entry: int
-    ) -> tuple[Int64Array, bool]:
+    def _section(self, in_flight: FrameInFlight, counters: Int64Array, sort: int) -> tuple[Int64Array, bool]:
         """Return the entries of one sort of changes, `[n, entry]`, and whether they are all."""
-        layout = in_flight.layout
-        capacity = {
-            TABLE_CHANGES: layout.table_capacity,
-            LUT_CHANGES: layout.lut_capacity,
-            KV_CHANGES: layout.kv_capacity,
-            ATTENTION: layout.attention_capacity,
-        }[sort]
-        kept = min(int(counters[sort]), capacity)
-        content = self._fetch(in_flight.at + start, kept * entry).copy() if kept else np.empty(0, np.int64)
-        return content.reshape(kept, entry), kept == int(counters[sort])
+        section = in_flight.layout.sections[sort]
+        kept = min(int(counters[sort]), section.capacity)
+        content = self._fetch(in_flight.at + section.at, kept * section.entry).copy() if kept else np.empty(0, np.int64)
+        return content.reshape(kept, section.entry), kept == int(counters[sort])
 
     def _fetch_fixed(self, in_flight: FrameInFlight) -> tuple[Int64Array, Int64Array]:
         """Return the counters and what every frame has, in one wait; valid until the next fetch."""
@@ -155,16 +150,16 @@ class FrameReader:
         fixed = self._fetch(in_flight.at, in_flight.layout.fixed)
         return np.array(self._counters.numpy()), fixed
 
-    def _fetch(self, at: int, words: int) -> npt.NDArray[np.int64]:
+    def _fetch(self, at: int, words: int) -> Int64Array:
         """Return a stretch of the frames, valid until the next call."""
         if not self._capture.on_gpu:
-            there: npt.NDArray[np.int64] = self._capture.frames[at : at + words].numpy()
+            there: Int64Array = self._capture.frames[at : at + words].numpy()
             return there
         torch = self._prepare(words)
         with torch.cuda.stream(self._stream):
             self._pinned[:words].copy_(self._capture.frames[at : at + words], non_blocking=True)
         self._stream.synchronize()
-        here: npt.NDArray[np.int64] = self._pinned[:words].numpy()
+        here: Int64Array = self._pinned[:words].numpy()
         return here
 
     def _prepare(self, words: int) -> Any:
@@ -201,14 +196,21 @@ def _cells(tiles: Int64Array) -> Int64Array:
     return found
 
 
-def split_kv_changes(frame: Frame, layout: FrameLayout) -> list[tuple[int, Int64Array, ByteArray]]:
-    """Return `(stream, slots [n], bytes [n, capture_bytes])` of the changed slots, each once, ascending."""
+def _attention_slots(groups: Int64Array, found: Int64Array) -> dict[str, Int64Array]:
+    """Return as columns what attention got, `[n, 4]` group of the runner, request, position, slot, in any order."""
+    group, request, position, slot = found[np.lexsort((found[:, 2], found[:, 1], found[:, 0]))].T
+    runs = cells_to_runs(group << 32 | request, position, slot.copy())
+    return attention_columns(groups[runs.rows >> 32], runs._replace(rows=runs.rows & 0xFFFFFFFF))
+
+
+def _kv_changes(entries: Int64Array, stream_words: tuple[int, ...]) -> list[KvChange]:
+    """Return what changed without a write, each slot of a stream once, ascending."""
     found = []
-    for stream, words in enumerate(layout.stream_words):
-        mine = frame.kv_changes[frame.kv_changes[:, 0] == stream] if len(frame.kv_changes) else frame.kv_changes
-        if not len(mine):
-            continue
-        slots, first = np.unique(mine[:, 1], return_index=True)
-        content = np.ascontiguousarray(mine[first, KV_ENTRY : KV_ENTRY + words]).view(np.uint8)
-        found.append((stream, slots, content.reshape(len(slots), words * 8)))
+    for stream, words in enumerate(stream_words):
+        mine = entries[entries[:, 0] == stream]
+        if len(mine):
+            slots, first = np.unique(mine[:, 1], return_index=True)
+            content = np.ascontiguousarray(mine[first, KV_ENTRY : KV_ENTRY + words]).view(np.uint8)
+            content = content.reshape(len(slots), words * 8)
+            found.append(KvChange(stream=stream, phase=PHASE_AFTER, slots=slots, content=content))
     return found

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ....kernels.capture.changes import cells_to_runs
 from ...trace.header import TraceHeader
-from ..host_arrays import ordered_runs, ragged_index, wrapped
+from ..forward_event import lut_columns, table_columns
+from ..host_arrays import ragged_index, wrapped
 from .frame_reader import Frame
 
 _NOTHING = np.empty((0, 3), np.int64)
@@ -32,7 +34,8 @@ class TableChanges:
         table, _ = self._runners[runner]
         self._take_luts(runner, frame)
         self._table_cells[table].append(frame.table_changes)
-        columns = _table_columns(self._table_cells) | _lut_columns(self._lut_cells)
+        columns = table_columns([cells_to_runs(*_latest(cells).T) for cells in self._table_cells])
+        columns |= lut_columns([cells_to_runs(*_latest(self._lut_cells).T)])
         for cells in self._table_cells:
             cells.clear()
         self._lut_cells.clear()
@@ -42,16 +45,13 @@ class TableChanges:
         """Keep the changes of a forward that is not recorded, and what it itself put into the table."""
         table, _ = self._runners[runner]
         self._take_luts(runner, frame)
-        counts = np.where(frame.rows == 0, 0, np.maximum(frame.extend_lens, 0))
-        counts = np.minimum(counts, np.maximum(frame.out_cache_loc.size - (np.cumsum(counts) - counts), 0))
-        written = np.empty((int(counts.sum()), 3), np.int64)
-        written[:, 0] = np.repeat(frame.rows, counts)
-        written[:, 1] = ragged_index(frame.prefix_lens, counts)
-        written[:, 2] = wrapped(frame.out_cache_loc[: len(written)])
+        forward, slots = frame.forward, frame.slots
+        lens = forward.new_lens
+        lens = np.minimum(lens, np.maximum(slots.size - (np.cumsum(lens) - lens), 0))
+        rows, positions = np.repeat(forward.rows, lens), ragged_index(forward.prefix_lens, lens)
+        written = np.stack((rows, positions, wrapped(slots[: rows.size])), axis=1)
         shape = self._header.tables[table]
-        inside = (
-            (written[:, 0] > 0) & (written[:, 0] < shape.rows) & (written[:, 1] >= 0) & (written[:, 1] < shape.width)
-        )
+        inside = (rows > 0) & (rows < shape.rows) & (positions >= 0) & (positions < shape.width)
         self._table_cells[table] += [frame.table_changes, written[inside]]
 
     def forget(self) -> None:
@@ -87,42 +87,3 @@ def _latest(parts: Sequence[Int64Array]) -> Int64Array:
     last = np.ones(len(cells), np.bool_)
     last[:-1] = (cells[1:, :2] != cells[:-1, :2]).any(axis=1)
     return cells[last]
-
-
-def _table_columns(cells: Sequence[Sequence[Int64Array]]) -> dict[str, Int64Array]:
-    index, rows, starts, counts, slots = [], [], [], [], []
-    for table, parts in enumerate(cells):
-        found = _latest(parts)
-        first = np.ones(len(found), np.bool_)
-        first[1:] = (found[1:, 0] != found[:-1, 0]) | (found[1:, 1] != found[:-1, 1] + 1)
-        at = np.flatnonzero(first)
-        index.append(np.full(at.size, table, np.int64))
-        rows.append(found[at, 0])
-        starts.append(found[at, 1])
-        counts.append(np.diff(at, append=len(found)).astype(np.int64))
-        slots.append(found[:, 2])
-    return {
-        "table_index": np.concatenate(index),
-        "table_row": np.concatenate(rows),
-        "table_start": np.concatenate(starts),
-        "table_count": np.concatenate(counts),
-        "table_slots": np.concatenate(slots),
-    }
-
-
-def _lut_columns(parts: Sequence[Int64Array]) -> dict[str, Int64Array]:
-    found = _latest(parts)
-    index, starts, counts = [], [], []
-    for number in np.unique(found[:, 0]).tolist():
-        run_starts, run_counts = ordered_runs(found[found[:, 0] == number, 1])
-        index.append(np.full(run_starts.size, number, np.int64))
-        starts.append(run_starts)
-        counts.append(run_counts)
-    if not index:
-        return {}
-    return {
-        "lut_index": np.concatenate(index),
-        "lut_start": np.concatenate(starts),
-        "lut_count": np.concatenate(counts),
-        "lut_slots": found[:, 2].copy(),
-    }

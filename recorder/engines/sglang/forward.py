@@ -8,14 +8,14 @@ that each step wrote.
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ....kernels.arrays import Int64Array
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.capture import DeviceCapture
-from ...capture.device.forward import DeviceForward, Lens
+from ...capture.device.forward import DeviceForward
 from ...capture.forward_input import ForwardInput, TableRead, TruthTokens
 from ...capture.host_arrays import own_int64
 from .layout import RunnerLayout, SglangLayout
@@ -88,6 +88,15 @@ def mode_of(forward_mode: Any) -> str:
     if mode is None:
         raise ValueError(f"forward mode {forward_mode.name}, expected one of {', '.join(MODES)}")
     return mode
+
+
+class Lens(NamedTuple):
+    """How much of each request is in the cache, and how much its forward adds, as `ModelInput` has it."""
+
+    prefix: Any
+    minus: Any | None
+    extend: Any | None
+    extend_each: int
 
 
 def lens_of(batch: Any, mode: str, positions: Any) -> Lens:

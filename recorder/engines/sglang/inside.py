@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from ....kernels.capture.frames import AttentionTensors, ModelInput
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.capture import DeviceCapture
 from ...capture.device.forward import FrameInFlight
@@ -20,7 +21,7 @@ from .layers import backend_around, batch_among
 from .requests import KnownBatch
 
 if TYPE_CHECKING:
-    from ....kernels.capture.model_forward import AttentionTensors, ModelForward, ModelInput
+    from ....kernels.capture.model_forward import ModelForward
 
 logger = logging.getLogger("kvcanary")
 
@@ -172,7 +173,7 @@ class InsideModels:
         captured = is_capturing(device)
         number = self._used[device] if captured else 0
         # Padding can be distinguished from requests only if each has as many tokens.
-        uneven = mode in ("extend", "mixed") or given.tokens % given.rows.numel()
+        uneven = mode in ("extend", "mixed") or given.num_tokens % given.rows.numel()
         if uneven or number >= MAX_TICKETS - len(self._wrapped):
             return None
         forward = self._made(runner, batch, given, self._tickets[device][number])
@@ -182,7 +183,7 @@ class InsideModels:
             runs.append((id(runner), mode, forward))
         return forward.end
 
-    def _made(self, runner: Any, batch: Any, given: "ModelInput", ticket: Any) -> "ModelForward":
+    def _made(self, runner: Any, batch: Any, given: ModelInput, ticket: Any) -> "ModelForward":
         from ....kernels.capture.model_forward import ModelForward
 
         lut = getattr(getattr(runner, "token_to_kv_pool", None), "full_to_swa_index_mapping", None)
@@ -207,13 +208,11 @@ def is_capturing(device: Any) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def model_input(batch: Any, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "ModelInput | None":
+def model_input(batch: Any, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelInput | None:
     """Return what a model is run with: token ids and positions as its arguments have them, the rest as its batch.
 
     Of a batch that is fed embeddings the token ids are unknown. None for a batch that is empty, or has nothing to run.
     """
-    from ....kernels.capture.model_forward import ModelInput
-
     names = ("input_ids", "positions")
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     flat = {name: value for name, value in arguments.items() if getattr(value, "ndim", 0) == 1}
@@ -224,17 +223,15 @@ def model_input(batch: Any, mode: str, args: tuple[Any, ...], kwargs: dict[str, 
     if ids is None or positions is None or loc is None or not rows.numel() or ids.ndim != 1 or positions.ndim != 1:
         return None
     rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
-    lens = lens_of(batch, mode, positions)
-    lens.check(int(rows.numel()))
     tokens = min(int(ids.numel()), int(positions.numel()))
-    given = {"input_ids": ids, "positions": positions, "out_cache_loc": loc, "tokens": tokens}
-    return ModelInput(rows=rows, **lens._asdict(), **given)
+    tensors = {"input_ids": ids, "positions": positions, "out_cache_loc": loc, "num_tokens": tokens}
+    given = ModelInput(rows=rows, **lens_of(batch, mode, positions)._asdict(), **tensors)
+    given.check()
+    return given
 
 
-def attention_tensors(runner: Any, batch: Any, bs: int) -> "AttentionTensors | None":
+def attention_tensors(runner: Any, batch: Any, bs: int) -> AttentionTensors | None:
     """Return what the attention kernels of a forward are about to be given, None of a backend that is not known."""
-    from ....kernels.capture.model_forward import AttentionTensors
-
     backend = backend_around(runner, batch)
     metadata = getattr(backend, "forward_metadata", None)
     # Other backends give other tensors other meanings; parts of a context on several devices, or a pool that slots are
