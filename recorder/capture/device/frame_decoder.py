@@ -57,8 +57,11 @@ class RecordedTruth:
                 if found.size:
                     new.append((row, start, found))
             self._recorded[row] = (weakref.ref(source), count)
-        cells = np.array([(row, start, found.size) for row, start, found in new], np.int64).reshape(-1, 3)
-        return truth_columns(truth_lens, RowRuns(*cells.T, np.concatenate([_NOTHING, *(found for _, _, found in new)])))
+        where, starts, counts = (
+            np.array([(row, start, found.size) for row, start, found in new], np.int64).reshape(-1, 3).T.copy()
+        )
+        tokens = np.concatenate([_NOTHING, *(found for _, _, found in new)])
+        return truth_columns(truth_lens, RowRuns(where, starts, counts, tokens))
 
     def forget(self) -> None:
         """Record everything anew."""

@@ -5,6 +5,7 @@ until the device has come to its end; what happened after it waits behind it. No
 thread waits for the device, the disk or this thread, but for `drain`.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
 from time import perf_counter_ns
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec
 
 from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
@@ -44,6 +45,40 @@ def _leave_to_the_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
+_P = ParamSpec("_P")
+
+
+def harmless(
+    method: Callable[Concatenate["DeviceRecorder", _P], None],
+) -> Callable[Concatenate["DeviceRecorder", _P], None]:
+    """Make a method of the engine's thread harmless: nothing is raised, and after the first fault nothing is done."""
+
+    @functools.wraps(method)
+    def call(self: "DeviceRecorder", /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if self.capture.off:
+            return
+        begin = perf_counter_ns()
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            self.switch_off(f"{method.__name__}: {self.error_text(error)}", error)
+        self._engine_thread_ns += perf_counter_ns() - begin
+
+    return call
+
+
+def recorded_later(
+    method: Callable[Concatenate[Recorder, _P], None],
+) -> Callable[Concatenate["DeviceRecorder", _P], None]:
+    """Return a method that has one of `Recorder` called on the recorder's thread, after all that is queued so far."""
+
+    @functools.wraps(method)
+    def call(self: "DeviceRecorder", /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        self.later(functools.partial(method, self._recorder, *args, **kwargs))
+
+    return call
 
 
 class DeviceRecorder:
@@ -96,8 +131,6 @@ class DeviceRecorder:
         self._clock_ahead_ns = self._recorder.clock() - perf_counter_ns()
         self._latest_ns = 0  # our thread's
         _in_this_process.add(self)
-        # Bound once: of what comes with every request there is as little as can be, see `Queued`.
-        self._on_request, self._on_status = self._record_request, self._record_status
         self._background = Background(
             begin=self._decoder.reader.use_device, record=self._record, on_look=self._check, on_death=self._died
         )
@@ -107,23 +140,15 @@ class DeviceRecorder:
 
     # The engine's thread.
 
+    @harmless
     def before_forward(self, forward: DeviceForward) -> None:
         """Capture what a forward is about to read and write; runs on the current stream, waits for nothing."""
-        begin = perf_counter_ns()
-        try:
-            self._capture.before(forward)
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"before_forward: {self.error_text(error)}", error)
-        self._engine_thread_ns += perf_counter_ns() - begin
+        self._capture.before(forward)
 
+    @harmless
     def after_forward(self, *, note: str = "") -> None:
         """Complete the forward that `before_forward` began."""
-        begin = perf_counter_ns()
-        try:
-            self._capture.after(note)
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"after_forward: {self.error_text(error)}", error)
-        self._engine_thread_ns += perf_counter_ns() - begin
+        self._capture.after(note)
 
     @property
     def capture(self) -> DeviceCapture:
@@ -147,94 +172,57 @@ class DeviceRecorder:
         if tokens.size:
             self._recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
 
-    def request(
-        self,
-        *,
-        request_id: int,
-        name: str = "",
-        prompt_len: int = -1,
-        room: int = -1,
-        labels: Mapping[str, Any] | None = None,
-    ) -> None:
-        """As `Recorder.request`."""
-        self.later(self._on_request, request_id, name, prompt_len, room, labels)
-
-    def request_status(self, *, request_id: int, status: str, row: int = -1, note: str = "") -> None:
-        """As `Recorder.request_status`."""
-        self.later(self._on_status, request_id, status, row, note)
-
-    def sampled(self, **kwargs: Any) -> None:
-        """As `Recorder.sampled`."""
-        self.later(functools.partial(self._recorder.sampled, **kwargs))
-
-    def slots(self, kind: str, **kwargs: Any) -> None:
-        """As `Recorder.slots`."""
-        self.later(functools.partial(self._recorder.slots, kind, **kwargs))
-
-    def mark(self, note: str, labels: Mapping[str, Any] | None = None) -> None:
-        """As `Recorder.mark`."""
-        self.later(self._recorder.mark, note, labels)
+    request = recorded_later(Recorder.request)
+    request_status = recorded_later(Recorder.request_status)
+    sampled = recorded_later(Recorder.sampled)
+    slots = recorded_later(Recorder.slots)
+    mark = recorded_later(Recorder.mark)
+    freeze = recorded_later(Recorder.freeze)
 
     def lost(self, note: str) -> None:
         """As `Recorder.lost`."""
         if not self._capture.off:
             self._lose(note)
 
-    def freeze(self, note: str = "") -> None:
-        """As `Recorder.freeze`; everything recorded so far is in it."""
-        self.later(self._recorder.freeze, note)
-
-    def kv_copy(self, *, group: int, src: Any, dst: Any, count: Any, **kwargs: Any) -> None:
+    @harmless
+    def kv_copy(self, /, *, group: int, src: Any, dst: Any, count: Any, **kwargs: Any) -> None:
         """As `Recorder.kv_copy`; of what comes from another tier the bytes are not watched until they are written."""
-        if self._capture.off:
-            return
-        try:
-            src, dst, count = own_int64(src), own_int64(dst), own_int64(count)
-            self.later(functools.partial(self._recorder.kv_copy, group=group, src=src, dst=dst, count=count, **kwargs))
-            if kwargs.get("dst_tier", TIER_POOL) == TIER_POOL:
-                read = runs_to_slots(src, count) if kwargs.get("src_tier", TIER_POOL) == TIER_POOL else None
-                self._capture.shadows.copy(group, read, runs_to_slots(dst, count))
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"kv_copy: {self.error_text(error)}", error)
+        src, dst, count = own_int64(src), own_int64(dst), own_int64(count)
+        self.later(functools.partial(self._recorder.kv_copy, group=group, src=src, dst=dst, count=count, **kwargs))
+        if kwargs.get("dst_tier", TIER_POOL) == TIER_POOL:
+            read = runs_to_slots(src, count) if kwargs.get("src_tier", TIER_POOL) == TIER_POOL else None
+            self._capture.shadows.copy(group, read, runs_to_slots(dst, count))
 
+    @harmless
     def kv_copy_later(
-        self, copies: Callable[[], tuple[Int64Array, Int64Array, Int64Array]], *, filled: Any | None, **kwargs: Any
+        self, /, copies: Callable[[], tuple[Int64Array, Int64Array, Int64Array]], *, filled: Any | None, **kwargs: Any
     ) -> None:
         """As `kv_copy` of slots that lie on the device yet: `copies` gives src, dst, count, on the recorder's thread.
 
         `filled` are the pool's slots that get bytes from another tier, any integer tensor; None for none.
         """
-        if self._capture.off:
-            return
-        try:
-            self.later(self._record_copies, copies, kwargs)
-            if filled is not None:
-                self._capture.shadows.forget_slots(kwargs["group"], filled)
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"kv_copy_later: {self.error_text(error)}", error)
 
-    def _record_copies(
-        self, copies: Callable[[], tuple[Int64Array, Int64Array, Int64Array]], kwargs: Mapping[str, Any]
-    ) -> None:
-        src, dst, count = copies()
-        self._recorder.kv_copy(src=src, dst=dst, count=count, **kwargs)
+        def record() -> None:
+            src, dst, count = copies()
+            self._recorder.kv_copy(src=src, dst=dst, count=count, **kwargs)
+
+        self.later(record)
+        if filled is not None:
+            self._capture.shadows.forget_slots(kwargs["group"], filled)
 
     def sweep(self, **kwargs: Any) -> None:
         """As `Recorder.sweep`; waits until everything queued so far is recorded, since it compares bytes with it."""
         if self._caught_up():
             self._recorder.sweep(**kwargs)
 
-    def transfer(self, status: str, *, direction: str, group: int, slots: Any, **kwargs: Any) -> None:
+    @harmless
+    def transfer(self, /, status: str, *, direction: str, group: int, slots: Any, **kwargs: Any) -> None:
         """As `Recorder.transfer`; waits as `sweep` does."""
-        if not self._caught_up():
-            return
-        try:
+        if self._caught_up():
             own = own_int64(slots)
             self._recorder.transfer(status, direction=direction, group=group, slots=own, **kwargs)
             if direction == RECEIVE and status == "end":
                 self._capture.shadows.learn(group, *self._recorder.known_bytes(group, own))
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            self.switch_off(f"transfer: {self.error_text(error)}", error)
 
     def _caught_up(self) -> bool:
         """Wait until everything queued so far is recorded, and return whether the trace can continue from it.
@@ -293,14 +281,7 @@ class DeviceRecorder:
 
     def stats(self) -> RecorderStats:
         """Return what the recorder has done so far; `engine_thread_ns` counts the engine's thread alone."""
-        stats = self._recorder.stats()
-        return RecorderStats(
-            forwards=stats.forwards,
-            events=stats.events,
-            dropped_events=stats.dropped_events,
-            engine_thread_ns=self._engine_thread_ns,
-            off=stats.off,
-        )
+        return dataclasses.replace(self._recorder.stats(), engine_thread_ns=self._engine_thread_ns)
 
     @property
     def device_bytes(self) -> int:
@@ -330,14 +311,6 @@ class DeviceRecorder:
                 return
             self._decoder.record_due_loss()
             item[1](*item[2:])
-
-    def _record_request(
-        self, request_id: int, name: str, prompt_len: int, room: int, labels: Mapping[str, Any] | None
-    ) -> None:
-        self._recorder.request(request_id=request_id, name=name, prompt_len=prompt_len, room=room, labels=labels)
-
-    def _record_status(self, request_id: int, status: str, row: int, note: str) -> None:
-        self._recorder.request_status(request_id=request_id, status=status, row=row, note=note)
 
     def _check(self) -> None:
         if self._recorder.off:
