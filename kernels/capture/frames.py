@@ -40,38 +40,31 @@ STREAM_WORDS: Final = 8
 DESCRIPTOR_WORDS: Final = STREAMS_AT + MAX_STREAMS * STREAM_WORDS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupOnDevice:
-    """A pool group's shadow: `known` `[num_slots] uint8`, `stamps` `[num_slots] int32`, the forward that wrote a slot.
+class GroupOnDevice(NamedTuple):
+    """A pool group and its shadow."""
 
-    `window` positions of the prefix are watched, 0 for all; `lut` is an index into the runner's tables, -1 for none.
-    """
-
-    window: int
-    lut: int
+    number: int  # the header's
+    window: int  # positions of the prefix that are watched, 0 for all
+    lut: int  # index into the runner's full-to-SWA tables, -1 for none
     num_slots: int
-    stamps: Any
-    known: Any
+    stamps: Any  # [num_slots] int32, the forward that wrote a slot
+    known: Any  # [num_slots] uint8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LutOnDevice:
-    """A full-to-SWA table `[length]`, int32 or int64, and its shadow `[length] int64`."""
+class LutOnDevice(NamedTuple):
+    """A full-to-SWA table and its shadow."""
 
-    table: Any
-    shadow: Any
+    number: int  # the header's
+    table: Any  # [length] int32 or int64
+    shadow: Any  # [length] int64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamOnDevice:
-    """Where a stream's bytes lie, `[num_slots, bytes] uint8`, and their shadow `[num_slots, words] int64`.
+class StreamOnDevice(NamedTuple):
+    """Where a stream's bytes lie, and their shadow."""
 
-    `group` is an index into the runner's groups.
-    """
-
-    rows: Any
-    shadow: Any
-    group: int
+    rows: Any  # [num_slots, bytes] uint8
+    shadow: Any  # [num_slots, words] int64
+    group: int  # index into the runner's groups
 
     @property
     def words(self) -> int:
@@ -81,8 +74,13 @@ class StreamOnDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOnDevice:
-    """A model runner's tables, pools and shadows; `table` and `shadow` `[rows, width] int32`."""
+    """A model runner's tables, pools and shadows; `table`, the header's `table_number`, and `shadow` `[rows, width] int32`.
 
+    Raises:
+        ValueError: more parts than a descriptor holds, or arrays that are laid out otherwise than the kernels expect.
+    """
+
+    table_number: int
     table: Any
     shadow: Any
     groups: Sequence[GroupOnDevice]
@@ -90,11 +88,7 @@ class RunnerOnDevice:
     streams: Sequence[StreamOnDevice]
 
     def __post_init__(self) -> None:
-        """Check what the kernels take for granted.
-
-        Raises:
-            ValueError: more parts than a descriptor holds, or arrays that are laid out otherwise.
-        """
+        """Check what the kernels take for granted."""
         for name, parts, most in (
             ("pool groups", self.groups, MAX_GROUPS),
             ("full-to-SWA tables", self.luts, MAX_LUTS),
@@ -110,35 +104,34 @@ class RunnerOnDevice:
             if stream.rows.stride(1) != 1 or stream.rows.stride(0) % 8 or stream.rows.data_ptr() % 8:
                 raise ValueError("a stream's bytes do not lie as aligned 64-bit words")
 
+    @property
+    def stream_words(self) -> tuple[int, ...]:
+        """Captured words of a slot, of each stream."""
+        return tuple(stream.words for stream in self.streams)
+
+    @property
+    def lut_int64(self) -> bool:
+        """Whether the full-to-SWA tables are int64, else int32."""
+        return any(str(lut.table.dtype) == "torch.int64" for lut in self.luts)
+
     def descriptor(self) -> list[int]:
         """Return the words that the kernels read all this from."""
         words = [0] * DESCRIPTOR_WORDS
         windows = [group.window for group in self.groups]
-        words[:9] = [
-            self.table.data_ptr(),
-            self.table.shape[0],
-            self.table.shape[1],
-            self.table.stride(0),
-            self.shadow.data_ptr(),
-            # the slot before a window is its chain's predecessor, so its cell is read as well
-            max(windows) + 1 if windows and 0 not in windows else 0,
-            len(self.groups),
-            len(self.luts),
-            len(self.streams),
-        ]
-        for number, group in enumerate(self.groups):
-            at = GROUPS_AT + number * GROUP_WORDS
+        # The slot before a window is its chain's predecessor, so its cell is read as well.
+        longest = max(windows) + 1 if windows and 0 not in windows else 0
+        parts = (len(self.groups), len(self.luts), len(self.streams))
+        table = (self.table.data_ptr(), *self.table.shape, self.table.stride(0), self.shadow.data_ptr())
+        words[:9] = (*table, longest, *parts)
+        for at, group in zip(range(GROUPS_AT, LUTS_AT, GROUP_WORDS), self.groups, strict=False):
             addresses = (group.stamps.data_ptr(), group.known.data_ptr())
             words[at : at + 5] = (group.window, group.lut, group.num_slots, *addresses)
-        for number, lut in enumerate(self.luts):
-            at = LUTS_AT + number * LUT_WORDS
+        for at, lut in zip(range(LUTS_AT, STREAMS_AT, LUT_WORDS), self.luts, strict=False):
             words[at : at + 3] = (lut.table.data_ptr(), lut.shadow.data_ptr(), lut.table.shape[0])
         before = 0
-        for number, stream in enumerate(self.streams):
-            at = STREAMS_AT + number * STREAM_WORDS
-            rows, row_words = stream.rows.shape[0], stream.rows.stride(0) // 8
-            parts = (stream.rows.data_ptr(), row_words, rows, stream.words, stream.shadow.data_ptr(), stream.group)
-            words[at : at + 7] = (*parts, before)
+        for at, stream in zip(range(STREAMS_AT, DESCRIPTOR_WORDS, STREAM_WORDS), self.streams, strict=False):
+            there = (stream.rows.data_ptr(), stream.rows.stride(0) // 8, stream.rows.shape[0])
+            words[at : at + 7] = (*there, stream.words, stream.shadow.data_ptr(), stream.group, before)
             before += stream.words
         return words
 

@@ -7,11 +7,12 @@ import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ...kernels.capture.changes import RowRuns, run_differences
-from ..trace.header import TraceHeader
+from ..trace.header import PoolGroup, TraceHeader
 from ..trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from .forward_event import attention_columns
 from .forward_input import AttentionInput, CopiedForward, TableRead, check_length, check_read, window_positions
 from .host_arrays import own_int64, read_runs, saturated
+from .slot_numbers import SlotNumbers
 
 
 def paged_read(block_tables: Any, block_size: int, ends: Any, *, starts: Any | None = None) -> TableRead:
@@ -75,8 +76,8 @@ def _reach(ends: Any, starts: Any | None) -> tuple[Int64Array, Int64Array]:
     return first, np.maximum(last - first, 0)
 
 
-def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHeader) -> None:
-    """Add to the forward's event what attention got.
+def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHeader, numbers: SlotNumbers) -> None:
+    """Add to the forward's event what attention got; `numbers` gives its slots as the trace has them.
 
     Raises:
         ValueError: lengths that do not fit the forward or the header; the message names the field.
@@ -91,8 +92,13 @@ def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHe
     if not given.slots:
         return
     check_length("AttentionInput.slots", len(given.slots), len(header.groups), "one for each of the header's groups")
-    for number, read in enumerate(given.slots):
-        for found in _differing(forward, header, number, read):
+    for number, got in enumerate(given.slots):
+        if got is None or header.groups[number].runner != forward.runner:
+            continue
+        slots = saturated(numbers.of_group(number, own_int64(got.slots)))
+        read = RowRuns(np.arange(bs, dtype=np.int64), own_int64(got.starts), own_int64(got.counts), slots)
+        check_read(f"AttentionInput.slots[{number}]", read, bs)
+        for found in _differing(forward, header.groups[number], number, read):
             for name, values in attention_columns(np.full(found.rows.size, number, np.int64), found).items():
                 forward.attention[name] = np.concatenate((forward.attention.get(name, values[:0]), values))
     forward.attention_groups.update(group for group, read in enumerate(given.slots) if read is not None)
@@ -100,18 +106,12 @@ def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHe
         forward.attention_watched |= ATTENTION_SLOTS
 
 
-def _differing(forward: CopiedForward, header: TraceHeader, number: int, got: TableRead | None) -> Iterator[RowRuns]:
+def _differing(forward: CopiedForward, group: PoolGroup, number: int, read: RowRuns) -> Iterator[RowRuns]:
     """Yield where attention got other slots of a group than the block table's, then other than those written."""
-    group = header.groups[number]
-    if got is None or group.runner != forward.runner:
-        return
-    requests = np.arange(forward.rows.size, dtype=np.int64)
-    read = RowRuns(requests, own_int64(got.starts), own_int64(got.counts), saturated(own_int64(got.slots)))
-    check_read(f"AttentionInput.slots[{number}]", read, forward.rows.size)
     low, prefix_counts = window_positions(forward, forward.reads[group.table], group.window)
     for starts, counts, held in (
         (low, prefix_counts, forward.watched[number]),
         (forward.prefix_lens, forward.new_lens, forward.written[number]),
     ):
         # Padding holds nothing; its tokens come last.
-        yield run_differences(read, RowRuns(requests, np.where(forward.rows == 0, -1, starts), counts, held))
+        yield run_differences(read, RowRuns(read.rows, np.where(forward.rows == 0, -1, starts), counts, held))

@@ -7,7 +7,6 @@ import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ..errors import json_text
-from ..trace.event import TraceEvent
 from ..trace.schema import (
     ALLOC_STATUSES,
     REQUEST_STATUSES,
@@ -53,7 +52,7 @@ class EventRecording(Recording):
         To be called after the frees that belong to it: what a request still owns then has leaked.
         """
         _one_of("status", status, REQUEST_STATUSES)
-        self._record("status", ints=_row_column(row), request_id=int(request_id), status=status, note=note)
+        self._record("status", _row_column(row), request_id=int(request_id), status=status, note=note)
 
     @guarded
     def slots(
@@ -85,13 +84,8 @@ class EventRecording(Recording):
         _one_of(f"status of {kind}", status, ALLOC_STATUSES if kind == "alloc" else ("",))
         starts, counts = map(own_int64, runs) if runs is not None else ordered_runs(np.sort(own_int64(slots)))
         groups = np.full(starts.size, group, np.int64)
-        ints = {
-            "slot_group": groups,
-            "slot_start": self._numbers.runs(groups, starts),
-            "slot_count": counts,
-            **_row_column(row),
-        }
-        self._record(kind, ints=ints, request_id=int(request_id), status=status, note=note)
+        ints = _slot_columns(groups, self._numbers.runs(groups, starts), counts, row)
+        self._record(kind, ints, request_id=int(request_id), status=status, note=note)
 
     @guarded
     def sampled(self, *, forward: int, sampled_tokens: Any, sampled_lens: Any) -> None:
@@ -105,7 +99,7 @@ class EventRecording(Recording):
         lens, tokens = own_int64(sampled_lens), self._hash_tokens(own_int64(sampled_tokens))
         if tokens.size != int(np.maximum(lens, 0).sum()):
             raise ValueError(f"sampled_lens ask for {int(np.maximum(lens, 0).sum())} tokens, {tokens.size} came")
-        self._record("sample", ints={"sampled_lens": lens, "sampled_tokens": tokens}, forward=int(forward))
+        self._record("sample", {"sampled_lens": lens, "sampled_tokens": tokens}, forward=int(forward))
 
     @guarded
     def kv_copy(
@@ -148,7 +142,7 @@ class EventRecording(Recording):
         }
         kv = self._kv[group]
         read, written = runs_to_slots(src, count), runs_to_slots(dst, count)
-        if self._record("kv_copy", ints=ints, request_id=int(request_id), note=note):
+        if self._record("kv_copy", ints, request_id=int(request_id), note=note):
             kv.store_copy(src_tier=src_tier, src=read, dst_tier=dst_tier, dst=written)
         else:
             kv.lose(written, tier=dst_tier)
@@ -166,25 +160,17 @@ class EventRecording(Recording):
             runner: index into the header's runners.
         """
         own, of_group = own_int64(slots), own_int64(groups)
-        ints = {
-            "sweep_group": np.full(own.size, of_group[0]) if of_group.size == 1 else of_group,
-            "sweep_slot": own,
-            "sweep_position": own_int64(positions),
-            "sweep_prev": own_int64(prev_slots),
-            "sweep_locked": own_int64(locked),
-        }
+        given = {"slot": own, "position": positions, "prev": prev_slots, "locked": locked}
+        ints = {"sweep_group": np.full(own.size, of_group[0]) if of_group.size == 1 else of_group}
+        ints |= {f"sweep_{name}": own_int64(values) for name, values in given.items()}
         for column, name in zip(ints, ("groups", "slots", "positions", "prev_slots", "locked"), strict=True):
             if ints[column].size != own.size:
                 raise ValueError(f"{name} has length {ints[column].size}, expected {own.size}, one for each slot")
         of_group = ints["sweep_group"]
         for column in ("sweep_slot", "sweep_prev"):
             ints[column] = self._numbers.of_groups(of_group, ints[column])
-        event = TraceEvent(
-            kind="sweep",
-            time_ns=self._now(),
-            scalars={"forward": self._forwards - 1, "runner": int(runner)},
-            ints={name: values for name, values in ints.items() if values.size},
-        )
+        filled = {name: values for name, values in ints.items() if values.size}
+        event = self._event("sweep", filled, {}, forward=self._forwards - 1, runner=int(runner))
         slots = ints["sweep_slot"]
         self._put_watched(event, runner, [(int(g), slots[of_group == g]) for g in np.unique(of_group)])
 
@@ -225,27 +211,20 @@ class EventRecording(Recording):
         _one_of("status", status, TRANSFER_STATUSES)
         _one_of("direction", direction, TRANSFER_DIRECTIONS)
         starts, counts = ordered_runs(own)
-        event = TraceEvent(
-            kind="transfer",
-            time_ns=self._now(),
-            scalars={
-                "status": status,
-                "mode": direction,
-                "forward": self._forwards - 1,
-                "runner": kv.group.runner,
-                "room": int(room),
-                "request_id": int(request_id),
-                "peer": peer,
-                "num_bytes": int(num_bytes),
-                "note": note,
-            },
-            ints={
-                "slot_group": np.full(starts.size, group, np.int64),
-                "slot_start": starts,
-                "slot_count": counts,
-                "prefix_lens": np.array([start_position], np.int64),
-                **_row_column(row),
-            },
+        ints = _slot_columns(np.full(starts.size, group, np.int64), starts, counts, row)
+        event = self._event(
+            "transfer",
+            ints | {"prefix_lens": np.array([start_position], np.int64)},
+            {},
+            status=status,
+            mode=direction,
+            forward=self._forwards - 1,
+            runner=kv.group.runner,
+            room=int(room),
+            request_id=int(request_id),
+            peer=peer,
+            num_bytes=int(num_bytes),
+            note=note,
         )
         if direction == SEND:
             self._put_watched(event, kv.group.runner, [(group, own)])
@@ -279,6 +258,10 @@ class EventRecording(Recording):
 
 def _row_column(row: int) -> dict[str, Int64Array]:
     return {"req_pool_indices": np.array([row], np.int64)} if row >= 0 else {}
+
+
+def _slot_columns(groups: Int64Array, starts: Int64Array, counts: Int64Array, row: int) -> dict[str, Int64Array]:
+    return {"slot_group": groups, "slot_start": starts, "slot_count": counts, **_row_column(row)}
 
 
 def _one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -18,29 +18,20 @@ Submitted = Mapping[tuple[int, int], Any]
 ORIGIN_SUBMITTED = "submitted"
 
 
-def forward_event(
-    forward: CopiedForward,
-    sampled_tokens: Int64Array,
-    sampled_lens: Int64Array,
-    gathered: Mapping[int, list[ByteArray]],
-) -> TraceEvent:
+def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]]) -> TraceEvent:
     """Return the event, its columns as `docs/reference/trace-format.md` describes them.
 
-    Args:
-        forward: the forward, and what was found out about it.
-        sampled_tokens: `[sum(sampled_lens)]`.
-        sampled_lens: `[bs]`, or nothing.
-        gathered: for each of the runner's groups, in header order, each stream's `[T, capture_bytes]` written bytes.
+    `gathered` holds, for each of the runner's groups in header order, each stream's `[T, capture_bytes]` written bytes.
     """
     ints = {
         "req_pool_indices": forward.rows,
         "request_ids": forward.request_ids,
         "prefix_lens": forward.prefix_lens,
         "extend_lens": forward.extend_lens,
-        "sampled_lens": sampled_lens,
+        "sampled_lens": forward.sampled_lens,
         "input_ids": forward.input_ids,
         "positions": forward.positions,
-        "sampled_tokens": sampled_tokens,
+        "sampled_tokens": forward.sampled_tokens,
         **forward.changes,
         **forward.attention,
         **forward.windows,

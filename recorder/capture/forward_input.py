@@ -133,7 +133,9 @@ class CopiedForward:
     misplaced: tuple[RowRuns, ...] = ()  # of each table, cells of its own tokens that are not out_cache_loc
     written: tuple[Int64Array, ...] = ()  # of each group of the runner, its own slots (through its full-to-SWA table)
     watched: tuple[Int64Array, ...] = ()  # of each group of the runner, the slots of the prefix that this forward reads
-    changes: dict[str, Int64Array] = field(default_factory=dict)
+    sampled_tokens: Int64Array = field(default_factory=lambda: _NOTHING)  # [sum(sampled_lens)]
+    sampled_lens: Int64Array = field(default_factory=lambda: _NOTHING)  # [bs], or nothing
+    changes: dict[str, Int64Array] = field(default_factory=dict)  # event columns: of tables and truth tokens
     kv_watched: bool = False
     kv_changes: list[KvChange] = field(default_factory=list)
     submitted_watched: int = 0  # streams whose submitted bytes were compared with the stored ones

@@ -5,7 +5,6 @@ in the log (logger "kvcanary") and in the trace; the engine goes on. If the writ
 dropped, counted, and a loss event says how many and which slots they wrote.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +20,6 @@ from .forward_input import AttentionInput, CopiedForward, ForwardInput, copy_for
 from .host_arrays import own_int64, wrapped
 from .kv_shadow import of_runner, store_forward, watch
 from .recording import guarded, prepare_kernels
-
-_NOTHING = np.empty(0, np.int64)
 
 
 class Recorder(EventRecording):
@@ -49,7 +46,7 @@ class Recorder(EventRecording):
         """Capture what a forward is about to read and write; `after_forward` completes it."""
         if self._pending is not None:
             self._pending.note = "the engine did not call after_forward()"
-            self._finish_forward(_NOTHING, _NOTHING)
+            self._finish_forward(self._pending)
         forward = copy_forward(
             given,
             self.header,
@@ -63,7 +60,7 @@ class Recorder(EventRecording):
         every = self._kv_watch_every
         forward.kv_watched = every > 0 and forward.number % every == 0 and any(kv.sources for kv in self._kv)
         if given.attention is not None:
-            add_attention(forward, self._numbered(given.attention), self.header)
+            add_attention(forward, given.attention, self.header, self._numbers)
         self._pending = forward
         if forward.kv_watched:
             watch(forward, self._kv, PHASE_BEFORE)
@@ -76,11 +73,7 @@ class Recorder(EventRecording):
         """
         if self._pending is None:
             raise ValueError("attention without before_forward")
-        add_attention(self._pending, self._numbered(given), self.header)
-
-    def _numbered(self, given: AttentionInput) -> AttentionInput:
-        slots = tuple(self._numbers.read(number, read) for number, read in enumerate(given.slots[: len(self._kv)]))
-        return dataclasses.replace(given, slots=(*slots, *given.slots[len(slots) :]))
+        add_attention(self._pending, given, self.header, self._numbers)
 
     @guarded
     def after_forward(
@@ -97,14 +90,15 @@ class Recorder(EventRecording):
         """
         if self._pending is None:
             raise ValueError("after_forward without before_forward")
-        lens, tokens = own_int64(sampled_lens), self._hash_tokens(own_int64(sampled_tokens))
-        if lens.size not in (0, self._pending.rows.size) or tokens.size != int(np.maximum(lens, 0).sum()):
+        forward, lens, tokens = self._pending, own_int64(sampled_lens), self._hash_tokens(own_int64(sampled_tokens))
+        wanted = int(np.maximum(lens, 0).sum())
+        if lens.size not in (0, forward.rows.size) or tokens.size != wanted:
             raise ValueError(
-                f"sampled_lens has length {lens.size} and asks for {int(np.maximum(lens, 0).sum())} tokens, expected "
-                f"length {self._pending.rows.size} or 0 and {tokens.size} tokens"
+                f"sampled_lens has length {lens.size} and asks for {wanted} tokens, expected length "
+                f"{forward.rows.size} or 0 and {tokens.size} tokens"
             )
-        self._pending.note = note
-        self._finish_forward(tokens, lens, submitted)
+        forward.note, forward.sampled_lens, forward.sampled_tokens = note, lens, tokens
+        self._finish_forward(forward, submitted)
 
     def put_captured(self, forward: CopiedForward, gathered: Mapping[int, list[ByteArray]]) -> bool:
         """Record a whole forward whose changes were found on the device; may raise.
@@ -125,7 +119,7 @@ class Recorder(EventRecording):
             if "truth_tokens" in forward.changes:
                 forward.changes["truth_tokens"] = wrapped(self._hash_tokens(forward.changes["truth_tokens"]))
             self._forwards = forward.number + 1
-            if not self._put(forward_event(forward, _NOTHING, _NOTHING, gathered)):
+            if not self._put(forward_event(forward, gathered)):
                 return False
             store_forward(forward, self._kv, gathered)
             return True
@@ -147,24 +141,19 @@ class Recorder(EventRecording):
         if self._pending is not None:
             self.after_forward(note=note)
 
-    def _finish_forward(
-        self, sampled_tokens: Int64Array, sampled_lens: Int64Array, submitted: Submitted | None = None
-    ) -> None:
-        forward, self._pending = self._pending, None
-        if forward is None:
-            return
+    def _finish_forward(self, forward: CopiedForward, submitted: Submitted | None = None) -> None:
+        self._pending = None
         mine = of_runner(self._kv, forward.runner)
         gathered = {n: [kv.gather(s, forward.written[n]) for s in range(len(kv.sources))] for n, kv in mine}
         if submitted:
             add_submitted(forward, submitted, self._kv, gathered)
         if forward.kv_watched:
             watch(forward, self._kv, PHASE_AFTER)
-        event = forward_event(forward, sampled_tokens, sampled_lens, gathered)
-        if not self._put(event):
+        if not self._put(forward_event(forward, gathered)):
             for number, kv in mine:
                 kv.lose(forward.written[number])
             return
-        self._state.commit(forward, sampled_tokens, sampled_lens)
+        self._state.commit(forward)
         store_forward(forward, self._kv, gathered)
 
 

@@ -5,14 +5,11 @@ is the engine's slot s - `slot_shift`. Other padding slots that an engine has be
 """
 
 import dataclasses
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...kernels.arrays import Int64Array
 from ..trace.header import PoolGroup, TraceHeader
-from .host_arrays import own_int64
 
 DEFAULT_PADDING = (0,)
 
@@ -26,9 +23,9 @@ class SlotNumbers:
 
     def __init__(self, header: TraceHeader) -> None:
         self._groups = header.groups
-        self._of_table: dict[int, PoolGroup] = {}
-        for group in header.groups:
-            first = self._of_table.setdefault(group.table, group)
+        self._of_table: dict[int, int] = {}  # by its number, a group that uses it
+        for number, group in enumerate(header.groups):
+            first = header.groups[self._of_table.setdefault(group.table, number)]
             if set(first.padding_slots) != set(group.padding_slots):
                 raise ValueError(f"groups {first.name} and {group.name} share a table and have other padding_slots")
             if group.lut >= 0 and set(group.padding_slots) != set(DEFAULT_PADDING):
@@ -39,7 +36,7 @@ class SlotNumbers:
         """Return the header as the trace has it."""
         if not self.differ:
             return header
-        groups = tuple(
+        groups = [
             dataclasses.replace(
                 group,
                 num_slots=group.num_slots + slot_shift(group),
@@ -47,53 +44,43 @@ class SlotNumbers:
                 slot_shift=slot_shift(group),
             )
             for group in header.groups
-        )
-        notes = tuple(
+        ]
+        notes = [
             f"{group.name}: slot s of this trace is the engine's slot s - {group.slot_shift}, which uses its slot 0"
             for group in groups
             if group.slot_shift
-        )
-        return dataclasses.replace(header, groups=groups, notes=(*header.notes, *notes))
+        ]
+        return dataclasses.replace(header, groups=tuple(groups), notes=(*header.notes, *notes))
 
     def of_group(self, number: int, slots: Int64Array) -> Int64Array:
-        """Return a group's slots in the trace's numbers."""
-        return numbered(self._groups[number], slots) if self.differ else slots
+        """Return a group's slots `[n] int64` in the trace's numbers; negative ones stay."""
+        if not self.differ:
+            return slots
+        group = self._groups[number]
+        found = np.where(slots < 0, slots, slots + slot_shift(group))
+        found[np.isin(slots, group.padding_slots)] = 0
+        return found
 
     def of_table(self, number: int, slots: Int64Array) -> Int64Array:
         """Return what a block table holds in the trace's numbers."""
         group = self._of_table.get(number)
-        return slots if group is None or not self.differ else numbered(group, slots)
-
-    def runs(self, groups: Int64Array, starts: Int64Array) -> Int64Array:
-        """Return the starts of runs of slots of a pool in the trace's numbers."""
-        if not self.differ:
-            return starts
-        shifts = np.array([slot_shift(group) for group in self._groups], np.int64)
-        inside = (groups >= 0) & (groups < shifts.size)
-        return starts + np.where(inside, shifts[np.where(inside, groups, 0)], 0)
+        return slots if group is None else self.of_group(group, slots)
 
     def of_groups(self, groups: Int64Array, slots: Int64Array) -> Int64Array:
         """Return slots, each of a group of its own, in the trace's numbers."""
         found = slots.copy()
         for number in range(len(self._groups)) if self.differ else ():
-            mine = groups == number
-            found[mine] = numbered(self._groups[number], slots[mine])
+            found[groups == number] = self.of_group(number, slots[groups == number])
         return found
 
-    def read(self, number: int, read: Any) -> Any:
-        """Return a group's `TableRead`, or None, in the trace's numbers."""
-        if read is None or not self.differ:
-            return read
-        return dataclasses.replace(read, slots=numbered(self._groups[number], own_int64(read.slots)))
+    def runs(self, groups: Int64Array, starts: Int64Array) -> Int64Array:
+        """Return the starts of runs of slots of a pool in the trace's numbers; of a group that there is not, as they are."""
+        found = starts.copy()
+        for number, group in enumerate(self._groups):
+            found[groups == number] += slot_shift(group)
+        return found
 
 
 def slot_shift(group: PoolGroup) -> int:
     """Return by how much a group's slots are higher in the trace than in the engine."""
     return int(0 not in group.padding_slots)
-
-
-def numbered(group: PoolGroup, slots: Int64Array) -> Int64Array:
-    """Return a group's slots `[n] int64` in the trace's numbers; negative ones stay."""
-    found: npt.NDArray[np.int64] = np.where(slots < 0, slots, slots + slot_shift(group))
-    found[np.isin(slots, group.padding_slots)] = 0
-    return found

@@ -40,7 +40,7 @@ class StateShadow:
             columns |= truth_columns(forward.truth.counts, row_changes(forward.truth, truth, backend=self._backend))
         return columns
 
-    def commit(self, forward: CopiedForward, sampled_tokens: Int64Array, sampled_lens: Int64Array) -> None:
+    def commit(self, forward: CopiedForward) -> None:
         """Take over an accepted event: its changes, the slots it wrote, the tokens it sampled."""
         try:
             self.tables.apply_changes(forward)
@@ -52,8 +52,8 @@ class StateShadow:
             forward.prefix_lens,
             forward.extend_lens,
             forward.out_cache_loc,
-            sampled_lens,
-            sampled_tokens,
+            forward.sampled_lens,
+            forward.sampled_tokens,
         )
 
     def forget(self) -> None:

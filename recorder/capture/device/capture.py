@@ -51,7 +51,7 @@ class DeviceCapture:
         from ....kernels.capture.frame_kernels import TICKET_WORDS
         from ....kernels.capture.model_forward import TILE, TicketWriter
 
-        device = shadows.runners[0].descriptor.device
+        device = shadows.descriptors[0].device
         self.on_gpu = device.type == "cuda"
         self.frames = torch.zeros(max(frame_bytes // 8, 1), dtype=torch.int64, device=device)
         self.counters = torch.zeros((COUNTERS, NUM_COUNTERS), dtype=torch.int64, device=device)
@@ -73,9 +73,10 @@ class DeviceCapture:
         self._given_back = 0
         # A ticket for each runner's forwards that integrators begin and end.
         self._tickets = torch.zeros((len(shadows.runners), TICKET_WORDS), dtype=torch.int64, device=device).unbind()
-        self._writers = [TicketWriter(self.frames, self.counters, runner.descriptor) for runner in shadows.runners]
+        self._writers = [TicketWriter(self.frames, self.counters, descriptor) for descriptor in shadows.descriptors]
         self._watchable = [watch_every > 0 and bool(runner.stream_words) for runner in shadows.runners]
-        windowed = [any(group.window for group in runner.on_device.groups) for runner in shadows.runners]
+        self._lut_int64 = [runner.lut_int64 for runner in shadows.runners]
+        windowed = [any(group.window for group in runner.groups) for runner in shadows.runners]
         self._read_without_window = [ATTENTION_LENS if one else ATTENTION_LENS | ATTENTION_SLOTS for one in windowed]
 
     def prepare(self) -> None:
@@ -123,7 +124,7 @@ class DeviceCapture:
     def _run_of(self, runner: int, given: ModelInput) -> "ModelForward":
         from ....kernels.capture.model_forward import ModelForward
 
-        return ModelForward(self._tickets[runner], given, None, lut_int64=self.shadows.runners[runner].lut_int64)
+        return ModelForward(self._tickets[runner], given, None, lut_int64=self._lut_int64[runner])
 
     def expect(
         self,

@@ -73,9 +73,8 @@ class FrameLayouts:
         return found
 
     def _make(self, runner: int, bs: int, tokens: int, many: bool, attention: bool) -> FrameLayout:
-        on_device = self._shadows.runners[runner].on_device
-        words, luts = self._shadows.runners[runner].stream_words, len(on_device.luts)
-        width = int(on_device.table.shape[1])
+        known = self._shadows.runners[runner]
+        words, luts, width = known.stream_words, len(known.luts), int(known.table.shape[1])
         return FrameLayout(
             bs=bs,
             tokens=tokens,

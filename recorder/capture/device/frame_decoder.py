@@ -86,7 +86,7 @@ class FrameDecoder:
         self._header = recorder.header
         self._truth = RecordedTruth(self._header.truth_table)
         runners = capture.shadows.runners
-        self._changes = TableChanges(self._header, [(runner.table, runner.luts) for runner in runners])
+        self._changes = TableChanges(self._header, runners)
         self._why = LOST
 
     @property
@@ -138,7 +138,7 @@ class FrameDecoder:
         runner = self._capture.shadows.runners[in_flight.runner]
         elsewhere = np.full(frame.slots.size, -1, np.int64)
         forward.out_cache_loc = tuple(
-            frame.slots if table == runner.table else elsewhere for table in range(len(self._header.tables))
+            frame.slots if table == runner.table_number else elsewhere for table in range(len(self._header.tables))
         )
         forward.changes = self._changes.columns(in_flight.runner, frame)
         if requests is not None:
@@ -146,25 +146,24 @@ class FrameDecoder:
             forward.request_ids[: known.size] = known
             lens = _truth_lens(in_flight, requests.known_lens)
             forward.changes |= self._truth.changes(forward.rows, requests.truth, lens)
-        written = iter(frame.written)
-        gathered = {g: [next(written) for _ in self._header.groups[g].streams] for g in runner.groups}
-        written_to = self._written(in_flight.runner, frame)
+        written, written_to = iter(frame.written), self._written(in_flight.runner, frame)
+        gathered = {g: [next(written) for _ in self._header.groups[g].streams] for g in written_to}
         forward.written = tuple(written_to.get(g, _NOTHING) for g in range(len(self._header.groups)))
         return self._recorder.put_captured(forward, gathered)
 
     def _written(self, runner: int, frame: Frame) -> dict[int, Int64Array]:
         """Return the slots that a forward wrote, of each of its runner's groups."""
         groups = self._capture.shadows.runners[runner].groups
-        return {g: self._changes.in_group(g, frame.slots) for g in groups}
+        return {group.number: self._changes.in_group(group.number, frame.slots) for group in groups}
 
     def _lost_slots(self, in_flight: FrameInFlight, frame: Frame) -> dict[int, Int64Array]:
         """Return what a forward that is not recorded changed: slots that it wrote, and those that changed by themselves."""
         runner = self._capture.shadows.runners[in_flight.runner]
         lost = self._written(in_flight.runner, frame)
         for change in frame.forward.kv_changes:
-            group = runner.groups[runner.on_device.streams[change.stream].group]
+            group = runner.groups[runner.streams[change.stream].group].number
             lost[group] = np.concatenate((lost[group], change.slots))
-        for group in runner.groups:  # without its table, nobody knows which
+        for group in lost:  # without its table, nobody knows which
             if self._header.groups[group].lut >= 0 and not frame.all_luts:
                 lost[group] = np.arange(self._header.groups[group].num_slots)
         return lost

@@ -120,7 +120,9 @@ class FrameReader:
         if attention & ATTENTION_LENS:
             forward.attention["attention_seq_lens"], forward.attention["attention_query_lens"] = lens[:, :real]
         if attention & ATTENTION_SLOTS:
-            groups = np.array(self._capture.shadows.runners[in_flight.runner].groups, np.int64)
+            groups = np.array(
+                [group.number for group in self._capture.shadows.runners[in_flight.runner].groups], np.int64
+            )
             forward.attention |= _attention_slots(groups, slots)
         return Frame(
             forward=forward,

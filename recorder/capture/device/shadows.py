@@ -1,7 +1,6 @@
 """What a replay knows, on the device: block tables, full-to-SWA tables, bytes of slots."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,22 +9,6 @@ from ....kernels.arrays import ByteArray, Int64Array
 from ....kernels.capture.frames import GroupOnDevice, LutOnDevice, RunnerOnDevice, StreamOnDevice
 from ....kernels.ops.hash.kv_source import KvSource
 from ...trace.header import PoolGroup, TraceHeader
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerCapture:
-    """One runner's shadows, its descriptor on the device, and which header groups and tables its parts are.
-
-    `groups[i]` is the header's number of the runner's i-th group, `luts[i]` of its i-th full-to-SWA table.
-    """
-
-    on_device: RunnerOnDevice
-    descriptor: Any
-    table: int
-    groups: tuple[int, ...]
-    luts: tuple[int, ...]
-    stream_words: tuple[int, ...]
-    lut_int64: bool
 
 
 class DeviceShadows:
@@ -59,20 +42,21 @@ class DeviceShadows:
             return self._owned[-1]
 
         table_shadows = [zeros(table.shape, torch.int32) for table in tables]
-        on_device_luts = [LutOnDevice(table=lut, shadow=zeros(lut.shape, torch.int64)) for lut in luts]
-        self.runners: list[RunnerCapture] = []
+        known_luts = [LutOnDevice(number, lut, zeros(lut.shape, torch.int64)) for number, lut in enumerate(luts)]
+        self.runners: list[RunnerOnDevice] = []
         for number in range(len(header.runners)):
             mine = [(g, group) for g, group in enumerate(header.groups) if group.runner == number]
             used = sorted({group.lut for _, group in mine if group.lut >= 0})
             groups = [
                 GroupOnDevice(
+                    number=g,
                     window=group.window,
                     lut=used.index(group.lut) if group.lut >= 0 else -1,
                     num_slots=group.num_slots,
                     stamps=zeros((group.num_slots,), torch.int32),
                     known=zeros((group.num_slots,), torch.uint8),
                 )
-                for _, group in mine
+                for g, group in mine
             ]
             streams = [
                 StreamOnDevice(
@@ -84,24 +68,18 @@ class DeviceShadows:
                 for s, stream in enumerate(group.streams)
             ]
             table = _only_table(number, [group for _, group in mine])
-            on_device = RunnerOnDevice(
+            runner = RunnerOnDevice(
+                table_number=table,
                 table=tables[table],
                 shadow=table_shadows[table],
                 groups=groups,
-                luts=[on_device_luts[lut] for lut in used],
+                luts=[known_luts[lut] for lut in used],
                 streams=streams,
             )
-            self.runners.append(
-                RunnerCapture(
-                    on_device=on_device,
-                    descriptor=torch.tensor(on_device.descriptor(), dtype=torch.int64, device=device),
-                    table=table,
-                    groups=tuple(g for g, _ in mine),
-                    luts=tuple(used),
-                    stream_words=tuple(stream.words for stream in streams),
-                    lut_int64=bool(used) and str(luts[used[0]].dtype) == "torch.int64",
-                )
-            )
+            self.runners.append(runner)
+        self.descriptors = [
+            torch.tensor(runner.descriptor(), dtype=torch.int64, device=device) for runner in self.runners
+        ]
 
     @property
     def bytes(self) -> int:
@@ -123,13 +101,11 @@ class DeviceShadows:
         """
         import torch
 
-        runner, place = self._find(group)
-        known = runner.on_device.groups[place].known
-        where = torch.from_numpy(slots).to(known.device)
-        streams = [stream for stream in runner.on_device.streams if stream.group == place]
+        shadow, streams = self._find(group)
+        where = torch.from_numpy(slots).to(shadow.known.device)
         for stream, rows in zip(streams, content, strict=True):
-            stream.shadow[where] = torch.from_numpy(np.ascontiguousarray(rows).view(np.int64)).to(known.device)
-        known[where] = 1
+            stream.shadow[where] = torch.from_numpy(np.ascontiguousarray(rows).view(np.int64)).to(where.device)
+        shadow.known[where] = 1
 
     def copy(self, group: int, src: Int64Array | None, dst: Int64Array) -> None:
         """Copy what is known of whole slots, all read before any is written; `src` None: nothing is known of `dst` now.
@@ -138,8 +114,7 @@ class DeviceShadows:
         """
         import torch
 
-        runner, place = self._find(group)
-        shadow = runner.on_device.groups[place]
+        shadow, streams = self._find(group)
         inside = (dst >= 0) & (dst < shadow.num_slots)
         if src is not None:
             inside &= (src >= 0) & (src < shadow.num_slots)
@@ -148,20 +123,23 @@ class DeviceShadows:
             shadow.known[there] = 0
             return
         here = torch.from_numpy(src[inside]).to(shadow.known.device)
-        for stream in runner.on_device.streams:
-            if stream.group == place:
-                stream.shadow[there] = stream.shadow[here]
+        for stream in streams:
+            stream.shadow[there] = stream.shadow[here]
         shadow.known[there] = shadow.known[here]
 
     def forget_slots(self, group: int, slots: Any) -> None:
         """Take slots' bytes for unknown; `slots` `[n]`, any integer tensor, in the group's own numbering, none outside."""
-        runner, place = self._find(group)
-        known = runner.on_device.groups[place].known
+        known = self._find(group)[0].known
         known[slots.to(known.device).long()] = 0
 
-    def _find(self, group: int) -> tuple[RunnerCapture, int]:
-        runner = next(runner for runner in self.runners if group in runner.groups)
-        return runner, runner.groups.index(group)
+    def _find(self, group: int) -> tuple[GroupOnDevice, list[StreamOnDevice]]:
+        """Return the shadow of a group of the header's, and those of its streams."""
+        return next(
+            (one, [stream for stream in runner.streams if stream.group == place])
+            for runner in self.runners
+            for place, one in enumerate(runner.groups)
+            if one.number == group
+        )
 
 
 def _only_table(runner: int, groups: list[PoolGroup]) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 
 from ....kernels.arrays import Int64Array
 from ....kernels.capture.changes import cells_to_runs
+from ....kernels.capture.frames import RunnerOnDevice
 from ...trace.header import TraceHeader
 from ..forward_event import lut_columns, table_columns
 from ..host_arrays import ragged_index, wrapped
@@ -19,10 +20,10 @@ class TableChanges:
 
     Args:
         header: what the engine is.
-        runners: each runner's table, and its full-to-SWA tables, as the header numbers them.
+        runners: each runner's tables.
     """
 
-    def __init__(self, header: TraceHeader, runners: Sequence[tuple[int, tuple[int, ...]]]) -> None:
+    def __init__(self, header: TraceHeader, runners: Sequence[RunnerOnDevice]) -> None:
         self._header = header
         self._runners = runners
         self._luts = [np.zeros(length, np.int64) for length in header.lut_lens]
@@ -31,7 +32,7 @@ class TableChanges:
 
     def columns(self, runner: int, frame: Frame) -> dict[str, Int64Array]:
         """Return the columns of everything that is not yet recorded, this forward's changes included."""
-        table, _ = self._runners[runner]
+        table = self._runners[runner].table_number
         self._take_luts(runner, frame)
         self._table_cells[table].append(frame.table_changes)
         columns = table_columns([cells_to_runs(*_latest(cells).T) for cells in self._table_cells])
@@ -43,7 +44,7 @@ class TableChanges:
 
     def keep(self, runner: int, frame: Frame) -> None:
         """Keep the changes of a forward that is not recorded, and what it itself put into the table."""
-        table, _ = self._runners[runner]
+        table = self._runners[runner].table_number
         self._take_luts(runner, frame)
         forward, slots = frame.forward, frame.slots
         lens = forward.new_lens
@@ -71,12 +72,10 @@ class TableChanges:
         return np.where(inside, self._luts[lut][np.where(inside, slots, 0)], -1)
 
     def _take_luts(self, runner: int, frame: Frame) -> None:
-        _, luts = self._runners[runner]
-        for place, number in enumerate(luts):
-            mine = frame.lut_changes[frame.lut_changes[:, 0] == place]
-            self._luts[number][mine[:, 1]] = mine[:, 2]
-            cells = mine.copy()
-            cells[:, 0] = number
+        for place, lut in enumerate(self._runners[runner].luts):
+            cells = frame.lut_changes[frame.lut_changes[:, 0] == place]
+            cells[:, 0] = lut.number
+            self._luts[lut.number][cells[:, 1]] = cells[:, 2]
             self._lut_cells.append(cells)
 
 
