@@ -49,15 +49,10 @@ def cells_to_runs(rows: Int64Array, positions: Int64Array, values: Int64Array) -
 
 
 def row_changes(given: RowRuns, shadow: Int32Array, *, backend: str = "cpu") -> RowRuns:
-    """Return where runs differ from a table's shadow, as runs of neighbouring positions.
+    """Return where runs differ from a table's shadow, `[max_reqs, max_context]`, as runs of neighbouring positions.
 
-    Args:
-        given: row 0 (padding), rows outside the shadow and positions outside its width are passed over.
-        shadow: `[max_reqs, max_context] int32`.
-        backend: "cpu" or "reference".
-
-    Raises:
-        ValueError: the counts ask for more values than there are.
+    Row 0 (padding), rows outside the shadow and positions outside its width are passed over. Raises `ValueError` if the
+    counts ask for more values than there are.
     """
     _require_values(given)
     at, size = np.empty(given.values.size, np.int64), np.zeros(1, np.int64)
@@ -75,11 +70,8 @@ def cell_changes(cells: Int64Array, values: Int64Array, shadow: Int64Array, *, b
 def run_differences(given: RowRuns, held: RowRuns, *, backend: str = "cpu") -> RowRuns:
     """Return where runs differ from what is held at the same positions, as runs of neighbouring positions.
 
-    Run i is compared with run i of `held`, whose rows say nothing. Passed over are positions of which nothing is held,
-    or a negative value.
-
-    Raises:
-        ValueError: the counts ask for more values than there are.
+    Run i is compared with run i of `held`; positions of which nothing is held, or a negative value, are passed over. Raises
+    `ValueError` if the counts ask for more values than there are.
     """
     _require_values(given)
     _require_values(held)
@@ -89,17 +81,10 @@ def run_differences(given: RowRuns, held: RowRuns, *, backend: str = "cpu") -> R
 
 
 def kv_same(*, source: KvSource, slots: Int64Array, shadow: ByteArray, known: ByteArray, backend: str = "cpu") -> bool:
-    """Return whether it is plain that the leading bytes of all slots are those of the shadow.
+    """Return whether it is plain that the leading bytes of slots `[n] int64` are those of the shadow.
 
-    Args:
-        source: where the bytes lie.
-        slots: `[n] int64`; slot 0, negative slots and those beyond the shadow or the source are passed over.
-        shadow: `[num_slots, capture_bytes] uint8`, 16 bytes or more.
-        known: `[num_slots] uint8`; a slot with 0 has no bytes in the shadow and is passed over.
-        backend: "cpu" or "reference".
-
-    Returns:
-        False if a slot differs, or if the bytes do not lie as 64-bit words.
+    `shadow` is `[num_slots, capture_bytes] uint8`; padding, slots beyond it or the source, and those whose `known`
+    `[num_slots] uint8` is 0 are passed over. False if a slot differs, or if the bytes do not lie as 64-bit words.
     """
     page_size, token_words = source.page_size, source.bytes_per_token // WORD_BYTES
     tensor, held = _as_words(source.tensor[:, : page_size * source.bytes_per_token]), _as_words(shadow)

@@ -42,23 +42,10 @@ from .frame_parts import (
 TICKET_WORDS: Final = 24
 
 # One form for all values and alignments: a new form is compiled on the engine's thread. Only dtypes make another.
-TICKET_ARGUMENTS = [
-    "ticket", "frames", "counters", "descriptor", "stamp", "at", "row", "next_row", "watch", "table_at",
-    "table_capacity", "lut_at", "lut_capacity", "kv_at", "kv_capacity", "kv_entry", "lens_at", "attention_at",
-    "attention_capacity", "programs",
-]  # fmt: skip
-BEGIN_ARGUMENTS = [
-    "ticket", "rows_in", "prefix_in", "minus_in", "extend_in", "ids_in", "positions_in", "loc_in",
-    "num_loc", "num_prefix", "extend_each", "bs", "num_tokens",
-]  # fmt: skip
-ATTENTION_ARGUMENTS = [
-    "ticket", "kv_indptr", "kv_indices", "window_indptr", "window_indices", "qo_indptr", "num_indices",
-    "num_window_indices", "bs",
-]  # fmt: skip
-END_ARGUMENTS = ["ticket", "bs", "num_tokens"]
+ALL_ARGUMENTS: Final = list(range(32))
 
 
-@triton.jit(do_not_specialize=TICKET_ARGUMENTS, do_not_specialize_on_alignment=TICKET_ARGUMENTS)
+@triton.jit(do_not_specialize=ALL_ARGUMENTS, do_not_specialize_on_alignment=ALL_ARGUMENTS)
 def write_ticket_kernel(
     ticket, frames, counters, descriptor, stamp, at, row, next_row, watch, table_at, table_capacity, lut_at,
     lut_capacity, kv_at, kv_capacity, kv_entry, lens_at, attention_at, attention_capacity, programs,
@@ -84,7 +71,7 @@ def _count_as_done(ticket, counters):
         tl.store(ticket, before * 0)
 
 
-@triton.jit(do_not_specialize=BEGIN_ARGUMENTS, do_not_specialize_on_alignment=BEGIN_ARGUMENTS)
+@triton.jit(do_not_specialize=ALL_ARGUMENTS, do_not_specialize_on_alignment=ALL_ARGUMENTS)
 def begin_kernel(
     ticket, rows_in, prefix_in, minus_in, extend_in, ids_in, positions_in, loc_in,
     num_loc, num_prefix, extend_each, bs, num_tokens,
@@ -163,7 +150,7 @@ def _compare_attention(
                 tl.store(entry + 3, got, mask=fits)
 
 
-@triton.jit(do_not_specialize=ATTENTION_ARGUMENTS, do_not_specialize_on_alignment=ATTENTION_ARGUMENTS)
+@triton.jit(do_not_specialize=ALL_ARGUMENTS, do_not_specialize_on_alignment=ALL_ARGUMENTS)
 def attention_kernel(
     ticket, kv_indptr, kv_indices, window_indptr, window_indices, qo_indptr, num_indices, num_window_indices, bs,
     HAS_QO: tl.constexpr, HAS_WINDOW: tl.constexpr, TILE: tl.constexpr,
@@ -204,7 +191,7 @@ def attention_kernel(
         _count_as_done(ticket, counters_of(ticket))
 
 
-@triton.jit(do_not_specialize=END_ARGUMENTS, do_not_specialize_on_alignment=END_ARGUMENTS)
+@triton.jit(do_not_specialize=ALL_ARGUMENTS, do_not_specialize_on_alignment=ALL_ARGUMENTS)
 def end_kernel(ticket, bs, num_tokens, TILE: tl.constexpr):
     """Put the bytes that a forward wrote into its frame and, if they are watched, its prefix's that changed without a write."""
     if tl.load(ticket) != 0:

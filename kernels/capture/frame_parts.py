@@ -183,9 +183,7 @@ def compare_table(row, prefix, split, splits, ticket, LUT_INT64: tl.constexpr, T
         table = tl.load(descriptor).to(tl.pointer_type(tl.int32)) + row * tl.load(descriptor + 3)
         shadow = tl.load(descriptor + 4).to(tl.pointer_type(tl.int32)) + row * width
         window = tl.load(descriptor + 5)
-        first = row * 0
-        if window > 0:
-            first = tl.maximum(prefix - window, 0)
+        first = tl.where(window > 0, tl.maximum(prefix - window, 0), 0)
         end = tl.minimum(prefix, width)
         for start in range(first + split * TILE, end, splits * TILE):
             position = start + tile
@@ -282,9 +280,7 @@ def compare_kv(program, ticket, bs, splits, TILE: tl.constexpr):
         # The shadow holds what the forward read; the engine's own table may have moved on.
         table = tl.load(descriptor + 4).to(tl.pointer_type(tl.int32)) + row * width
         window = tl.load(of_group)
-        first = row * 0
-        if window > 0:
-            first = tl.maximum(prefix - window, 0)
+        first = tl.where(window > 0, tl.maximum(prefix - window, 0), 0)
         end = tl.minimum(prefix, width)
         rows = tl.load(at).to(tl.pointer_type(tl.int64))
         row_words = tl.load(at + 1)

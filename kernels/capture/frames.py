@@ -150,25 +150,12 @@ class Section(NamedTuple):
 
 
 class FrameLayout:
-    """The sections of one frame, in words; made once for forwards of a size, since an engine's thread reads it.
+    """The sections of one frame of `bs` requests, in words; made once for forwards of a size, since an engine's thread reads it.
 
-    Args:
-        bs: requests.
-        tokens: tokens.
-        stream_words: captured words of each stream.
-        table_capacity: entries of table changes, as the other capacities.
-        lut_capacity: of changes of full-to-SWA tables.
-        kv_capacity: of changed slots.
-        tile: positions that an entry of the table changes speaks of.
-        attention_capacity: of slots that attention got other than it should.
-
-    Attributes:
-        inputs: rows, prefix_lens, extend_lens `[bs]`, input_ids, positions, out_cache_loc `[tokens]`.
-        lens_at: where attention's sequence lengths and query lengths begin, `[bs]` each.
-        fixed: what is always there: the inputs, each stream's written bytes, `[tokens, words]` each, and those lengths.
-        sections: of each sort of changes, by its word of `counters`.
-        words: of the whole frame.
-        ticket: what a ticket says of all this.
+    `inputs` words hold rows, prefix_lens, extend_lens `[bs]`, input_ids, positions, out_cache_loc `[tokens]`; each stream's
+    written bytes follow, `[tokens, words]`, then from `lens_at` on attention's sequence and query lengths, `[bs]` each:
+    `fixed` words are always there. Then come the `sections`, by their words of `counters`: `words` in all. `ticket` is what
+    a ticket says of this. An entry of the table changes speaks of `tile` positions.
     """
 
     def __init__(
@@ -198,28 +185,16 @@ class FrameLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInput:
-    """What a model is run with: the engine's own tensors, of any integer type, contiguous, read on its stream.
+    """What a model is run with: the engine's own tensors, of any integer type, contiguous, read on its stream."""
 
-    Attributes:
-        rows: `[bs]` rows of the block table; row 0 is padding.
-        prefix: `[any]` tokens in the cache before this forward; 0 past its end.
-        minus: `[bs]` to be taken off `prefix`, or None.
-        extend: `[bs]` tokens that this forward adds; None if it adds `extend_each` to all.
-        extend_each: see `extend`.
-        input_ids: `[at least num_tokens]`.
-        positions: `[at least num_tokens]`.
-        out_cache_loc: `[any]` slot of each token; past its end the tokens have none.
-        num_tokens: how many there are.
-    """
-
-    rows: Any
-    prefix: Any
-    minus: Any | None = None
-    extend: Any | None = None
+    rows: Any  # [bs] rows of the block table; row 0 is padding
+    prefix: Any  # [any] tokens in the cache before this forward; 0 past its end
+    minus: Any | None = None  # [bs] to be taken off `prefix`
+    extend: Any | None = None  # [bs] tokens that this forward adds; None: `extend_each` for all
     extend_each: int = 1
-    input_ids: Any
-    positions: Any
-    out_cache_loc: Any
+    input_ids: Any  # [at least num_tokens]
+    positions: Any  # [at least num_tokens]
+    out_cache_loc: Any  # [any] slot of each token; past its end the tokens have none
     num_tokens: int
 
     def check(self) -> None:
@@ -232,14 +207,10 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTensors:
-    """What the attention kernels of a forward are given, contiguous and of any integer type.
+    """What the attention kernels of a forward are given, contiguous and of any integer type."""
 
-    `kv_indptr` `[at least bs + 1]`, `kv_indices` `[any]`; the same of a sliding window, or None; `qo_indptr`
-    `[at least bs + 1]`, or None if each request has one query token, whose slot is among `kv_indices`.
-    """
-
-    kv_indptr: Any
-    kv_indices: Any
-    window_indptr: Any | None
+    kv_indptr: Any  # [at least bs + 1]
+    kv_indices: Any  # [any]
+    window_indptr: Any | None  # as `kv_indptr`, of a sliding window
     window_indices: Any | None
-    qo_indptr: Any | None
+    qo_indptr: Any | None  # [at least bs + 1]; None: each request has one query token, whose slot is among `kv_indices`

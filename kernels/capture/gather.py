@@ -11,16 +11,9 @@ from ..ops.hash.kv_source import KvSource
 
 
 def gather_kv(*, source: KvSource, slots: Int64Array, out: ByteArray, backend: str = "cpu") -> None:
-    """Copy the leading bytes of each slot.
+    """Copy the leading bytes of slots `[n] int64` to `out` `[n, capture_bytes] uint8`; zeros for a slot that the source lacks.
 
-    Args:
-        source: where the bytes lie; its tensor is `[rows, row_bytes] uint8` with any row stride.
-        slots: `[n] int64`; a negative slot, or one beyond the source's rows, gives zeros.
-        out: `[n, capture_bytes] uint8`, capture_bytes at most the source's `bytes_per_token`; every byte is written.
-        backend: "cpu" or "reference".
-
-    Raises:
-        ValueError: `out` does not fit `slots` or the source.
+    Raises `ValueError` if `out` does not fit `slots`, or is wider than the source's `bytes_per_token`.
     """
     if out.ndim != 2 or out.shape[0] != slots.shape[0] or out.shape[1] > source.bytes_per_token:
         raise ValueError(
@@ -41,16 +34,8 @@ def read_runs(
 ) -> None:
     """Read `table[rows[r], starts[r] : starts[r] + counts[r]]` for each r, one after another.
 
-    Args:
-        table: `[height, width] int32` or `int64`.
-        rows: `[n] int64`.
-        starts: `[n] int64`.
-        counts: `[n] int64`; a negative count is none.
-        out: `[sum(max(counts, 0))] int64`; -1 for a cell that the table does not have.
-        backend: "cpu" or "reference".
-
-    Raises:
-        ValueError: `out` has another length, or the table another type.
+    `rows`, `starts`, `counts` are `[n] int64`, a negative count is none; `out` `[sum(max(counts, 0))] int64` gets -1 for a
+    cell that the table does not have. Raises `ValueError` if `out` has another length, or the table another type.
     """
     wanted = int(np.maximum(counts, 0).sum())
     if out.shape[0] != wanted:

@@ -54,10 +54,7 @@ def launches_on(tensor: Any) -> Launches:
 class TicketWriter:
     """Writes tickets for one runner's forwards; this is what each step of an engine waits for, so it does little.
 
-    Args:
-        frames: `[any] int64`, in which all frames lie.
-        counters: `[rows, NUM_COUNTERS] int64`, zeros in the first row.
-        descriptor: the runner's, `[DESCRIPTOR_WORDS] int64`.
+    All frames lie in `frames` `[any] int64`; the first row of `counters` `[rows, NUM_COUNTERS] int64` holds zeros.
     """
 
     def __init__(self, frames: Any, counters: Any, descriptor: Any) -> None:
@@ -67,15 +64,11 @@ class TicketWriter:
         self._ready: Callable[..., Any] | None = None
 
     def write(self, ticket: Any, address: int, numbers: tuple[int, ...], layout: FrameLayout, programs: int) -> None:
-        """Have the next run of a model that reads a ticket fill a frame.
+        """Have the next run of a model that reads a ticket, `[TICKET_WORDS] int64` at `address`, fill a frame.
 
-        Args:
-            ticket: `[TICKET_WORDS] int64`.
-            address: the ticket's.
-            numbers: the forward's stamp, within int32; where its frame begins; its row of `counters`; the row that is
-                zeroed for the next forward; and 1 if the prefix is compared with the shadow, else 0.
-            layout: the frame's sections.
-            programs: how many the model's kernels have together.
+        `numbers` are the forward's stamp, within int32; where its frame begins; its row of `counters`; the row that is zeroed
+        for the next forward; and 1 if the prefix is compared with the shadow, else 0. The model's kernels have `programs`
+        together.
         """
         if self._ready is not None:
             self._ready(address, *self._addresses, *numbers, *layout.ticket, programs)
@@ -87,16 +80,9 @@ class TicketWriter:
 class ModelForward:
     """One run of a model that fills a frame on the current stream, as its ticket says; in a graph, at each launch of that.
 
-    Args:
-        ticket: `[TICKET_WORDS] int64`, zeros as long as nothing is to be captured.
-        given: what the model is run with.
-        attention: what its attention is given, None if that is not known.
-        lut_int64: whether the runner's full-to-SWA tables are int64, else int32.
-
-    Attributes:
-        bs: requests, padding included.
-        tokens: tokens.
-        programs: how many programs fill the frame, of all launches together.
+    The ticket, `[TICKET_WORDS] int64`, is zeros as long as nothing is to be captured; `attention` is None if it is not known
+    what that is given; `lut_int64` says whether the runner's full-to-SWA tables are int64, else int32. `bs` requests run,
+    padding included; `programs` fill the frame, of all launches together.
     """
 
     __slots__ = ("_given", "_launches", "_lut_int64", "address", "attention", "bs", "programs", "ticket", "tokens")

@@ -15,8 +15,6 @@ from .kv_shadow import GroupKvShadow, of_runner
 
 Submitted = Mapping[tuple[int, int], Any]
 
-ORIGIN_SUBMITTED = "submitted"
-
 
 def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]]) -> TraceEvent:
     """Return the event, its columns as `docs/reference/trace-format.md` describes them.
@@ -44,20 +42,19 @@ def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]
         payload["kv_bytes"] = np.concatenate(content)
     if forward.kv_submitted is not None:
         payload["kv_submitted_bytes"] = forward.kv_submitted
-    scalars: dict[str, int | str] = {
-        "forward": forward.number,
-        "runner": forward.runner,
-        "mode": forward.mode,
-        "kv_watched": int(forward.kv_watched),
-        "attention_watched": forward.attention_watched,
-        "submitted_watched": forward.submitted_watched,
-        "window_watched": forward.window_watched,
-        "note": forward.note,
-    }
     event = TraceEvent(
         kind="forward",
         time_ns=forward.time_ns,
-        scalars=scalars,
+        scalars={
+            "forward": forward.number,
+            "runner": forward.runner,
+            "mode": forward.mode,
+            "kv_watched": int(forward.kv_watched),
+            "attention_watched": forward.attention_watched,
+            "submitted_watched": forward.submitted_watched,
+            "window_watched": forward.window_watched,
+            "note": forward.note,
+        },
         ints={name: values for name, values in ints.items() if values.size},
         bytes={name: values for name, values in payload.items() if values.size},
     )
@@ -108,17 +105,11 @@ def add_submitted(
     groups: list[GroupKvShadow],
     gathered: Mapping[int, list[ByteArray]],
 ) -> None:
-    """Add to the forward's event what was submitted, the bytes only where the pool holds others.
+    """Add to the forward's event what was submitted, the bytes only where the pool holds others than `gathered`.
 
-    Args:
-        forward: the forward that has run.
-        submitted: for each `(group, stream)` that was observed `[T, ...]`, a token's bytes in the order in which the pool
-            stores them: numpy or torch on any device, of any type, at least `capture_bytes` a token.
-        groups: the recording's.
-        gathered: for each of the runner's groups, each stream's `[T, capture_bytes]` bytes, as they are stored.
-
-    Raises:
-        ValueError: a stream that this runner does not have or that is captured on submission, or too few bytes.
+    `submitted` has, for each `(group, stream)` that was observed, `[T, ...]` of any type, a token's bytes in the order in
+    which the pool stores them. Raises `ValueError` for a stream that this runner does not have or that is captured on
+    submission, or too few bytes.
     """
     mine = of_runner(groups, forward.runner)
     rows_of = {key: _rows(key, value, forward, groups) for key, value in submitted.items()}
@@ -145,7 +136,7 @@ def _rows(key: tuple[int, int], value: Any, forward: CopiedForward, groups: list
     if not 0 <= number < len(streams):
         raise ValueError(f"submitted has a key {key}, the header has no such (group, stream)")
     stream, tokens = streams[number], forward.input_ids.size
-    if stream.origin == ORIGIN_SUBMITTED:
+    if stream.origin == "submitted":
         raise ValueError(
             f"submitted[{group}, {number}]: the stream's origin is 'submitted', so there is nothing beside it"
         )

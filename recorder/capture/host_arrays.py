@@ -39,31 +39,16 @@ def wrapped(values: Int64Array) -> Int64Array:
 
 
 def ragged_index(starts: Int64Array, counts: Int64Array) -> Int64Array:
-    """Return `starts[r], starts[r] + 1, ...`, counts[r] of them, for each r, one after another.
-
-    Args:
-        starts: `[n] int64`.
-        counts: `[n] int64`, none negative.
-
-    Returns:
-        `[sum(counts)] int64`.
-    """
-    total = int(counts.sum())
+    """Return `starts[r], starts[r] + 1, ...`, counts[r] of them (none negative), for each r, one after another."""
     before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(total, dtype=np.int64)
+    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()), dtype=np.int64)
 
 
 def read_runs(table: Any, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
     """Read `table[rows[r], starts[r] : starts[r] + counts[r]]` where the table lies, for each r, one after another.
 
-    Args:
-        table: `[height, width]` of any integer type, numpy or torch on any device; only those cells are brought over.
-        rows: `[n] int64`.
-        starts: `[n] int64`.
-        counts: `[n] int64`, none negative.
-
-    Returns:
-        `[sum(counts)] int64`; -1 for a cell that the table does not have.
+    The table is `[height, width]` of any integer type, numpy or torch on any device; only those cells are brought over, -1
+    for one that it does not have. `rows`, `starts`, `counts` are `[n] int64`, no count is negative.
     """
     table = on_host(table)
     if isinstance(table, np.ndarray) and table.dtype in (np.int32, np.int64) and table.flags.aligned:

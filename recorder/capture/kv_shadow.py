@@ -51,12 +51,15 @@ class GroupKvShadow:
     def changes(self, read: Int64Array, written: Int64Array) -> list[tuple[int, Int64Array, ByteArray]]:
         """Compare the slots of a prefix, each once, with what is known; `written` ones and padding are left out.
 
-        Returns:
-            `(stream, slots [n] int64, bytes [n, capture_bytes] uint8)` for each stream with a change.
+        Returns `(stream, slots [n] int64, bytes [n, capture_bytes] uint8)` for each stream with a change.
         """
-        if all(self._same(stream, read) for stream in range(len(self.sources))):
+        pool, backend = self._tiers[TIER_POOL], self._backend
+        if not self.group.slot_shift and all(  # which is nearly always plain
+            not on_device(source)
+            and kv_same(source=source, slots=read, shadow=content, known=pool.known, backend=backend)
+            for source, content in zip(self.sources, pool.content, strict=True)
+        ):
             return []
-        pool = self._tiers[TIER_POOL]
         read = read[(read > 0) & (read < pool.known.size)]
         read = read[(pool.known[read] != 0) & ~np.isin(read, written)]
         slots = read[np.sort(np.unique(read, return_index=True)[1])]
@@ -67,13 +70,6 @@ class GroupKvShadow:
             if changed.any():
                 found.append((stream, slots[changed], content[changed]))
         return found
-
-    def _same(self, stream: int, slots: Int64Array) -> bool:
-        """Return whether it is plain that no slot's bytes have changed, which is nearly always."""
-        source, pool = self.sources[stream], self._tiers[TIER_POOL]
-        if on_device(source) or self.group.slot_shift:
-            return False
-        return kv_same(source=source, slots=slots, shadow=pool.content[stream], known=pool.known, backend=self._backend)
 
     def store_change(self, stream: int, slots: Int64Array, content: ByteArray) -> None:
         """Store the bytes of an accepted event's observed change."""
@@ -151,9 +147,8 @@ def group_shadows(
 ) -> list[GroupKvShadow]:
     """Return one shadow for each of the header's groups.
 
-    Raises:
-        ValueError: a stream of the header has no source, a source has no stream, their sizes differ, a source does not
-            hold its group's slots, or two of a group lie over the same bytes.
+    Raises `ValueError` if a stream of the header has no source, a source has no stream, their sizes differ, a source does
+    not hold its group's slots, or two of a group lie over the same bytes.
     """
     expected = {(g, s) for g, group in enumerate(header.groups) for s in range(len(group.streams))}
     if set(kv_sources) != expected:
@@ -161,21 +156,12 @@ def group_shadows(
             f"kv_sources has (group, stream) keys {sorted(kv_sources)}, the header's groups have {sorted(expected)}"
         )
     for (g, s), source in kv_sources.items():
-        stream = header.groups[g].streams[s]
-        if source.bytes_per_token != stream.bytes_per_token:
+        _check_source(f"kv_sources[{g}, {s}]", source, header.groups[g], header.groups[g].streams[s])
+    for (g, s), (h, t) in itertools.combinations(sorted(expected), 2):
+        if g == h and _overlap(kv_sources[g, s], kv_sources[h, t]):
             raise ValueError(
-                f"kv_sources[{g}, {s}] has {source.bytes_per_token} bytes a token, the header says "
-                f"{stream.bytes_per_token}"
+                f"kv_sources[{g}, {s}] and kv_sources[{g}, {t}] lie over the same bytes; pass each layer's K and V once"
             )
-        _check_source(f"kv_sources[{g}, {s}]", source, header.groups[g], stream)
-    for g, group in enumerate(header.groups):
-        for (s, one), (t, other) in itertools.combinations(
-            [(s, kv_sources[g, s]) for s in range(len(group.streams))], 2
-        ):
-            if _overlap(one, other):
-                raise ValueError(
-                    f"kv_sources[{g}, {s}] and kv_sources[{g}, {t}] lie over the same bytes; pass each layer's K and V once"
-                )
     return [
         GroupKvShadow(group, [_host_view(kv_sources[g, s]) for s in range(len(group.streams))], backend=backend)
         for g, group in enumerate(header.groups)
@@ -184,6 +170,8 @@ def group_shadows(
 
 def _check_source(name: str, source: KvSource, group: PoolGroup, stream: KvStream) -> None:
     """Raise `ValueError` if a source is not made for its group's slots: what is beyond it nobody would watch."""
+    if source.bytes_per_token != stream.bytes_per_token:
+        raise ValueError(f"{name} has {source.bytes_per_token} bytes a token, the header says {stream.bytes_per_token}")
     num_slots = group.num_slots - group.slot_shift
     if not num_slots <= source.num_slots < num_slots + source.page_size:
         raise ValueError(

@@ -7,6 +7,7 @@ them, which still show that bytes changed.
 
 import dataclasses
 import hashlib
+import itertools
 import os
 from pathlib import Path
 from typing import Final
@@ -102,9 +103,8 @@ def _kv_widths(event: TraceEvent, header: TraceHeader) -> dict[str, list[tuple[i
     if not event.bytes:
         return {}
     of_runner = [stream.capture_bytes for _, stream in header.streams(int(event.scalars.get("runner", 0)))]
-    changed = [(of_runner[stream], 1) for stream in event.ints.get("kv_change_stream", _NO_CHANGES).tolist()]
-    if changed and len(set(of_runner)) == 1:
-        changed = [(of_runner[0], len(changed))]
+    streams = event.ints.get("kv_change_stream", _NO_CHANGES).tolist()
+    changed = [(width, len(list(same))) for width, same in itertools.groupby(of_runner[stream] for stream in streams)]
     if event.kind == "transfer":
         group = header.groups[int(event.ints["slot_group"][0])]
         count, widths = int(event.ints["slot_count"].sum()), [stream.capture_bytes for stream in group.streams]

@@ -14,14 +14,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from kvcanary.kernels.capture import frame_kernels as inside
 
-ints = dict.fromkeys(inside.TICKET_ARGUMENTS + inside.BEGIN_ARGUMENTS + inside.ATTENTION_ARGUMENTS + inside.END_ARGUMENTS, "i32")
 longs = ("rows_in", "prefix_in", "ids_in", "positions_in", "loc_in", "frames", "counters", "descriptor", "ticket", "kv_indices", "window_indices")
 shorts = ("minus_in", "extend_in", "kv_indptr", "window_indptr", "qo_indptr")
-types = ints | dict.fromkeys(longs, "*i64") | dict.fromkeys(shorts, "*i32")
+types = dict.fromkeys(longs, "*i64") | dict.fromkeys(shorts, "*i32")
 
 
 def build(kernel, **constants):
-    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    assert all(p.is_constexpr or p.do_not_specialize and p.do_not_specialize_on_alignment for p in kernel.params)
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     print(len(compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]) > 0)
 

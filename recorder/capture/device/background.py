@@ -31,15 +31,8 @@ IDLE_NS: Final = 50_000_000  # nothing new for so long: what waits is recorded
 class Background:
     """A queue, whose things the thread has not yet seen, and the thread that empties it.
 
-    Args:
-        begin: called on the thread before anything else.
-        record: records one thing.
-        on_look: called on the thread each time it has looked into the queue.
-        on_death: called with what `begin` or `record` raised; nothing is recorded after it.
-
-    Attributes:
-        queue: who appends to it wakes the thread if it is `asleep`, as `put` does.
-        asleep: the thread waits for somebody to wake it.
+    Who appends to `queue` wakes the thread if it is `asleep`, as `put` does. The thread calls `begin` first, `record` for each
+    thing, and `on_look` each time it has looked into the queue; `on_death` with what they raised: nothing is recorded after.
     """
 
     def __init__(

@@ -9,11 +9,10 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
 
-from ....kernels.capture.frames import NUM_COUNTERS, ModelInput
+from ....kernels.capture.frames import NUM_COUNTERS, FrameLayout, ModelInput
 from ...errors import error_text
 from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from .forward import DeviceForward, ForwardRequests, FrameInFlight
-from .frame_buffer import FrameBuffer, FrameLayouts
 from .shadows import DeviceShadows
 
 if TYPE_CHECKING:
@@ -26,23 +25,85 @@ COUNTERS: Final = MAX_IN_FLIGHT + 1  # rows of them: each frame in flight zeroes
 INT32_MAX: Final = 2**31 - 1
 NO_END: Final = "the engine did not call after_forward()"
 
+# Entries of changes that fit a frame. A forward that admits requests may hit long prefixes, whose every cell is a
+# change; so is every cell after a reset.
+TABLE_TILES_FEW: Final = 256
+TABLE_TILES: Final = 4_096
+LUT_CHANGES: Final = 65_536
+KV_CHANGES: Final = 4_096
+ATTENTION_CHANGES: Final = 1_024  # slots that differ from what they should be: in a healthy engine none
+MAX_LAYOUTS: Final = 4_096
+
+
+class FrameBuffer:
+    """Hands out stretches of `size` words; one thread takes, another gives back, in the same order.
+
+    Places are counted on and on: a place's remainder by `size` is where it lies. Stretches never wrap around the end, so
+    what is left there is skipped.
+    """
+
+    __slots__ = ("_free_from", "_taken_to", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._taken_to = 0  # the taker's: the place behind the last stretch
+        self._free_from = 0  # the giver's: the place behind the last stretch that was given back
+
+    def take(self, words: int) -> int | None:
+        """Return the place at which a stretch of `words` begins, None if there is no room."""
+        size, place, free_from = self.size, self._taken_to, self._free_from
+        if place % size + words > size:
+            place += size - place % size
+        # All is free if the last stretch is back, whatever has been skipped since.
+        room_to = place + size if free_from == self._taken_to else free_from + size
+        if words > size or place + words > room_to:
+            return None
+        self._taken_to = place + words
+        return place
+
+    def give_back(self, place: int, words: int) -> None:
+        """Give back the oldest stretch."""
+        self._free_from = place + words
+
+
+class FrameLayouts:
+    """The sections of each frame, made once for forwards of a size: an engine's thread asks in every step."""
+
+    def __init__(self, shadows: DeviceShadows, *, tile: int) -> None:
+        self._shadows = shadows
+        self._tile = tile
+        self._known: dict[tuple[Any, ...], FrameLayout] = {}
+
+    def find(self, runner: int, bs: int, tokens: int, *, many: bool, attention: bool) -> FrameLayout:
+        """Return a frame's sections, with room for many changes, and for what attention got, if asked for."""
+        key = (runner, bs, tokens, many, attention)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= MAX_LAYOUTS:
+                self._known.clear()
+            found = self._known[key] = self._make(*key)
+        return found
+
+    def _make(self, runner: int, bs: int, tokens: int, many: bool, attention: bool) -> FrameLayout:
+        known = self._shadows.runners[runner]
+        words, luts, width = known.stream_words, len(known.luts), int(known.table.shape[1])
+        return FrameLayout(
+            bs=bs,
+            tokens=tokens,
+            stream_words=words,
+            table_capacity=min(bs * -(-width // self._tile), TABLE_TILES if many else TABLE_TILES_FEW),
+            lut_capacity=min(luts * (bs * width + tokens), LUT_CHANGES),
+            kv_capacity=min(len(words) * bs * width, KV_CHANGES),
+            tile=self._tile,
+            attention_capacity=ATTENTION_CHANGES if attention else 0,
+        )
+
 
 class DeviceCapture:
     """Has forwards fill frames; for the engine's thread alone, but for `release`, `reset` and `catch_up`.
 
-    Args:
-        shadows: what the trace has already.
-        frame_bytes: room for frames in flight, on the device.
-        watch_every: forwards between two comparisons of the prefix's bytes, 0 never.
-
-    Attributes:
-        deliver: gets each frame in flight once all that fills it is launched.
-        on_no_room: called after a forward that is lost, since too many are in flight.
-        error_text: what may be said of an error.
-        off: nothing is captured any more; any thread may set it.
-        pending: a forward that has begun and not ended.
-        next_forward: the next forward's number.
-        engine_thread: which thread began the last forward.
+    `shadows` are what the trace has already, `frame_bytes` the room for frames in flight on the device, `watch_every` the
+    forwards between two comparisons of the prefix's bytes, 0 never.
     """
 
     def __init__(self, shadows: DeviceShadows, *, frame_bytes: int, watch_every: int) -> None:
@@ -56,13 +117,15 @@ class DeviceCapture:
         self.frames = torch.zeros(max(frame_bytes // 8, 1), dtype=torch.int64, device=device)
         self.counters = torch.zeros((COUNTERS, NUM_COUNTERS), dtype=torch.int64, device=device)
         self.shadows = shadows
-        self.deliver: Callable[[FrameInFlight], None] = lambda _: None
-        self.on_no_room: Callable[[], None] = lambda: None
-        self.error_text = error_text
-        self.off = False
-        self.pending: FrameInFlight | None = None
-        self.next_forward = 0
-        self.engine_thread = 0
+        self.deliver: Callable[[FrameInFlight], None] = lambda _: None  # gets it once all that fills it is launched
+        self.on_no_room: Callable[[], None] = lambda: (
+            None
+        )  # called after a forward that is lost: too many are in flight
+        self.error_text = error_text  # what may be said of an error
+        self.off = False  # nothing is captured any more; any thread may set it
+        self.pending: FrameInFlight | None = None  # a forward that has begun and not ended
+        self.next_forward = 0  # its number
+        self.engine_thread = 0  # which thread began the last forward
         self._model: ModelForward | None = None  # the pending forward's
         self._buffer = FrameBuffer(int(self.frames.shape[0]))
         self._layouts = FrameLayouts(shadows, tile=TILE)
@@ -138,15 +201,8 @@ class DeviceCapture:
         """Have the next run of a model on the current stream fill a frame, and return that.
 
         The run's kernels are launched by whoever asks, by themselves or in a CUDA graph that holds them; then the frame
-        is to be delivered. None if the forward is lost, as in `before`, or nothing is captured any more.
-
-        Args:
-            model: the run.
-            mode: one of `forward_input.MODES`.
-            runner: index into the header's runners.
-            bs: requests that the engine runs; more may run for padding.
-            requests: the forward's.
-            truth_lens: as `DeviceForward` has it.
+        is to be delivered. None if the forward is lost, as in `before`, or nothing is captured any more. The engine runs
+        `bs` requests; more may run for padding. The rest is as `DeviceForward` has it.
         """
         if self.off:
             return None

@@ -30,25 +30,15 @@ ASK_AGAIN_S: Final = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """A frame on the host, in arrays of its own; padding at the end is left out.
+    """A frame on the host, in arrays of its own; padding at the end is left out."""
 
-    Attributes:
-        forward: the event to be, but for request ids, tables and tokens.
-        slots: `[tokens]` where each token is written.
-        written: of each stream the bytes that were written, `[tokens, capture_bytes] uint8`.
-        table_changes: `[n, 3]` row, position, slot.
-        lut_changes: `[n, 3]` table, full slot, sliding-window slot.
-        complete: all changes of tables are there.
-        all_luts: those of full-to-SWA tables are.
-    """
-
-    forward: CopiedForward
-    slots: Int64Array
-    written: list[ByteArray]
-    table_changes: Int64Array
-    lut_changes: Int64Array
-    complete: bool
-    all_luts: bool
+    forward: CopiedForward  # but for request ids, tables and tokens
+    slots: Int64Array  # [tokens] where each token is written
+    written: list[ByteArray]  # of each stream [tokens, capture_bytes]
+    table_changes: Int64Array  # [n, 3] row, position, slot
+    lut_changes: Int64Array  # [n, 3] table, full slot, sliding-window slot
+    complete: bool  # all changes of tables are there
+    all_luts: bool  # those of full-to-SWA tables are
 
 
 class FrameReader:

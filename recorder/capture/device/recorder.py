@@ -86,15 +86,10 @@ class DeviceRecorder:
 
     As there, no method raises after construction: a fault switches the recorder off, and the engine goes on.
 
-    Args:
-        path: the trace to write.
-        header: what the engine is.
+    Args, beside those of `Recorder`:
         tables: the engine's block table of each of the header's tables.
         luts: its full-to-SWA tables.
-        kv_sources: for each `(group, stream)`, where the bytes lie.
-        kv_watch_every: forwards between two searches for bytes that nobody wrote, 0 never.
         frame_bytes: device memory for forwards in flight; those that do not fit are lost, and counted.
-        writer_options: as for `Recorder`.
 
     Raises:
         ValueError: an engine that cannot be recorded this way; the message says why.

@@ -14,14 +14,8 @@ from ...trace.header import PoolGroup, TraceHeader
 class DeviceShadows:
     """Every runner's shadows; `bytes` is what they take on the device.
 
-    Args:
-        header: what the engine is; no group may be a ring buffer.
-        tables: the engine's block table of each of the header's tables, `[rows, width] int32`.
-        luts: its full-to-SWA tables.
-        sources: for each `(group, stream)`, where the bytes lie.
-
-    Raises:
-        ValueError: an engine that cannot be recorded this way; the message says why.
+    `tables` are the engine's block tables, `[rows, width] int32`, `luts` its full-to-SWA tables, `sources` say for each
+    `(group, stream)` where the bytes lie. Raises `ValueError`, which says why, for an engine that cannot be recorded this way.
     """
 
     def __init__(
@@ -94,10 +88,7 @@ class DeviceShadows:
     def learn(self, group: int, slots: Int64Array, content: Sequence[ByteArray]) -> None:
         """Take over bytes that the trace has got otherwise than by a forward; runs on the current stream.
 
-        Args:
-            group: index into the header's groups.
-            slots: `[n]` in the group's own numbering, none outside the pool.
-            content: for each of the group's streams `[n, capture_bytes]`.
+        `slots` `[n]` are the group's own, none outside the pool, `content` for each of its streams `[n, capture_bytes]`.
         """
         import torch
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kvcanary.recorder.capture.device import frame_buffer
+from kvcanary.recorder.capture.device import capture
 
 from .two_recorders import Engine, follow, random_forward
 
@@ -19,10 +19,10 @@ def test_everything_is_told(swa, tmp_path):
 
 @pytest.mark.parametrize("swa", [False, True])
 def test_changes_that_do_not_fit_are_told_later(swa, tmp_path, monkeypatch):
-    monkeypatch.setattr(frame_buffer, "TABLE_TILES_FEW", 1)
-    monkeypatch.setattr(frame_buffer, "TABLE_TILES", 3)
-    monkeypatch.setattr(frame_buffer, "LUT_CHANGES", 24)
-    monkeypatch.setattr(frame_buffer, "KV_CHANGES", 1)
+    monkeypatch.setattr(capture, "TABLE_TILES_FEW", 1)
+    monkeypatch.setattr(capture, "TABLE_TILES", 3)
+    monkeypatch.setattr(capture, "LUT_CHANGES", 24)
+    monkeypatch.setattr(capture, "KV_CHANGES", 1)
     rng = np.random.default_rng(4)
     engine = Engine(tmp_path, rng, swa=swa)
     for _ in range(14):

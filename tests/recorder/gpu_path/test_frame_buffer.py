@@ -4,7 +4,7 @@ import random
 from collections import deque
 
 import pytest
-from kvcanary.recorder.capture.device.frame_buffer import FrameBuffer
+from kvcanary.recorder.capture.device.capture import FrameBuffer
 
 
 @pytest.mark.parametrize("seed", range(20))
