@@ -1,15 +1,14 @@
-"""Changes: what differs between a table, or KV bytes, as an engine reads them and as a shadow holds them."""
+"""What an engine's tables hold, and what differs between them, or KV bytes, and a shadow of them."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import ByteArray, Int32Array, Int64Array
-from ..dispatch import In8, In32x2, In64, InU64x2, Out64, select
+from ..dispatch import In8, In32x2, In64, In64x2, InU64x2, Out64, primitive, select
 from ..ops.hash.kv_source import KvSource
-from .gather import read_runs
 
 WORD_BYTES: Final = 8
 FAR: Final = 1 << 40  # beyond any position
@@ -38,6 +37,31 @@ NO_RUNS: Final = RowRuns(*[np.empty(0, np.int64)] * 4)
 def joined(found: Sequence[RowRuns]) -> RowRuns:
     """Return runs one after another."""
     return RowRuns(*(np.concatenate(parts) for parts in zip(NO_RUNS, *found, strict=True)))
+
+
+def read_runs(
+    *,
+    table: npt.NDArray[np.int32] | Int64Array,
+    rows: Int64Array,
+    starts: Int64Array,
+    counts: Int64Array,
+    out: Int64Array,
+    backend: str = "cpu",
+) -> None:
+    """Read `table[rows[r], starts[r] : starts[r] + counts[r]]` for each r, one after another.
+
+    `rows`, `starts`, `counts` are `[n] int64`, a negative count is none; `out` `[sum(max(counts, 0))] int64` gets -1 for a
+    cell that the table does not have. Raises `ValueError` if `out` has another length, or the table another type.
+    """
+    wanted = int(np.maximum(counts, 0).sum())
+    if out.shape[0] != wanted:
+        raise ValueError(f"out has length {out.shape[0]}, expected sum(counts), {wanted}")
+    if table.dtype == np.int32:
+        select(_read_runs_32_loops, backend)(cast("npt.NDArray[np.int32]", table), rows, starts, counts, out)
+    elif table.dtype == np.int64:
+        select(_read_runs_64_loops, backend)(cast("npt.NDArray[np.int64]", table), rows, starts, counts, out)
+    else:
+        raise ValueError(f"table has dtype {table.dtype}, expected int32 or int64")
 
 
 def cells_to_runs(rows: Int64Array, positions: Int64Array, values: Int64Array) -> RowRuns:
@@ -98,7 +122,9 @@ def kv_same(*, source: KvSource, slots: Int64Array, shadow: ByteArray, known: By
 
 def prepare(backend: str) -> None:
     """Compile what there is to compile now, so that no engine waits for it later."""
-    for loops in (_row_changes_loops, _run_differences_loops, _cell_changes_loops, _kv_same_loops):
+    for loops in (_row_changes_loops, _run_differences_loops, _cell_changes_loops):
+        select(loops, backend)
+    for loops in (_read_runs_32_loops, _read_runs_64_loops, _kv_same_loops):
         select(loops, backend)
 
 
@@ -212,3 +238,37 @@ def _kv_same_loops(
         if differs and known[slot] != 0:
             differing[0] += 1
             return
+
+
+@primitive()
+def read_run(table: Any, row: int, start: int, count: int, at: int, out: Any) -> None:
+    """Write `table[row, start : start + count]` to `out[at :]`, -1 for what the table does not have."""
+    # Of the run, the part [first, end) lies in the table. No sum is taken of what may be near an int64's end.
+    first = count
+    end = count
+    if 0 <= row < table.shape[0] and -count < start < table.shape[1]:
+        first = max(-start, 0)
+        end = min(table.shape[1] - start, count)
+    for i in range(first):
+        out[at + i] = -1
+    for i in range(first, end):
+        out[at + i] = table[row, start + i]
+    for i in range(end, count):
+        out[at + i] = -1
+
+
+# Compiled code has one signature each: two entries, one body.
+def _read_runs_32_loops(table: In32x2, rows: In64, starts: In64, counts: In64, out: Out64) -> None:
+    at = 0
+    for r in range(rows.shape[0]):
+        count = max(counts[r], 0)
+        read_run(table, rows[r], starts[r], count, at, out)
+        at += count
+
+
+def _read_runs_64_loops(table: In64x2, rows: In64, starts: In64, counts: In64, out: Out64) -> None:
+    at = 0
+    for r in range(rows.shape[0]):
+        count = max(counts[r], 0)
+        read_run(table, rows[r], starts[r], count, at, out)
+        at += count

@@ -7,7 +7,7 @@ without one, and those of a graph that is being captured. The last word of a for
 have ended, so that nobody has to record an event.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import triton
 import triton.language as tl
@@ -41,11 +41,17 @@ from .frame_parts import (
 
 TICKET_WORDS: Final = 24
 
-# One form for all values and alignments: a new form is compiled on the engine's thread. Only dtypes make another.
-ALL_ARGUMENTS: Final = list(range(32))
+
+def _kernel(arguments: int) -> Any:
+    """Make a kernel of one form for all values and alignments of so many arguments; only dtypes make another.
+
+    A new form would be compiled on the engine's thread.
+    """
+    numbers = list(range(arguments))
+    return triton.jit(do_not_specialize=numbers, do_not_specialize_on_alignment=numbers)
 
 
-@triton.jit(do_not_specialize=ALL_ARGUMENTS, do_not_specialize_on_alignment=ALL_ARGUMENTS)
+@_kernel(20)
 def write_ticket_kernel(
     ticket, frames, counters, descriptor, stamp, at, row, next_row, watch, table_at, table_capacity, lut_at,
     lut_capacity, kv_at, kv_capacity, kv_entry, lens_at, attention_at, attention_capacity, programs,
@@ -71,7 +77,7 @@ def _count_as_done(ticket, counters):
         tl.store(ticket, before * 0)
 
 
-@triton.jit(do_not_specialize=ALL_ARGUMENTS, do_not_specialize_on_alignment=ALL_ARGUMENTS)
+@_kernel(13)
 def begin_kernel(
     ticket, rows_in, prefix_in, minus_in, extend_in, ids_in, positions_in, loc_in,
     num_loc, num_prefix, extend_each, bs, num_tokens,
@@ -150,7 +156,7 @@ def _compare_attention(
                 tl.store(entry + 3, got, mask=fits)
 
 
-@triton.jit(do_not_specialize=ALL_ARGUMENTS, do_not_specialize_on_alignment=ALL_ARGUMENTS)
+@_kernel(9)
 def attention_kernel(
     ticket, kv_indptr, kv_indices, window_indptr, window_indices, qo_indptr, num_indices, num_window_indices, bs,
     HAS_QO: tl.constexpr, HAS_WINDOW: tl.constexpr, TILE: tl.constexpr,
@@ -191,7 +197,7 @@ def attention_kernel(
         _count_as_done(ticket, counters_of(ticket))
 
 
-@triton.jit(do_not_specialize=ALL_ARGUMENTS, do_not_specialize_on_alignment=ALL_ARGUMENTS)
+@_kernel(3)
 def end_kernel(ticket, bs, num_tokens, TILE: tl.constexpr):
     """Put the bytes that a forward wrote into its frame and, if they are watched, its prefix's that changed without a write."""
     if tl.load(ticket) != 0:

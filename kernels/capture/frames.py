@@ -7,7 +7,7 @@ hold what a replay of the trace knows. In between, what attention got is compare
 keeps its old value there.
 
 The Triton kernels are in `frame_kernels`, their launches in `model_forward`. What they must find is defined by the plain
-loops of `changes` and `gather`, which the host's recorder uses; tests compare the two, event by event.
+loops of `changes`, which the host's recorder uses; tests compare the two, event by event.
 """
 
 from collections.abc import Sequence

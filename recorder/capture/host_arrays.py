@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import ByteArray, Int64Array
-from ...kernels.capture import gather
-from ...kernels.capture.changes import cells_to_runs
+from ...kernels.capture import changes
 from ...kernels.ops.hash.kv_source import KvSource
 
 _INT32 = np.iinfo(np.int32)
@@ -53,7 +52,7 @@ def read_runs(table: Any, rows: Int64Array, starts: Int64Array, counts: Int64Arr
     table = on_host(table)
     if isinstance(table, np.ndarray) and table.dtype in (np.int32, np.int64) and table.flags.aligned:
         cells = np.empty(int(counts.sum()), np.int64)
-        gather.read_runs(table=table, rows=rows, starts=starts, counts=counts, out=cells)
+        changes.read_runs(table=table, rows=rows, starts=starts, counts=counts, out=cells)
         return cells
     rows, columns = np.repeat(rows, counts), ragged_index(starts, counts)
     cells = np.full(rows.size, -1, np.int64)
@@ -81,7 +80,7 @@ def shares(values: Int64Array, counts: Int64Array, chosen: Int64Array) -> Int64A
 
 def ordered_runs(slots: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return `(starts, counts)` of the runs whose slots, one after another, are `slots` in the same order."""
-    runs = cells_to_runs(np.zeros_like(slots), slots, slots)
+    runs = changes.cells_to_runs(np.zeros_like(slots), slots, slots)
     return runs.starts, runs.counts
 
 
@@ -111,21 +110,20 @@ def on_device(source: KvSource) -> bool:
     return hasattr(source.tensor, "detach") and source.tensor.device.type != "cpu"
 
 
-def gather_device(source: KvSource, slots: Int64Array, capture_bytes: int) -> ByteArray:
-    """Return the leading bytes of each slot, `[n, capture_bytes] uint8`; zeros for a slot outside the source.
-
-    Works on any torch device, the CPU too (which is how it is tested without another).
-    """
-    import torch
-
-    tensor = source.tensor
+def gather_kv(source: KvSource, slots: Int64Array, capture_bytes: int) -> ByteArray:
+    """Return the leading bytes of each slot, `[n, capture_bytes] uint8`; zeros for a slot outside the source."""
+    page_size, size = source.page_size, source.bytes_per_token
+    tokens = source.tensor[:, : page_size * size].reshape(-1, page_size, size)[:, :, :capture_bytes]
     out = np.zeros((slots.size, capture_bytes), np.uint8)
     inside = (slots >= 0) & (slots < source.num_slots)
-    wanted = torch.from_numpy(slots[inside]).to(tensor.device)
-    rows = wanted // source.page_size
-    first = (wanted % source.page_size) * source.bytes_per_token
-    columns = first[:, None] + torch.arange(capture_bytes, device=tensor.device)
-    out[inside] = tensor[rows[:, None], columns].cpu().numpy()
+    rows, places = np.divmod(slots[inside], page_size)
+    if isinstance(tokens, np.ndarray):
+        out[inside] = tokens[rows, places]
+    else:
+        import torch
+
+        rows, places = (torch.from_numpy(part).to(tokens.device) for part in (rows, places))
+        out[inside] = tokens[rows, places].cpu().numpy()
     return out
 
 

@@ -12,12 +12,11 @@ import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.capture.changes import kv_same
-from ...kernels.capture.gather import gather_kv
 from ...kernels.ops.hash.kv_source import KvSource
 from ..trace.header import KvStream, PoolGroup, TraceHeader
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE, TIER_POOL
 from .forward_input import CopiedForward, KvChange
-from .host_arrays import gather_device, mask_to_runs, on_device, on_host
+from .host_arrays import gather_kv, mask_to_runs, on_device, on_host
 
 _NOTHING = np.empty(0, np.int64)
 
@@ -39,14 +38,8 @@ class GroupKvShadow:
 
     def gather(self, stream: int, slots: Int64Array) -> ByteArray:
         """Return the stream's leading bytes of each slot now, `[n, capture_bytes] uint8`; zeros outside the pool."""
-        capture = self.group.streams[stream].capture_bytes
-        source = self.sources[stream]
         slots = slots - self.group.slot_shift if self.group.slot_shift else slots
-        if on_device(source):
-            return gather_device(source, slots, capture)
-        out = np.empty((slots.size, capture), np.uint8)
-        gather_kv(source=source, slots=slots, out=out, backend=self._backend)
-        return out
+        return gather_kv(self.sources[stream], slots, self.group.streams[stream].capture_bytes)
 
     def changes(self, read: Int64Array, written: Int64Array) -> list[tuple[int, Int64Array, ByteArray]]:
         """Compare the slots of a prefix, each once, with what is known; `written` ones and padding are left out.

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 from ...kernels.arrays import ByteArray, Int64Array
-from ...kernels.capture import changes, gather
+from ...kernels.capture import changes
 from ...kernels.ops.hash.kv_source import KvSource
 from ..errors import error_text
 from ..process.endings import at_process_end
@@ -46,7 +46,6 @@ _R = TypeVar("_R", bound="Recording")
 
 def prepare_kernels(backend: str = "cpu") -> None:
     """Compile the recorder's kernels, or load them from the disk cache; done once, before the engine runs."""
-    gather.prepare(backend)
     changes.prepare(backend)
 
 

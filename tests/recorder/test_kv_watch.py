@@ -8,7 +8,6 @@ import pytest
 import torch
 from kvcanary.kernels.ops.hash.kv_source import KvSource
 from kvcanary.recorder.capture.forward_input import ForwardInput, TableRead, translate
-from kvcanary.recorder.capture.host_arrays import gather_device
 from kvcanary.recorder.capture.kv_shadow import group_shadows
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
@@ -205,19 +204,6 @@ def test_a_ring_is_compared_before_its_slots_are_written_again(tmp_path: Path) -
     summary = judged(tmp_path / "trace.arrow")
     assert summary.violations_by_launch == {"TAIL_K_SWA": 2}  # forwards 9 and 10 read position 7, 11 does not
     assert summary.findings == 0
-
-
-def test_gathering_with_torch_gives_the_same_bytes() -> None:
-    rng = np.random.default_rng(3)
-    pool = torch.from_numpy(rng.integers(0, 256, (6, 4 * 48), np.uint8))
-    source = KvSource(tensor=pool, page_size=4, bytes_per_token=48, read_bytes=16)
-    slots = np.array([0, 23, 5, -1, 24, 5, 1 << 60], np.int64)
-    got = gather_device(source, slots, 32)
-    tokens = pool.numpy().reshape(24, 48)
-    expected = np.zeros((7, 32), np.uint8)
-    for i in (0, 1, 2, 5):
-        expected[i] = tokens[slots[i], :32]
-    np.testing.assert_array_equal(got, expected)
 
 
 def test_a_pool_on_a_device_is_watched_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.capture.gather import gather_kv
 from kvcanary.recorder.capture.forward_input import TableRead
+from kvcanary.recorder.capture.host_arrays import gather_kv
 from kvcanary.recorder.engines.common.import_hook import WhenImported, when_imported
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
@@ -169,8 +169,7 @@ def test_a_source_reads_the_bytes_of_the_first_head(name: str) -> None:
         if source is None:  # K and V of a token take turns: the last V would be read past the end
             assert (name, half) == ("heads before tokens", "V")
             continue
-        out = np.full((slots.size, 16), 7, np.uint8)
-        gather_kv(source=_numpy(source), slots=slots, out=out)
+        out = gather_kv(_numpy(source), slots, 16)
         for slot, got in zip(slots.tolist(), out, strict=True):
             block, token = divmod(slot, TOKENS)
             full = {3: kv[block, token]} if kv.dim() == 3 else None
