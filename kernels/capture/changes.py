@@ -122,9 +122,8 @@ def kv_same(*, source: KvSource, slots: Int64Array, shadow: ByteArray, known: By
 
 def prepare(backend: str) -> None:
     """Compile what there is to compile now, so that no engine waits for it later."""
-    for loops in (_row_changes_loops, _run_differences_loops, _cell_changes_loops):
-        select(loops, backend)
-    for loops in (_read_runs_32_loops, _read_runs_64_loops, _kv_same_loops):
+    every: tuple[Any, ...] = (_row_changes_loops, _run_differences_loops, _cell_changes_loops, _kv_same_loops)
+    for loops in (*every, _read_runs_32_loops, _read_runs_64_loops):
         select(loops, backend)
 
 

@@ -78,10 +78,12 @@ def _part(
     if given.truth is not None:
         known = own_int64(given.truth.lens)
         truth = TruthTokens(flat=shares(own_int64(given.truth.flat), known, chosen), lens=known[chosen])
-    names = ("req_pool_indices", "request_ids", "prefix_lens", "extend_lens")
     part = replace(
         given,
-        **{name: own_int64(getattr(given, name))[chosen] for name in names},
+        req_pool_indices=own_int64(given.req_pool_indices)[chosen],
+        request_ids=own_int64(given.request_ids)[chosen],
+        prefix_lens=own_int64(given.prefix_lens)[chosen],
+        extend_lens=own_int64(given.extend_lens)[chosen],
         input_ids=own_int64(given.input_ids)[tokens],
         positions=own_int64(given.positions)[tokens],
         out_cache_loc=tuple(own_int64(slots)[tokens] for slots in given.out_cache_loc),

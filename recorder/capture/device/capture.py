@@ -4,7 +4,8 @@ Each step of an engine comes here with cold caches, so little is touched: a forw
 one launch says where it is to be put.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
@@ -16,8 +17,6 @@ from .forward import DeviceForward, ForwardRequests, FrameInFlight
 from .shadows import DeviceShadows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ....kernels.capture.model_forward import ModelForward
 
 MAX_IN_FLIGHT: Final = 1024
@@ -66,39 +65,6 @@ class FrameBuffer:
         self._free_from = place + words
 
 
-class FrameLayouts:
-    """The sections of each frame, made once for forwards of a size: an engine's thread asks in every step."""
-
-    def __init__(self, shadows: DeviceShadows, *, tile: int) -> None:
-        self._shadows = shadows
-        self._tile = tile
-        self._known: dict[tuple[Any, ...], FrameLayout] = {}
-
-    def find(self, runner: int, bs: int, tokens: int, *, many: bool, attention: bool) -> FrameLayout:
-        """Return a frame's sections, with room for many changes, and for what attention got, if asked for."""
-        key = (runner, bs, tokens, many, attention)
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= MAX_LAYOUTS:
-                self._known.clear()
-            found = self._known[key] = self._make(*key)
-        return found
-
-    def _make(self, runner: int, bs: int, tokens: int, many: bool, attention: bool) -> FrameLayout:
-        known = self._shadows.runners[runner]
-        words, luts, width = known.stream_words, len(known.luts), int(known.table.shape[1])
-        return FrameLayout(
-            bs=bs,
-            tokens=tokens,
-            stream_words=words,
-            table_capacity=min(bs * -(-width // self._tile), TABLE_TILES if many else TABLE_TILES_FEW),
-            lut_capacity=min(luts * (bs * width + tokens), LUT_CHANGES),
-            kv_capacity=min(len(words) * bs * width, KV_CHANGES),
-            tile=self._tile,
-            attention_capacity=ATTENTION_CHANGES if attention else 0,
-        )
-
-
 class DeviceCapture:
     """Has forwards fill frames; for the engine's thread alone, but for `release`, `reset` and `catch_up`.
 
@@ -128,7 +94,8 @@ class DeviceCapture:
         self.engine_thread = 0  # which thread began the last forward
         self._model: ModelForward | None = None  # the pending forward's
         self._buffer = FrameBuffer(int(self.frames.shape[0]))
-        self._layouts = FrameLayouts(shadows, tile=TILE)
+        self._tile = TILE
+        self._layout = functools.lru_cache(MAX_LAYOUTS)(self._make_layout)  # an engine's thread asks in every step
         self._watch_every = watch_every
         self._reset = False
         self._catching_up = False
@@ -142,6 +109,21 @@ class DeviceCapture:
         windowed = [any(group.window for group in runner.groups) for runner in shadows.runners]
         self._read_without_window = [ATTENTION_LENS if one else ATTENTION_LENS | ATTENTION_SLOTS for one in windowed]
 
+    def _make_layout(self, runner: int, bs: int, tokens: int, many: bool, attention: bool) -> FrameLayout:
+        """Return a frame's sections, with room for many changes, and for what attention got, if asked for."""
+        known = self.shadows.runners[runner]
+        words, luts, width = known.stream_words, len(known.luts), int(known.table.shape[1])
+        return FrameLayout(
+            bs=bs,
+            tokens=tokens,
+            stream_words=words,
+            table_capacity=min(bs * -(-width // self._tile), TABLE_TILES if many else TABLE_TILES_FEW),
+            lut_capacity=min(luts * (bs * width + tokens), LUT_CHANGES),
+            kv_capacity=min(len(words) * bs * width, KV_CHANGES),
+            tile=self._tile,
+            attention_capacity=ATTENTION_CHANGES if attention else 0,
+        )
+
     def prepare(self) -> None:
         """Compile the kernels before the engine runs, for the dtypes that engines use; others at their first use."""
         import torch
@@ -149,7 +131,7 @@ class DeviceCapture:
         row = torch.zeros(1, dtype=torch.int64, device=self.frames.device)  # row 0 is padding
         lens, nothing = row.to(torch.int32), {"input_ids": row, "positions": row, "out_cache_loc": row, "num_tokens": 0}
         for number, ticket in enumerate(self._tickets):
-            layout = self._layouts.find(number, 1, 0, many=False, attention=False)
+            layout = self._layout(number, 1, 0, False, False)
             for _ in range(2):  # the second is launched as all that follow; the stamp 0 has nothing captured
                 self._writers[number].write(ticket, ticket.data_ptr(), (0, 0, 0, 0, 0), layout, 0)
                 for prefix, minus, extend in ((row, None, None), (lens, None, lens), (row, lens, lens)):
@@ -196,7 +178,7 @@ class DeviceCapture:
         runner: int,
         bs: int,
         requests: ForwardRequests,
-        truth_lens: "Sequence[int] | bytes",
+        truth_lens: Sequence[int] | bytes,
     ) -> FrameInFlight | None:
         """Have the next run of a model on the current stream fill a frame, and return that.
 
@@ -214,7 +196,7 @@ class DeviceCapture:
         fresh = self._reset
         many = fresh or self._catching_up or model.has_extend
         attention = model.attention
-        layout = self._layouts.find(runner, model.bs, model.tokens, many=many, attention=attention is not None)
+        layout = self._layout(runner, model.bs, model.tokens, many, attention is not None)
         taken = self._taken
         place = self._buffer.take(layout.words) if taken - self._given_back < MAX_IN_FLIGHT else None
         if place is None:
