@@ -16,18 +16,11 @@ from .slot_numbers import SlotNumbers
 
 
 def paged_read(block_tables: Any, block_size: int, ends: Any, *, starts: Any | None = None) -> TableRead:
-    """Return the slots that attention reads through a block table.
+    """Return the slots that attention reads through a block table, `[at least bs, max_blocks]` of any integer type.
 
-    Args:
-        block_tables: `[at least bs, max_blocks]`, any integer type, numpy or torch on any device; only the cells that
-            are read are brought to the host.
-        block_size: tokens of a block.
-        ends: `[bs]` position behind the last that each request reads: its seq_len.
-        starts: `[bs]` first position that it reads; None: 0.
-
-    Returns:
-        Slot `block_tables[r, p // block_size] * block_size + p % block_size` of each position p of request r; -1 where
-        the table has no such cell, or a negative block in it.
+    Request r reads the positions from `starts[r]` (None: 0) to before `ends[r]`, its seq_len; the slot of position p is
+    `block_tables[r, p // block_size] * block_size + p % block_size`, -1 if the table has no such cell, or a negative block in
+    it. The table is numpy's or torch's on any device; only the cells that are read are brought to the host.
     """
     first, counts = _reach(ends, starts)
     first_blocks = first // block_size
@@ -41,14 +34,7 @@ def paged_read(block_tables: Any, block_size: int, ends: Any, *, starts: Any | N
 
 
 def row_read(table: Any, rows: Any, ends: Any, *, starts: Any | None = None) -> TableRead:
-    """Return the slots that attention reads in a req_to_token table, positions as in `paged_read`.
-
-    Args:
-        table: `[rows, width]`, any integer type, numpy or torch on any device.
-        rows: `[bs]`.
-        ends: `[bs]`.
-        starts: `[bs]` or None.
-    """
+    """Return the slots that attention reads in rows `[bs]` of a req_to_token table; the rest as in `paged_read`."""
     first, counts = _reach(ends, starts)
     return TableRead(starts=first, counts=counts, slots=read_runs(table, own_int64(rows), first, counts))
 
@@ -56,10 +42,7 @@ def row_read(table: Any, rows: Any, ends: Any, *, starts: Any | None = None) -> 
 def indexed_read(indptr: Any, indices: Any, *, starts: Any | None = None) -> TableRead:
     """Return the slots that attention reads through page indices of one token each.
 
-    Args:
-        indptr: `[bs + 1]` where each request's slots begin in `indices`; the first need not be 0.
-        indices: `[at least indptr[-1]]` slots, of any integer type.
-        starts: `[bs]` position of each request's first slot; None: 0.
+    Request r reads `indices[indptr[r] : indptr[r + 1]]`, whose first is the slot of position `starts[r]` (None: 0).
     """
     bounds = own_int64(indptr)
     counts = np.diff(bounds)

@@ -91,10 +91,8 @@ class EventRecording(Recording):
     def sampled(self, *, forward: int, sampled_tokens: Any, sampled_lens: Any) -> None:
         """Say what an earlier forward sampled, where its `after_forward` could not know it yet (overlap scheduling).
 
-        Args:
-            forward: the forward's number, which `next_forward` gave before it.
-            sampled_tokens: `[sum(sampled_lens)]`, request by request.
-            sampled_lens: `[bs]` of that forward.
+        `forward` is its number, which `next_forward` gave before it, `sampled_tokens` `[sum(sampled_lens)]` request by
+        request, `sampled_lens` `[bs]` of that forward.
         """
         lens, tokens = own_int64(sampled_lens), self._hash_tokens(own_int64(sampled_tokens))
         if tokens.size != int(np.maximum(lens, 0).sum()):

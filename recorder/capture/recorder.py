@@ -103,12 +103,8 @@ class Recorder(EventRecording):
     def put_captured(self, forward: CopiedForward, gathered: Mapping[int, list[ByteArray]]) -> bool:
         """Record a whole forward whose changes were found on the device; may raise.
 
-        Args:
-            forward: with its `changes` and `kv_changes`.
-            gathered: for each of the runner's groups, each stream's `[T, capture_bytes]` written bytes.
-
-        Returns:
-            Whether the trace will hold it. If not, nothing after it may continue from it: `start_over`.
+        `gathered` has, for each of the runner's groups, each stream's `[T, capture_bytes]` written bytes. Returns whether the
+        trace will hold it. If not, nothing after it may continue from it: `start_over`.
         """
         with self._lock:
             if self._off:

@@ -86,10 +86,15 @@ class DeviceRecorder:
 
     As there, no method raises after construction: a fault switches the recorder off, and the engine goes on.
 
-    Args, beside those of `Recorder`:
+    Args:
+        path: as for `Recorder`, as are `header`, `kv_sources` and `writer_options`.
+        header: what the engine is.
         tables: the engine's block table of each of the header's tables.
         luts: its full-to-SWA tables.
+        kv_sources: where the bytes lie.
+        kv_watch_every: forwards between two searches for bytes that nobody wrote, 0 never.
         frame_bytes: device memory for forwards in flight; those that do not fit are lost, and counted.
+        writer_options: for the trace's writer.
 
     Raises:
         ValueError: an engine that cannot be recorded this way; the message says why.
@@ -112,26 +117,24 @@ class DeviceRecorder:
         self._recorder = Recorder(path, header, kv_sources=kv_sources, kv_watch_every=kv_watch_every, **writer_options)
         self.header = self._recorder.header
         with beginning(self._recorder):
-            self._begin(shadows, frame_bytes)
+            self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=kv_watch_every)
+            self._capture.error_text = self.error_text
+            self._capture.prepare()
+            self._decoder = FrameDecoder(self._recorder, self._capture)
+            self._foreign = False
+            self._engine_thread_ns = 0
+            self._clock_ahead_ns = self._recorder.clock() - perf_counter_ns()
+            self._latest_ns = 0  # our thread's
+            _in_this_process.add(self)
+            self._background = Background(
+                begin=self._decoder.reader.use_device, record=self._record, on_look=self._check, on_death=self._died
+            )
+            self._queue = self._background.queue
+            self._capture.deliver = self._background.put
+            self._capture.on_no_room = functools.partial(
+                self._lose, "the device had no room for another forward in flight"
+            )
         self._no_close_at_end = at_process_end(self.close, priority=3)  # before the recorder's own
-
-    def _begin(self, shadows: DeviceShadows, frame_bytes: int) -> None:
-        every = self.header.capture.kv_watch_every
-        self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=every)
-        self._capture.error_text = self.error_text
-        self._capture.prepare()
-        self._decoder = FrameDecoder(self._recorder, self._capture)
-        self._foreign = False
-        self._engine_thread_ns = 0
-        self._clock_ahead_ns = self._recorder.clock() - perf_counter_ns()
-        self._latest_ns = 0  # our thread's
-        _in_this_process.add(self)
-        self._background = Background(
-            begin=self._decoder.reader.use_device, record=self._record, on_look=self._check, on_death=self._died
-        )
-        self._queue = self._background.queue
-        self._capture.deliver = self._background.put
-        self._capture.on_no_room = functools.partial(self._lose, "the device had no room for another forward in flight")
 
     # The engine's thread.
 
