@@ -138,7 +138,7 @@ class EventRecording(Recording):
             "copy_dst": dst,
             "copy_count": count,
         }
-        kv = self._kv[group]
+        kv = self.kv[group]
         read, written = runs_to_slots(src, count), runs_to_slots(dst, count)
         if self._record("kv_copy", ints, request_id=int(request_id), note=note):
             kv.store_copy(src_tier=src_tier, src=read, dst_tier=dst_tier, dst=written)
@@ -205,7 +205,7 @@ class EventRecording(Recording):
             num_bytes: bytes moved so far.
             note: why it failed.
         """
-        own, kv = self._numbers.of_group(group, own_int64(slots)), self._kv[group]
+        own, kv = self._numbers.of_group(group, own_int64(slots)), self.kv[group]
         _one_of("status", status, TRANSFER_STATUSES)
         _one_of("direction", direction, TRANSFER_DIRECTIONS)
         starts, counts = ordered_runs(own)

@@ -56,14 +56,14 @@ class Recorder(EventRecording):
             numbers=self._numbers,
         )
         self._forwards += 1
-        forward.changes = self._state.changes(forward)
+        forward.changes = self.state.changes(forward)
         every = self._kv_watch_every
-        forward.kv_watched = every > 0 and forward.number % every == 0 and any(kv.sources for kv in self._kv)
+        forward.kv_watched = every > 0 and forward.number % every == 0 and any(kv.sources for kv in self.kv)
         if given.attention is not None:
             add_attention(forward, given.attention, self.header, self._numbers)
         self._pending = forward
         if forward.kv_watched:
-            watch(forward, self._kv, PHASE_BEFORE)
+            watch(forward, self.kv, PHASE_BEFORE)
 
     @guarded
     def attention(self, given: AttentionInput) -> None:
@@ -106,7 +106,7 @@ class Recorder(EventRecording):
         `gathered` has, for each of the runner's groups, each stream's `[T, capture_bytes]` written bytes. Returns whether the
         trace will hold it. If not, nothing after it may continue from it: `start_over`.
         """
-        with self._lock:
+        with self.lock:
             if self._off:
                 return False
             if self._numbers.differ:
@@ -117,20 +117,20 @@ class Recorder(EventRecording):
             self._forwards = forward.number + 1
             if not self._put(forward_event(forward, gathered)):
                 return False
-            store_forward(forward, self._kv, gathered)
+            store_forward(forward, self.kv, gathered)
             return True
 
     def known_bytes(self, group: int, slots: Int64Array) -> tuple[Int64Array, list[ByteArray]]:
         """Return those of a group's slots whose bytes the trace has, and of each stream `[n, capture_bytes]`."""
-        with self._lock:
-            return self._kv[group].known_bytes(slots) if self._kv else (slots[:0], [])
+        with self.lock:
+            return self.kv[group].known_bytes(slots) if self.kv else (slots[:0], [])
 
     def drop_captured(self, number: int, written: Mapping[int, Int64Array]) -> None:
         """Count a forward that was captured and cannot be recorded; `written[group]` are the slots that it wrote."""
-        with self._lock:
+        with self.lock:
             self._forwards = number + 1
             for group, slots in written.items():
-                self._kv[group].lose(slots)
+                self.kv[group].lose(slots)
             self.outbox.drop()
 
     def _end_pending(self, note: str) -> None:
@@ -139,18 +139,18 @@ class Recorder(EventRecording):
 
     def _finish_forward(self, forward: CopiedForward, submitted: Submitted | None = None) -> None:
         self._pending = None
-        mine = of_runner(self._kv, forward.runner)
+        mine = of_runner(self.kv, forward.runner)
         gathered = {n: [kv.gather(s, forward.written[n]) for s in range(len(kv.sources))] for n, kv in mine}
         if submitted:
-            add_submitted(forward, submitted, self._kv, gathered)
+            add_submitted(forward, submitted, self.kv, gathered)
         if forward.kv_watched:
-            watch(forward, self._kv, PHASE_AFTER)
+            watch(forward, self.kv, PHASE_AFTER)
         if not self._put(forward_event(forward, gathered)):
             for number, kv in mine:
                 kv.lose(forward.written[number])
             return
-        self._state.commit(forward)
-        store_forward(forward, self._kv, gathered)
+        self.state.commit(forward)
+        store_forward(forward, self.kv, gathered)
 
 
 __all__ = ["Recorder", "RecorderStats", "prepare_kernels"]

@@ -65,7 +65,7 @@ def guarded(
                 if not self._off:  # another thread may have closed the recorder meanwhile
                     method(self, *args, **kwargs)
             finally:
-                self._lock.release()
+                self.lock.release()
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
             self.switch_off(f"{method.__name__}: {self.error_text(error)}", error)
         self._engine_thread_ns += time.perf_counter_ns() - begin
@@ -105,8 +105,8 @@ class Recording:
         header = header if privacy is None else with_privacy(header, privacy)
         self._numbers = SlotNumbers(header)
         header = self._numbers.header(header)
-        self._kv = group_shadows(header, kv_sources or {}, backend=backend)
-        self._state = StateShadow(header, backend=backend)
+        self.kv = group_shadows(header, kv_sources or {}, backend=backend)
+        self.state = StateShadow(header, backend=backend)
         self._kv_watch_every = kv_watch_every
         self._privacy = privacy
         # Wall-clock time that cannot run backwards: one reading of the clock, then the monotonic one.
@@ -118,7 +118,7 @@ class Recording:
             capture=CaptureInfo(kv_watch_every=kv_watch_every, truth_tokens=header.truth_table is not None),
         )
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._off = ""
         self._closed = False
         self._pending: CopiedForward | None = None
@@ -126,7 +126,7 @@ class Recording:
         self._engine_thread_ns = 0
         writer = TraceWriter(self.path, self.header, **writer_options)
         self.header = writer.header
-        self.outbox = Outbox(writer, self._kv)
+        self.outbox = Outbox(writer, self.kv)
         # Registered after the writer's own, so run before it: a forward that killed the engine is still recorded.
         self._no_close_at_end = at_process_end(self.close, priority=2)
 
@@ -135,12 +135,12 @@ class Recording:
 
         Without `tables` the copy of the tables stays, which may be large: for a caller that has its own.
         """
-        with self._lock:
+        with self.lock:
             if not self.outbox.put_unknown_loss(note, self._now()):
                 return False
             if tables:
-                self._state.forget()
-            for kv in self._kv:
+                self.state.forget()
+            for kv in self.kv:
                 kv.forget()
             return True
 
@@ -162,7 +162,7 @@ class Recording:
                 self._end_pending("recording ended during this forward")
                 self._off = self._off or "closed"
             finally:
-                self._lock.release()
+                self.lock.release()
         except TimeoutError as busy:
             self._closed = True
             self.switch_off(f"close: {busy}")
@@ -172,11 +172,11 @@ class Recording:
             logger.exception("kvcanary: the trace %s could not be closed", self.path)
         if self.outbox.failed and self._off == "closed":
             self._off = f"{WRITER_STOPPED}: {self.outbox.failed}"
-        self._kv.clear()  # the engine's pools must not live on through our views of them
+        self.kv.clear()  # the engine's pools must not live on through our views of them
 
     def _take_lock(self, patience_s: float) -> None:
         """Take the lock; raise `TimeoutError` if another thread holds it for `patience_s` seconds."""
-        if not self._lock.acquire(timeout=patience_s):
+        if not self.lock.acquire(timeout=patience_s):
             raise TimeoutError(f"another thread has not come back from the recorder for {patience_s:g} s")
 
     def __enter__(self) -> Self:
@@ -235,10 +235,10 @@ class Recording:
         """Send an event off with what changed, without a write, of the slots that it names."""
         changes: list[KvChange] = []
         for group, slots in compared if self._kv_watch_every else ():
-            changes += compare(self._kv, runner, group, slots, slots[:0], PHASE_AFTER)
+            changes += compare(self.kv, runner, group, slots, slots[:0], PHASE_AFTER)
         add_kv_changes(event, changes)
         if self._put(event):
-            store_changes(changes, self._kv, runner)
+            store_changes(changes, self.kv, runner)
 
     def _event(
         self, kind: str, ints: dict[str, Int64Array], payload: dict[str, ByteArray], **scalars: int | str
@@ -262,7 +262,7 @@ class Recording:
         if os.getpid() != self._pid:  # a forked child may not even take the lock
             return
         try:
-            locked = self._lock.acquire(timeout=SHORT_PATIENCE_S)  # else without it
+            locked = self.lock.acquire(timeout=SHORT_PATIENCE_S)  # else without it
             try:
                 if self._off:
                     return
@@ -270,7 +270,7 @@ class Recording:
                 self._pending = None
             finally:
                 if locked:
-                    self._lock.release()
+                    self.lock.release()
             logger.error("kvcanary: the recorder of %s switched itself off: %s", self.path, reason, exc_info=error)
             self.outbox.end(f"the recorder switched itself off: {reason}", self._now())
         except Exception:  # nothing may reach the engine

@@ -228,7 +228,7 @@ def test_padding_rows_and_tokens_come_last_and_change_nothing(tmp_path: Path) ->
         )
         engine.recorder.after_forward(sampled_tokens=[7, 1, 1], sampled_lens=[1, 1, 1])
         table[1, :3] = [1, 2, 3]
-    state = engine.recorder._state
+    state = engine.recorder.state
     engine.recorder.close()
     assert not state.tables.req_to_token[0][0].any()
     assert not state.tables.truth[0].any()

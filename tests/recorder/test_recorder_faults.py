@@ -165,7 +165,7 @@ def held_by_another_thread(recorder: Recorder) -> tuple[threading.Thread, thread
     begun, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with recorder._lock:
+        with recorder.lock:
             begun.set()
             over.wait()
 

@@ -133,10 +133,10 @@ def test_a_flipped_byte_is_found_in_spite_of_losses(
     def flip(step: int) -> None:
         if step == at_step:
             # A slot that the last accepted forward wrote and whose request goes on: nothing about it is unknown.
-            kv = engine.recorder._kv[0]
+            kv = engine.recorder.kv[0]
             for row, request in engine.requests.items():
                 slot = int(engine.req_to_token[row, 0])
-                if request[2] and kv._tiers[TIER_POOL].known[slot]:
+                if request[2] and kv.known_bytes(np.array([slot]))[0].size:
                     engine.pool["K"].view(np.uint8)[slot, 0] ^= 0xFF
                     hit.append(slot)
                     return
@@ -240,7 +240,7 @@ def test_lost_slots_that_would_never_fit_the_queue_are_said_with_others(tmp_path
         groups=(PoolGroup(name="full", num_slots=slots),), tables=(StateTable(rows=4, width=slots // 2),)
     )
     recorder = Recorder(tmp_path / "trace.arrow", header, max_queued_bytes=200_000)
-    (kv,) = recorder._kv
+    (kv,) = recorder.kv
     kv.lose(np.arange(1, slots, 2))  # 30,000 runs, 720 kB
     recorder.mark("after")
     recorder.mark("and more")

@@ -47,7 +47,7 @@ def test_a_child_forked_while_the_recorder_is_busy_goes_on(tmp_path: Path) -> No
     body = """
 held, go_on = threading.Event(), threading.Event()
 def hold():
-    with recorder._lock:
+    with recorder.lock:
         held.set()
         go_on.wait()
 thread = threading.Thread(target=hold)

@@ -38,7 +38,7 @@ def run(body: str, trace: Path, *signals: signal.Signals) -> int:
 def test_the_trace_is_whole_even_where_the_engine_s_thread_holds_the_recorder(tmp_path: Path) -> None:
     body = """
 recorder.mark("before")
-with recorder._lock:
+with recorder.lock:
     with recorder.outbox.writer.changed:
         print("ready", flush=True)
         time.sleep(0.5)  # the handler runs in here

@@ -41,7 +41,7 @@ _in_this_process: "weakref.WeakSet[DeviceRecorder]" = weakref.WeakSet()
 def _leave_to_the_parent() -> None:
     """A forked child has neither our thread nor our file; asking for its process id in every step would take longer."""
     for recorder in list(_in_this_process):
-        recorder._capture.off = recorder._foreign = True
+        recorder.capture.off = recorder._foreign = True
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
@@ -76,7 +76,7 @@ def recorded_later(
 
     @functools.wraps(method)
     def call(self: "DeviceRecorder", /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        self.later(functools.partial(method, self._recorder, *args, **kwargs))
+        self.later(functools.partial(method, self.recorder, *args, **kwargs))
 
     return call
 
@@ -114,16 +114,16 @@ class DeviceRecorder:
         **writer_options: Any,
     ) -> None:
         shadows = DeviceShadows(header, tables=tables, luts=luts, sources=kv_sources)
-        self._recorder = Recorder(path, header, kv_sources=kv_sources, kv_watch_every=kv_watch_every, **writer_options)
-        self.header = self._recorder.header
-        with beginning(self._recorder):
+        self.recorder = Recorder(path, header, kv_sources=kv_sources, kv_watch_every=kv_watch_every, **writer_options)
+        self.header = self.recorder.header
+        with beginning(self.recorder):
             self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=kv_watch_every)
             self._capture.error_text = self.error_text
             self._capture.prepare()
-            self._decoder = FrameDecoder(self._recorder, self._capture)
+            self._decoder = FrameDecoder(self.recorder, self._capture)
             self._foreign = False
             self._engine_thread_ns = 0
-            self._clock_ahead_ns = self._recorder.clock() - perf_counter_ns()
+            self._clock_ahead_ns = self.recorder.clock() - perf_counter_ns()
             self._latest_ns = 0  # our thread's
             _in_this_process.add(self)
             self._background = Background(
@@ -168,7 +168,7 @@ class DeviceRecorder:
         """As `Recorder.sampled`, to be recorded `later`: `sampled(*args)` gives tokens and lens."""
         tokens, lens = sampled(*args)
         if tokens.size:
-            self._recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
+            self.recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
 
     request = recorded_later(Recorder.request)
     request_status = recorded_later(Recorder.request_status)
@@ -186,7 +186,7 @@ class DeviceRecorder:
     def kv_copy(self, /, *, group: int, src: Any, dst: Any, count: Any, **kwargs: Any) -> None:
         """As `Recorder.kv_copy`; of what comes from another tier the bytes are not watched until they are written."""
         src, dst, count = own_int64(src), own_int64(dst), own_int64(count)
-        self.later(functools.partial(self._recorder.kv_copy, group=group, src=src, dst=dst, count=count, **kwargs))
+        self.later(functools.partial(self.recorder.kv_copy, group=group, src=src, dst=dst, count=count, **kwargs))
         if kwargs.get("dst_tier", TIER_POOL) == TIER_POOL:
             read = runs_to_slots(src, count) if kwargs.get("src_tier", TIER_POOL) == TIER_POOL else None
             self._capture.shadows.copy(group, read, runs_to_slots(dst, count))
@@ -202,7 +202,7 @@ class DeviceRecorder:
 
         def record() -> None:
             src, dst, count = copies()
-            self._recorder.kv_copy(src=src, dst=dst, count=count, **kwargs)
+            self.recorder.kv_copy(src=src, dst=dst, count=count, **kwargs)
 
         self.later(record)
         if filled is not None:
@@ -211,16 +211,16 @@ class DeviceRecorder:
     def sweep(self, **kwargs: Any) -> None:
         """As `Recorder.sweep`; waits until everything queued so far is recorded, since it compares bytes with it."""
         if self._caught_up():
-            self._recorder.sweep(**kwargs)
+            self.recorder.sweep(**kwargs)
 
     @harmless
     def transfer(self, /, status: str, *, direction: str, group: int, slots: Any, **kwargs: Any) -> None:
         """As `Recorder.transfer`; waits as `sweep` does."""
         if self._caught_up():
             own = own_int64(slots)
-            self._recorder.transfer(status, direction=direction, group=group, slots=own, **kwargs)
+            self.recorder.transfer(status, direction=direction, group=group, slots=own, **kwargs)
             if direction == RECEIVE and status == "end":
-                self._capture.shadows.learn(group, *self._recorder.known_bytes(group, own))
+                self._capture.shadows.learn(group, *self.recorder.known_bytes(group, own))
 
     def _caught_up(self) -> bool:
         """Wait until everything queued so far is recorded, and return whether the trace can continue from it.
@@ -254,18 +254,18 @@ class DeviceRecorder:
         end = time.monotonic() + timeout
         if not self._background.join(timeout):
             logger.error("kvcanary: %s: what the device captured last did not arrive in time", self.path)
-            self._recorder.lost("what the device captured last did not arrive in time")
-        self._recorder.close(max(end - time.monotonic(), 1.0))
+            self.recorder.lost("what the device captured last did not arrive in time")
+        self.recorder.close(max(end - time.monotonic(), 1.0))
 
     def switch_off(self, reason: str, error: BaseException | None = None) -> None:
         """Stop recording for good and say so in the log and the trace."""
         self._capture.off = True
-        self._background.put_at_once((AT_ONCE, self._recorder.switch_off, reason, error))
+        self._background.put_at_once((AT_ONCE, self.recorder.switch_off, reason, error))
         self._background.put_at_once(None)
 
     def error_text(self, error: BaseException) -> str:
         """As `Recorder.error_text`."""
-        return self._recorder.error_text(error)
+        return self.recorder.error_text(error)
 
     @property
     def next_forward(self) -> int:
@@ -275,11 +275,11 @@ class DeviceRecorder:
     @property
     def path(self) -> Path:
         """The trace."""
-        return self._recorder.path
+        return self.recorder.path
 
     def stats(self) -> RecorderStats:
         """Return what the recorder has done so far; `engine_thread_ns` counts the engine's thread alone."""
-        return dataclasses.replace(self._recorder.stats(), engine_thread_ns=self._engine_thread_ns)
+        return dataclasses.replace(self.recorder.stats(), engine_thread_ns=self._engine_thread_ns)
 
     @property
     def device_bytes(self) -> int:
@@ -303,7 +303,7 @@ class DeviceRecorder:
         # What happened during a forward was queued after its beginning, but comes before it.
         if queued_ns != AT_ONCE:
             self._latest_ns = max(self._latest_ns, queued_ns + self._clock_ahead_ns)
-        with self._recorder.as_of(self._latest_ns if queued_ns != AT_ONCE else 0):
+        with self.recorder.as_of(self._latest_ns if queued_ns != AT_ONCE else 0):
             if isinstance(item, FrameInFlight):
                 self._decoder.decode(item, self._latest_ns)
                 return
@@ -311,9 +311,9 @@ class DeviceRecorder:
             item[1](*item[2:])
 
     def _check(self) -> None:
-        if self._recorder.off:
+        if self.recorder.off:
             self._capture.off = True
 
     def _died(self, error: BaseException) -> None:
         self._capture.off = True
-        self._recorder.switch_off(f"the recorder's own thread: {self.error_text(error)}", error)
+        self.recorder.switch_off(f"the recorder's own thread: {self.error_text(error)}", error)

@@ -116,14 +116,14 @@ def test_it_ends_its_trace_before_its_own_recorder_does(tmp_path, monkeypatch):
     monkeypatch.setattr("atexit.register", registered.append)
     engine = Engine(tmp_path, np.random.default_rng(1))
     assert registered[-1] == engine.device.close
-    assert engine.device._recorder.close in registered
+    assert engine.device.recorder.close in registered
     engine.close()
 
 
 def test_a_writer_that_stopped_ends_the_launches(engine, monkeypatch):
     write(engine, 0, 1)
     engine.device.drain()
-    writer = engine.device._recorder.outbox.writer
+    writer = engine.device.recorder.outbox.writer
 
     def no_room(_):
         raise OSError("the disk is full")

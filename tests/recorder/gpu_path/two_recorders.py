@@ -126,7 +126,7 @@ class Engine:
     def refuse_events(self):
         """Return a list whose one item says whether the device recorder's writer refuses what it gets."""
         refuse = [False]
-        writer = self.device._recorder.outbox.writer
+        writer = self.device.recorder.outbox.writer
         append = writer.append
         writer.append = lambda event: False if refuse[0] else append(event)
         return refuse
