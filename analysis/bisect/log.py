@@ -20,13 +20,10 @@ _OTHERWISE: Final = "name another with --log, or begin anew with --fresh"
 
 
 class BisectLog:
-    """Appends trials to a file as they are done, and knows those of an earlier run of the same bisection.
+    """Appends trials to the file `path`, None for none, and knows those of an earlier run of the same bisection.
 
-    Args:
-        path: the file; None to keep nothing.
-        about: what the bisection is: plain JSON values. A file about another one is not gone on with.
-
-    Raise `AnalysisError` if the file cannot be read or written, or is about another bisection.
+    `about` says in plain JSON values what the bisection is. Raise `AnalysisError` if the file cannot be read or written,
+    or is about another one.
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any]) -> None:

@@ -151,12 +151,8 @@ def _make(folder: Path) -> None:
 def listed_versions(text: str | None, good: str, bad: str) -> list[str]:
     """Return the versions from `good` to `bad`, oldest first.
 
-    Args:
-        text: names joined by commas, or a file with one a line; None for the commits of the git repository here.
-        good: the first.
-        bad: the last.
-
-    Raise `AnalysisError` if either is not among them, or in the wrong order, or a version is named twice.
+    `text` is names joined by commas, or a file with one a line; None for the commits of the git repository here. Raise
+    `AnalysisError` if either is not among them, or in the wrong order, or a version is named twice.
     """
     if text is None:
         return [good, *_commits(good, bad)]

@@ -23,11 +23,7 @@ _HELP = r"""End a statement with ; (several lines are fine).
 class Prompt:
     """Reads statements and answers them until the user leaves.
 
-    Args:
-        session: what answers.
-        show: prints the rows of a query; raises `SqlError`.
-        read: like `input`; raises `EOFError` at the end.
-        write: prints a line.
+    `show` prints the rows of a query, or raises `SqlError`; `read` is like `input`; `write` prints a line.
     """
 
     def __init__(

@@ -106,11 +106,9 @@ def _narrow(connection: Any, requests: tuple[str, ...]) -> tuple[str, ...]:
 def find_endings(connection: Any, *, whole: tuple[bool, bool], late: tuple[bool, bool], hand_over: bool) -> int:
     """Add to `firsts` what is missing or ends otherwise, and return how many pairs were left out as unfinished.
 
-    Args:
-        connection: with the facts of both traces, `pairs` and `firsts`.
-        whole: of each trace, whether nothing of it is missing, so that what is not there did not happen.
-        late: of each trace, whether samples come late: such an engine runs one forward too many for each request.
-        hand_over: whether the traces are two sides of one deployment, each with a part of every request.
+    `whole`: of each trace, whether nothing of it is missing, so that what is not there did not happen. `late`: whether
+    its samples come late; such an engine runs one forward too many for each request. `hand_over`: whether the traces are
+    two sides of one deployment, each with a part of every request.
     """
     sql = Statements(connection, "pairing")
     sql.both("ends")
