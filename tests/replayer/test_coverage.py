@@ -84,9 +84,9 @@ def test_a_runner_some_of_whose_streams_were_compared_was_not_watched_in_full(tm
         run.run()
     rows = {row.what: row for row in replay(tmp_path / "t.arrow", settings=ReplaySettings(), report=None).coverage}
     assert rows["submitted"].share == 1.0
-    kept = SimulatedRunner._submitted
+    kept = SimulatedRunner.submitted
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimulatedRunner, "_submitted", lambda self, batch: dict(list(kept(self, batch).items())[1:]))
+        patch.setattr(SimulatedRunner, "submitted", lambda self, batch: dict(list(kept(self, batch).items())[1:]))
         with SimulatedEngine(engine, WORKLOAD, tmp_path / "u.arrow") as run:
             run.run()
     rows = {row.what: row for row in replay(tmp_path / "u.arrow", settings=ReplaySettings(), report=None).coverage}

@@ -98,7 +98,8 @@ class ForwardRunner:
     def run(self, batch: Batch, pick: Pick | None = None) -> None:
         """Run one forward; `pick` samples from it."""
         self.begin(batch)
-        content, submitted = np.empty(0, np.uint64), {}
+        content: WordArray = np.empty(0, np.uint64)
+        submitted: dict[tuple[int, int], WordArray] = {}
         if batch.input_ids.size:
             attention = self.attention.plan(batch)
             self._recorder.attention(
@@ -106,8 +107,7 @@ class ForwardRunner:
             )
             content = self.model.run(batch, attention)
             if self._memory.config.submitted:
-                pools = [pool for pool in self._memory.pools if pool.group.runner == batch.runner]
-                submitted = {(pool.index, stream): rows for pool in pools for stream, rows in pool.submitted.items()}
+                submitted = self.submitted(batch)
         if pick is None:
             self._recorder.after_forward(submitted=submitted)
         else:
@@ -118,6 +118,11 @@ class ForwardRunner:
         if batch.runner == TARGET:
             self._counters.target_forwards += 1
             self._counters.tokens += batch.num_tokens
+
+    def submitted(self, batch: Batch) -> dict[tuple[int, int], WordArray]:
+        """Return what the model handed to each pool and stream in the forward that just ran."""
+        pools = [pool for pool in self._memory.pools if pool.group.runner == batch.runner]
+        return {(pool.index, stream): rows for pool in pools for stream, rows in pool.submitted.items()}
 
     def begin(self, batch: Batch) -> None:
         """Record what is about to run."""
