@@ -23,7 +23,7 @@ import pytest
 from .mutations import Mutant, marked, mutated
 
 # How much more processor time a mutant's tests may take than without it, before it counts as a loop without end.
-MOST_TIMES, MORE_S = 4, 60
+MOST_TIMES, MORE_S = 3, 15
 MOST_MEMORY_BYTES = 8 << 30
 # A fork that waits for ever uses none.
 MOST_WAIT_S = 3600
