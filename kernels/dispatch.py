@@ -7,7 +7,6 @@ that no layout ever triggers a second compilation. Functions that loops call are
 imported at the first use of the "cpu" backend, never before.
 """
 
-import contextlib
 import functools
 import hashlib
 import importlib
@@ -18,7 +17,7 @@ import sys
 import threading
 import typing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
@@ -62,11 +61,10 @@ Out8x2 = Annotated[npt.NDArray[np.uint8], ArraySpec("uint8", 2, True)]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# What makes each primitive callable from compiled code, given numba.
+# What makes each primitive callable from compiled code, given the module `compiling`.
 _PRIMITIVES: Final[list[Callable[[Any], None]]] = []
 _PACKED: Final[set[Callable[..., Any]]] = set()
 _registered = 0
-_telling: Final[dict[Callable[..., Any], Callable[[], None]]] = {}
 _compiled: Final[dict[Callable[..., Any], Callable[..., Any]]] = {}
 _compile_lock: Final = threading.RLock()
 
@@ -76,32 +74,24 @@ def primitive(compiled: Callable[..., Any] | None = None, *, inlined: bool = Fal
 
     `compiled` replaces the body in compiled code; it is for the few primitives that say how 64-bit words behave
     (`hashing.as_u64` and its like), where Python's unbounded ints need a mask and machine words do not.
-    `inlined` has the compiler put the body in place of every call. It is for what is called once a token and is given
-    arrays, each of which is seven words or more on the stack: a call can cost more than the body.
+    `inlined` has the compiler put the body in place of every call, for what is called once a token and is given arrays.
     """
 
     def mark(function: _F) -> _F:
-        def register(numba: Any) -> None:
-            if compiled is None:
-                numba.extending.register_jitable(forceinline=inlined)(function)
-            else:
-                numba.extending.overload(function, strict=False)(_always(compiled))
-
-        _PRIMITIVES.append(register)
+        body = function if compiled is None else compiled
+        _PRIMITIVES.append(lambda compiling: compiling.add_primitive(function, body, inlined=inlined))
         return function
 
     return mark
 
 
-def register_with_numba(register: Callable[[Any], None]) -> None:
-    """Have `register(numba)` called before loops are compiled, for a primitive that says how it is compiled itself."""
+def register_compiled(register: Callable[[Any], None]) -> None:
+    """Have `register(compiling)` called before loops are compiled, for a primitive that says how it is compiled itself."""
     _PRIMITIVES.append(register)
 
 
 def packed(loops: _F) -> _F:
-    """Mark large loops whose arrays must all be C-contiguous, and whose primitives return none: no strides to multiply
-    with, and none of numba's reference counts, atomic ones around every call that passes an array.
-    """
+    """Mark large loops whose arrays must all be C-contiguous: no strides to hand on and to multiply with."""
     _PACKED.add(loops)
     return loops
 
@@ -115,32 +105,21 @@ def device_form(name: str) -> Any:
     return importlib.import_module(f".ops.{name}", __package__)
 
 
-def select(loops: _F, backend: str) -> _F:
+def select(loops: _F, backend: str, *, before_compiling: Callable[[], None] | None = None) -> _F:
     """Return what runs `loops` on `backend`.
 
-    "reference" gives the loops back, "cpu" their compiled form (made at first use, kept on disk). Raises `ValueError`
-    for an unknown backend and `NotImplementedError` for "triton": an op that has such a form never comes here with it.
+    "reference" gives the loops back, "cpu" their compiled form (made at first use, kept on disk); `before_compiling` is
+    called if it has to be made now. Raises `ValueError` for an unknown backend and `NotImplementedError` for "triton": an
+    op that has such a form never comes here with it.
     """
     if backend == "cpu":
         ready = _compiled.get(loops)
-        return typing.cast(_F, ready if ready is not None else _compile(loops))
+        return typing.cast(_F, ready if ready is not None else _compile(loops, before_compiling))
     if backend == "reference":
         return loops
     if backend == "triton":
         raise NotImplementedError(f"{loops.__name__} has no Triton form; use backend='cpu' with numpy arrays")
     raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
-
-
-def select_telling(loops: _F, backend: str, tell: Callable[[], None]) -> _F:
-    """Return what `select` returns; `tell` is called before it is compiled, where that was never done on this machine.
-
-    For loops so large that a user wonders what is going on.
-    """
-    _telling[loops] = tell
-    try:
-        return select(loops, backend)
-    finally:
-        del _telling[loops]
 
 
 def is_kept(loops: Callable[..., Any]) -> bool:
@@ -149,69 +128,41 @@ def is_kept(loops: Callable[..., Any]) -> bool:
     return path is not None and path.exists()
 
 
-def _compile(loops: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(loops: Callable[..., Any], before_compiling: Callable[[], None] | None) -> Callable[..., Any]:
     """Load the machine code of `loops` from the disk, or compile it for its one signature and keep it there."""
     with _compile_lock:
         if loops in _compiled:
             return _compiled[loops]
+        name, parameters = name_of(loops), parameters_of(loops)
         path = _machine_code_path(loops)
-        function = None
-        if path is not None:
-            function = native.load(path, path.stem, parameters_of(loops), lambda: numba_caller(loops))
+        code = None if path is None else native.read(path)
+        function = None if code is None else native.caller(code, name, parameters)
         if function is None:
+            if before_compiling is not None:
+                before_compiling()
+            code = object_code(loops)
+            function = native.caller(code, name, parameters)
+            if function is None:
+                raise RuntimeError(f"LLVM cannot link the code that it made of {name}")
             if path is not None:
-                native.keep(path, path.stem, numba_form(loops), parameters_of(loops))
-            function = numba_caller(loops)
+                native.keep(path, code)
         _compiled[loops] = function
         return function
 
 
-@functools.cache
-def numba_form(loops: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `loops` with numba, or load what numba keeps of it."""
-    numba = import_numba()
-    from numba.core import config
-
-    with _compile_lock:
-        _register_primitives(numba)
-        signature = _signature(loops, numba.types)
-        before = config.CACHE_DIR
-        folder = cache_folder(numba.__version__, before)
-        # numba reads the folder when the function is decorated. It is put back at once, so that another package's
-        # compiled functions in this process (an engine's) keep their own place.
-        config.CACHE_DIR = str(folder) if folder else ""
-        try:
-            compiler = numba.njit([signature], cache=folder is not None, nogil=True, _nrt=loops not in _PACKED)
-            with _told(loops):
-                function: Callable[..., Any] = compiler(loops)
-        finally:
-            config.CACHE_DIR = before
-        return function
-
-
-def numba_caller(loops: Callable[..., Any]) -> Callable[..., Any]:
-    """Return numba's form, called with named tuples of arrays of any layout: numba converts arrays, but none in a tuple."""
-    function, parameters = numba_form(loops), parameters_of(loops)
-    if not any(isinstance(parameter, list) for parameter in parameters):
-        return function
-
-    def run(*args: Any) -> None:
-        given = list(args)
-        for index, parameter in enumerate(parameters):
-            if isinstance(parameter, list):
-                arrays = zip(args[index], parameter, strict=True)
-                given[index] = type(args[index])(*(_as_declared(array, spec) for array, spec in arrays))
-        function(*given)
-
-    return run
-
-
-def _as_declared(array: npt.NDArray[Any], spec: native.Array) -> npt.NDArray[Any]:
-    """Return a field of a named tuple as its type says: contiguous, and read-only if it is not written."""
-    if not spec.written:
-        array = np.ascontiguousarray(array).view()
-        array.flags.writeable = False
-    return array
+def object_code(loops: Callable[..., Any]) -> bytes:
+    """Compile `loops` with numba and LLVM, now."""
+    global _registered
+    import_numba()
+    compiling: Any = importlib.import_module(".compiling", __package__)
+    while _registered < len(_PRIMITIVES):
+        _PRIMITIVES[_registered](compiling)
+        _registered += 1
+    parameters, entry = parameters_of(loops), native.entry_name(name_of(loops))
+    arguments = [compiling.argument_type(*given) for given in zip(parameters, _hints(loops).values(), strict=True)]
+    source = functools.partial(native.entry_source, entry=entry, parameters=parameters)
+    code: bytes = compiling.object_code(loops, arguments, source, native.SYMBOLS)
+    return code
 
 
 def import_numba() -> Any:
@@ -234,69 +185,41 @@ def import_numba() -> Any:
     return importlib.import_module("numba")
 
 
-@contextlib.contextmanager
-def _told(loops: Callable[..., Any]) -> Iterator[None]:
-    """Call what `select_telling` was given once numba begins to compile `loops`, which it had not kept."""
-    if loops not in _telling:
-        yield
-        return
-    tell = _telling[loops]
-    from numba.core import event
-
-    class Listener(event.Listener):
-        def on_start(self, event: Any) -> None:
-            if event.data["dispatcher"].py_func is loops:
-                tell()
-
-        def on_end(self, event: Any) -> None:
-            pass  # numba asks every listener for one
-
-    with event.install_listener("numba:compile", Listener()):
-        yield
-
-
 def _machine_code_path(loops: Callable[..., Any]) -> Path | None:
     """Return where the machine code of `loops` is kept; None for numba's form, which other loops than ours have alone."""
-    if not native.usable() or not loops.__module__.startswith(f"{__package__}."):
+    if not loops.__module__.startswith(f"{__package__}."):
         return None
     folder = _machine_code_folder(os.environ.get("NUMBA_CACHE_DIR", ""))
-    return None if folder is None else folder / f"{loops.__module__.removeprefix(f'{__package__}.')}.{loops.__name__}.o"
+    return None if folder is None else folder / f"{name_of(loops)}.o"
 
 
 @functools.cache
 def _machine_code_folder(user_choice: str) -> Path | None:
-    """Return the folder for this CPU's machine code in that of compiled code, or None where there is none."""
     try:
-        parent = cache_folder(importlib.metadata.version("numba"), user_choice)
-        if parent is None:
-            return None
-        folder = parent / f"native-{hashlib.sha256(native.machine_name().encode()).hexdigest()[:16]}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except (importlib.metadata.PackageNotFoundError, OSError):
+        versions = f"{importlib.metadata.version('numba')} {native.machine_name()}"
+    except importlib.metadata.PackageNotFoundError:
         return None
-    return folder
+    return cache_folder(versions, user_choice)
 
 
-def _register_primitives(numba: Any) -> None:
-    """Make every primitive that was marked since the last call callable from compiled code."""
-    global _registered
-    while _registered < len(_PRIMITIVES):
-        _PRIMITIVES[_registered](numba)
-        _registered += 1
+def name_of(loops: Callable[..., Any]) -> str:
+    """Return what loops are called in messages and on disk: the module within this package, and the function."""
+    return f"{loops.__module__.removeprefix(f'{__package__}.')}.{loops.__name__}"
 
 
-def _always(body: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *_types: body
-
-
-def parameters_of(loops: Callable[..., Any]) -> list[native.Parameter]:
-    """Return what each parameter must be, from its annotation."""
+def _hints(loops: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotation of each parameter."""
     hints = typing.get_type_hints(loops, include_extras=True)
     returns = hints.pop("return")
     if returns is not type(None):
         raise TypeError(f"{loops.__name__} returns {returns}, expected None: loops fill preallocated arrays")
+    return hints
+
+
+def parameters_of(loops: Callable[..., Any]) -> list[native.Parameter]:
+    """Return what each parameter must be, from its annotation."""
     parameters: list[native.Parameter] = []
-    for name, hint in hints.items():
+    for name, hint in _hints(loops).items():
         spec = hint.__metadata__[0] if typing.get_origin(hint) is Annotated else None
         if hint is int:
             parameters.append(None)
@@ -314,43 +237,20 @@ def _array_specs(named_tuple: type) -> list[ArraySpec]:
     return [hint.__metadata__[0] for hint in hints.values()]
 
 
-def _signature(loops: Callable[..., Any], types: Any) -> Any:
-    """Build the compiled signature from the parameters; any stride unless packed, read-only where not written."""
-    arguments = []
-    hints = typing.get_type_hints(loops, include_extras=True)
-    for parameter, hint in zip(parameters_of(loops), hints.values(), strict=False):  # the last hint is what it returns
-        if parameter is None:
-            arguments.append(types.int64)
-        elif isinstance(parameter, list):
-            fields = [_array_type(one, types) for one in parameter]
-            alike = len(set(fields)) == 1  # numba has a type of its own for those
-            named = types.NamedUniTuple(fields[0], len(fields), hint) if alike else types.NamedTuple(fields, hint)
-            arguments.append(named)
-        else:
-            arguments.append(_array_type(parameter, types))
-    return types.void(*arguments)
+def cache_folder(versions: str, user_choice: str) -> Path | None:
+    """Return a writable folder for compiled code, or None if there is none (then each process compiles anew).
 
-
-def _array_type(spec: native.Array, types: Any) -> Any:
-    layout = "C" if spec.packed else "A"
-    return types.Array(getattr(types, spec.dtype), spec.ndim, layout, readonly=not spec.written, aligned=True)
-
-
-def cache_folder(numba_version: str, user_choice: str) -> Path | None:
-    """Return a writable folder for compiled code, or None where there is none (then each process compiles anew).
-
-    numba's own key for a cached function is its file's date and size, which misses a change in a function that it
-    calls; so the folder's name is a digest of every source file of this package. It lies in `user_choice`
-    (`NUMBA_CACHE_DIR`) where that is set, else beside the package, else in the user's cache; never where another user
-    may have put code.
+    Its name is a digest of `versions` and every source file of this package. It lies in `user_choice` (`NUMBA_CACHE_DIR`) if that is
+    set, else in the user's cache, where all environments with this version find it, else beside the package; never
+    where another user may have put code.
     """
     here = Path(__file__).resolve().parent
-    digest = hashlib.sha256(numba_version.encode())
+    digest = hashlib.sha256(versions.encode())
     for source in sorted(here.rglob("*.py")):
         digest.update(str(source.relative_to(here)).encode() + b"\0" + source.read_bytes() + b"\0")
-    parents = [Path(user_choice)] if user_choice else [here / "__pycache__", user_cache()]
+    parents = [Path(user_choice)] if user_choice else [user_cache(), here / "__pycache__"]
     for parent in parents:
-        folder = parent / f"numba-{digest.hexdigest()[:16]}"
+        folder = parent / f"compiled-{digest.hexdigest()[:16]}"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             trusted = is_own(folder.lstat())

@@ -1,16 +1,14 @@
-"""Compiled loops without their compiler: machine code that numba made, kept on disk and run through LLVM alone.
+"""Compiled loops without their compiler: machine code that was made before, kept on disk and run through LLVM alone.
 
 Importing numba and waking its type system takes longer than replaying a small trace, and a loop compiled on an earlier
-day needs neither. `keep` writes a compiled loop's machine code with an entry that reads its arguments where CPython and
-numpy keep them; `load` gives back a function that calls it, with the GIL released. Every argument is checked by the entry
-as numba would check it; whatever does not fit, or raises, is handed to numba's own form, which has the last word.
+day needs neither. Machine code has an entry that reads its arguments where CPython and numpy keep them, and checks each;
+`caller` gives back a function that calls it, with the GIL released, and raises for what does not fit.
 """
 
 import contextlib
 import ctypes
 import functools
 import hashlib
-import os
 import struct
 import sys
 import tempfile
@@ -34,7 +32,7 @@ _CONTIGUOUS, _ALIGNED, _WRITEABLE = 0x1, 0x100, 0x400
 _DTYPES: Final = ("int64", "uint64", "int32", "uint32", "uint8")
 
 # All that machine code may ask of the process; the loops allocate nothing.
-_SYMBOLS: Final = frozenset({"memcpy", "memset", "memmove", "bcmp", "memcmp"})
+SYMBOLS: Final = frozenset({"memcpy", "memset", "memmove", "bcmp", "memcmp"})
 _SUM_BYTES: Final = 32
 
 
@@ -62,39 +60,18 @@ class Array(Protocol):
 Parameter = Array | None | list[Array]
 
 
-def usable() -> bool:
-    """Return whether this process may do without numba: nobody has asked for other settings, and memory is laid out so."""
-    asked = any(name.startswith("NUMBA_") and name != "NUMBA_CACHE_DIR" for name in os.environ)
-    return not asked and _laid_out_so()
-
-
-def load(
-    path: Path, name: str, parameters: Sequence[Parameter], other: Callable[[], Callable[..., Any]]
-) -> Callable[..., Any] | None:
-    """Return what calls the machine code in `path`, or None where there is none that is whole.
-
-    `other` gives numba's form, for calls that the entry does not take.
-    """
+def read(path: Path) -> bytes | None:
+    """Return the machine code in a file, or None if there is none that is whole."""
     try:
         stored = path.read_bytes()
     except OSError:
         return None
     code = stored[_SUM_BYTES:]
-    if hashlib.sha256(code).digest() != stored[:_SUM_BYTES]:
-        return None
-    entry = _entry(code, _entry_name(name))
-    return _caller(entry, parameters, other) if entry else None
+    return code if hashlib.sha256(code).digest() == stored[:_SUM_BYTES] else None
 
 
-def keep(path: Path, name: str, function: Any, parameters: Sequence[Parameter]) -> None:
-    """Write the machine code of a function that numba has compiled; nothing where it needs more than memory."""
-    try:
-        (compiled,) = function.overloads.values()
-        code = _machine_code(compiled.library, compiled.fndesc.llvm_func_name, _entry_name(name), parameters)
-    except (AttributeError, RuntimeError, TypeError):  # a numba or LLVM made otherwise inside: its own form goes on
-        return
-    if code is None:
-        return
+def keep(path: Path, code: bytes) -> None:
+    """Write machine code to a file, if that can be done."""
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
             file.write(hashlib.sha256(code).digest() + code)
@@ -117,9 +94,16 @@ def machine_name() -> str:
     return " ".join((python, llvmlite.__version__, llvm.get_process_triple(), llvm.get_host_cpu_name(), features))
 
 
-def _caller(
-    entry: Callable[..., int], parameters: Sequence[Parameter], other: Callable[[], Callable[..., Any]]
-) -> Callable[..., Any]:
+def caller(code: bytes, name: str, parameters: Sequence[Parameter]) -> Callable[..., Any] | None:
+    """Return what calls the machine code of the loops `name`, with the GIL released; None if it cannot be linked.
+
+    A call raises `TypeError` for what a parameter does not take, `ArithmeticError` if the loops divide by zero.
+    """
+    if not _laid_out_so():
+        raise NotImplementedError("arrays of this Python and numpy lie otherwise in memory; use backend='reference'")
+    entry = _entry(code, entry_name(name))
+    if entry is None:
+        return None
     places = [index for index, parameter in enumerate(parameters) if parameter is None]
     pack = struct.Struct(f"={len(places)}q").pack
     count, types = len(parameters), _types()
@@ -127,23 +111,44 @@ def _caller(
     one = places[0] if len(places) == 1 else -1
     pick: Callable[..., Any] = itemgetter(*places) if len(places) > 1 else lambda _: ()
 
-    def run(*args: Any, **named: Any) -> None:
-        if len(args) == count and not named:
-            try:
-                numbers = pack(args[one]) if one >= 0 else pack(*pick(args))
-            except struct.error:  # no integer, or none of 64 bits
-                numbers = None
-            if numbers is not None and entry(types, _plain(args, named_tuples), numbers) in _DONE:
-                return
-        other()(*args, **named)
+    def run(*args: Any) -> None:
+        if len(args) != count:
+            raise TypeError(f"{name} takes {count} arguments, not {len(args)}")
+        try:
+            numbers = pack(args[one]) if one >= 0 else pack(*pick(args))
+        except struct.error:
+            raise TypeError(f"{name}: {pick(args)} are not all 64-bit integers") from None
+        answer = entry(types, _plain(args, named_tuples), numbers)
+        if answer == _UNFIT:
+            answer = entry(
+                types, _plain([_fitted(*given) for given in zip(args, parameters, strict=True)], named_tuples), numbers
+            )
+        if answer == _UNFIT:
+            raise TypeError(f"{name}: {_described(args)} are not what its parameters take")
+        if answer not in _DONE:
+            raise ArithmeticError(f"{name} divides by zero")
 
     return run
 
 
-def _plain(args: tuple[Any, ...], named_tuples: list[int]) -> tuple[Any, ...]:
+def _fitted(value: Any, parameter: Parameter) -> Any:
+    """Return an array as a plain one of the very type object that entries know; other values as they are."""
+    if isinstance(parameter, list):
+        fields = isinstance(value, tuple) and len(value) == len(parameter)
+        return tuple(map(_fitted, value, parameter)) if fields else value
+    if parameter is None or not isinstance(value, np.ndarray) or value.dtype != np.dtype(parameter.dtype):
+        return value
+    return np.asarray(value).view(np.dtype(parameter.dtype))
+
+
+def _described(args: Sequence[Any]) -> str:
+    return ", ".join(
+        f"{one.dtype}{list(one.shape)}" if isinstance(one, np.ndarray) else type(one).__name__ for one in args
+    )
+
+
+def _plain(args: Sequence[Any], named_tuples: list[int]) -> tuple[Any, ...]:
     """Return the arguments with named tuples as tuples, which is the type that an entry knows."""
-    if not named_tuples:
-        return args
     plain = list(args)
     for index in named_tuples:
         if isinstance(plain[index], tuple):
@@ -207,28 +212,8 @@ def _entry(code: bytes, name: str) -> Callable[..., int] | None:
     return kind(address) if address else None
 
 
-def _machine_code(library: Any, function: str, entry: str, parameters: Sequence[Parameter]) -> bytes | None:
-    """Return the object file of a compiled function with its entry, or None where it calls what is not in `_SYMBOLS`."""
-    import llvmlite.binding as llvm
-
-    module = llvm.parse_bitcode(library._get_module_for_linking().as_bitcode())
-    module.link_in(llvm.parse_assembly(entry_source(function, entry, parameters)))
-    for thing in (*module.functions, *module.global_variables):
-        if not thing.is_declaration and thing.name != entry:
-            thing.linkage = "internal"
-    machine = library.codegen._tm
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
-    passes = llvm.create_new_module_pass_manager()
-    passes.add_global_dead_code_eliminate_pass()
-    passes.run(module, builder)
-    called = {thing.name for thing in (*module.functions, *module.global_variables) if thing.is_declaration}
-    if {name for name in called if not name.startswith("llvm.")} - _SYMBOLS:
-        return None
-    code: bytes = machine.emit_object(module)
-    return code
-
-
-def _entry_name(name: str) -> str:
+def entry_name(name: str) -> str:
+    """Return what the entry of loops is called."""
     return f"kvcanary.{name}"
 
 
@@ -271,15 +256,11 @@ def entry_source(function: str, entry: str, parameters: Sequence[Parameter]) -> 
         require("i32", masked, str(wanted))
         shape, strides = load_at(thing, _SHAPE, "ptr"), load_at(thing, _STRIDES, "ptr")
         lengths = [load_at(shape, 8 * axis, "i64") for axis in range(spec.ndim)]
-        items = lengths[0]
-        for length in lengths[1:]:
-            product = next(names)
-            lines.append(f"  {product} = mul i64 {items}, {length}")
-            items = product
         data = load_at(thing, _DATA, "ptr")
-        given.extend(("ptr null", "ptr null", f"i64 {items}", f"i64 {np.dtype(spec.dtype).itemsize}", f"ptr {data}"))
+        given.append(f"ptr {data}")
         given.extend(f"i64 {length}" for length in lengths)
-        given.extend(f"i64 {load_at(strides, 8 * axis, 'i64')}" for axis in range(spec.ndim))
+        if not spec.packed:
+            given.extend(f"i64 {load_at(strides, 8 * axis, 'i64')}" for axis in range(spec.ndim))
 
     numbers = 0
     for index, parameter in enumerate(parameters):
@@ -309,11 +290,6 @@ def entry_source(function: str, entry: str, parameters: Sequence[Parameter]) -> 
             "  ret i32 %code",
             "unfit:",
             f"  ret i32 {_UNFIT}",
-            "}",
-            # What frees memory that numba counts references of. Arguments come without such memory, and a loop that
-            # made some would need more of the process than this, so nothing ever comes here.
-            "define void @NRT_MemInfo_call_dtor(ptr %_) {",
-            "  ret void",
             "}",
             "",
         ]

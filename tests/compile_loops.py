@@ -1,4 +1,4 @@
-"""Compile every loop of kernels/ into numba's cache on disk, on two cores, before tests run: `python tests/compile_loops.py`.
+"""Compile every loop of kernels/ to machine code on disk, on two cores, before tests run: `python tests/compile_loops.py`.
 
 In a fresh clone each of pytest's workers would compile the same loops at the same time. With a warm cache this takes no
 time worth naming; a loop that it does not find is compiled by the first test that needs it.

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels.dispatch import is_kept, select_telling
+from ....kernels.dispatch import is_kept, select
 from ....kernels.replay_pass.array_views import AddressTable
 from ....kernels.replay_pass.events import replay_events_loops
 from ....kernels.replay_pass.layout import (
@@ -84,6 +84,7 @@ _IN_BETWEEN: Final = frozenset({"request", "keyframe"})  # what may change what 
 # that ends so far behind the file's beginning.
 WARM_UP_EVENTS: Final = 1000
 LARGE_BYTES: Final = 1 << 20
+NOT_COMPILED: Final = 16  # times as much, if it has to be compiled first
 # Batches that are prepared and not taken yet: one that waits, one that is being read, and what nobody asked for.
 _MOST_AHEAD: Final = 4
 # A pass that is left at once is not tried again for so many events, at most.
@@ -121,6 +122,7 @@ class CompiledPass:
         self._header = header
         self._shape = HeaderArrays(header)
         self._loops: Callable[..., None] | None = None
+        self._wait_factor = 1 if is_kept(replay_events_loops) else NOT_COMPILED
         self._passed_by = 0
         self._columns: BatchColumns | None = None
         self._ahead: deque[BatchColumns] = deque(maxlen=_MOST_AHEAD)
@@ -139,16 +141,17 @@ class CompiledPass:
 
     def prepare(self, batch: TraceBatch) -> None:
         """Work out what `run` needs of a batch alone; for the thread that reads ahead, which has time for it."""
-        if self._loops is not None or batch.end_byte >= LARGE_BYTES:
+        if self._loops is not None or batch.end_byte >= LARGE_BYTES * self._wait_factor:
             self._ahead.append(batch_columns(batch))
 
     def run(self, batch: TraceBatch, at: int) -> int:
         """Take events from row `at` of a batch on, and return the row of the first that was not taken."""
         if self._loops is None:
-            if batch.end_byte < LARGE_BYTES and self._passed_by < WARM_UP_EVENTS:
+            factor = self._wait_factor
+            if batch.end_byte < LARGE_BYTES * factor and self._passed_by < WARM_UP_EVENTS * factor:
                 self._passed_by += 1
                 return at
-            self._loops = select_telling(replay_events_loops, self._backend, _report_compiling)
+            self._loops = select(replay_events_loops, self._backend, before_compiling=_report_compiling)
         others = batch.first_event + at != self._next_event
         self._facts_stale |= others and (at == 0 or batch.kinds[at - 1] in _IN_BETWEEN)
         if self._wait:
@@ -350,11 +353,11 @@ class CompiledPass:
 def compile_pass() -> None:
     """Compile the pass if that was never done on this machine: once, for several processes that are about to use it."""
     if not is_kept(replay_events_loops):
-        select_telling(replay_events_loops, "cpu", _report_compiling)
+        select(replay_events_loops, "cpu", before_compiling=_report_compiling)
 
 
 def _report_compiling() -> None:
-    _log.info("compiling the fast path for large traces, once on this machine: about half a minute")
+    _log.info("compiling the fast path for large traces, once on this machine: some 15 seconds")
 
 
 def open_pass(

@@ -23,11 +23,11 @@ def stderr(*options: str) -> str:
 def compiled_anew(monkeypatch: pytest.MonkeyPatch, pass_from_the_start: None) -> None:
     """Have the pass take a small trace, and begin as if it had never been compiled."""
 
-    def tell_and_select(loops, backend, tell):
-        tell()
+    def tell_and_select(loops, backend, *, before_compiling):
+        before_compiling()
         return select(loops, backend)
 
-    monkeypatch.setattr(compiled_pass, "select_telling", tell_and_select)
+    monkeypatch.setattr(compiled_pass, "select", tell_and_select)
     monkeypatch.setattr(compiled_pass, "is_kept", lambda _: False)
 
 

@@ -1,0 +1,431 @@
+"""Loops made machine code: numba types them and writes LLVM's text, then LLVM optimises all of it at once.
+
+numba by itself optimises every function together with all that it calls, again and again, and hands arrays on as nine words
+each. Here an array is a `View`: an address, lengths, and strides unless it is packed. Nothing is optimised, or made machine
+code, before the last function is there. Indices are not looked at: a loop never asks for one below 0 or beyond the end.
+
+Only what is compiled for the first time on a machine imports this module, and numba with it.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import llvmlite.binding as llvm
+from numba import types
+from numba.core import cgutils, codegen, compiler, typed_passes, typing, untyped_passes
+from numba.core.compiler_machinery import PassManager
+from numba.core.registry import cpu_target
+from numba.core.typing.templates import (
+    AbstractTemplate,
+    AttributeTemplate,
+    infer_getattr,
+    infer_global,
+    signature,
+)
+from numba.cpython.slicing import fix_slice
+from numba.extending import lower_builtin, lower_getattr, models, register_model
+
+
+class View(types.Type):
+    """An array that a loop is given: `ndim` axes of `dtype`, C-contiguous if it is `packed`."""
+
+    def __init__(self, dtype: str, ndim: int, *, packed: bool) -> None:
+        self.dtype, self.ndim, self.packed = getattr(types, dtype), ndim, packed
+        super().__init__(name=f"View({dtype}, {ndim}, {'packed' if packed else 'strided'})")
+
+    def of(self, ndim: int) -> "View":
+        """Return the type of what has fewer axes."""
+        return View(self.dtype.name, ndim, packed=self.packed)
+
+
+@register_model(View)
+class _ViewModel(models.StructModel):
+    def __init__(self, manager: Any, view: View) -> None:
+        lengths = [(f"length{axis}", types.intp) for axis in range(view.ndim)]
+        strides = [] if view.packed else [(f"stride{axis}", types.intp) for axis in range(view.ndim)]
+        super().__init__(manager, view, [("data", types.CPointer(view.dtype)), *lengths, *strides])
+
+
+def _item_types(view: Any, index: Any) -> tuple[Any, Any] | None:
+    """Return the types of `view[index]` and of the index as it is lowered, None if the view has no such item."""
+    if not isinstance(view, View):
+        return None
+    given = list(index) if isinstance(index, types.BaseTuple) else [index]
+    if not all(isinstance(one, (types.Integer, types.SliceType)) for one in given) or len(given) > view.ndim:
+        return None
+    as_lowered = [types.intp if isinstance(one, types.Integer) else types.slice2_type for one in given]
+    left = view.ndim - as_lowered.count(types.intp)
+    result = view.of(left) if left else view.dtype
+    return result, types.Tuple(as_lowered) if isinstance(index, types.BaseTuple) else as_lowered[0]
+
+
+@infer_global(operator.getitem)
+class _GetItem(AbstractTemplate):
+    def generic(self, args: Any, _kws: Any) -> Any:
+        found = _item_types(*args)
+        return found and signature(found[0], args[0], found[1])
+
+
+@infer_global(operator.setitem)
+class _SetItem(AbstractTemplate):
+    def generic(self, args: Any, _kws: Any) -> Any:
+        found = _item_types(args[0], args[1])
+        one = found is not None and found[0] == args[0].dtype
+        return signature(types.none, args[0], found[1], args[0].dtype) if found is not None and one else None
+
+
+@infer_global(len)
+class _Len(AbstractTemplate):
+    def generic(self, args: Any, _kws: Any) -> Any:
+        return signature(types.intp, *args) if isinstance(args[0], View) else None
+
+
+@infer_getattr
+class _Shape(AttributeTemplate):
+    key = View
+
+    def resolve_shape(self, view: View) -> Any:
+        return types.UniTuple(types.intp, view.ndim)
+
+
+@lower_getattr(View, "shape")
+def _lower_shape(context: Any, builder: Any, view: View, value: Any) -> Any:
+    fields = cgutils.create_struct_proxy(view)(context, builder, value)
+    lengths = [getattr(fields, f"length{axis}") for axis in range(view.ndim)]
+    return context.make_tuple(builder, types.UniTuple(types.intp, view.ndim), lengths)
+
+
+@lower_builtin(len, View)
+def _lower_len(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    return cgutils.create_struct_proxy(sig.args[0])(context, builder, args[0]).length0
+
+
+def _place(
+    context: Any, builder: Any, view: View, value: Any, kind: Any, index: Any
+) -> tuple[Any, list[Any], list[Any]]:
+    """Return the address of what an index asks for, with its lengths and strides (none if packed)."""
+    fields = cgutils.create_struct_proxy(view)(context, builder, value)
+    axes = range(view.ndim)
+    lengths = [getattr(fields, f"length{axis}") for axis in axes]
+    strides = [] if view.packed else [getattr(fields, f"stride{axis}") for axis in axes]
+    kinds = list(kind) if isinstance(kind, types.BaseTuple) else [kind]
+    indices = cgutils.unpack_tuple(builder, index) if isinstance(kind, types.BaseTuple) else [index]
+    kept = list(range(len(kinds), view.ndim))
+    data = fields.data
+    first = []
+    for axis, (one, number) in enumerate(zip(kinds, indices, strict=True)):
+        begin = number
+        if not isinstance(one, types.Integer):
+            part = context.make_helper(builder, types.slice2_type, number)
+            fix_slice(builder, part, lengths[axis])
+            begin, lengths[axis] = part.start, builder.sub(part.stop, part.start)
+            nothing = builder.icmp_signed("<", lengths[axis], lengths[axis].type(0))
+            lengths[axis] = builder.select(nothing, lengths[axis].type(0), lengths[axis])
+            kept.append(axis)
+        first.append(begin)
+    if view.packed:
+        offset = first[0]
+        if view.ndim == 2:
+            width = cgutils.create_struct_proxy(view)(context, builder, value).length1
+            offset = builder.mul(offset, width)
+            if len(first) == 2:
+                offset = builder.add(offset, first[1])
+        data = builder.gep(data, [offset])
+    else:
+        offset = builder.mul(first[0], strides[0])
+        if len(first) == 2:
+            offset = builder.add(offset, builder.mul(first[1], strides[1]))
+        as_bytes = builder.bitcast(data, cgutils.voidptr_t)
+        data = builder.bitcast(builder.gep(as_bytes, [offset]), data.type)
+    kept.sort()
+    return data, [lengths[axis] for axis in kept], [strides[axis] for axis in kept] if strides else []
+
+
+def make_view(context: Any, builder: Any, view: View, data: Any, lengths: Sequence[Any], strides: Sequence[Any]) -> Any:
+    """Return the view of what lies at an address."""
+    fields = cgutils.create_struct_proxy(view)(context, builder)
+    fields.data = data
+    for axis, length in enumerate(lengths):
+        setattr(fields, f"length{axis}", length)
+    for axis, stride in enumerate(strides):
+        setattr(fields, f"stride{axis}", stride)
+    return fields._getvalue()
+
+
+@lower_builtin(operator.getitem, View, types.Any)
+def _lower_getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    view, kind = sig.args
+    data, lengths, strides = _place(context, builder, view, args[0], kind, args[1])
+    if lengths:
+        return make_view(context, builder, sig.return_type, data, lengths, strides)
+    return builder.load(data)
+
+
+@lower_builtin(operator.setitem, View, types.Any, types.Any)
+def _lower_setitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    view, kind, _value = sig.args
+    data, _lengths, _strides = _place(context, builder, view, args[0], kind, args[1])
+    builder.store(args[2], data)
+    return context.get_dummy_value()
+
+
+class _Texts(codegen.CodeLibrary):
+    """What numba wrote of a function, and the libraries of those that it calls."""
+
+    _object_compiled_hook = _object_getbuffer_hook = None
+
+    def __init__(self, owner: Any, name: str) -> None:
+        super().__init__(owner, name)
+        self.texts: list[str] = []
+        self.called: list[Any] = []
+
+    def add_ir_module(self, ir_module: Any) -> None:
+        self.texts.append(str(ir_module))
+
+    def add_linking_library(self, library: Any) -> None:
+        self.called.append(library)
+
+    def finalize(self) -> None:
+        self._finalized = True
+
+    def get_function(self, name: str) -> Any:
+        raise NotImplementedError(name)
+
+    def get_llvm_str(self) -> str:
+        return "\n".join(self.texts)
+
+    def get_asm_str(self) -> str:
+        return ""
+
+
+class _Codegen(codegen.AOTCPUCodegen):
+    _library_class = _Texts
+
+
+class _Pipeline(compiler.CompilerBase):
+    """numba's passes without those that find nothing in a plain loop: closures, generators, with, array expressions."""
+
+    def define_pipelines(self) -> list[Any]:
+        manager = PassManager("loops")
+        for one in (
+            untyped_passes.TranslateByteCode,
+            untyped_passes.FixupArgs,
+            untyped_passes.IRProcessing,
+            untyped_passes.GenericRewrites,
+            untyped_passes.ReconstructSSA,
+            typed_passes.NopythonTypeInference,
+            typed_passes.PreLowerStripPhis,
+            typed_passes.IRLegalization,
+            typed_passes.NativeLowering,
+            typed_passes.NoPythonBackend,
+        ):
+            manager.add_pass(one, one.__name__)
+        manager.finalize()
+        return [manager]
+
+
+class _Smallest(AbstractTemplate):
+    """`min`, `max` and `int` of what an int64 holds; numba would compile a function for each."""
+
+    key = "kvcanary.min"
+
+    def generic(self, args: Any, _kws: Any) -> Any:
+        given = [_widened(one) for one in args]
+        return signature(types.int64, *given) if all(one == types.int64 for one in given) else None
+
+
+class _Largest(_Smallest):
+    key = "kvcanary.max"
+
+
+class _Number(_Smallest):
+    key = "kvcanary.int"
+
+
+def _lower_choice(comparison: str) -> Callable[..., Any]:
+    def lower(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        def choose(one: Any, other: Any) -> Any:
+            return builder.select(builder.icmp_signed(comparison, one, other), one, other)
+
+        return functools.reduce(choose, args)
+
+    return lower
+
+
+class _Typing(typing.Context):
+    def __init__(self) -> None:
+        self.own: dict[Any, Any] = {}
+        super().__init__()
+
+    def resolve_value_type(self, val: Any) -> Any:
+        found = self.own.get(val) if callable(val) else None
+        return super().resolve_value_type(val) if found is None else found
+
+
+@functools.cache
+def _contexts() -> tuple[Any, Any]:
+    """Return numba's typing and target context for loops, apart from those of other packages' functions."""
+    typing_context, target = _Typing(), cpu_target.target_context
+    typing_context.refresh()
+    target.refresh()
+    target = target.subtarget(_internal_codegen=_Codegen("kvcanary"))
+    for function, template, lower in (
+        (min, _Smallest, _lower_choice("<")),
+        (max, _Largest, _lower_choice(">")),
+        (int, _Number, lambda _context, _builder, _sig, args: args[0]),
+    ):
+        typing_context.own[function] = types.Function(template)
+        target.insert_func_defn([(lower, template.key, (types.VarArg(types.int64),))])
+    return typing_context, target
+
+
+def _compile(body: Callable[..., Any], arguments: Sequence[Any], result: Any, *, inlined: bool) -> Any:
+    flags = compiler.Flags()
+    flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
+    flags.nrt = False
+    flags.forceinline = inlined
+    return compiler.compile_extra(*_contexts(), body, tuple(arguments), result, flags, {}, pipeline_class=_Pipeline)
+
+
+def add_primitive(function: Callable[..., Any], body: Callable[..., Any], *, inlined: bool) -> None:
+    """Make a function callable from loops: `body` is compiled for it, once for each set of argument types."""
+    known: dict[tuple[Any, ...], Any] = {}
+
+    class Call(AbstractTemplate):
+        key = function
+
+        def generic(self, args: Any, kws: Any) -> Any:
+            if kws:
+                return None
+            given = tuple(map(_widened, args))
+            if given not in known:
+                made = _compile(body, given, None, inlined=inlined)
+                _contexts()[1].insert_user_function(function, made.fndesc, [made.library])
+                known[given] = signature(made.signature.return_type, *given)
+            return known[given]
+
+    _contexts()[0].own[function] = types.Function(Call)
+
+
+class _Build:
+    """LLVM's builder, with what makers of views need besides."""
+
+    def __init__(self, context: Any, builder: Any, view: View) -> None:
+        self._context, self._builder, self._view = context, builder, view
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._builder, name)
+
+    def plus(self, value: Any, number: int) -> Any:
+        """Build the sum with a constant."""
+        return self._builder.add(value, value.type(number))
+
+    def view(self, address: Any, lengths: Sequence[Any]) -> Any:
+        """Build the view of what lies at an address."""
+        data = self._builder.inttoptr(address, self._context.get_value_type(types.CPointer(self._view.dtype)))
+        return make_view(self._context, self._builder, self._view, data, lengths, ())
+
+
+def add_view_maker(function: Callable[..., Any], dtype: str, ndim: int, lower: Callable[..., Any]) -> None:
+    """Make a function callable from loops that gives a packed view; `lower(build, table, *numbers)` builds it.
+
+    `function` takes a table of int64 and integers; `lower` gets the address where the table begins.
+    """
+    result = View(dtype, ndim, packed=True)
+
+    class Call(AbstractTemplate):
+        key = function
+
+        def generic(self, args: Any, _kws: Any) -> Any:
+            return signature(result, args[0], *(types.int64 for _ in args[1:]))
+
+    def lowered(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        table = cgutils.create_struct_proxy(sig.args[0])(context, builder, args[0]).data
+        return lower(_Build(context, builder, result), table, *args[1:])
+
+    numbers = [types.Integer] * (lower.__code__.co_argcount - 2)
+    _contexts()[1].insert_func_defn([(lowered, function, (View, *numbers))])
+    _contexts()[0].own[function] = types.Function(Call)
+
+
+def argument_type(parameter: Any, hint: Any) -> Any:
+    """Return the numba type of a loop's parameter: None for an int64, an array's spec, or those of a NamedTuple `hint`."""
+    if parameter is None:
+        return types.int64
+    if not isinstance(parameter, list):
+        return View(parameter.dtype, parameter.ndim, packed=parameter.packed)
+    fields = [argument_type(one, None) for one in parameter]
+    alike = len(set(fields)) == 1  # numba has a type of its own for those
+    return types.NamedUniTuple(fields[0], len(fields), hint) if alike else types.NamedTuple(fields, hint)
+
+
+def _widened(kind: Any) -> Any:
+    """Return the type that an argument is passed as: int64 for all integers but uint64."""
+    kind = types.unliteral(kind)
+    narrow = isinstance(kind, types.Boolean) or (isinstance(kind, types.Integer) and kind != types.uint64)
+    return types.int64 if narrow else kind
+
+
+def object_code(
+    loops: Callable[..., Any], arguments: Sequence[Any], entry: Callable[[str], str], symbols: Iterable[str]
+) -> bytes:
+    """Return the object file of loops.
+
+    Args:
+        loops: the function.
+        arguments: its numba types.
+        entry: gives LLVM's text of the only function that is to be called, given the name of the loops'.
+        symbols: all that it may ask of the process.
+
+    Raises:
+        TypeError: the loops ask for more, as those that allocate memory do.
+    """
+    made = _compile(loops, arguments, types.void, inlined=False)
+    module = llvm.parse_assembly(entry(made.fndesc.llvm_func_name))
+    kept = {function.name for function in module.functions if not function.is_declaration}
+    seen: set[int] = set()
+    waiting = [made.library]
+    while waiting:
+        library = waiting.pop()
+        if id(library) in seen:
+            continue
+        seen.add(id(library))
+        if isinstance(library, _Texts):
+            for text in library.texts:
+                module.link_in(llvm.parse_assembly(text))
+            waiting.extend(library.called)
+        else:  # numba's own, compiled before
+            module.link_in(llvm.parse_bitcode(library._get_module_for_linking().as_bitcode()))
+    for thing in (*module.functions, *module.global_variables):
+        if not thing.is_declaration and thing.name not in kept:
+            thing.linkage = "internal"
+    machine = _machine()
+    module.data_layout = str(machine.target_data)
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=_SPEED))
+    builder.getModulePassManager().run(module, builder)
+    called = {thing.name for thing in (*module.functions, *module.global_variables) if thing.is_declaration}
+    unknown = {name for name in called if not name.startswith("llvm.")} - set(symbols)
+    if unknown:
+        raise TypeError(
+            f"{loops.__name__} asks for {', '.join(sorted(unknown))}, expected a loop over what it is given"
+        )
+    code: bytes = machine.emit_object(module)
+    return code
+
+
+_SPEED: Final = 3
+
+
+@functools.cache
+def _machine() -> Any:
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten(),
+        opt=_SPEED,
+        reloc="static" if target.name.startswith("x86") else "default",
+        codemodel="jitdefault",
+        jit=True,
+    )
