@@ -66,10 +66,13 @@ def read_runs(
 
 def cells_to_runs(rows: Int64Array, positions: Int64Array, values: Int64Array) -> RowRuns:
     """Return cells, `[n]` each, as runs of neighbouring positions; rows and positions in them ascend."""
-    begins = np.ones(rows.size, np.bool_)
-    begins[1:] = (np.diff(rows) != 0) | (np.diff(positions) != 1)
-    first = np.flatnonzero(begins)
-    return RowRuns(rows[first], positions[first], np.diff(first, append=rows.size), values)
+    if rows.size == 0:
+        return NO_RUNS
+    begins = np.ones(rows.size + 1, np.bool_)
+    begins[1:-1] = (rows[1:] != rows[:-1]) | (positions[1:] != positions[:-1] + 1)
+    bounds = np.flatnonzero(begins)
+    first = bounds[:-1]
+    return RowRuns(rows[first], positions[first], bounds[1:] - first, values)
 
 
 def row_changes(given: RowRuns, shadow: Int32Array, *, backend: str = "cpu") -> RowRuns:
@@ -84,11 +87,11 @@ def row_changes(given: RowRuns, shadow: Int32Array, *, backend: str = "cpu") -> 
     return _cells_at(given, at[: size[0]])
 
 
-def cell_changes(cells: Int64Array, values: Int64Array, shadow: Int64Array, *, backend: str = "cpu") -> Int64Array:
-    """Return the places of those values, of the cells `[n]` of a table, that are not its shadow's; cells outside it are none."""
-    at, size = np.empty(cells.size, np.int64), np.zeros(1, np.int64)
-    select(_cell_changes_loops, backend)(cells, values, shadow, at, size)
-    return at[: size[0]].copy()
+def cell_changes(cells: Int64Array, table: Int64Array, shadow: Int64Array, *, backend: str = "cpu") -> Int64Array:
+    """Return those cells `[n]` at which a table is not its shadow, each once, ascending; cells outside either are none."""
+    found, size = np.empty(cells.size, np.int64), np.zeros(1, np.int64)
+    select(_cell_changes_loops, backend)(cells, table, shadow, found, size)
+    return np.unique(found[: size[0]])
 
 
 def run_differences(given: RowRuns, held: RowRuns, *, backend: str = "cpu") -> RowRuns:
@@ -143,6 +146,8 @@ def _require_values(given: RowRuns) -> None:
 
 def _cells_at(given: RowRuns, at: Int64Array) -> RowRuns:
     """Return those of the runs' cells whose values stand at these places, ascending, as runs of neighbouring positions."""
+    if at.size == 0:
+        return NO_RUNS
     ends = np.cumsum(np.maximum(given.counts, 0))
     which = np.searchsorted(ends, at, side="right")
     positions = given.starts[which] + at - (ends - given.counts)[which]
@@ -205,11 +210,12 @@ def _run_differences_loops(
     size[0] = listed
 
 
-def _cell_changes_loops(cells: In64, values: In64, shadow: In64, out: Out64, size: Out64) -> None:
+def _cell_changes_loops(cells: In64, table: In64, shadow: In64, out: Out64, size: Out64) -> None:
     listed = 0
     for i in range(cells.shape[0]):
-        if 0 <= cells[i] < shadow.shape[0] and values[i] != shadow[cells[i]]:
-            out[listed] = i
+        cell = cells[i]
+        if 0 <= cell < table.shape[0] and cell < shadow.shape[0] and table[cell] != shadow[cell]:
+            out[listed] = cell
             listed += 1
     size[0] = listed
 

@@ -15,6 +15,7 @@ from ..state.tables import StateTables
 from ..trace.header import TraceHeader
 from .forward_event import lut_columns, table_columns, truth_columns
 from .forward_input import CopiedForward, translate
+from .host_arrays import on_host
 
 
 class StateShadow:
@@ -62,8 +63,15 @@ class StateShadow:
 
     def _lut_changes(self, number: int, table: Any, used: Int64Array) -> RowRuns:
         """Return the used cells at which a full-to-SWA table differs from its shadow, and what they hold."""
-        held = translate(table, used)
-        at = cell_changes(used, held, self.tables.luts[number], backend=self._backend)
-        at = at[used[at] < int(table.shape[0])]
-        cells, first = np.unique(used[at], return_index=True)
-        return cells_to_runs(np.full(cells.size, number, np.int64), cells, held[at][first])
+        shadow, held = self.tables.luts[number], on_host(table)
+        if isinstance(held, np.ndarray) and held.dtype == np.int64:
+            held = held.reshape(-1)
+            cells = cell_changes(used, held, shadow, backend=self._backend)
+            values = held[cells]
+        else:
+            cells = np.unique(used)
+            cells = cells[(cells >= 0) & (cells < min(shadow.size, int(table.shape[0])))]
+            values = translate(table, cells)
+            differs = values != shadow[cells]
+            cells, values = cells[differs], values[differs]
+        return cells_to_runs(np.full(cells.size, number, np.int64), cells, values)
