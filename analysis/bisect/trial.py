@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from ...recorder.process.endings import endings_deferred
 from ..errors import AnalysisError
 from .criteria import Criterion, judge_traces
 from .search import BisectVerdict, Mark
@@ -69,23 +70,25 @@ def _run(command: Command, version: str, folder: Path) -> str:
     places = {VERSION_VARIABLE: version, TRACE_VARIABLE: str(folder / "trace.arrow"), FOLDER_VARIABLE: str(folder)}
     environment = {**os.environ, **places}
     with tempfile.TemporaryFile() as output:
+        process: subprocess.Popen[bytes] | None = None
         try:
-            # A session of its own, so that a time limit ends the engine's other processes too.
-            process = subprocess.Popen(
-                words, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            with endings_deferred():  # what ends us before we know the process would leave it running
+                # A session of its own, so that a time limit ends the engine's other processes too.
+                process = subprocess.Popen(
+                    words, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            code = process.wait(command.timeout_s)
         except OSError as error:
             raise AnalysisError(f"{words[0]}: cannot be run ({error.strerror or error})") from None
         except ValueError:  # no program takes such a word
             raise AnalysisError(
                 f"version {version!r}: its name holds a NUL byte, which no command can be given"
             ) from None
-        try:
-            code = process.wait(command.timeout_s)
         except subprocess.TimeoutExpired:
             return f"took more than {command.timeout_s:g} s"
         finally:
-            _end(process)
+            if process is not None:
+                _end(process)
         if code in NOT_STARTED:
             raise AnalysisError(f"the command ended with {code}, not found or not executable:\n{_tail(output)}")
         if code == SKIP:
