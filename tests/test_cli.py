@@ -66,8 +66,8 @@ def test_an_interrupt_while_options_are_read_is_no_verdict() -> None:
     code = (
         "import sys; sys.argv = ['x', 'trace.arrow']; from kvcanary.cli import replay_main; "
         "import kvcanary.replayer.cli.replay as replay\n"
-        "def interrupted(name): raise KeyboardInterrupt\n"
-        "replay.device_name = interrupted; replay_main()"
+        "def interrupted(*_): raise KeyboardInterrupt\n"
+        "replay.device_names = interrupted; replay_main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
