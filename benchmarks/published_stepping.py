@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from kvcanary.kernels.arrays import Int64Array
 from kvcanary.recorder.capture.host_arrays import ragged_index
 from kvcanary.recorder.trace.header import TraceHeader
 from kvcanary.recorder.trace.reader import TraceBatch, TraceGap, TraceReader
-
-Int64Array = npt.NDArray[np.int64]
 
 # Kinds that change neither tables nor slots, where they carry no table changes.
 _PASSED_OVER = frozenset({"forward", "request", "status", "alloc", "free", "evict", "mark", "sample", "segment"})

@@ -11,10 +11,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.arrays import Int64Array
 from ...kernels.ops.hash.reference import splitmix64_words
 from ...recorder.capture.host_arrays import ragged_index
 
-Int64Array = npt.NDArray[np.int64]
 Names = npt.NDArray[np.uint64]
 
 NEVER: Final = np.uint64(0)  # nobody wrote the slot in this trace

@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Int64Array
 from ..dispatch import In32x2, In64, Out8x2, Out64, primitive, select
 from .entries import (
     FIRST,
@@ -18,8 +19,6 @@ from .entries import (
     mark_verified,
     next_due,
 )
-
-Int64Array = npt.NDArray[np.int64]
 
 
 def swa_divergence_loops(rows: In64, starts: In64, ends: In64, req_to_token: In32x2, lut: In64, counts: Out64) -> None:

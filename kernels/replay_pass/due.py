@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Int64Array
 from ..constants import PADDING_ROW, PADDING_SLOT
 from ..dispatch import In8, In32x2, In64, In64x2, Out8, Out32, Out64, primitive, select
 from ..ops.hash.reference import bump
@@ -29,7 +30,6 @@ from .entries import (
 )
 from .ledger import ALLOC, LEDGER_COLUMNS
 
-Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
 # Which of a request's entries are due.

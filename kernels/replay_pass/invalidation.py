@@ -6,14 +6,9 @@ changes is taken for changed. Numbers from a file are checked against the entrie
 
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from ..arrays import Int32Array, Int64Array
 from ..dispatch import In32x2, In64, primitive, select
 from .entries import EntryStates, SlotTable, bucket_of, full_slot_of, invalidate_cell, invalidate_slot, make_due
-
-Int64Array = npt.NDArray[np.int64]
-Int32Array = npt.NDArray[np.int32]
 
 
 class Runs(NamedTuple):

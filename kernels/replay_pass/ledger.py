@@ -8,12 +8,10 @@ with it as bits, for Python to spell out.
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Int64Array
 from ..constants import RECORD_POSITION, RECORD_TOKEN
 from ..dispatch import In64, In64x2, Out64, Out64x2, primitive, select
-
-Int64Array = npt.NDArray[np.int64]
 
 # Columns of a ledger row.
 STATE: Final = 0

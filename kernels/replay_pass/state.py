@@ -7,14 +7,13 @@ outside is passed over and counted, never written elsewhere.
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Int32Array, Int64Array
 from ..constants import SLOT_OUT_OF_RANGE
 from ..dispatch import In8x2, In64, Out8x2, Out32x2, Out64, Out64x2, primitive, select
 
 INT32_MIN = -(1 << 31)
 INT32_MAX = (1 << 31) - 1
 
-Int64Array = npt.NDArray[np.int64]
-Int32Array = npt.NDArray[np.int32]
 ByteArray = npt.NDArray[np.uint8]
 
 

@@ -1,12 +1,9 @@
 """Whether two full slots that one forward uses lead to the same sliding-window slot."""
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Int32Array, Int64Array
 from ..dispatch import In32x2, In64, Out64, Out64x2, primitive, select
-
-Int64Array = npt.NDArray[np.int64]
-Int32Array = npt.NDArray[np.int32]
 
 
 @primitive()

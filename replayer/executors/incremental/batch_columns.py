@@ -6,6 +6,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ....kernels.arrays import Int64Array
 from ....kernels.replay_pass.layout import (
     ALLOC_CODES,
     ALLOC_EVENT,
@@ -22,8 +23,6 @@ from ....recorder.capture.host_arrays import ragged_index
 from ....recorder.state.events import SHARED_NOTES
 from ....recorder.state.forward import ATTENTION_RUNS
 from ....recorder.trace.batch import TraceBatch
-
-Int64Array = npt.NDArray[np.int64]
 
 _KIND_OF: Final = {name: code for code, name in enumerate(KINDS)}
 _MODE_OF: Final = {name: code for code, name in enumerate(MODES)}

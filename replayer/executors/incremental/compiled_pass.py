@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ....kernels.arrays import Int64Array
 from ....kernels.dispatch import is_kept, select
 from ....kernels.replay_pass.array_views import AddressTable
 from ....kernels.replay_pass.events import replay_events_loops
@@ -76,8 +76,6 @@ from .state_arrays import (
     numbers_by_request,
     rows_covered,
 )
-
-Int64Array = npt.NDArray[np.int64]
 
 _IN_BETWEEN: Final = frozenset({"request", "keyframe"})  # what may change what is known of requests
 # To load the compiled pass takes longer than a small trace does without it: it waits for so many events, or for a batch

@@ -3,8 +3,8 @@
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ....kernels.arrays import Int64Array
 from ....kernels.ops.plan.reference import plan_writes
 from ....kernels.replay_pass.due import Readers, mark_forward_verified, plan_due, watch_forward
 from ....kernels.replay_pass.entries import SlotTable
@@ -15,9 +15,6 @@ from ....recorder.state.writes import KvChanges, own_slots, part_from_unknown, p
 from ....recorder.trace.header import TraceHeader
 from ...run.planning import GroupStep, Planner, expect_stored_tokens, leave_out_unknown
 from .watch import Watch
-
-Int64Array = npt.NDArray[np.int64]
-
 
 NO_LUT: Final = np.zeros(0, np.int64)
 

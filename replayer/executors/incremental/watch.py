@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from ....kernels.arrays import Int64Array
 from ....kernels.replay_pass.entries import EntryStates, SlotTable, allocate_states
 from ....kernels.replay_pass.invalidation import (
     Runs,
@@ -13,8 +14,6 @@ from ....kernels.replay_pass.invalidation import (
 )
 from ....recorder.state.tables import StateListener, StateTables
 from ....recorder.trace.header import StateTable, TraceHeader
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class Watch(StateListener):
