@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.arrays import Int64Array
 from ...recorder.state.forward import Forward, UnusableEventError, read_forward
 from ...recorder.state.tables import StateTables
 from ...recorder.state.writes import KvChanges
@@ -18,7 +19,7 @@ from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SLOTS_LISTED
 from ...replayer.run.segment_stream import SegmentStream
 from .comparability import ComparedGroup
 from .facts import DRAFT, GUESS, SETTLED, Sinks
-from .names import NEVER, PADDED, UNKNOWN, Int64Array, Reading, SlotNames, through, token_words
+from .names import NEVER, PADDED, UNKNOWN, Reading, SlotNames, through, token_words
 from .slot_traffic import SlotTraffic
 
 PENDING_FORWARDS: Final = 1024  # forwards whose sampled tokens may still come
