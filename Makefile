@@ -10,7 +10,7 @@ SGLANG_VENV := .venv-sglang
 VLLM_VENV ?= .venv-vllm
 CONFORMANCE ?=
 
-.PHONY: demo test lint types layers unit page-test fuzz fuzz-inputs equality soak lab bench conformance-sglang conformance-vllm traces golden docs mutants coverage clean
+.PHONY: demo test lint types layers unit page-test fuzz fuzz-inputs checked equality soak lab bench conformance-sglang conformance-vllm traces golden docs mutants coverage clean
 
 demo: $(VENV)/.runtime
 	@echo "# a clean trace of a real engine: exit code 0"
@@ -62,6 +62,10 @@ $(VENV)/.fuzz: $(VENV)/.tests
 # 240 histories that no engine has, 40 bent traces of random engines and 40 of pairs.
 equality: $(VENV)/.tests
 	$(BIN)/pytest -n auto --dist worksteal tests/replayer/equality --conformance-cases $(FUZZ_CASES) --timeout 7200
+
+# Compiled loops that look at every index: one outside its array ends the tests with SIGILL. Numbers from files are hostile.
+checked: $(VENV)/.tests
+	$(BIN)/python -m pytest -n auto --dist worksteal -p tests.support.checked_indices tests/kernels tests/replayer tests/recorder/simulated tests/test_golden.py --timeout 7200
 
 # The recorder over minutes: 200 engines killed with SIGKILL, a disk of 1 MB/s, engines of the lab in segments, 240 random
 # engines under a recorder that fails somewhere.

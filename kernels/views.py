@@ -1,13 +1,15 @@
 """The arrays of compiled loops: an address, lengths, and strides unless the array is packed.
 
-numba's own are nine words each, handed on to every function. Indices are not looked at: a loop never asks for one below 0 or
-beyond the end. Only `compiling` imports this module.
+numba's own are nine words each, handed on to every function. A loop never asks for an index below 0 or beyond the end, so none
+is looked at, unless `CHECK_INDICES` is set before anything is compiled: then such a one ends the process (`make checked`).
+Only `compiling` imports this module.
 """
 
 import operator
 from collections.abc import Sequence
 from typing import Any
 
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import (
@@ -19,6 +21,8 @@ from numba.core.typing.templates import (
 )
 from numba.cpython.slicing import fix_slice
 from numba.extending import lower_builtin, lower_getattr, models, register_model
+
+CHECK_INDICES = False
 
 
 class View(types.Type):
@@ -117,6 +121,9 @@ def _place(
             nothing = builder.icmp_signed("<", lengths[axis], lengths[axis].type(0))
             lengths[axis] = builder.select(nothing, lengths[axis].type(0), lengths[axis])
             kept.append(axis)
+        elif CHECK_INDICES:
+            with builder.if_then(builder.icmp_unsigned(">=", begin, lengths[axis]), likely=False):
+                builder.call(builder.module.declare_intrinsic("llvm.trap", (), ir.FunctionType(ir.VoidType(), ())), ())
         first.append(begin)
     if view.packed:
         offset = first[0]

@@ -69,7 +69,8 @@ def invalidate_table_loops(index: int, runs: Runs, table: In32x2, states: EntryS
     for run in range(runs.rows.shape[0]):
         count = min(max(runs.lens[run], 0), runs.values.shape[0] - at)
         row, start = int(runs.rows[run]), int(runs.starts[run])
-        if runs.indices[run] == index and 0 <= row < states.rows.shape[0]:
+        inside = -count < start < states.due.shape[1]  # no sum is taken of what may be near an int64's end
+        if runs.indices[run] == index and inside and 0 <= row < states.rows.shape[0]:
             for i in range(max(0, -start), min(count, states.due.shape[1] - start)):
                 if int(table[row, start + i]) != runs.values[at + i]:
                     invalidate_cell(states, row, start + i)
@@ -89,7 +90,8 @@ def invalidate_truth_loops(runs: Runs, truth: In32x2, token_offset: int, states:
     for run in range(runs.rows.shape[0]):
         count = min(max(runs.lens[run], 0), runs.values.shape[0] - at)
         row, start = int(runs.rows[run]), int(runs.starts[run])
-        if 0 <= row < min(states.rows.shape[0], truth.shape[0]):
+        inside = -count < start < truth.shape[1]
+        if inside and 0 <= row < min(states.rows.shape[0], truth.shape[0]):
             for i in range(max(0, -start), min(count, truth.shape[1] - start)):
                 if int(truth[row, start + i]) != runs.values[at + i]:
                     make_due(states, row, start + i - token_offset)

@@ -1,6 +1,9 @@
 """Machine code: it does what plain loops do, refuses what does not fit, and a bad file is no harm."""
 
+import signal
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +13,8 @@ from kvcanary.kernels import dispatch, native
 from kvcanary.kernels.dispatch import In64, Out64, Out64x2
 from kvcanary.kernels.ops.hash.kv_source import fold_source_loops
 from kvcanary.kernels.ops.oracle.reference import oracle_tokens_loops
+
+from ..support.places import ROOT
 
 
 def compiled(loops: Any) -> Any:
@@ -193,3 +198,17 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     native.keep(tmp_path / "file" / "a.o", b"machine code")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_checked_loops_end_at_an_index_outside(index: int) -> None:
+    code = (
+        "import tests.support.checked_indices, numpy as np\n"
+        "from kvcanary.kernels.dispatch import In64, Out64, select\n"
+        "def loops(given: In64, at: int, out: Out64) -> None: out[0] = given[at]\n"
+        "out = np.zeros(1, np.int64)\n"
+        "select(loops, 'cpu')(np.arange(3), 2, out); print(*out, flush=True)\n"
+        f"select(loops, 'cpu')(np.arange(3), {index}, out)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.returncode) == ("2\n", -signal.SIGILL), ended.stderr
