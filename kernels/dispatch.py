@@ -186,7 +186,7 @@ def import_numba() -> Any:
 
 
 def _machine_code_path(loops: Callable[..., Any]) -> Path | None:
-    """Return where the machine code of `loops` is kept; None for numba's form, which other loops than ours have alone."""
+    """Return where the machine code of `loops` is kept; None if it is not, as that of other loops than ours."""
     if not loops.__module__.startswith(f"{__package__}."):
         return None
     folder = _machine_code_folder(os.environ.get("NUMBA_CACHE_DIR", ""))
