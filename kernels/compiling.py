@@ -7,6 +7,7 @@ Only what is compiled for the first time on a machine imports this module, and n
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from numba.core.compiler_machinery import PassManager
 from numba.core.registry import cpu_target
 from numba.core.typing.templates import AbstractTemplate, signature
 
+from .dispatch import parameter_of, type_hints
 from .views import View, make_view
 
 
@@ -158,54 +160,64 @@ def add_primitive(function: Callable[..., Any], body: Callable[..., Any], *, inl
     _contexts()[0].own[function] = types.Function(Call)
 
 
-class _Build:
-    """LLVM's builder, with what makers of views need besides."""
-
-    def __init__(self, context: Any, builder: Any, view: View) -> None:
-        self._context, self._builder, self._view = context, builder, view
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._builder, name)
-
-    def plus(self, value: Any, number: int) -> Any:
-        """Build the sum with a constant."""
-        return self._builder.add(value, value.type(number))
-
-    def view(self, address: Any, lengths: Sequence[Any]) -> Any:
-        """Build the view of what lies at an address."""
-        data = self._builder.inttoptr(address, self._context.get_value_type(types.CPointer(self._view.dtype)))
-        return make_view(self._context, self._builder, self._view, data, lengths, ())
-
-
-def add_view_maker(function: Callable[..., Any], dtype: str, ndim: int, lower: Callable[..., Any]) -> None:
-    """Make a function callable from loops that gives a packed view; `lower(build, table, *numbers)` builds it.
-
-    `function` takes a table of int64 and integers; `lower` gets the address where the table begins.
-    """
-    result = View(dtype, ndim, packed=True)
+def add_record(function: Callable[..., Any], kind: Any, *, ends: int) -> None:
+    """Make a function callable from loops that gives a `kind` of arrays in a table of addresses; see `array_views.record`."""
+    result = argument_type(kind, packed=True)
 
     class Call(AbstractTemplate):
         key = function
 
         def generic(self, args: Any, _kws: Any) -> Any:
-            return signature(result, args[0], *(types.int64 for _ in args[1:]))
+            return signature(result, *map(_widened, args))
 
     def lowered(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        table = cgutils.create_struct_proxy(sig.args[0])(context, builder, args[0]).data
-        return lower(_Build(context, builder, result), table, *args[1:])
+        def word(data: Any, index: Any) -> Any:
+            return builder.load(builder.gep(data, [index]))
 
-    numbers = [types.Integer] * (lower.__code__.co_argcount - 2)
-    _contexts()[1].insert_func_defn([(lowered, function, (View, *numbers))])
+        def constant(number: int) -> Any:
+            return context.get_constant(types.int64, number)
+
+        data = [
+            cgutils.create_struct_proxy(one)(context, builder, value).data if isinstance(one, View) else value
+            for one, value in zip(sig.args, args, strict=True)
+        ]
+        arrays, ints = itertools.count(), itertools.count()
+
+        def address_of(number: Any, column: int = 0) -> Any:
+            return word(data[0], builder.add(builder.mul(number, constant(3)), constant(column)))
+
+        def view_of(view: View) -> Any:
+            number = builder.add(data[1], constant(next(arrays)))
+            pointer = context.get_value_type(types.CPointer(view.dtype))
+            values = builder.inttoptr(address_of(number), pointer)
+            lengths = [address_of(number, axis + 1) for axis in range(view.ndim)]
+            if ends:
+                offsets = builder.inttoptr(address_of(builder.add(number, constant(ends))), data[0].type)
+                first, end = word(offsets, data[2]), word(offsets, builder.add(data[2], constant(1)))
+                values, lengths = builder.gep(values, [first]), [builder.sub(end, first)]
+            return make_view(context, builder, view, values, lengths, ())
+
+        def made(one: Any) -> Any:
+            if isinstance(one, View):
+                return view_of(one)
+            if one == types.int64:
+                return word(data[-1], constant(next(ints)))
+            return context.make_tuple(builder, one, [made(part) for part in one.types])
+
+        return made(result)
+
+    _contexts()[1].insert_func_defn([(lowered, function, (types.VarArg(types.Any),))])
     _contexts()[0].own[function] = types.Function(Call)
 
 
-def argument_type(parameter: Any, hint: Any) -> Any:
-    """Return the numba type of a loop's parameter: None for an int64, an array's spec, or those of a NamedTuple `hint`."""
+def argument_type(hint: Any, *, packed: bool) -> Any:
+    """Return the numba type of a loop's parameter of this annotation; arrays of NamedTuples are always packed."""
+    parameter = parameter_of(hint, packed=packed)
     if parameter is None:
         return types.int64
     if not isinstance(parameter, list):
         return View(parameter.dtype, parameter.ndim, packed=parameter.packed)
-    fields = [argument_type(one, None) for one in parameter]
+    fields = [argument_type(one, packed=True) for one in type_hints(hint).values()]
     alike = len(set(fields)) == 1  # numba has a type of its own for those
     return types.NamedUniTuple(fields[0], len(fields), hint) if alike else types.NamedTuple(fields, hint)
 

@@ -159,7 +159,7 @@ def object_code(loops: Callable[..., Any]) -> bytes:
         _PRIMITIVES[_registered](compiling)
         _registered += 1
     parameters, entry = parameters_of(loops), native.entry_name(name_of(loops))
-    arguments = [compiling.argument_type(*given) for given in zip(parameters, _hints(loops).values(), strict=True)]
+    arguments = [compiling.argument_type(hint, packed=loops in _PACKED) for hint in _hints(loops).values()]
     source = functools.partial(native.entry_source, entry=entry, parameters=parameters)
     code: bytes = compiling.object_code(loops, arguments, source, native.SYMBOLS)
     return code
@@ -209,7 +209,7 @@ def name_of(loops: Callable[..., Any]) -> str:
 
 def _hints(loops: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotation of each parameter."""
-    hints = typing.get_type_hints(loops, include_extras=True)
+    hints = dict(type_hints(loops))
     returns = hints.pop("return")
     if returns is not type(None):
         raise TypeError(f"{loops.__name__} returns {returns}, expected None: loops fill preallocated arrays")
@@ -218,23 +218,31 @@ def _hints(loops: Callable[..., Any]) -> dict[str, Any]:
 
 def parameters_of(loops: Callable[..., Any]) -> list[native.Parameter]:
     """Return what each parameter must be, from its annotation."""
-    parameters: list[native.Parameter] = []
+    found: list[native.Parameter] = []
     for name, hint in _hints(loops).items():
-        spec = hint.__metadata__[0] if typing.get_origin(hint) is Annotated else None
-        if hint is int:
-            parameters.append(None)
-        elif isinstance(spec, ArraySpec):
-            parameters.append(replace(spec, packed=loops in _PACKED))
-        elif isinstance(hint, type) and issubclass(hint, tuple):  # a NamedTuple of arrays
-            parameters.append([replace(one, packed=True) for one in _array_specs(hint)])
-        else:
-            raise TypeError(f"{loops.__name__}: parameter {name} has type {hint}, expected int or an array type")
-    return parameters
+        try:
+            found.append(parameter_of(hint, packed=loops in _PACKED))
+        except TypeError as error:
+            raise TypeError(f"{loops.__name__}: parameter {name} {error}") from None
+    return found
 
 
-def _array_specs(named_tuple: type) -> list[ArraySpec]:
-    hints = typing.get_type_hints(named_tuple, include_extras=True)
-    return [hint.__metadata__[0] for hint in hints.values()]
+def parameter_of(hint: Any, *, packed: bool = False) -> native.Parameter:
+    """Return what a parameter must be: None for an int, or an array, or what a NamedTuple, packed ones, has in order."""
+    spec = hint.__metadata__[0] if typing.get_origin(hint) is Annotated else None
+    if hint is int:
+        return None
+    if isinstance(spec, ArraySpec):
+        return replace(spec, packed=packed)
+    if isinstance(hint, type) and issubclass(hint, tuple):
+        return [parameter_of(one, packed=True) for one in type_hints(hint).values()]
+    raise TypeError(f"has type {hint}, expected int, an array type or a NamedTuple of those")
+
+
+@functools.cache
+def type_hints(of: Any) -> dict[str, Any]:
+    """Return the annotations of a function's parameters or a NamedTuple's fields."""
+    return typing.get_type_hints(of, include_extras=True)
 
 
 def cache_folder(versions: str, user_choice: str) -> Path | None:

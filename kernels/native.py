@@ -57,7 +57,7 @@ class Array(Protocol):
 
 
 # A parameter: None for an int64, an array, or those of a named tuple.
-Parameter = Array | None | list[Array]
+Parameter = Array | None | list[Any]
 
 
 def read(path: Path) -> bytes | None:

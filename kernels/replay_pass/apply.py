@@ -7,16 +7,7 @@ from ..constants import RECORD_KV_HASH, RECORD_POSITION, RECORD_PREV_HASH, RECOR
 from ..dispatch import In64, Out64, Out64x2, OutU64x2, primitive
 from ..ops.hash.reference import as_i64, as_u64, splitmix64
 from ..ops.write.reference import write_loops
-from .array_views import int64_rows, uint8_rows, uint64_rows
-from .context import Context, ForwardLists, GroupState, RowState, group_state, readers_of, states_at, work_of
-from .divergence import watched_divergence_loops
-from .due import mark_verified_loops
-from .entries import HI, TRUTH, link_cell, make_due
-from .forward import due_entries, stream_array
-from .invalidation import invalidate_slots_loops
-from .layout import (
-    BUFFERS,
-    CELL_KINDS,
+from .context import (
     COUNT_FORWARDS,
     COUNT_VERIFIED,
     COUNT_WRITTEN,
@@ -24,24 +15,31 @@ from .layout import (
     FIGURE_OTHER_SLOTS,
     FIGURE_READS,
     FIGURES,
-    FIRST_STREAM,
-    FULL_STATES,
-    GROUP_COUNTED_WHOLE,
-    GROUP_RUNNER,
-    KV_WORDS,
     LAUNCHES,
     NEW_IDS,
-    NUM_BUFFERS,
     NUM_FIGURES,
-    NUM_GROUPS,
-    NUM_STREAMS,
     NUM_VIOLATIONS,
     OUT_OF_RANGE,
     SINCE_SWEEP,
     SLOTS_COUNTED,
     STREAM_BEFORE,
     STREAM_BUFFER,
+    Context,
+    Event,
+    GroupState,
+    RowState,
+    buffer_of,
+    full_state,
+    group_state,
+    readers_of,
+    stream_of,
+    work_of,
 )
+from .divergence import watched_divergence_loops
+from .due import mark_verified_loops
+from .entries import HI, TRUTH, link_cell, make_due
+from .forward import due_entries
+from .invalidation import invalidate_slots_loops
 from .ledger import note_writes_loops
 from .rows import note_rows
 from .state import mark_writer_loops
@@ -51,7 +49,7 @@ primitive()(write_loops)
 
 
 @primitive()
-def store_stream(words: OutU64x2, forward: ForwardLists, at: int, slots: In64, hashed: int, hashes: Out64) -> None:
+def store_stream(words: OutU64x2, forward: Event, at: int, slots: In64, hashed: int, hashes: Out64) -> None:
     """Put one stream's bytes of every token into the pool, and fold those that are hashed into the tokens' KV hashes.
 
     `forward.kv` from `at` on holds them; `fold_source_loops` says what a hash is.
@@ -84,14 +82,14 @@ def copy_records(records: Out64x2, head: Out64x2, slots: In64, end: int, hashes:
 
 
 @primitive()
-def write_group(context: Context, forward: ForwardLists, group: GroupState, slots: Out64, end: int) -> int:
+def write_group(context: Context, forward: Event, group: GroupState, slots: Out64, end: int) -> int:
     """Write a group's records and bytes, and who wrote them; return how many records that were, a buffer."""
     memory = work_of(context)
-    bs, counters, columns = forward.rows.shape[0], memory.counters, context.groups[group.number]
+    bs, counters = forward.rows.shape[0], memory.counters
     hashes = memory.hashes[: slots.shape[0]]
     offsets = memory.write_offsets[: bs + 1]
     log = memory.log
-    head = int64_rows(context.arrays, group.first + BUFFERS)
+    head = buffer_of(context, group, 0)
     for i in range(slots.shape[0]):
         hashes[i] = 0
     counters[SLOTS_COUNTED] = 0
@@ -116,24 +114,22 @@ def write_group(context: Context, forward: ForwardLists, group: GroupState, slot
         counters[SLOTS_COUNTED : SLOTS_COUNTED + 1],
         counters[LAUNCHES : LAUNCHES + 1],
     )
-    first = columns[FIRST_STREAM]
-    for buffer in range(1, columns[NUM_BUFFERS]):
+    for buffer in range(1, group.num_buffers):
         if buffer > 1:
             for i in range(slots.shape[0]):
                 hashes[i] = 0
-        for s in range(first, first + columns[NUM_STREAMS]):
+        for s in range(group.first_stream, group.first_stream + group.num_streams):
             if context.streams[s, STREAM_BUFFER] == buffer:
-                words = uint64_rows(context.arrays, stream_array(context, group.number, s))
                 at = context.streams[s, STREAM_BEFORE] * forward.inputs.shape[0]
-                store_stream(words, forward, at, slots, context.settings[KV_WORDS], hashes)
-        copy_records(int64_rows(context.arrays, group.first + BUFFERS + buffer), head, slots, end, hashes)
-    mark_writer_loops(slots, offsets, forward.requests, forward.event, forward.number, group.writers)
-    note_writes_loops(slots, end, forward.event, group.ledger)
+                store_stream(stream_of(context, group, s), forward, at, slots, context.settings.kv_words, hashes)
+        copy_records(buffer_of(context, group, buffer), head, slots, end, hashes)
+    mark_writer_loops(slots, offsets, forward.requests, forward.number, forward.forward, group.writers)
+    note_writes_loops(slots, end, forward.number, group.ledger)
     return counters[SLOTS_COUNTED]
 
 
 @primitive()
-def watch_written(context: Context, forward: ForwardLists, group: GroupState, slots: In64) -> None:
+def watch_written(context: Context, forward: Event, group: GroupState, slots: In64) -> None:
     """Watch what was written as verified: nothing but what was just checked is in it. The tables name the new slots."""
     memory = work_of(context)
     offsets, states = memory.write_offsets, group.states
@@ -158,49 +154,41 @@ def watch_written(context: Context, forward: ForwardLists, group: GroupState, sl
 
 
 @primitive()
-def count_divergence(context: Context, forward: ForwardLists, group: GroupState) -> None:
+def count_divergence(context: Context, forward: Event, group: GroupState) -> None:
     """Count how far a sliding-window pool has diverged from the full one, over what the batch has cached now."""
     memory = work_of(context)
     bs, lens = forward.rows.shape[0], memory.lens
     starts, ends = memory.run_starts[:bs], memory.run_lens[:bs]
     for r in range(bs):
-        counted_whole = context.groups[group.number, GROUP_COUNTED_WHOLE] != 0
-        starts[r] = 0 if counted_whole else max(0, forward.prefixes[r] - group.window - 1)
+        starts[r] = 0 if group.counted_whole != 0 else max(0, forward.prefixes[r] - group.window - 1)
         ends[r] = forward.prefixes[r] + lens[r]
     figures = memory.counters[FIGURES : FIGURES + 2]
     figures[0] = 0
     figures[1] = 0
-    watched_divergence_loops(
-        forward.rows,
-        starts,
-        ends,
-        group.table,
-        states_at(context.arrays, group.first + FULL_STATES),
-        uint8_rows(context.arrays, group.first + CELL_KINDS),
-        figures,
-    )
+    full = full_state(context, group)
+    watched_divergence_loops(forward.rows, starts, ends, group.table, full.states, full.kinds, figures)
     context.figures[forward.place, group.number * NUM_FIGURES + FIGURE_NO_SLOTS] = figures[0]
     context.figures[forward.place, group.number * NUM_FIGURES + FIGURE_OTHER_SLOTS] = figures[1]
 
 
 @primitive()
-def apply_forward(context: Context, forward: ForwardLists, rows: RowState) -> None:
+def apply_forward(context: Context, forward: Event, rows: RowState) -> None:
     """Carry out a forward that `forward_ordinary` has found to be one."""
     memory = work_of(context)
     settings, bs, tokens = context.settings, forward.rows.shape[0], forward.inputs.shape[0]
     end = int(memory.write_offsets[bs])
     readers = readers_of(forward)
     start = 0
-    for g in range(settings[NUM_GROUPS]):
-        if context.groups[g, GROUP_RUNNER] != forward.runner:
-            continue
+    for g in range(settings.num_groups):
         group = group_state(context, g)
+        if group.runner != forward.runner:
+            continue
         slots = memory.own_slots[g, :tokens]
         how = memory.how[g, :bs]
         plan = due_entries(context, g, bs, start)
         start += memory.request_offsets[g, bs]
         mark_verified_loops(
-            readers, forward.event - 1, group.table, forward.offset, how, plan, group.ledger, group.states
+            readers, forward.number - 1, group.table, forward.offset, how, plan, group.ledger, group.states
         )
         if group.window > 0:  # what stands before the window was linked just now, and may be what is written
             invalidate_slots_loops(slots, group.states)
@@ -210,9 +198,9 @@ def apply_forward(context: Context, forward: ForwardLists, rows: RowState) -> No
         if context.figures.shape[0] > 0:
             context.figures[forward.place, g * NUM_FIGURES + FIGURE_READS] = memory.reads[g]
     apply_own_changes(context, forward, rows)
-    for g in range(settings[NUM_GROUPS]):
-        if context.groups[g, GROUP_RUNNER] == forward.runner:
-            group = group_state(context, g)
+    for g in range(settings.num_groups):
+        group = group_state(context, g)
+        if group.runner == forward.runner:
             watch_written(context, forward, group, memory.own_slots[g, :tokens])
             if len(group.table.lut) > 0:
                 count_divergence(context, forward, group)

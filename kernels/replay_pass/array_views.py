@@ -5,16 +5,16 @@ checked dtype, C order and that they may be written: `AddressTable` does both.
 """
 
 import ctypes
-from collections.abc import Callable
-from typing import Any, Final
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..dispatch import In64x2, register_compiled
-from .layout import NUM_LISTS
+from ..dispatch import ArraySpec, In64x2, parameter_of, register_compiled, type_hints
 
-_COLUMNS: Final = 3
+_T = TypeVar("_T")
 
 
 class AddressTable:
@@ -40,59 +40,54 @@ class AddressTable:
     @property
     def rows(self) -> npt.NDArray[np.int64]:
         """The table."""
-        return np.array(self._rows, np.int64).reshape(-1, _COLUMNS)
+        return np.array(self._rows, np.int64).reshape(-1, 3)
 
 
-def _view(dtype: str, ndim: int) -> Callable[[In64x2, int], npt.NDArray[Any]]:
-    """Return a primitive that gives array number `index` of a table as one of this dtype and so many axes."""
+def record(kind: type[_T], *, ends: int = 0) -> Callable[..., _T]:
+    """Return a primitive that makes a `kind`, a named tuple of arrays, ints and such named tuples, or one array's type.
 
-    def view(table: In64x2, index: int) -> npt.NDArray[Any]:
-        address, rows, columns = (int(word) for word in table[index])
-        shape = (rows, columns)[:ndim]
-        if rows * columns == 0:
-            return np.zeros(shape, dtype)
-        memory = (ctypes.c_char * (rows * columns * np.dtype(dtype).itemsize)).from_address(address)
-        return np.ndarray(shape, dtype, memory)  # type: ignore[arg-type]
+    It takes the table and the number of the first array, the others being those behind it; with `ends` an index, too: then
+    an array is what lies between offset `index` and the next, which array number `ends` behind it has. A last argument
+    `[n] int64`, packed, has the ints, if there are any; if there are only ints it is the only one.
+    """
+    leaves = list(_leaves(kind))
+    has_numbers, has_arrays = None in leaves, any(leaves)
 
-    def lower(build: Any, table: Any, index: Any) -> Any:
-        address, *lengths = (_word(build, table, index, column) for column in range(ndim + 1))
-        return build.view(address, lengths)
+    def make(*given: Any) -> Any:
+        numbers = iter(map(int, given[-1])) if has_numbers else iter(())
+        arrays = itertools.count(given[1] if has_arrays else 0)
 
-    register_compiled(lambda compiling: compiling.add_view_maker(view, dtype, ndim, lower))
-    return view
+        def made(hint: Any) -> Any:
+            if hint is int:
+                return next(numbers)
+            spec = parameter_of(hint)
+            if isinstance(spec, list):
+                return hint(*map(made, type_hints(hint).values()))
+            place = next(arrays)
+            found = _array(given[0], place, spec)
+            if not ends:
+                return found
+            offsets = _array(given[0], place + ends, _OFFSETS)
+            return found[offsets[given[2]] : offsets[given[2] + 1]]
 
+        return made(kind)
 
-def _list(dtype: str) -> Callable[[In64x2, int, int], npt.NDArray[Any]]:
-    """Return a primitive that gives an event's list: of column `number`, whose offsets are `NUM_LISTS` arrays further on."""
-    values, offsets = _view(dtype, 1), _view("int64", 1)
-
-    def view(table: In64x2, number: int, event: int) -> npt.NDArray[Any]:
-        ends = offsets(table, number + NUM_LISTS)
-        return values(table, number)[ends[event] : ends[event + 1]]
-
-    def lower(build: Any, table: Any, number: Any, event: Any) -> Any:
-        ends = build.inttoptr(_word(build, table, build.plus(number, NUM_LISTS), 0), table.type)
-        begin = build.load(build.gep(ends, [event]))
-        end = build.load(build.gep(ends, [build.plus(event, 1)]))
-        first = build.mul(begin, begin.type(np.dtype(dtype).itemsize))
-        return build.view(build.add(_word(build, table, number, 0), first), [build.sub(end, begin)])
-
-    register_compiled(lambda compiling: compiling.add_view_maker(view, dtype, 1, lower))
-    return view
+    register_compiled(lambda compiling: compiling.add_record(make, kind, ends=ends))
+    return make
 
 
-def _word(build: Any, table: Any, row: Any, column: int) -> Any:
-    """Build the load of a word of the table of addresses."""
-    place = build.plus(build.mul(row, row.type(_COLUMNS)), column)
-    return build.load(build.gep(table, [place]))
+_OFFSETS: Final = ArraySpec("int64", 1, written=False, packed=True)
 
 
-int64s: Final = _view("int64", 1)
-int64_rows: Final = _view("int64", 2)
-uint64_rows: Final = _view("uint64", 2)
-int32s: Final = _view("int32", 1)
-int32_rows: Final = _view("int32", 2)
-uint8s: Final = _view("uint8", 1)
-uint8_rows: Final = _view("uint8", 2)
-int64_list: Final = _list("int64")
-uint64_list: Final = _list("uint64")
+def _leaves(hint: Any) -> Iterable[Any]:
+    spec = parameter_of(hint)
+    return itertools.chain(*map(_leaves, type_hints(hint).values())) if isinstance(spec, list) else (spec,)
+
+
+def _array(table: In64x2, index: int, spec: Any) -> npt.NDArray[Any]:
+    address, rows, columns = (int(word) for word in table[index])
+    shape = (rows, columns)[: spec.ndim]
+    if rows * columns == 0:
+        return np.zeros(shape, spec.dtype)
+    memory = (ctypes.c_char * (rows * columns * np.dtype(spec.dtype).itemsize)).from_address(address)
+    return np.ndarray(shape, spec.dtype, memory)

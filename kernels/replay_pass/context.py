@@ -1,75 +1,45 @@
-"""What one call of the compiled pass works on, as named tuples of arrays that it finds in the table of addresses."""
+"""What one call of the compiled pass is given, and how loops find it in the table of addresses.
 
-from typing import NamedTuple
+A list column of a batch is two arrays: its values, and `NUM_LISTS` further on its offsets.
+"""
 
-from ..dispatch import In64, In64x2, InU64, Out8, Out8x2, Out32, Out32x2, Out64, Out64x2, primitive
-from .array_views import (
-    int32_rows,
-    int32s,
-    int64_list,
-    int64_rows,
-    int64s,
-    uint8_rows,
-    uint8s,
-    uint64_list,
-)
+from typing import Final, NamedTuple
+
+from ..dispatch import In64, In64x2, InU64, Out8, Out8x2, Out32, Out32x2, Out64, Out64x2, OutU64x2, primitive
+from .array_views import record
 from .due import Readers
 from .entries import EntryStates, SlotTable
-from .layout import (
-    EXTENDS,
-    FORWARD,
-    GROUP_ARRAYS,
-    GROUP_LUT,
-    GROUP_OFFSET,
-    GROUP_PADDING,
-    GROUP_RING,
-    GROUP_RUNNER,
-    GROUP_SLOTS,
-    GROUP_TABLE,
-    GROUP_WINDOW,
-    HAS_TRUTH,
-    INPUTS,
-    KV,
-    LEDGER,
-    LIST_ARRAYS,
-    LUT_ARRAYS,
-    MODE,
-    NUM_GROUPS,
-    POSITIONS,
-    PREFIXES,
-    REQUEST_ARRAYS,
-    REQUESTS,
-    ROW_ARRAYS,
-    ROWS,
-    RUNNER,
-    RUNNER_ARRAYS,
-    SAMPLED,
-    SAMPLED_LENS,
-    SCALAR_ARRAYS,
-    STATES,
-    TABLE_ARRAYS,
-    TRANSFERS,
-    TRUTH_LENS,
-    WORK_ARRAYS,
-    WRITERS,
-    WRITTEN,
+from .invalidation import Runs
+
+# --- a batch of events
+
+EVENT_LISTS: Final = (
+    *("req_pool_indices", "request_ids", "prefix_lens", "extend_lens", "truth_lens", "sampled_lens", "sampled_tokens"),
+    *("input_ids", "positions", "out_cache_loc", "kv_bytes", "slot_group", "slot_start", "slot_count"),
 )
+_RUN_LISTS: Final = {
+    "table": ("table_index", "table_row", "table_start", "table_count", "table_slots"),
+    "lut": ("lut_index", "lut_index", "lut_start", "lut_count", "lut_slots"),
+    "truth": ("truth_row", "truth_row", "truth_start", "truth_count", "truth_tokens"),
+}
+# List columns in the order in which the pass gets them: those of `Event`, then those of three `Runs`.
+LISTS: Final = (*EVENT_LISTS, *(name for names in _RUN_LISTS.values() for name in names))
+NUM_LISTS: Final = len(LISTS)
+TABLE_RUNS, LUT_RUNS, TRUTH_RUNS = range(len(EVENT_LISTS), NUM_LISTS, 5)
+
+KINDS: Final = ("forward", "alloc", "free", "evict", "status", "request")
+FORWARD_EVENT, ALLOC_EVENT, FREE_EVENT, EVICT_EVENT, STATUS_EVENT, REQUEST_EVENT = range(len(KINDS))
+UNUSUAL: Final = -1  # an event that is not for the pass
+ALLOC_CODES: Final = ("", "shared", "cached")
+FRESH_ALLOC, SHARED_ALLOC, CACHED_ALLOC = range(3)
+STATUS_CODES: Final = ("admitted", "retracted", "finished", "aborted")
+ADMITTED: Final = 0
+MODES: Final = ("decode", "draft_extend", "target_verify")
+DECODE, DRAFT_EXTEND, TARGET_VERIFY = range(len(MODES))
 
 
-class Context(NamedTuple):
-    """What a call is given; the columns are those of `layout.py`."""
-
-    arrays: In64x2  # [n, 3]: the table of addresses
-    groups: In64x2  # [groups, GROUP_COLUMNS]
-    streams: In64x2  # [streams, 3]
-    settings: In64  # [NUM_SETTINGS]
-    progress: Out64  # [NUM_PROGRESS]
-    tally: Out64x2  # [groups, 3]
-    figures: Out64x2  # [events, groups * NUM_FIGURES]; [0, 0] without a full-to-SWA table
-
-
-class ForwardLists(NamedTuple):
-    """A forward's columns."""
+class Event(NamedTuple):
+    """An event's columns; its ints are a row of `Context.events`."""
 
     rows: In64  # [bs]
     requests: In64  # [bs]
@@ -81,30 +51,94 @@ class ForwardLists(NamedTuple):
     inputs: In64  # [tokens]
     positions: In64  # [tokens]
     written: In64  # [tables * tokens]
-    kv: InU64  # [tokens * words of its runner]
-    place: int  # among the events of the batch
-    runner: int
+    kv: InU64  # [tokens * words]
+    slot_groups: In64  # [runs]
+    slot_starts: In64  # [runs]
+    slot_counts: In64  # [runs]
+    kind: int
+    status: int
     mode: int
-    number: int
-    event: int  # + 1
-    serial: int
-    offset: int  # token_offset; -1 if its runner has no group
+    runner: int
+    forward: int  # its number
+    request: int
+    prompt: int
+    room: int
+    place: int  # among the events of the batch
+    number: int  # + 1
+    offset: int  # token_offset of its runner; -1 if that has no group
+    words: int  # of KV a token has in its runner's forwards
+
+
+# --- what a call is given
+
+
+class Settings(NamedTuple):
+    """What does not change during a call; switches are 0 or 1."""
+
+    start: int  # index of the first event to take
+    stop: int  # index behind the last
+    complete: int  # whether the trace has every event of every slot
+    from_start: int  # whether slots that no event has named are free
+    has_truth: int
+    vocab: int  # of the oracle that sampled, 0 without one
+    kv_words: int  # 8-byte words hashed of each stream at most; 0: no KV hash
+    stall_limit: int  # forwards of the first runner without a walk of the prefix cache, 0 for any number
+    padding_reported: int  # whether padding was reported in the forward before
+    num_groups: int
+    num_tables: int
+    num_luts: int
+    num_runners: int
+    most_due: int  # a forward with more entries due is refused
+    # Numbers of arrays in the table of addresses: the first of several.
+    lists: int
+    tables: int
+    luts: int
+    rows: int  # a `RowState` for each runner
+    work: int
+
+
+class Context(NamedTuple):
+    """What a call is given."""
+
+    arrays: In64x2  # [n, 3]: the table of addresses
+    groups: In64x2  # [groups, columns]: the ints of `GroupState`
+    streams: In64x2  # [streams, 3]
+    events: In64x2  # [events, columns]: the ints of `Event`
+    progress: Out64  # [NUM_PROGRESS]
+    tally: Out64x2  # [groups, 3]
+    figures: Out64x2  # [events, groups * NUM_FIGURES]; [0, 0] without a full-to-SWA table
+    settings: Settings
+
+
+# `Context.progress`: what moves on during a call.
+AT, SERIAL, SINCE_SWEEP, NEW_IDS, PARTNER_SERIAL = range(5)
+NUM_PROGRESS: Final = 5
+
+# A stream, [streams, 3] int64: TAIL buffer among its group's, captured words, words of the runner's streams before it.
+STREAM_BUFFER, STREAM_WORDS, STREAM_BEFORE = range(3)
+
+# `Context.tally`: what the pass counted.
+COUNT_VERIFIED, COUNT_WRITTEN, COUNT_FORWARDS = range(3)
+
+# `Context.figures`: of each forward and group, for the divergence figures.
+FIGURE_READS, FIGURE_NO_SLOTS, FIGURE_OTHER_SLOTS, NUM_FIGURES = range(4)
 
 
 class RowState(NamedTuple):
     """What is known by row and by request."""
 
-    truth: Out32x2  # [rows, width]; [0, 0] without truth tokens
     last: Out64x2  # [rows, 6]: of the forward's runner
+    truth: Out32x2  # [rows, width]; [0, 0] without truth tokens
     status: Out64x2  # [rows, 3]
     samples: Out64x2  # [rows, 5]
     row_stamps: Out64  # [rows]
+    held: Out64x2  # requests, with how many slots they hold
     facts: Out64x2  # requests, for the oracle
     reported: In64  # [n]: requests of which a check remembers that it reported them
 
 
 class Work(NamedTuple):
-    """Memory that a forward works with; `arrays` of `WorkMemory` has it in this order."""
+    """Memory that a forward works with."""
 
     lens: Out64  # [requests]: tokens of each
     fresh_from: Out64  # [requests]
@@ -134,152 +168,125 @@ class Work(NamedTuple):
     reads: Out64  # [groups]: entries that a forward reads, due or not
 
 
-class GroupState(NamedTuple):
-    """A pool group."""
+# `Work.counters`.
+TOTALS, FOUND_COUNT, OUT_OF_RANGE, NUM_VIOLATIONS, SLOTS_COUNTED, LAUNCHES, FIGURES = 0, 2, 3, 4, 5, 6, 7
+NUM_COUNTERS: Final = 9
 
-    number: int
+
+class GroupState(NamedTuple):
+    """A pool group; behind its arrays lie those of `FullState`, the canary buffers (HEAD and TAIL of the first half, of the
+    second, ...) and the streams. Its ints are a row of `Context.groups`.
+    """
+
     table: SlotTable
     states: EntryStates
     ledger: Out64x2  # [slots, 8]
     transfers: Out64  # [slots]
     writers: Out64x2  # [slots, 3]
+    partners: Out64x2  # [slots, 2]: of `shared_halves_loops`
+    arrays: int  # number of its first array
+    number: int
+    runner: int
+    table_number: int
+    lut_number: int  # -1 if the table's slots are the pool's own
     num_slots: int
-    window: int
-    ring: int
-    padding: int
-    offset: int
-    first: int  # number of its first array
+    window: int  # 0 for full
+    ring: int  # whether a forward reads its prefix before its own writes land
+    padding: int  # slots below it are padding
+    counted_whole: int  # whether divergence figures count positions before the window
+    offset: int  # token_offset of its runner
+    num_buffers: int
+    first_stream: int
+    num_streams: int
+
+
+class FullState(NamedTuple):
+    """What divergence figures keep of a sliding group: entry states by full slot, and what kind each cell is."""
+
+    states: EntryStates
+    kinds: Out8x2  # [rows, width]
+
+
+_GROUP_ARRAYS: Final = 11  # of `GroupState`
+_FULL_ARRAYS: Final = 6
+_ROW_ARRAYS: Final = len(RowState._fields)
+
+_event: Final = record(Event, ends=NUM_LISTS)
+_runs: Final = record(Runs, ends=NUM_LISTS)
+_group: Final = record(GroupState)
+_full: Final = record(FullState)
+_rows: Final = record(RowState)
+_work: Final = record(Work)
+_table: Final = record(Out32x2)
+_lut: Final = record(Out64)
+_buffer: Final = record(Out64x2)
+_stream: Final = record(OutU64x2)
+settings_of: Final = record(Settings)
 
 
 @primitive()
-def scalar_of(context: Context, column: int, index: int) -> int:
-    """Return a scalar of an event."""
-    return int64s(context.arrays, context.settings[SCALAR_ARRAYS] + column)[index]
+def event_at(context: Context, index: int) -> Event:
+    """Return an event; its lists have the lengths that they have."""
+    return _event(context.arrays, context.settings.lists, index, context.events[index])
 
 
 @primitive()
-def work_of(context: Context) -> Work:
-    """Return the memory to work with."""
-    arrays, first = context.arrays, context.settings[WORK_ARRAYS]
-    return Work(
-        int64s(arrays, first),
-        int64s(arrays, first + 1),
-        int64s(arrays, first + 2),
-        int64_rows(arrays, first + 3),
-        uint8_rows(arrays, first + 4),
-        int64_rows(arrays, first + 5),
-        int64s(arrays, first + 6),
-        int64_rows(arrays, first + 7),
-        int64s(arrays, first + 8),
-        int64s(arrays, first + 9),
-        int64s(arrays, first + 10),
-        int64_rows(arrays, first + 11),
-        int64s(arrays, first + 12),
-        int64s(arrays, first + 13),
-        int64s(arrays, first + 14),
-        int64s(arrays, first + 15),
-        int64s(arrays, first + 16),
-        int64s(arrays, first + 17),
-        int64s(arrays, first + 18),
-        int64s(arrays, first + 19),
-        uint8s(arrays, first + 20),
-        int64s(arrays, first + 21),
-        int64s(arrays, first + 22),
-        int32s(arrays, first + 23),
-        int64_rows(arrays, first + 24),
-        int64s(arrays, first + 25),
-    )
-
-
-@primitive()
-def states_at(arrays: In64x2, first: int) -> EntryStates:
-    """Return the entry states whose arrays begin at a number."""
-    return EntryStates(
-        int32s(arrays, first),
-        int32_rows(arrays, first + 1),
-        uint8_rows(arrays, first + 2),
-        int32_rows(arrays, first + 3),
-        int64_rows(arrays, first + 4),
-    )
-
-
-@primitive()
-def table_of(context: Context, number: int, lut: int) -> SlotTable:
-    """Return a block table with a full-to-SWA table, or none if `lut` is -1."""
-    settings, arrays = context.settings, context.arrays
-    return SlotTable(int32_rows(arrays, settings[TABLE_ARRAYS] + number), int64s(arrays, settings[LUT_ARRAYS] + lut))
+def runs_at(context: Context, number: int, index: int) -> Runs:
+    """Return an event's runs for tables: those of `TABLE_RUNS`, `LUT_RUNS` (whose rows say nothing) or `TRUTH_RUNS`."""
+    return _runs(context.arrays, context.settings.lists + number, index)
 
 
 @primitive()
 def group_state(context: Context, number: int) -> GroupState:
     """Return a group's state."""
-    group = context.groups[number]
-    first = group[GROUP_ARRAYS]
-    return GroupState(
-        number,
-        table_of(context, group[GROUP_TABLE], group[GROUP_LUT]),
-        states_at(context.arrays, first + STATES),
-        int64_rows(context.arrays, first + LEDGER),
-        int64s(context.arrays, first + TRANSFERS),
-        int64_rows(context.arrays, first + WRITERS),
-        group[GROUP_SLOTS],
-        group[GROUP_WINDOW],
-        group[GROUP_RING],
-        group[GROUP_PADDING],
-        group[GROUP_OFFSET],
-        first,
-    )
+    numbers = context.groups[number]
+    return _group(context.arrays, numbers[0], numbers)
+
+
+@primitive()
+def full_state(context: Context, group: GroupState) -> FullState:
+    """Return what a sliding group has for divergence figures."""
+    return _full(context.arrays, group.arrays + _GROUP_ARRAYS)
+
+
+@primitive()
+def buffer_of(context: Context, group: GroupState, number: int) -> Out64x2:
+    """Return the records of one of a group's canary buffers, `[slots, 4]`."""
+    return _buffer(context.arrays, group.arrays + _GROUP_ARRAYS + _FULL_ARRAYS + number)
+
+
+@primitive()
+def stream_of(context: Context, group: GroupState, stream: int) -> OutU64x2:
+    """Return the captured words of a stream, `[slots, words]`."""
+    before = _GROUP_ARRAYS + _FULL_ARRAYS + group.num_buffers
+    return _stream(context.arrays, group.arrays + before + stream - group.first_stream)
+
+
+@primitive()
+def table_of(context: Context, number: int) -> Out32x2:
+    """Return a block table, `[rows, width]`."""
+    return _table(context.arrays, context.settings.tables + number)
+
+
+@primitive()
+def lut_of(context: Context, number: int) -> Out64:
+    """Return a full-to-SWA table, `[full slots]`."""
+    return _lut(context.arrays, context.settings.luts + number)
 
 
 @primitive()
 def row_state(context: Context, runner: int) -> RowState:
     """Return what is known by row, of a runner's forwards."""
-    arrays, first = context.arrays, context.settings[ROW_ARRAYS]
-    by_request = context.settings[REQUEST_ARRAYS]
-    return RowState(
-        int32_rows(arrays, first),
-        int64_rows(arrays, context.settings[RUNNER_ARRAYS] + runner),
-        int64_rows(arrays, first + 1),
-        int64_rows(arrays, first + 2),
-        int64s(arrays, first + 3),
-        int64_rows(arrays, by_request + 1),
-        int64s(arrays, by_request + 2),
-    )
+    return _rows(context.arrays, context.settings.rows + runner * _ROW_ARRAYS)
 
 
 @primitive()
-def forward_lists(context: Context, index: int, event: int, serial: int) -> ForwardLists:
-    """Return a forward's columns; its lists have the lengths that they have."""
-    runner = scalar_of(context, RUNNER, index)
-    offset = -1
-    for g in range(context.settings[NUM_GROUPS]):
-        if context.groups[g, GROUP_RUNNER] == runner:
-            offset = context.groups[g, GROUP_OFFSET]
-    arrays, lists = context.arrays, context.settings[LIST_ARRAYS]
-    known = int64_list(arrays, lists + TRUTH_LENS, index)
-    return ForwardLists(
-        int64_list(arrays, lists + ROWS, index),
-        int64_list(arrays, lists + REQUESTS, index),
-        int64_list(arrays, lists + PREFIXES, index),
-        int64_list(arrays, lists + EXTENDS, index),
-        known if context.settings[HAS_TRUTH] != 0 else known[:0],
-        int64_list(arrays, lists + SAMPLED_LENS, index),
-        int64_list(arrays, lists + SAMPLED, index),
-        int64_list(arrays, lists + INPUTS, index),
-        int64_list(arrays, lists + POSITIONS, index),
-        int64_list(arrays, lists + WRITTEN, index),
-        uint64_list(arrays, lists + KV, index),
-        index,
-        runner,
-        scalar_of(context, MODE, index),
-        scalar_of(context, FORWARD, index),
-        event,
-        serial,
-        offset,
-    )
+def work_of(context: Context) -> Work:
+    """Return the memory to work with."""
+    return _work(context.arrays, context.settings.work)
 
 
 @primitive()
-def readers_of(forward: ForwardLists) -> Readers:
+def readers_of(forward: Event) -> Readers:
     """Return the requests of a forward as the plan of due entries takes them."""
     return Readers(forward.rows, forward.requests, forward.prefixes, forward.known)

@@ -10,38 +10,32 @@ from ..ops.hash.reference import as_u64
 from ..ops.plan.reference import MAX_PLAN_ENTRIES, plan_writes_loops
 from ..ops.verify.reference import verify_loops
 from ..tokens import contradicts
-from .array_views import int32_rows, int64_rows, uint64_rows
-from .context import Context, ForwardLists, GroupState, RowState, group_state, readers_of, work_of
-from .due import DueEntries, plan_due_loops, watch_forward_loops
-from .entries import EVENT
-from .invalidation import invalidate_slots_loops
-from .layout import (
-    BUFFERS,
-    COMPLETE,
-    FIRST_STREAM,
+from .context import (
     FOUND_COUNT,
-    FROM_START,
-    GROUP_ARRAYS,
-    GROUP_RUNNER,
-    GROUP_TABLE,
-    KV_WORDS,
     LAUNCHES,
-    MOST_DUE,
-    NUM_BUFFERS,
-    NUM_GROUPS,
-    NUM_STREAMS,
-    NUM_TABLES,
     NUM_VIOLATIONS,
     OUT_OF_RANGE,
     PARTNER_SERIAL,
-    PARTNERS,
-    ROW_ARRAYS,
+    SERIAL,
     SLOTS_COUNTED,
     STREAM_BEFORE,
     STREAM_BUFFER,
-    TABLE_ARRAYS,
     TOTALS,
+    Context,
+    Event,
+    GroupState,
+    RowState,
+    buffer_of,
+    group_state,
+    readers_of,
+    row_state,
+    stream_of,
+    table_of,
+    work_of,
 )
+from .due import DueEntries, plan_due_loops, watch_forward_loops
+from .entries import EVENT
+from .invalidation import invalidate_slots_loops
 from .ledger import (
     ALLOC,
     CONTENT,
@@ -65,14 +59,14 @@ for _op in (fold_source_loops, plan_writes_loops, verify_loops):
 
 
 @primitive()
-def lists_fit(context: Context, forward: ForwardLists, words_a_token: int) -> int:
+def lists_fit(context: Context, forward: Event) -> int:
     """Say whether a forward's lists have the lengths that they must have, and there is a request at all; 0 or 1."""
     bs, tokens = forward.rows.shape[0], forward.inputs.shape[0]
-    if bs == 0 or forward.kv.shape[0] != tokens * words_a_token:
+    if bs == 0 or forward.kv.shape[0] != tokens * forward.words:
         return 0
     if forward.requests.shape[0] != bs or forward.prefixes.shape[0] != bs or forward.extends.shape[0] != bs:
         return 0
-    if forward.positions.shape[0] != tokens or forward.written.shape[0] != tokens * context.settings[NUM_TABLES]:
+    if forward.positions.shape[0] != tokens or forward.written.shape[0] != tokens * context.settings.num_tables:
         return 0
     for lens in (forward.known, forward.sampled_lens):
         if lens.shape[0] != 0 and lens.shape[0] != bs:
@@ -88,7 +82,7 @@ def lists_fit(context: Context, forward: ForwardLists, words_a_token: int) -> in
 
 
 @primitive()
-def requests_ordinary(context: Context, forward: ForwardLists, rows: RowState, width: int, lens: Out64) -> int:
+def requests_ordinary(context: Context, forward: Event, rows: RowState, width: int, lens: Out64) -> int:
     """Say whether each request runs where and how far it should, on the tokens it should; 0 or 1.
 
     `lens` takes how many tokens of the batch each request has; `width` is that of the narrowest table.
@@ -99,29 +93,31 @@ def requests_ordinary(context: Context, forward: ForwardLists, rows: RowState, w
     for r in range(forward.rows.shape[0]):
         row, request, prefix = forward.rows[r], forward.requests[r], forward.prefixes[r]
         lens[r] = 0
-        for i in range(
-            rows.reported.shape[0]
-        ):  # of padding, too: a check goes by the ids of a batch, whatever their rows
+        # Padding, too: a check goes by the ids of a batch, whatever their rows, and absurd prefixes are refused.
+        for i in range(rows.reported.shape[0]):
             if rows.reported[i] == request:
                 return 0
-        if (
-            prefix < 0 or prefix > width or prefix > MAX_PLAN_ENTRIES - entries
-        ):  # absurd ones are refused, padding's too
+        if prefix < 0 or prefix > width or prefix > MAX_PLAN_ENTRIES - entries:
             return 0
         entries += prefix
         if row == 0:
             continue
         extend = forward.extends[r]
-        if row < 0 or row >= rows.row_stamps.shape[0] or rows.row_stamps[row] == forward.serial or request < 0:
+        if (
+            row < 0
+            or row >= rows.row_stamps.shape[0]
+            or rows.row_stamps[row] == context.progress[SERIAL]
+            or request < 0
+        ):
             return 0
-        rows.row_stamps[row] = forward.serial
+        rows.row_stamps[row] = context.progress[SERIAL]
         if extend < 0 or extend > width - prefix or extend > tokens - at:
             return 0
         known = forward.known[r] if forward.known.shape[0] > 0 else 0
         if known < 0 or known > rows.truth.shape[1]:
             return 0
         sampled = forward.sampled_lens[r] if forward.sampled_lens.shape[0] > 0 else 0
-        complete = context.settings[COMPLETE]
+        complete = context.settings.complete
         if row_ordinary(rows, forward.runner, row, request, prefix, prefix + extend, sampled, complete) == 0:
             return 0
         if inputs_ordinary(context.settings, forward, rows, r, at, extend, known) == 0:
@@ -149,9 +145,9 @@ def due_entries(context: Context, g: int, bs: int, start: int) -> DueEntries:
 
 
 @primitive()
-def translate_slots(context: Context, forward: ForwardLists, group: GroupState, slots: Out64) -> None:
+def translate_slots(context: Context, forward: Event, group: GroupState, slots: Out64) -> None:
     """Give where a forward's tokens go in a group, in the pool's own numbering; beyond the pool if that is unknown."""
-    tokens, number = forward.inputs.shape[0], context.groups[group.number, GROUP_TABLE]
+    tokens, number = forward.inputs.shape[0], group.table_number
     named = forward.written[number * tokens : (number + 1) * tokens]
     if len(group.table.lut) == 0:
         for i in range(tokens):
@@ -163,7 +159,7 @@ def translate_slots(context: Context, forward: ForwardLists, group: GroupState, 
 
 @primitive()
 def targets_ordinary(
-    context: Context, forward: ForwardLists, group: GroupState, records: Out64x2, slots: In64, seeds: In64
+    context: Context, forward: Event, group: GroupState, records: Out64x2, slots: In64, seeds: In64
 ) -> int:
     """Say whether tokens go to slots that are theirs, padding to none; -1, or how many slots hold another token by now.
 
@@ -186,7 +182,7 @@ def targets_ordinary(
                     return -1
                 nowhere += 1
                 continue
-            if group.ledger[slot, ALLOC] > forward.event:
+            if group.ledger[slot, ALLOC] > forward.number:
                 return -1
             if group.writers[slot, 0] > 0 and records[slot, RECORD_TOKEN] != forward.inputs[i]:
                 others[found] = i
@@ -198,7 +194,7 @@ def targets_ordinary(
 
 
 @primitive()
-def stream_stays(words: InU64x2, forward: ForwardLists, at: int, slots: In64, others: In64, count: int) -> int:
+def stream_stays(words: InU64x2, forward: Event, at: int, slots: In64, others: In64, count: int) -> int:
     """Say whether a write would leave a slot's bytes as they are, and not all zero; 0 or 1.
 
     `forward.kv` from `at` on holds one stream's bytes of every token. A write that changes nothing may have been lost.
@@ -219,7 +215,7 @@ def stream_stays(words: InU64x2, forward: ForwardLists, at: int, slots: In64, ot
 
 
 @primitive()
-def nothing_dropped(context: Context, forward: ForwardLists, group: GroupState, records: Out64x2, slots: In64) -> int:
+def nothing_dropped(context: Context, forward: Event, group: GroupState, records: Out64x2, slots: In64) -> int:
     """Say whether no request loses a slot that it holds out of its row, as `DroppedSlots.note` asks; 0 or 1."""
     memory = work_of(context)
     offsets, ledger = memory.write_offsets, group.ledger
@@ -232,7 +228,7 @@ def nothing_dropped(context: Context, forward: ForwardLists, group: GroupState, 
             if (
                 ledger[before, OWNER] == forward.requests[r]
                 and ledger[before, STATE] == HELD
-                and ledger[before, STAMP] != forward.serial
+                and ledger[before, STAMP] != context.progress[SERIAL]
                 and ledger[before, CONTENT] > ledger[before, ALLOC]
                 and records[before, RECORD_POSITION] == position
             ):
@@ -242,7 +238,7 @@ def nothing_dropped(context: Context, forward: ForwardLists, group: GroupState, 
 
 @primitive()
 def seeds_ordinary(
-    context: Context, forward: ForwardLists, group: GroupState, records: Out64x2, slots: In64, seeds: Out64
+    context: Context, forward: Event, group: GroupState, records: Out64x2, slots: In64, seeds: Out64
 ) -> int:
     """Say whether every chain goes on from a record of the position before; 0 or 1.
 
@@ -266,44 +262,35 @@ def seeds_ordinary(
 
 
 @primitive()
-def stream_array(context: Context, g: int, stream: int) -> int:
-    """Return the number of the array of a stream's captured words, [slots, words]."""
-    group = context.groups[g]
-    return int(group[GROUP_ARRAYS] + BUFFERS + group[NUM_BUFFERS] + stream - group[FIRST_STREAM])
-
-
-@primitive()
-def hash_slots(context: Context, g: int, buffer: int, slots: In64, hashes: Out64) -> None:
+def hash_slots(context: Context, group: GroupState, buffer: int, slots: In64, hashes: Out64) -> None:
     """Hash the bytes that slots hold now, of the streams that one TAIL buffer covers."""
-    group = context.groups[g]
+    most = context.settings.kv_words
     for i in range(slots.shape[0]):
         hashes[i] = 0
-    if context.settings[KV_WORDS] == 0:
-        return
-    for s in range(group[FIRST_STREAM], group[FIRST_STREAM] + group[NUM_STREAMS]):
+    for s in range(group.first_stream, group.first_stream + (group.num_streams if most > 0 else 0)):
         if context.streams[s, STREAM_BUFFER] == buffer:
-            words = uint64_rows(context.arrays, stream_array(context, g, s))
+            words = stream_of(context, group, s)
             width = words.shape[1]
-            fold_source_loops(words, 1, 0, width, min(width, context.settings[KV_WORDS]), words.shape[0], slots, hashes)
+            fold_source_loops(words, 1, 0, width, min(width, most), words.shape[0], slots, hashes)
 
 
 @primitive()
-def entries_ordinary(context: Context, forward: ForwardLists, group: GroupState, plan: DueEntries) -> int:
+def entries_ordinary(context: Context, group: GroupState, plan: DueEntries) -> int:
     """Say whether the canary verifies every entry that is due, in each of the group's buffers; 0 or 1."""
     memory = work_of(context)
     count, room = plan.num_valid[0], memory.counters
     slots = plan.slots[:count]
     for i in range(count):  # what a forward writes, others of its tokens see half written, but in a ring
-        if group.ring == 0 and group.ledger[slots[i], STAMP] == forward.serial:
+        if group.ring == 0 and group.ledger[slots[i], STAMP] == context.progress[SERIAL]:
             return 0
     hashes = memory.hashes[:count]
     log = memory.log
-    for buffer in range(context.groups[group.number, NUM_BUFFERS] if count > 0 else 0):
-        hash_slots(context, group.number, buffer, slots, hashes)
+    for buffer in range(group.num_buffers if count > 0 else 0):
+        hash_slots(context, group, buffer, slots, hashes)
         room[NUM_VIOLATIONS] = 0
         room[OUT_OF_RANGE] = 0
         verify_loops(
-            int64_rows(context.arrays, group.first + BUFFERS + buffer),
+            buffer_of(context, group, buffer),
             0,
             slots,
             plan.expected_tokens[:count],
@@ -325,7 +312,7 @@ def entries_ordinary(context: Context, forward: ForwardLists, group: GroupState,
 
 @primitive()
 def ledger_ordinary(
-    context: Context, forward: ForwardLists, group: GroupState, records: Out64x2, plan: DueEntries, slots: In64
+    context: Context, forward: Event, group: GroupState, records: Out64x2, plan: DueEntries, slots: In64
 ) -> int:
     """Say whether the ledger lets every request write and read as it does, and stamp what is written; 0 or 1."""
     memory = work_of(context)
@@ -334,11 +321,19 @@ def ledger_ordinary(
     counter = memory.counters[FOUND_COUNT : FOUND_COUNT + 1]
     offsets = memory.write_offsets[: bs + 1]
     judge_writes_loops(
-        slots, offsets, forward.requests, forward.serial, settings[FROM_START], group.ledger, found, bits, counter
+        slots,
+        offsets,
+        forward.requests,
+        context.progress[SERIAL],
+        settings.from_start,
+        group.ledger,
+        found,
+        bits,
+        counter,
     )
     always = WRITTEN_TWICE | WRITES_AGAIN | PADDED_WRITTEN
     for i in range(counter[0]):
-        if settings[COMPLETE] != 0 or bits[i] & always != 0:
+        if settings.complete != 0 or bits[i] & always != 0:
             return 0
     judge_reads_loops(
         plan.slots[:count],
@@ -348,9 +343,9 @@ def ledger_ordinary(
         forward.requests,
         memory.fresh_from[:bs],
         memory.seen[:bs],
-        forward.serial,
-        settings[COMPLETE],
-        settings[FROM_START],
+        context.progress[SERIAL],
+        settings.complete,
+        settings.from_start,
         group.ledger,
         group.writers,
         records,
@@ -362,11 +357,11 @@ def ledger_ordinary(
 
 
 @primitive()
-def partners_ordinary(context: Context, forward: ForwardLists, group: GroupState, plan: DueEntries, slots: In64) -> int:
+def partners_ordinary(context: Context, forward: Event, group: GroupState, plan: DueEntries, slots: In64) -> int:
     """Say whether no two full slots that a forward uses lead to one SWA slot; 0 or 1."""
     memory = work_of(context)
     bs, tokens, count = forward.rows.shape[0], forward.inputs.shape[0], plan.num_valid[0]
-    number = context.groups[group.number, GROUP_TABLE]
+    number = group.table_number
     counter = memory.counters[FOUND_COUNT : FOUND_COUNT + 1]
     context.progress[PARTNER_SERIAL] += 1
     shared_halves_loops(
@@ -379,7 +374,7 @@ def partners_ordinary(context: Context, forward: ForwardLists, group: GroupState
         forward.written[number * tokens : (number + 1) * tokens],
         int(memory.write_offsets[bs]),
         context.progress[PARTNER_SERIAL],
-        int64_rows(context.arrays, group.first + PARTNERS),
+        group.partners,
         memory.found,
         counter,
     )
@@ -388,7 +383,7 @@ def partners_ordinary(context: Context, forward: ForwardLists, group: GroupState
 
 @primitive()
 def watch_group(
-    context: Context, forward: ForwardLists, group: GroupState, records: Out64x2, plan: DueEntries, room: int
+    context: Context, forward: Event, group: GroupState, records: Out64x2, plan: DueEntries, room: int
 ) -> int:
     """Plan what is due in a group for a forward; 0 if that is more than there is `room` for, or leads to no slot."""
     memory = work_of(context)
@@ -398,13 +393,21 @@ def watch_group(
     outside = counters[OUT_OF_RANGE : OUT_OF_RANGE + 1]
     readers = readers_of(forward)
     watch_forward_loops(
-        readers, forward.event - 1, forward.serial, group.table, group.window, forward.offset, group.states, how, totals
+        readers,
+        forward.number - 1,
+        context.progress[SERIAL],
+        group.table,
+        group.window,
+        forward.offset,
+        group.states,
+        how,
+        totals,
     )
     memory.reads[group.number] = totals[0]
     if totals[1] > room:
         return 0
     outside[0] = 0
-    truth = int32_rows(context.arrays, context.settings[ROW_ARRAYS])
+    truth = row_state(context, 0).truth
     plan_due_loops(
         readers, group.table, group.window, truth, forward.offset, how, group.states, group.num_slots, plan, outside
     )
@@ -421,12 +424,12 @@ def watch_group(
 
 @primitive()
 def group_ordinary(
-    context: Context, forward: ForwardLists, group: GroupState, plan: DueEntries, slots: Out64, room: int
+    context: Context, forward: Event, group: GroupState, plan: DueEntries, slots: Out64, room: int
 ) -> int:
     """Say whether nothing is to be found about a forward in one of its groups; 0 or 1. Its entries are watched then."""
     memory = work_of(context)
     bs, counters = forward.rows.shape[0], memory.counters
-    records = int64_rows(context.arrays, group.first + BUFFERS + 1)  # of the first TAIL buffer
+    records = buffer_of(context, group, 1)  # of the first TAIL buffer
     seeds = memory.seeds[group.number, :bs]
     offsets = memory.write_offsets[: bs + 1]
     table, has_lut = group.table.req_to_token, 1 if len(group.table.lut) > 0 else 0
@@ -452,47 +455,44 @@ def group_ordinary(
     others = targets_ordinary(context, forward, group, records, slots, seeds)
     if others < 0:
         return 0
-    columns = context.groups[group.number]
-    for s in range(columns[FIRST_STREAM], columns[FIRST_STREAM] + columns[NUM_STREAMS] if others > 0 else 0):
+    for s in range(group.first_stream, group.first_stream + (group.num_streams if others > 0 else 0)):
         at = context.streams[s, STREAM_BEFORE] * forward.inputs.shape[0]
-        words = uint64_rows(context.arrays, stream_array(context, group.number, s))
-        if stream_stays(words, forward, at, slots, memory.others, others) == 1:
+        if stream_stays(stream_of(context, group, s), forward, at, slots, memory.others, others) == 1:
             return 0
     if ledger_ordinary(context, forward, group, records, plan, slots) == 0:
         return 0
     if has_lut == 1 and partners_ordinary(context, forward, group, plan, slots) == 0:
         return 0
-    judged = has_lut == 0 and context.settings[COMPLETE] != 0
+    judged = has_lut == 0 and context.settings.complete != 0
     if judged and nothing_dropped(context, forward, group, records, slots) == 0:
         return 0
-    return entries_ordinary(context, forward, group, plan)
+    return entries_ordinary(context, group, plan)
 
 
 @primitive()
-def restore_events(context: Context, forward: ForwardLists, end: int) -> None:
+def restore_events(context: Context, forward: Event, end: int) -> None:
     """Put back when the rows were read last, in the groups before `end`, for a forward that others will take."""
     memory = work_of(context)
     old = memory.old_events
     for g in range(end):
-        if context.groups[g, GROUP_RUNNER] == forward.runner:
-            states = group_state(context, g).states
-            for r in range(forward.rows.shape[0]):
-                states.rows[forward.rows[r], EVENT] = old[g, r]
+        group = group_state(context, g)
+        for r in range(forward.rows.shape[0] if group.runner == forward.runner else 0):
+            group.states.rows[forward.rows[r], EVENT] = old[g, r]
 
 
 @primitive()
-def forward_ordinary(context: Context, forward: ForwardLists, rows: RowState, words_a_token: int) -> int:
+def forward_ordinary(context: Context, forward: Event, rows: RowState) -> int:
     """Say whether nothing is to be found about a forward whose changes are in the tables already; 0 or 1.
 
     Then each group's plan of what was due lies in the memory to work with; else what it watched is as it was.
     """
     memory = work_of(context)
     settings, bs = context.settings, forward.rows.shape[0]
-    if forward.offset < 0 or lists_fit(context, forward, words_a_token) == 0:
+    if lists_fit(context, forward) == 0:
         return 0
-    width = int32_rows(context.arrays, settings[TABLE_ARRAYS]).shape[1]
-    for number in range(1, settings[NUM_TABLES]):
-        width = min(width, int32_rows(context.arrays, settings[TABLE_ARRAYS] + number).shape[1])
+    width = table_of(context, 0).shape[1]
+    for number in range(1, settings.num_tables):
+        width = min(width, table_of(context, number).shape[1])
     if requests_ordinary(context, forward, rows, width, memory.lens) == 0:
         return 0
     fresh, seen, old = memory.fresh_from, memory.seen, memory.old_events
@@ -501,17 +501,17 @@ def forward_ordinary(context: Context, forward: ForwardLists, rows: RowState, wo
         fresh[r] = fresh_from(rows.last, row, request, forward.prefixes[r], forward.runner)
         seen[r] = rows.last[row, SEEN] if same_request(rows.last, row, request) == 1 else 0
     start = 0
-    for g in range(settings[NUM_GROUPS]):
-        if context.groups[g, GROUP_RUNNER] != forward.runner:
-            continue
+    for g in range(settings.num_groups):
         group = group_state(context, g)
+        if group.runner != forward.runner:
+            continue
         for r in range(bs):
             old[g, r] = group.states.rows[forward.rows[r], EVENT]
         plan = due_entries(context, g, bs, start)
         slots = memory.own_slots[g, : forward.inputs.shape[0]]
         translate_slots(context, forward, group, slots)
         invalidate_slots_loops(slots, group.states)
-        if group_ordinary(context, forward, group, plan, slots, settings[MOST_DUE] - start) == 0:
+        if group_ordinary(context, forward, group, plan, slots, settings.most_due - start) == 0:
             restore_events(context, forward, g + 1)
             return 0
         start += plan.num_valid[0]

@@ -9,15 +9,7 @@ from ..constants import UNKNOWN_TOKEN
 from ..dispatch import In64, In64x2, Out64, Out64x2, primitive
 from ..ops.hash.reference import as_i64, as_u64, splitmix64
 from ..tokens import contradicts
-from .context import ForwardLists, RowState
-from .layout import (
-    ADMITTED,
-    DECODE,
-    DRAFT_EXTEND,
-    HAS_TRUTH,
-    TARGET_VERIFY,
-    VOCAB,
-)
+from .context import ADMITTED, DECODE, DRAFT_EXTEND, TARGET_VERIFY, Event, RowState, Settings
 from .slots import KEY, USED, VALUE, place_of
 
 SEEN, REQUEST, PREFIX, END, SAMPLED_END, VERIFY = range(6)
@@ -64,9 +56,7 @@ def row_ordinary(
 
 
 @primitive()
-def inputs_ordinary(
-    settings: In64, forward: ForwardLists, rows: RowState, r: int, at: int, count: int, known: int
-) -> int:
+def inputs_ordinary(settings: Settings, forward: Event, rows: RowState, r: int, at: int, count: int, known: int) -> int:
     """Say whether the `count` tokens of request number `r` are those sampled, known and predicted, in their place; 0 or 1.
 
     They begin at token `at` of the batch; `known` is how many truth tokens the request has.
@@ -76,7 +66,7 @@ def inputs_ordinary(
     others = 0  # counted without a way out, so that several tokens are looked at at once
     for i in range(count):
         others += 1 if positions[i] != prefix + i else 0
-    if settings[HAS_TRUTH] != 0:
+    if settings.has_truth != 0:
         first = prefix + offset
         for i in range(min(count, known - first)):
             others += contradicts(int(rows.truth[row, first + i]), inputs[i])
@@ -87,7 +77,7 @@ def inputs_ordinary(
         token = rows.samples[row, SAMPLE_TOKEN]
         if 0 <= i < count and token != UNKNOWN_TOKEN and inputs[i] not in (UNKNOWN_TOKEN, token):
             return 0
-    if settings[VOCAB] > 0 and (forward.mode == DRAFT_EXTEND or (forward.mode == DECODE and offset == 0)):
+    if settings.vocab > 0 and (forward.mode == DRAFT_EXTEND or (forward.mode == DECODE and offset == 0)):
         place = place_of(rows.facts, request)
         if rows.facts[place, USED] != 0 and rows.facts[place, KEY] == request:
             begin = 0
@@ -96,7 +86,7 @@ def inputs_ordinary(
                 begin = count if prompt_len < 0 else max(0, prompt_len - prefix - offset)
             for i in range(begin, count):
                 word = splitmix64(as_u64(rows.facts[place, VALUE]) ^ as_u64(prefix + i + offset))
-                if inputs[i] not in (UNKNOWN_TOKEN, as_i64(word % as_u64(settings[VOCAB]))):
+                if inputs[i] not in (UNKNOWN_TOKEN, as_i64(word % as_u64(settings.vocab))):
                     return 0
     return 1
 
@@ -141,7 +131,7 @@ def note_sample(
 
 
 @primitive()
-def note_rows(forward: ForwardLists, rows: RowState, lens: In64, new_ids: Out64, num_ids: int) -> int:
+def note_rows(forward: Event, rows: RowState, lens: In64, new_ids: Out64, num_ids: int) -> int:
     """Move rows and samples on by a forward; return how many ids `new_ids` holds, those of requests new to their rows."""
     at = 0
     for r in range(forward.rows.shape[0]):
@@ -153,10 +143,10 @@ def note_rows(forward: ForwardLists, rows: RowState, lens: In64, new_ids: Out64,
         if same_request(rows.last, row, request) == 0:
             new_ids[num_ids] = request
             num_ids += 1
-        end, mode, event = prefix + lens[r], forward.mode, forward.event
+        end, mode, event = prefix + lens[r], forward.mode, forward.number
         if forward.runner == 0 and forward.sampled_lens.shape[0] > 0:
             token = forward.sampled[at - 1] if count > 0 else 0
-            note_sample(rows.samples, row, request, end, count, token, forward.number, event, mode)
+            note_sample(rows.samples, row, request, end, count, token, forward.forward, event, mode)
         note_row(rows.last, row, request, prefix, end, count, event, mode, forward.runner)
     return num_ids
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....kernels.arrays import Int64Array
-from ....kernels.replay_pass.layout import (
+from ....kernels.replay_pass.context import (
     ALLOC_CODES,
     ALLOC_EVENT,
     FORWARD_EVENT,
@@ -23,6 +23,7 @@ from ....recorder.capture.host_arrays import ragged_index
 from ....recorder.state.events import SHARED_NOTES
 from ....recorder.state.forward import ATTENTION_RUNS
 from ....recorder.trace.batch import TraceBatch
+from ....recorder.trace.header import TraceHeader
 
 _KIND_OF: Final = {name: code for code, name in enumerate(KINDS)}
 _MODE_OF: Final = {name: code for code, name in enumerate(MODES)}
@@ -44,18 +45,21 @@ _UNUSUAL_LISTS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchColumns:
-    """A batch's columns in the pass's order; `kind` `[events] int64` is -1 for what the pass must not take."""
+    """A batch's columns in the pass's order; `kind` `[events] int64` is -1 for what the pass must not take.
+
+    `events` `[events, columns] int64` are the ints of `Event`, of which `kind` is the first.
+    """
 
     batch: TraceBatch
     kind: Int64Array
-    scalars: tuple[Int64Array, ...]
+    events: Int64Array
     lists: tuple[npt.NDArray[np.int64 | np.uint64], ...]
     offsets: tuple[Int64Array, ...]
     most_tokens: int
     most_requests: int
 
 
-def batch_columns(batch: TraceBatch) -> BatchColumns:
+def batch_columns(batch: TraceBatch, header: TraceHeader) -> BatchColumns:
     """Return a batch's columns; `kind` says which events are of a kind that the pass takes."""
     kind = _codes(batch.kinds, _KIND_OF)
     for name in _UNUSUAL_LISTS:
@@ -72,18 +76,35 @@ def batch_columns(batch: TraceBatch) -> BatchColumns:
         kv, kv_offsets = kv[:0], np.zeros_like(kv_offsets)
     words = kv.view(np.uint64)
     lists["kv_bytes"], offsets["kv_bytes"] = words if words.flags.aligned else words.copy(), kv_offsets // 8
+    if header.truth_table is None:
+        offsets["truth_lens"] = np.zeros_like(offsets["truth_lens"])
     if not all(_fit(offsets[name], len(lists[name])) for name in LISTS):
         kind[:] = UNUSUAL
-    ints = (batch.scalar_ints(name) for name in ("runner", "forward", "request_id", "prompt_len", "room"))
+    ints = {name: batch.scalar_ints(name) for name in ("runner", "forward", "request_id", "prompt_len", "room")}
+    places = np.arange(len(kind))
+    columns = (
+        *(kind, _statuses(batch, kind), _codes(batch.strings("mode"), _MODE_OF), *ints.values()),
+        *(places, places + batch.first_event + 1, *_of_runners(header, ints["runner"])),
+    )
     return BatchColumns(
         batch=batch,
         kind=kind,
-        scalars=(kind, _statuses(batch, kind), _codes(batch.strings("mode"), _MODE_OF), *ints),
-        lists=tuple(lists.values()),
-        offsets=tuple(offsets.values()),
+        events=np.stack(columns, axis=1),
+        lists=tuple(lists[name] for name in LISTS),
+        offsets=tuple(offsets[name] for name in LISTS),
         most_tokens=_most(offsets["input_ids"]),
         most_requests=_most(offsets["req_pool_indices"]),
     )
+
+
+def _of_runners(header: TraceHeader, runners: Int64Array) -> Int64Array:
+    """Return `[2, events]`: the token offset of each event's runner, -1 if that has no group, and its words of KV a token."""
+    known = np.zeros((2, len(header.runners) + 1), np.int64)
+    known[0] = -1
+    for group in header.groups:
+        known[0, group.runner] = header.runners[group.runner].token_offset
+        known[1, group.runner] += sum(stream.capture_bytes // 8 for stream in group.streams)
+    return known[:, np.where((runners >= 0) & (runners < len(header.runners)), runners, len(header.runners))]
 
 
 def _fit(offsets: Int64Array, count: int) -> bool:

@@ -14,45 +14,27 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ....kernels.dispatch import is_kept, select
 from ....kernels.replay_pass.array_views import AddressTable
-from ....kernels.replay_pass.events import replay_events_loops
-from ....kernels.replay_pass.layout import (
+from ....kernels.replay_pass.context import (
     ALLOC_EVENT,
     AT,
-    COMPLETE,
     COUNT_FORWARDS,
     COUNT_VERIFIED,
     COUNT_WRITTEN,
     FIGURE_NO_SLOTS,
     FIGURE_OTHER_SLOTS,
     FIGURE_READS,
-    FIRST_EVENT,
     FORWARD_EVENT,
-    FROM_START,
-    HAS_TRUTH,
-    KV_WORDS,
-    MOST_DUE,
     NEW_IDS,
     NUM_FIGURES,
-    NUM_GROUPS,
-    NUM_LUTS,
     NUM_PROGRESS,
-    NUM_RUNNERS,
-    NUM_SETTINGS,
-    NUM_TABLES,
-    PADDING_REPORTED,
     PARTNER_SERIAL,
     REQUEST_EVENT,
-    REQUESTS,
-    ROWS,
-    RUNNER,
     SERIAL,
     SINCE_SWEEP,
-    STALL_LIMIT,
-    START,
     STATUS_EVENT,
-    STOP,
-    VOCAB,
+    Settings,
 )
+from ....kernels.replay_pass.events import replay_events_loops
 from ....kernels.replay_pass.ledger import PADDING_WRITER
 from ....kernels.replay_pass.slots import KEY, VALUE
 from ....recorder.state.forward import read_forward
@@ -68,10 +50,10 @@ from ...run.health import Health
 from .batch_columns import BatchColumns, batch_columns
 from .executor import IncrementalExecutor
 from .state_arrays import (
-    HeaderArrays,
     WorkMemory,
     covers,
     fill_addresses,
+    group_numbers,
     hashed_words,
     numbers_by_request,
     rows_covered,
@@ -118,7 +100,7 @@ class CompiledPass:
         self._backend = backend
         header = executor.header
         self._header = header
-        self._shape = HeaderArrays(header)
+        self._groups, self._streams = group_numbers(header)
         self._loops: Callable[..., None] | None = None
         self._wait_factor = 1 if is_kept(replay_events_loops) else NOT_COMPILED
         self._passed_by = 0
@@ -140,7 +122,7 @@ class CompiledPass:
     def prepare(self, batch: TraceBatch) -> None:
         """Work out what `run` needs of a batch alone; for the thread that reads ahead, which has time for it."""
         if self._loops is not None or batch.end_byte >= LARGE_BYTES * self._wait_factor:
-            self._ahead.append(batch_columns(batch))
+            self._ahead.append(batch_columns(batch, self._header))
 
     def run(self, batch: TraceBatch, at: int) -> int:
         """Take events from row `at` of a batch on, and return the row of the first that was not taken."""
@@ -158,7 +140,7 @@ class CompiledPass:
         if any(pool.any_unknown for pool in self._executor.pools) or self._check_set.pending():
             return at
         if self._columns is None or self._columns.batch is not batch:
-            self._columns = self._prepared(batch) or batch_columns(batch)
+            self._columns = self._prepared(batch) or batch_columns(batch, self._header)
         columns = self._columns
         if columns.kind[at] < 0:
             return at
@@ -185,80 +167,64 @@ class CompiledPass:
         history, executor = self._history, self._executor
         unusual = np.flatnonzero(columns.kind[at:] < 0)
         stop = at + int(unusual[0]) if len(unusual) else len(columns.kind)
-        settings, progress = self._settings(columns, at, stop), np.zeros(NUM_PROGRESS, np.int64)
+        progress = np.zeros(NUM_PROGRESS, np.int64)
         progress[SERIAL] = history.serial
         progress[SINCE_SWEEP] = self._health.activity.since_sweep
+        if self._partners is not None:
+            progress[PARTNER_SERIAL] = self._partners.serial
         reported = self._check_set.requests_reported() | set(history.dropped.by_request)
-        if PADDING_WRITER in reported:
-            settings[PADDING_REPORTED] = 1
-        held_by = history.ledger.held_by
-        kinds = columns.kind[at:stop]
-        held = numbers_by_request(
-            {request: (count,) for request, count in held_by.items()},
-            1,
-            int((kinds == ALLOC_EVENT).sum()),
-            backend=self._backend,
-        )
+        held_by, kinds = history.ledger.held_by, columns.kind[at:stop]
+        counts = {request: (count,) for request, count in held_by.items()}
+        held = numbers_by_request(counts, 1, int((kinds == ALLOC_EVENT).sum()), backend=self._backend)
         self._learn_facts(int((kinds == REQUEST_EVENT).sum()))
         rows = rows_covered(executor, history)
         if len(self._row_stamps) != rows:
             self._row_stamps = np.zeros(rows, np.int64)
-        self._work.make_room(columns, 2 * len(columns.lists[ROWS]))
-        settings[MOST_DUE] = self._work.most_due
+        self._work.make_room(columns, 2 * int(columns.offsets[0][-1]))
         self._tally[:] = 0
         if self._num_figures:
             self._figures = np.zeros((len(columns.kind), self._num_figures), np.int64)
-        if self._partners is not None:
-            progress[PARTNER_SERIAL] = self._partners.serial
-        addresses, shape = AddressTable(), self._shape
-        fill_addresses(
+        addresses = AddressTable()
+        numbers = fill_addresses(
             addresses,
-            settings,
-            shape,
+            self._groups,
             columns,
             executor,
             history,
             self._partners,
             by_request=(held, self._facts, np.array(sorted(reported), np.int64)),
             row_stamps=self._row_stamps,
-            work=self._work,
+            work=self._work.arrays,
         )
-        loops(
-            addresses.rows,
-            shape.groups,
-            shape.streams,
-            shape.words_of,
-            settings,
-            progress,
-            self._tally,
-            self._figures,
+        header, oracle = self._header, self._header.oracle
+        settings = Settings(
+            start=at,
+            stop=stop,
+            complete=history.complete,
+            from_start=history.ledger.from_start,
+            has_truth=header.truth_table is not None,
+            vocab=0 if oracle is None else oracle.vocab_size,
+            kv_words=max(hashed_words(pool.kv_hash_mode) for pool in executor.pools),
+            stall_limit=self._health.stall_limit,
+            padding_reported=PADDING_WRITER in reported,
+            num_groups=len(header.groups),
+            num_tables=len(header.tables),
+            num_luts=len(header.lut_lens),
+            num_runners=len(header.runners),
+            most_due=self._work.most_due,
+            **numbers,
         )
+        given = (addresses.rows, self._groups, self._streams, columns.events, np.array(settings, np.int64))
+        loops(*given, progress, self._tally, self._figures)
         history.serial = int(progress[SERIAL])
         self._health.activity.since_sweep = int(progress[SINCE_SWEEP])
         if self._partners is not None:
             self._partners.serial = int(progress[PARTNER_SERIAL])
-        self._request_ids.update(self._work.new_requests[: int(progress[NEW_IDS])].tolist())
+        self._request_ids.update(self._work.arrays.new_requests[: int(progress[NEW_IDS])].tolist())
         left = held[held[:, VALUE] > 0]
         held_by.clear()
         held_by.update(zip(left[:, KEY].tolist(), left[:, VALUE].tolist(), strict=True))
         return int(progress[AT])
-
-    def _settings(self, columns: BatchColumns, at: int, stop: int) -> Int64Array:
-        history, header = self._history, self._header
-        settings = np.zeros(NUM_SETTINGS, np.int64)
-        settings[FIRST_EVENT] = columns.batch.first_event
-        settings[START], settings[STOP] = at, stop
-        settings[COMPLETE] = history.complete
-        settings[FROM_START] = history.ledger.from_start
-        settings[HAS_TRUTH] = self._executor.tables.truth is not None
-        settings[VOCAB] = 0 if header.oracle is None else header.oracle.vocab_size
-        settings[KV_WORDS] = max(hashed_words(pool.kv_hash_mode) for pool in self._executor.pools)
-        settings[STALL_LIMIT] = self._health.stall_limit
-        settings[NUM_GROUPS] = len(header.groups)
-        settings[NUM_TABLES] = len(header.tables)
-        settings[NUM_LUTS] = len(header.lut_lens)
-        settings[NUM_RUNNERS] = len(header.runners)
-        return settings
 
     def _learn_facts(self, more: int) -> None:
         """Have what is known of the requests at hand for the token oracle, and room for as many more."""
@@ -290,13 +256,12 @@ class CompiledPass:
 
     def _take_forwards(self, columns: BatchColumns, forwards: Int64Array) -> None:
         batch, header, executor = columns.batch, self._header, self._executor
-        runners = columns.scalars[RUNNER][forwards]
-        modes = batch.strings("mode")
+        runners, modes = batch.scalar_ints("runner")[forwards], batch.strings("mode")
         last = read_forward(batch.event(int(forwards[-1])), header)
         self._history.last_forward = last.forward
-        offsets, rows = columns.offsets[ROWS], columns.lists[ROWS]
+        offsets, rows = batch.offsets("req_pool_indices"), batch.values("req_pool_indices")
         if "keyframe" in self._summary.events:  # who ran before it is known to its rows, and so not new to the pass
-            ids, at = columns.lists[REQUESTS], columns.offsets[REQUESTS]
+            ids, at = batch.values("request_ids"), batch.offsets("request_ids")
             for i in forwards.tolist():
                 live = rows[offsets[i] : offsets[i + 1]] != 0
                 self._request_ids.update(ids[at[i] : at[i + 1]][live].tolist())
@@ -309,30 +274,26 @@ class CompiledPass:
                 )
             if runner == 0:
                 self._history.samples.put_off(batch, mine, header)
-        self._add_figures(columns, forwards)
+        self._add_figures(batch, forwards)
         for pool, counted in zip(executor.pools, self._tally.tolist(), strict=True):
-            executor.launched(
-                pool,
-                forwards=counted[COUNT_FORWARDS],
-                reads=counted[COUNT_VERIFIED],
-                written=counted[COUNT_WRITTEN],
-            )
+            reads, written = counted[COUNT_VERIFIED], counted[COUNT_WRITTEN]
+            executor.launched(pool, forwards=counted[COUNT_FORWARDS], reads=reads, written=written)
 
-    def _add_figures(self, columns: BatchColumns, forwards: Int64Array) -> None:
+    def _add_figures(self, batch: TraceBatch, forwards: Int64Array) -> None:
         """Add what the pass counted of each forward to the divergence figures."""
         if not self._num_figures:
             return
         groups, divergence = self._header.groups, self._executor.divergence
-        first, numbers = columns.batch.first_event, columns.batch.scalar_ints("forward")
+        runners, numbers = batch.scalar_ints("runner"), batch.scalar_ints("forward")
         for index in forwards.tolist():
-            runner = int(columns.scalars[RUNNER][index])
+            runner = int(runners[index])
             counted = self._figures[index].reshape(-1, NUM_FIGURES).tolist()
             mine = [g for g, group in enumerate(groups) if group.runner == runner]
             reads = {g: counted[g][FIGURE_READS] for g in mine}
             found = {
                 g: (counted[g][FIGURE_NO_SLOTS], counted[g][FIGURE_OTHER_SLOTS]) for g in mine if groups[g].lut >= 0
             }
-            divergence.add(first + index, int(numbers[index]), runner, reads, found)
+            divergence.add(batch.first_event + index, int(numbers[index]), runner, reads, found)
 
     def _summarize(self, columns: BatchColumns, at: int, stop: int) -> None:
         summary, batch = self._summary, columns.batch

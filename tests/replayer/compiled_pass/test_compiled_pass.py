@@ -11,7 +11,7 @@ import pytest
 from kvcanary.kernels.ops.plan.reference import MAX_PLAN_ENTRIES
 from kvcanary.kernels.replay_pass.events import replay_events_loops
 from kvcanary.recorder.trace.batch import TraceBatch
-from kvcanary.recorder.trace.header import StateTable
+from kvcanary.recorder.trace.header import StateTable, TraceHeader
 from kvcanary.replayer.executors import executors
 from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.executors.incremental.compiled_pass import CompiledPass
@@ -99,9 +99,9 @@ def test_columns_are_worked_out_by_who_reads_ahead(tmp_path: Path, monkeypatch: 
     threads: set[int] = set()
     columns = compiled_pass.batch_columns
 
-    def noted(batch: TraceBatch) -> compiled_pass.BatchColumns:
+    def noted(batch: TraceBatch, header: TraceHeader) -> compiled_pass.BatchColumns:
         threads.add(threading.get_ident())
-        return columns(batch)
+        return columns(batch, header)
 
     monkeypatch.setattr(compiled_pass, "batch_columns", noted)
     monkeypatch.setattr(compiled_pass, "LARGE_BYTES", 0)
