@@ -52,6 +52,34 @@ while True:
     assert [event.scalar("note") for event in read_trace(tmp_path / "t.arrow")][:1] == ["before"]
 
 
+STEPS = """
+from kvcanary.recorder.engines.common.attachment import EngineAttachment
+
+class Attachment(EngineAttachment):
+    engine = "test"
+    def recorders(self):
+        return [recorder]
+
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+attachment = Attachment()
+attachment.end_with_process()
+for step in range(1000):
+    attachment.next_step()
+    if step == 2:
+        print("ready", flush=True)  # a client has got the step's token
+    time.sleep(0.3)
+    recorder.mark(f"step {step}")
+"""
+
+
+def test_the_step_that_the_engine_is_in_is_recorded_and_no_other_is_begun(tmp_path: Path) -> None:
+    assert run(STEPS, tmp_path / "t.arrow", signal.SIGTERM) == -signal.SIGTERM
+    with TraceReader(tmp_path / "t.arrow") as reader:
+        assert reader.complete
+    told = [event.scalar("note") for event in read_trace(tmp_path / "t.arrow")]
+    assert told == ["step 0", "step 1", "step 2"]
+
+
 def test_a_second_signal_ends_a_process_whose_disk_is_stuck(tmp_path: Path) -> None:
     body = """
 recorder.outbox.writer.file.close = lambda: (print("ready", flush=True), time.sleep(60))

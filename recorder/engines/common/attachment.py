@@ -5,15 +5,19 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from ...errors import error_text
 from ...process.environment import is_wanted, share_run_id
-from .stopping import serve_stop, stop_on_sigterm
+from .hooking import EngineError
+from .stopping import PATIENCE_S, serve_stop, stop_on_sigterm
 
 logger = logging.getLogger("kvcanary")
+
+STEP_S: Final = 2.0  # a step that takes longer is not waited for when traces are to end
 
 
 class EngineAttachment:
@@ -29,18 +33,22 @@ class EngineAttachment:
 
     def __init__(self) -> None:
         self.off: set[str] = set()
+        self._ends = False  # the process is about to be killed
+        self._paused = threading.Event()  # the engine is held before a step
+        self._stepped = 0.0  # when its last step began
 
     def recorders(self) -> Sequence[Any]:
         """Return the open recorders."""
         raise NotImplementedError
 
     def fault(self, hook: str, error: Exception) -> None:
-        """Switch off a hook that failed."""
+        """Switch off a hook that failed; one whose function raised goes on, and the traces say what they lack."""
         if hook in self.off:
             return
-        self.off.add(hook)
-        recorders = self.recorders()
-        if not recorders:
+        recorders, raised = self.recorders(), isinstance(error, EngineError)
+        if not raised:
+            self.off.add(hook)
+        if not recorders and not raised:
             logger.error("kvcanary: not recording: %s: %s", hook, error_text(error), exc_info=error)
         for recorder in recorders:
             self.fail(recorder, hook, error, ends=hook in self.ending)
@@ -48,7 +56,9 @@ class EngineAttachment:
     def fail(self, recorder: Any, hook: str, error: Exception, *, ends: bool) -> None:
         """Have a trace say that a hook failed; `ends` says that nothing after it can be recorded."""
         what, said = f"{self.engine} adapter, {hook}", recorder.error_text(error)
-        if ends:
+        if isinstance(error, EngineError):
+            recorder.lost(f"{what}: {error}")
+        elif ends:
             recorder.switch_off(f"{what}: {said}", error)
         else:
             logger.error("kvcanary: %s is no longer recorded: %s", what, said, exc_info=error)
@@ -61,8 +71,21 @@ class EngineAttachment:
 
     def end_with_process(self) -> None:
         """End the traces if the engine is about to kill this process, or SIGTERM does."""
-        serve_stop(self.close)
-        stop_on_sigterm(self.close)
+        serve_stop(self._stop)
+        stop_on_sigterm(self._stop)
+
+    def _stop(self) -> None:
+        """End the traces behind the step that the engine is in, if that ends in time: its clients get its tokens."""
+        self._ends = True
+        self._paused.wait(max(0.0, self._stepped + STEP_S - time.monotonic()))
+        self.close()
+
+    def next_step(self) -> None:
+        """Note that the engine begins a step; hold it there if its process is about to be killed."""
+        self._stepped = time.monotonic()
+        if self._ends and not self._paused.is_set():
+            self._paused.set()
+            time.sleep(PATIENCE_S)  # nothing of this step would be recorded
 
 
 def begin_plugin(engine: str, package: str) -> None:

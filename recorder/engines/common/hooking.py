@@ -5,7 +5,7 @@ import functools
 import pkgutil
 from collections.abc import Callable, Generator
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from .step_cost import OTHERS, PLACES, StepCost
 
@@ -39,10 +39,18 @@ class Target(NamedTuple):
         return None
 
 
-def around(hook: Callable[..., Around]) -> Hook:
+class EngineError(Exception):
+    """The engine's own function raised, so what it has done is not recorded; for `OnFault`: the hook itself works."""
+
+
+_SAID: Final = "_kvcanary_said"  # on an exception of the engine's that goes through several hooks
+
+
+def around(hook: Callable[..., Around], *, loses: bool = True) -> Hook:
     """Return a generator as a hook: behind its `yield` it goes on with the result once the engine's function has returned.
 
-    If that raised, or the generator never yields, nothing goes on; a `finally` runs all the same.
+    If that raised, or the generator never yields, nothing goes on; a `finally` runs all the same. What it would have
+    recorded is lost then, unless it `loses` nothing: the first hook that the exception goes through says so.
     """
 
     @functools.wraps(hook)
@@ -52,15 +60,22 @@ def around(hook: Callable[..., Around]) -> Hook:
             return None
 
         def finish(result: Any, error: BaseException | None) -> None:
-            if error is not None:
-                running.close()
+            if error is None:
+                with contextlib.suppress(StopIteration):
+                    running.send(result)
                 return
-            with contextlib.suppress(StopIteration):
-                running.send(result)
+            running.close()
+            if loses and not hasattr(error, _SAID):
+                setattr(error, _SAID, True)
+                raise EngineError(f"the engine's function raised {type(error).__name__}") from error
 
         return finish
 
     return begin
+
+
+# For a hook that prepares something, or records whatever its function's end.
+beside = functools.partial(around, loses=False)
 
 
 def while_true(condition: Callable[[], object], hook: Hook) -> Hook:

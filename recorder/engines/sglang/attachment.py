@@ -8,7 +8,7 @@ from ...errors import error_text
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
 from ..common.attachment import EngineAttachment
-from ..common.hooking import Around, Finish, Hook, OnFault, around, while_true, wrap_method
+from ..common.hooking import Around, EngineError, Finish, Hook, OnFault, beside, while_true, wrap_method
 from ..common.step_cost import StepCost
 from ..common.stopping import stop_tree
 from .history import knows_allocator, on_host
@@ -63,7 +63,7 @@ class SglangAttachment(EngineAttachment):
             logger.warning("kvcanary: %s: %s: %s", where, hook, said, exc_info=error)
             return
         super().fault(hook, error)
-        if hook in self.ending:
+        if hook in self.off & self.ending:
             self.recording = None
 
     def close(self) -> None:
@@ -82,14 +82,14 @@ class SglangAttachment(EngineAttachment):
         if not any(known is runner for known in self._runners):
             self._runners.append(runner)
 
-    @around
+    @beside
     def on_load(self, runner: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Stand around a model as soon as there is one, before SGLang's canary does."""
         yield
         self._inside.wrap(runner)
         self._layers.wrap(runner)
 
-    @around
+    @beside
     def on_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Start the recording when the scheduler stands; what ran before it was warm-up."""
         yield
@@ -182,7 +182,7 @@ class SglangAttachment(EngineAttachment):
             logger.warning("kvcanary: %s has no %s: not recorded", type(owner).__name__, method)
 
     def _history_fault(self, _: str, error: Exception) -> None:
-        if self.recording is not None:
+        if self.recording is not None and not isinstance(error, EngineError):
             self.recording.histories.clear()
         self.fault("history", error)
 
@@ -217,6 +217,7 @@ class SglangAttachment(EngineAttachment):
 
     def on_run(self, _scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Get to know the requests of a batch that is about to run, and which forward its result belongs to."""
+        self.next_step()
         recording = self.recording
         if recording is None or "on_run" in self.off:
             return None
@@ -233,7 +234,7 @@ class SglangAttachment(EngineAttachment):
             return None
         return recording.results.took if recording.results.takes(result) else None
 
-    @around
+    @beside
     def on_retract(self, *_args: Any, offload_kv: bool = True, **_kwargs: Any) -> Around:
         """Call a row that is given back meanwhile a retracted request's."""
         recording = self.recording

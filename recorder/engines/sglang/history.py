@@ -15,7 +15,7 @@ from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
-from ..common.hooking import Around, Finish, Hook, around
+from ..common.hooking import Around, Finish, Hook, around, beside
 from .layout import RunnerLayout, SglangLayout, online_sweep_interval, own_slots
 
 # Of those, what is given out and taken back is known. What is derived from them may number something else.
@@ -192,7 +192,7 @@ class RadixCacheWalk:
         sweeps = getattr(getattr(self._target, "canary_manager", None), "_sweep_orchestrator", None)
         return int(getattr(sweeps, "sweep_passes", 0))
 
-    @around
+    @beside
     def on_forward(self, *_args: Any, **_kwargs: Any) -> Around:
         """Walk at the end of a target's forward, where SGLang's canary sweeps."""
         yield

@@ -15,7 +15,7 @@ from ....kernels.capture.frames import AttentionTensors, ModelInput
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.capture import DeviceCapture
 from ...capture.device.forward import FrameInFlight
-from ..common.hooking import Around, OnFault, around, harmless
+from ..common.hooking import Around, OnFault, beside, harmless
 from .forward import MODES, has_embeddings, lens_of
 from .layers import backend_around, batch_among
 from .requests import KnownBatch
@@ -81,7 +81,7 @@ class InsideModels:
         runs = [run for _, mine in self._graphs.values() for run in mine]
         return any(owner == id(runner) and mode == "decode" for owner, mode, _ in runs)
 
-    @around
+    @beside
     def on_capture(self, backend: Any, shape_key: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Take note of the runs of models that a graph holds."""
         runs: list[tuple[int, str, ModelForward]] = []
@@ -119,7 +119,7 @@ class InsideModels:
             self._used[device] = 1  # the first is nobody's: what is run before a graph is captured gets it
         compiling = torch.compiler.is_compiling
 
-        @around
+        @beside
         def on_inside(*args: Any, **kwargs: Any) -> Around:
             end = self.begin(runner, device, args, kwargs)
             self._depth += 1

@@ -112,13 +112,17 @@ def backend_of(model_runner: Any, batch: Any) -> Any:
 
 
 def backend_around(model_runner: Any, batch: Any) -> Any:
-    """Return the attention backend of the forward that runs now, else that of the batch or of its runner."""
+    """Return the attention backend of the forward that runs now, else that of the batch or of its runner.
+
+    Of one that serves recurrent layers too it is the part for attention.
+    """
     try:
         from sglang.srt.model_executor.forward_context import get_attn_backend
 
-        return get_attn_backend()
+        found = get_attn_backend()
     except Exception:  # noqa: BLE001  # another version has it elsewhere, and raises outside of a forward
-        return getattr(batch, "attn_backend", None) or getattr(model_runner, "attn_backend", None)
+        found = getattr(batch, "attn_backend", None) or getattr(model_runner, "attn_backend", None)
+    return getattr(found, "full_attn_backend", found)
 
 
 def not_read(model_runners: list[Any], layout: SglangLayout, *, inside: bool) -> list[NotWatched]:
@@ -127,6 +131,7 @@ def not_read(model_runners: list[Any], layout: SglangLayout, *, inside: bool) ->
     for model_runner in model_runners:
         runner = layout.runners[id(model_runner)]
         backend = getattr(model_runner, "attn_backend", None)
+        backend = getattr(backend, "full_attn_backend", backend)
         parts = [part for name in ("prefill_backend", "decode_backend") if (part := getattr(backend, name, None))]
         name = layout.names[runner.index].name
         for part in parts or [backend]:

@@ -15,7 +15,7 @@ from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched, TraceHeader
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
-from ..common.hooking import Around, Finish, around
+from ..common.hooking import Around, Finish, around, beside
 from .forward import DeviceForwards, check_chain, draft_steps, forward_input, mode_of
 from .history import GroupHistory, RadixCacheWalk, allocators_of
 from .inside import Expected, InsideModels
@@ -288,7 +288,7 @@ class SglangRecording:
                     self._beams[row] = leader
                     self.recorder.request_status(request_id=leader.request_id, status="admitted", row=row, note="beam")
 
-    @around
+    @beside
     def on_rows(self, reqs: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Record the requests that are given rows."""
         new = [req for req in reqs if row_of(req) < 0]
@@ -325,7 +325,7 @@ class SglangRecording:
         if status == "retracted" and self.restores and self.recorder.header.role == "decode":
             self.recorder.lost("a decode engine restores a retracted request's KV from the host, which is not recorded")
 
-    @around
+    @beside
     def on_evict(self, *_args: Any, **_kwargs: Any) -> Around:
         """Call slots that are given back meanwhile evicted."""
         for history in self.histories:

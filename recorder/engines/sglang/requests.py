@@ -21,7 +21,7 @@ from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import TruthTokens
 from ...capture.recorder import Recorder
-from ..common.hooking import Around, around
+from ..common.hooking import Around, beside
 from ..common.requests import TokenList, request_id_of, truth_tokens
 
 
@@ -301,7 +301,7 @@ class StepResults:
         self._batches.refresh()
         return known.sampled(before, after)
 
-    @around
+    @beside
     def on_launch(
         self, mb_id: Any, batch: Any, _proxy: Any = None, mb_metadata: Any = None, *_args: Any, **_kwargs: Any
     ) -> Around:

@@ -15,7 +15,7 @@ from ...errors import error_text
 from ...process.environment import read_environment
 from ...writing.trace_file import begin_new
 from ..common.attachment import EngineAttachment
-from ..common.hooking import Around, Finish, around, harmless
+from ..common.hooking import Around, Finish, beside, harmless
 from .recording import TransformersRecording
 
 logger = logging.getLogger("kvcanary")
@@ -149,7 +149,7 @@ class TransformersAttachment(EngineAttachment):
         for part in (*engine_parts, *cache.cache_allocators.values()):
             self._recordings[part] = recording
 
-    @around
+    @beside
     def on_stop(self, manager: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Close the trace of a processor that is given up; let go of its parts, whose memory would live on through it."""
         recording = self._recordings.get(manager.batch_processor) if manager.batch_processor is not None else None

@@ -13,7 +13,7 @@ from ...capture.host_arrays import as_rows
 from ...capture.recorder import Recorder
 from ...trace.header import NotWatched
 from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL
-from ..common.hooking import Around, around
+from ..common.hooking import Around, around, beside
 from ..common.requests import KnownRequest, RequestRows, mode_by_lens, truth_tokens
 from .layout import TransformersGroup, describe_engine
 from .step import attention_input, table_read, written_slots
@@ -183,7 +183,7 @@ class TransformersRecording:
                 status=status,
             )
 
-    @around
+    @beside
     def because(self, reason: str) -> Around:
         """Give blocks that are freed until the engine's function returns another reason."""
         self._reason, before = reason, self._reason

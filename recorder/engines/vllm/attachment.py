@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from ...capture.recording import beginning
 from ...process.settings import RecordingSettings
 from ..common.attachment import EngineAttachment
-from ..common.hooking import Around, Finish, around, while_true, wrap_method
+from ..common.hooking import Around, Finish, around, beside, while_true, wrap_method
 from ..common.stopping import stop_tree
 from .recording import VllmRecording
 from .step import read_v1, read_v2
@@ -64,7 +64,7 @@ class VllmAttachment(EngineAttachment):
             self.end_with_process()
         return recording
 
-    @around
+    @beside
     def on_runner(self, runner: Any, *args: Any, **kwargs: Any) -> Around:
         """Remember a runner when it has its KV cache; what ran before was warm-up."""
         if kwargs.get("is_profiling", args[1] if len(args) > 1 else False):
@@ -73,7 +73,7 @@ class VllmAttachment(EngineAttachment):
         self._newest = runner
         self.on_shutdown(runner)  # a cache anew: the trace of the one before is over
 
-    @around
+    @beside
     def on_warm_up(self, _worker: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Pass over what an engine runs to warm up; the V2 runner executes steps of requests of its own for that."""
         self._warming += 1
@@ -82,7 +82,7 @@ class VllmAttachment(EngineAttachment):
         finally:
             self._warming -= 1
 
-    @around
+    @beside
     def on_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Remember a scheduler of this process, which schedules for the runner made before it."""
         yield
@@ -118,6 +118,7 @@ class VllmAttachment(EngineAttachment):
         """Follow a step from the scheduler's output to its result; a dummy run is none."""
         if "on_execute" in self.off or kwargs.get("dummy_run") or not hasattr(runner, "kv_cache_config"):
             return None
+        self.next_step()
         recording = self._start(runner)
         if recording is None:
             return None
@@ -142,7 +143,7 @@ class VllmAttachment(EngineAttachment):
         recording.before_model(read_v1(runner, recording.output, groups, input_ids, positions, recording.attention))
         return lambda _, error: recording.after_model(error)
 
-    @around
+    @beside
     def on_prepared(self, runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Record a forward of the V2 runner, which is prepared here and runs before `execute_model` returns."""
         recording = self._live("on_prepared", runner)
@@ -150,7 +151,7 @@ class VllmAttachment(EngineAttachment):
             prepared = yield
             recording.before_model(read_v2(runner, recording.output, recording.layout.groups, batch, *prepared))
 
-    @around
+    @beside
     def on_sample(self, runner: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Record what a step sampled."""
         recording = self._live("on_sample", runner)

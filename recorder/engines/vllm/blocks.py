@@ -14,7 +14,7 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ...capture.recorder import Recorder
 from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED
-from ..common.hooking import Around, Hook, OnFault, around, wrap_method
+from ..common.hooking import Around, Hook, OnFault, around, beside, wrap_method
 from ..common.requests import request_id_of
 from .layout import VllmGroup, VllmLayout
 from .step import VllmRequests
@@ -148,7 +148,7 @@ class BlockHistory:
         yield
         self.freed(group, blocks, name)
 
-    @around
+    @beside
     def _on_skip(self, group: VllmGroup, name: str, *_args: Any, **_kwargs: Any) -> Around:
         self._skipping = (group.index, name)
         try:

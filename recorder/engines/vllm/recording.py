@@ -13,7 +13,7 @@ from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
-from ..common.hooking import Around, OnFault, around, while_true, wrap_method
+from ..common.hooking import Around, EngineError, OnFault, around, while_true, wrap_method
 from .blocks import BlockHistory, why_no_history
 from .drafts import DraftWrites
 from .external import ExternalLoads, connector_of
@@ -82,7 +82,8 @@ class VllmRecording:
         """Hook this engine's own parts; `on_history_fault` is called when the slot history failed, which is over then."""
 
         def history_fault(hook: str, error: Exception) -> None:
-            self.history = None
+            if not isinstance(error, EngineError):
+                self.history = None
             on_history_fault(hook, error)
 
         self._history_fault: OnFault = history_fault

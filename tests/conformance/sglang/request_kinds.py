@@ -81,6 +81,18 @@ async def plain(client: Client) -> None:
     await client.all(*(client.ask(p + client.tokens(5)) for p in prompts))
 
 
+async def turns(client: Client) -> None:
+    """Conversations: each prompt is the one before, its answer, and something new."""
+
+    async def talk(length: int) -> None:
+        prompt = client.tokens(length)
+        for n in (9, 5, 12):
+            answer = await client.ask(prompt, new=n)
+            prompt = prompt + answer["output_ids"] + client.tokens(n)
+
+    await client.all(*(talk(n) for n in (30, 9, 50)))
+
+
 async def same_id(client: Client) -> None:
     """One id for a whole conversation, and for a retry after an abort."""
     for n in (30, 60, 90):  # each prompt covers what was sampled last
@@ -193,6 +205,12 @@ KINDS: dict[str, Kind] = {
     "plain-overlap-page4": Kind(run=plain, options={**OVERLAP, "page_size": 4}),
     "plain-no-radix": Kind(run=plain, options={"disable_radix_cache": True}),
     "plain-hybrid-page4": Kind(run=plain, model="mellum_hybrid", options={"page_size": 4}),
+    "recurrent": Kind(run=plain, model="lfm2", canary=False),
+    "recurrent-overlap-aborted": Kind(run=aborted, model="lfm2", options=OVERLAP, canary=False),
+    "recurrent-flushed": Kind(run=flushed, model="lfm2", canary=False),
+    "recurrent-paused": Kind(run=paused, model="lfm2", canary=False, statuses=("retracted",)),
+    "recurrent-turns-evicted": Kind(run=turns, model="lfm2", options=SMALL, canary=False),
+    "turns": Kind(run=turns, options={"page_size": 4}),
     "same-id": Kind(run=same_id),
     "same-id-overlap": Kind(run=same_id, options=OVERLAP),
     "beams": Kind(run=beams, tokens=False),
@@ -264,6 +282,34 @@ def use_placeholders() -> None:
     Req.__init__, LlamaModel.forward = with_placeholders, clamped
 
 
+def use_plain_convolutions() -> None:
+    """Put loops in the place of a recurrent model's kernels, which neither the CPU nor Triton's interpreter runs."""
+    import torch
+    from sglang.srt.models import lfm2
+
+    def step(state: Any, token: Any, weight: Any) -> Any:
+        """Return one token's output `[dim]`; `state` `[dim, width - 1]` moves on by it."""
+        window = torch.cat([state, token[:, None]], dim=1)
+        state.copy_(window[:, 1:])
+        return (window * weight).sum(dim=1)
+
+    def extend(x: Any, weight: Any, _bias: Any, *, query_start_loc: Any, cache_indices: Any, **rest: Any) -> Any:
+        out, bounds = torch.empty_like(x), query_start_loc.tolist()
+        for r, slot in enumerate(cache_indices.tolist()):
+            state = rest["conv_states"][slot]
+            if not rest["has_initial_state"][r]:
+                state.zero_()
+            for t in range(bounds[r], bounds[r + 1]):
+                out[:, t] = step(state, x[:, t], weight)
+        return out
+
+    def decode(x: Any, states: Any, weight: Any, *_: Any, conv_state_indices: Any, **_rest: Any) -> Any:
+        slots = conv_state_indices.tolist()
+        return torch.stack([step(states[slot], token, weight) for slot, token in zip(slots, x, strict=True)])
+
+    lfm2.causal_conv1d_fn, lfm2.causal_conv1d_update = extend, decode
+
+
 def run_forked(kind: Kind, folder: Path, timeout_s: float) -> int:
     """Run one kind; its log, the canary's ring and the trace go into `folder`. Return the exit status."""
     from engine import forked, note_violations, retract_now_and_then
@@ -274,6 +320,8 @@ def run_forked(kind: Kind, folder: Path, timeout_s: float) -> int:
             retract_now_and_then()
         if kind.run is images:
             use_placeholders()
+        if kind.model == "lfm2":
+            use_plain_convolutions()
         serve(kind)
 
     environment = {

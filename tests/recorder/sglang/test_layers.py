@@ -25,6 +25,7 @@ class Layers:
         self.before = self.inside = self.after = lambda runner, batch: None
         self.count = 0
         self.calls_model = True
+        self.recurrent = False
         self.backend = Backend
         compute, init = ModelRunner._forward_raw, ModelRunner.__init__
 
@@ -33,6 +34,8 @@ class Layers:
             runner.device = "cpu"
             runner.attn_backend = self.backend()
             runner.attn_backend.req_to_token_pool = runner.req_to_token_pool
+            if self.recurrent:
+                runner.attn_backend = SimpleNamespace(full_attn_backend=runner.attn_backend)
 
             def forward(input_ids: Any, positions: Any, forward_batch: Any) -> Any:
                 self.inside(runner, forward_batch)
@@ -75,9 +78,11 @@ def _judged(trace: Path) -> Any:
     return replay(trace, settings=ReplaySettings(), report=None)
 
 
+@pytest.mark.parametrize("recurrent", [False, True], ids=["attention", "recurrent layers too"])
 def test_a_healthy_engine_is_clean_and_its_attention_is_watched(
-    layers: Layers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    layers: Layers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recurrent: bool
 ) -> None:
+    layers.recurrent = recurrent
     trace = layers.serve(monkeypatch, tmp_path)
     forwards = [event for event in read_trace(trace) if event.kind == "forward"]
     assert len(forwards) == layers.count > 8

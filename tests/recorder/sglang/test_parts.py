@@ -1,5 +1,6 @@
 """The adapter's parts on their own: hooks, ids, truth tokens, forward modes, layouts, allocators, walks, drafts."""
 
+import functools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from kvcanary.recorder.capture.host_arrays import own_int64
 from kvcanary.recorder.engines.common import hooking, step_cost
-from kvcanary.recorder.engines.common.hooking import Target, harmless, wrap_method
+from kvcanary.recorder.engines.common.hooking import Target, around, beside, harmless, wrap_method
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.common.step_cost import PLACES, StepCost
 from kvcanary.recorder.engines.sglang import hooks as sglang_hooks
@@ -63,6 +64,29 @@ def test_a_hook_sees_arguments_result_and_exception_and_changes_none() -> None:
     with pytest.raises(KeyError, match="engine's own"):
         wrapper(fail)
     assert seen == [((2,), {"b": 3}), (5, None), ((), {}), (None, error)]
+
+
+def test_what_is_lost_if_the_engine_s_function_raises_is_said_once() -> None:
+    faults: list[tuple[str, str]] = []
+
+    def hook(kind: Any, name: str) -> Any:
+        def generator(*_: Any) -> Any:
+            yield
+            pytest.fail("goes on behind a function that raised")
+
+        generator.__name__ = name
+        return functools.partial(harmless(kind(generator), lambda name, error: faults.append((name, str(error)))))
+
+    def fail() -> None:
+        raise KeyError("engine's own")
+
+    inner, outer, other = hook(around, "inner"), hook(around, "outer"), hook(beside, "other")
+    with pytest.raises(KeyError, match="engine's own"):
+        other(outer, inner, fail)
+    assert faults == [("inner", "the engine's function raised KeyError")]
+    with pytest.raises(KeyError):
+        other(fail)
+    assert len(faults) == 1
 
 
 @pytest.mark.parametrize("late", [False, True])

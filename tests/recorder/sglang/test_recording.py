@@ -1,5 +1,6 @@
 """An engine of SGLang's shape, recorded through the adapter's hooks: what stands in the trace, and that it is harmless."""
 
+import contextlib
 import logging
 import threading
 from pathlib import Path
@@ -16,7 +17,7 @@ from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
 from ...support.one_trace import events
-from .fake_engine import ModelRunner, Request, Result, Scheduler, hooked, serve
+from .fake_engine import ModelRunner, Request, Result, Scheduler, TokenToKVPoolAllocator, hooked, serve
 
 pytestmark = pytest.mark.usefixtures("process_goes_on")
 
@@ -211,3 +212,31 @@ def test_a_result_of_another_stage_tells_no_sample(tmp_path: Path, monkeypatch: 
     session.recorder.close()
     _, told = events(tmp_path)
     assert [event.ints("sampled_tokens").tolist() for event in told if event.kind == "sample"][12:] == [[5]]
+
+
+def test_an_allocation_that_raises_is_a_loss_and_the_rest_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give, calls = TokenToKVPoolAllocator.alloc, iter(range(100))
+
+    def alloc(self: TokenToKVPoolAllocator, need_size: int) -> Any:
+        if next(calls) == 5:
+            raise RuntimeError("no page left")
+        return give(self, need_size)
+
+    step = Scheduler.step
+
+    def steadfast(self: Scheduler, reqs: list[Request]) -> None:
+        with contextlib.suppress(RuntimeError):
+            step(self, reqs)
+
+    monkeypatch.setattr(TokenToKVPoolAllocator, "alloc", alloc)
+    monkeypatch.setattr(Scheduler, "step", steadfast)
+    attachment, _ = record(monkeypatch, tmp_path)
+    assert not attachment.off
+    _, told = events(tmp_path)
+    kinds = [event.kind for event in told]
+    assert [event.scalar("note") for event in told if event.kind == "loss"] == [
+        "SGLang adapter, history: the engine's function raised RuntimeError"
+    ]
+    assert "alloc" in kinds[kinds.index("loss") :]

@@ -77,6 +77,15 @@ def declare_torchvision_ops():
         torch._torchvision_ops.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
+def declare_kernel_ops():
+    """Kernels of linear attention that are looked up while it is imported."""
+    import torch
+
+    torch._sgl_kernel_ops = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for op in ("fused_sigmoid_gating_delta_rule_update_cpu", "fused_gdn_gating_cpu"):
+        torch._sgl_kernel_ops.define(f"{op}(Tensor absent) -> Tensor")
+
+
 def give_cpu_streams():
     """The canary stages its results over a stream and pinned memory."""
     import torch
@@ -113,5 +122,6 @@ def give_cpu_streams():
 if os.environ.get("SGLANG_STANDIN") == "cpu":
     sys.meta_path.append(AbsentFinder())
     sys.meta_path.insert(0, Before("torchvision", declare_torchvision_ops))
+    sys.meta_path.insert(0, Before("sglang.srt.layers.attention.linear", declare_kernel_ops))
     if os.environ.get("SGLANG_STANDIN_CANARY") == "1":
         sys.meta_path.insert(0, Before("sglang.srt.kv_canary", give_cpu_streams))
