@@ -11,25 +11,18 @@ from ..trace.header import PoolGroup, TraceHeader
 from ..trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from .forward_event import attention_columns
 from .forward_input import AttentionInput, CopiedForward, TableRead, check_length, check_read, window_positions
-from .host_arrays import own_int64, read_runs, saturated
+from .host_arrays import own_int64, read_blocks, read_runs, saturated
 from .slot_numbers import SlotNumbers
 
 
 def paged_read(block_tables: Any, block_size: int, ends: Any, *, starts: Any | None = None) -> TableRead:
     """Return the slots that attention reads through a block table, `[at least bs, max_blocks]` of any integer type.
 
-    Request r reads the positions from `starts[r]` (None: 0) to before `ends[r]`, its seq_len; the slot of position p is
-    `block_tables[r, p // block_size] * block_size + p % block_size`, -1 if the table has no such cell, or a negative block in
-    it. The table is numpy's or torch's on any device; only the cells that are read are brought to the host.
+    Request r reads the positions from `starts[r]` (None: 0) to before `ends[r]`, its seq_len, in the slots that `read_blocks`
+    says. The table is numpy's or torch's on any device; only the cells that are read are brought to the host.
     """
     first, counts = _reach(ends, starts)
-    first_blocks = first // block_size
-    num_blocks = np.where(counts > 0, (first + counts - 1) // block_size - first_blocks + 1, 0)
-    blocks = read_runs(block_tables, np.arange(first.size, dtype=np.int64), first_blocks, num_blocks)[:, None]
-    whole = blocks * block_size + np.arange(block_size)
-    whole[blocks[:, 0] < 0] = -1
-    runs = RowRuns(first, first_blocks * block_size, num_blocks * block_size, whole.reshape(-1))
-    slots = runs.part(first, counts).values
+    slots = read_blocks(block_tables, block_size, np.arange(first.size, dtype=np.int64), first, counts)
     return TableRead(starts=first, counts=counts, slots=slots)
 
 

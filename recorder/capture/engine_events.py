@@ -1,7 +1,7 @@
 """What an engine does beside its forwards: requests, slots that change hands, copies, sweeps, transfers, notes."""
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 
@@ -14,8 +14,13 @@ from ..trace.schema import (
     TIER_POOL,
     TRANSFER_DIRECTIONS,
     TRANSFER_STATUSES,
+    AllocStatus,
+    RequestStatus,
+    SlotChange,
+    TransferDirection,
+    TransferStatus,
 )
-from .host_arrays import ordered_runs, own_int64, runs_to_slots
+from .host_arrays import ordered_runs, own_int64, runs_to_slots, whole_number
 from .recording import Recording, guarded
 
 MAX_NAME: Final = 1024  # characters of a request's name: whoever sends a request may choose it
@@ -36,35 +41,41 @@ class EventRecording(Recording):
     ) -> None:
         """Say that a request became known: its 64-bit id, the engine's name for it, its prompt's length in tokens."""
         name = str(name) if self._privacy is None else self._privacy.hash_name(str(name))
+        number = whole_number(request_id, "request_id")
+        if self._strict:
+            self._said_requests.add(number)
         self._record(
             "request",
-            request_id=int(request_id),
+            request_id=number,
             name=name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…",
-            prompt_len=int(prompt_len),
-            room=int(room),
+            prompt_len=whole_number(prompt_len, "prompt_len"),
+            room=whole_number(room, "room"),
             labels=_json(labels),
         )
 
     @guarded
-    def request_status(self, *, request_id: int, status: str, row: int = -1, note: str = "") -> None:
+    def request_status(self, *, request_id: int, status: RequestStatus, row: int = -1, note: str = "") -> None:
         """Say that a request got its row ("admitted") or gave it back ("retracted", "finished", "aborted").
 
         To be called after the frees that belong to it: what a request still owns then has leaked.
         """
         _one_of("status", status, REQUEST_STATUSES)
-        self._record("status", _row_column(row), request_id=int(request_id), status=status, note=note)
+        number = whole_number(request_id, "request_id")
+        self._record("status", _row_column(row), request_id=number, status=status, note=note)
+        if status != "admitted":
+            self._lent_rows.give_back(number)
 
     @guarded
     def slots(
         self,
-        kind: str,
+        kind: SlotChange,
         *,
         group: Any,
         slots: Any = None,
         runs: tuple[Any, Any] | None = None,
         request_id: int = -1,
         row: int = -1,
-        status: str = "",
+        status: AllocStatus = "",
         note: str = "",
     ) -> None:
         """Say that slots were given to a request ("alloc"), given back ("free") or dropped by a cache ("evict").
@@ -80,12 +91,15 @@ class EventRecording(Recording):
                 "cached" if it handed its slots to the prefix cache.
             note: why.
         """
-        _one_of("kind", kind, ("alloc", "free", "evict"))
+        _one_of("kind", kind, get_args(SlotChange))
         _one_of(f"status of {kind}", status, ALLOC_STATUSES if kind == "alloc" else ("",))
-        starts, counts = map(own_int64, runs) if runs is not None else ordered_runs(np.sort(own_int64(slots)))
-        groups = np.full(starts.size, group, np.int64)
+        starts, counts = (
+            map(own_int64, runs, ("runs", "runs")) if runs else ordered_runs(np.sort(own_int64(slots, "slots")))
+        )
+        groups = np.full(starts.size, own_int64(group, "group"), np.int64)
+        self._expect_groups(groups)
         ints = _slot_columns(groups, self._numbers.runs(groups, starts), counts, row)
-        self._record(kind, ints, request_id=int(request_id), status=status, note=note)
+        self._record(kind, ints, request_id=whole_number(request_id, "request_id"), status=status, note=note)
 
     @guarded
     def sampled(self, *, forward: int, sampled_tokens: Any, sampled_lens: Any) -> None:
@@ -94,7 +108,8 @@ class EventRecording(Recording):
         `forward` is its number, which `next_forward` gave before it, `sampled_tokens` `[sum(sampled_lens)]` request by
         request, `sampled_lens` `[bs]` of that forward.
         """
-        lens, tokens = own_int64(sampled_lens), self._hash_tokens(own_int64(sampled_tokens))
+        lens = own_int64(sampled_lens, "sampled_lens")
+        tokens = self._hash_tokens(own_int64(sampled_tokens, "sampled_tokens"))
         if tokens.size != int(np.maximum(lens, 0).sum()):
             raise ValueError(f"sampled_lens ask for {int(np.maximum(lens, 0).sum())} tokens, {tokens.size} came")
         self._record("sample", {"sampled_lens": lens, "sampled_tokens": tokens}, forward=int(forward))
@@ -124,7 +139,7 @@ class EventRecording(Recording):
             request_id: the slots' request, -1 for none.
             note: why: fork, offload, load-back, compaction.
         """
-        src, dst, count = own_int64(src), own_int64(dst), own_int64(count)
+        src, dst, count = own_int64(src, "src"), own_int64(dst, "dst"), own_int64(count, "count")
         if not src.size == dst.size == count.size:
             raise ValueError(f"src, dst, count have lengths {src.size}, {dst.size}, {count.size}, expected equal ones")
         same = np.ones(src.size, np.int64)
@@ -157,10 +172,10 @@ class EventRecording(Recording):
             locked: `[n]` whether a running request stands on it.
             runner: index into the header's runners.
         """
-        own, of_group = own_int64(slots), own_int64(groups)
+        own, of_group = own_int64(slots, "slots"), own_int64(groups, "groups")
         given = {"slot": own, "position": positions, "prev": prev_slots, "locked": locked}
         ints = {"sweep_group": np.full(own.size, of_group[0]) if of_group.size == 1 else of_group}
-        ints |= {f"sweep_{name}": own_int64(values) for name, values in given.items()}
+        ints |= {f"sweep_{name}": own_int64(values, name) for name, values in given.items()}
         for column, name in zip(ints, ("groups", "slots", "positions", "prev_slots", "locked"), strict=True):
             if ints[column].size != own.size:
                 raise ValueError(f"{name} has length {ints[column].size}, expected {own.size}, one for each slot")
@@ -175,9 +190,9 @@ class EventRecording(Recording):
     @guarded
     def transfer(
         self,
-        status: str,
+        status: TransferStatus,
         *,
-        direction: str,
+        direction: TransferDirection,
         room: int,
         group: int,
         slots: Any,
@@ -205,7 +220,7 @@ class EventRecording(Recording):
             num_bytes: bytes moved so far.
             note: why it failed.
         """
-        own, kv = self._numbers.of_group(group, own_int64(slots)), self.kv[group]
+        own, kv = self._numbers.of_group(group, own_int64(slots, "slots")), self.kv[group]
         _one_of("status", status, TRANSFER_STATUSES)
         _one_of("direction", direction, TRANSFER_DIRECTIONS)
         starts, counts = ordered_runs(own)

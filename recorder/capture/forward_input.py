@@ -2,19 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 
 from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.capture.changes import NO_RUNS, RowRuns
 from ..trace.header import TraceHeader
-from .host_arrays import on_host, own_int64, ragged_index, read_runs, saturated, wrapped
-from .slot_numbers import SlotNumbers
+from ..trace.schema import Mode
+from .host_arrays import on_host, own_int64, ragged_index, read_blocks, read_runs, saturated, wrapped
+from .slot_numbers import LentRows, SlotNumbers
 
 _NOTHING = np.empty(0, np.int64)
+_READ: Final = ("starts", "counts", "slots")
 
-MODES: Final = ("extend", "decode", "mixed", "target_verify", "draft_extend", "idle")
+MODES: Final = get_args(Mode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,18 @@ class TableRead:
     starts: Any
     counts: Any
     slots: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTable:
+    """What a forward reads, of an engine whose attention gets blocks: row r is the batch's request r.
+
+    `blocks` `[at least bs, max_blocks]`, any integer type, a negative block for none; position p of request r lies in slot
+    `blocks[r, p // block_size] * block_size + p % block_size`. None if no request of the forward has a prefix.
+    """
+
+    blocks: Any
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +81,15 @@ class ForwardInput:
     Attributes:
         mode: one of `MODES`.
         runner: index into the header's runners.
-        req_pool_indices: `[bs]` rows; row 0 is padding.
-        request_ids: `[bs]` the 64-bit ids that `Recorder.request` got.
+        req_pool_indices: `[bs]` rows; row 0 is padding. None if the engine has no rows: the recorder lends each request one.
+        request_ids: `[bs]` the 64-bit ids that `Recorder.request` got; of padding, where there are no rows, negative.
         prefix_lens: `[bs]` tokens in the cache before this forward.
         extend_lens: `[bs]` tokens that this forward adds.
         input_ids: `[T]`, T at least sum(extend_lens); padding rows and padding tokens come last.
         positions: `[T]`.
         out_cache_loc: one `[T]` for each of the header's tables: the slot that each token is written to, negative
             for none.
-        reads: one for each table: the `[rows, width]` req_to_token tensor itself, or a `TableRead`.
+        reads: one for each table: the `[rows, width]` req_to_token tensor itself, a `BlockTable` or a `TableRead`.
         luts: one full-to-SWA tensor `[length]` for each of the header's `lut_lens`.
         table_filled: whether the engine has put this forward's own slots into its tables already. Then those cells are
             read too, of every table in `reads` that is a tensor, and what is not `out_cache_loc` is recorded.
@@ -83,9 +97,9 @@ class ForwardInput:
         attention: what attention gets, where that is known before the forward; else `Recorder.attention`.
     """
 
-    mode: str
+    mode: Mode
     runner: int = 0
-    req_pool_indices: Any
+    req_pool_indices: Any = None
     request_ids: Any
     prefix_lens: Any
     extend_lens: Any
@@ -165,8 +179,11 @@ def copy_forward(
     time_ns: int,
     hash_tokens: Callable[[Int64Array], Int64Array],
     numbers: SlotNumbers,
+    rows: LentRows,
 ) -> CopiedForward:
     """Copy a forward, at once; `hash_tokens` and `numbers` return tokens and slots as the trace may hold them.
+
+    `rows` has those of an engine without rows of its own.
 
     Raises:
         ValueError: lengths that do not fit one another or the header; the message names the field.
@@ -178,17 +195,19 @@ def copy_forward(
     check_length("out_cache_loc", len(given.out_cache_loc), len(header.tables), "one array for each of the tables")
     check_length("reads", len(given.reads), len(header.tables), "one for each of the tables")
     check_length("luts", len(given.luts), len(header.lut_lens), "one for each of the header's lut_lens")
+    request_ids = own_int64(given.request_ids, "request_ids")
+    lent = given.req_pool_indices is None
     copied = CopiedForward(
         mode=given.mode,
         runner=given.runner,
         number=number,
         time_ns=time_ns,
-        rows=own_int64(given.req_pool_indices),
-        request_ids=own_int64(given.request_ids),
-        prefix_lens=own_int64(given.prefix_lens),
-        extend_lens=own_int64(given.extend_lens),
-        input_ids=hash_tokens(own_int64(given.input_ids)),
-        positions=own_int64(given.positions),
+        rows=rows.of(request_ids) if lent else own_int64(given.req_pool_indices, "req_pool_indices"),
+        request_ids=request_ids,
+        prefix_lens=own_int64(given.prefix_lens, "prefix_lens"),
+        extend_lens=own_int64(given.extend_lens, "extend_lens"),
+        input_ids=hash_tokens(own_int64(given.input_ids, "input_ids")),
+        positions=own_int64(given.positions, "positions"),
         luts=given.luts,
     )
     for name in ("request_ids", "prefix_lens", "extend_lens"):
@@ -196,7 +215,7 @@ def copy_forward(
     tokens, most = int(copied.new_lens.sum()), copied.input_ids.size
     if most < tokens:
         raise ValueError(f"input_ids has length {most}, expected at least sum(extend_lens), {tokens}")
-    written = [own_int64(loc) for loc in given.out_cache_loc]
+    written = [own_int64(loc, "out_cache_loc") for loc in given.out_cache_loc]
     for name, array in (("positions", copied.positions), *(("out_cache_loc", loc) for loc in written)):
         check_length(name, array.size, most, "one for each of input_ids")
     copied.out_cache_loc = tuple(numbers.of_table(table, loc) for table, loc in enumerate(written))
@@ -287,14 +306,31 @@ def _first_read(header: TraceHeader, table: int, prefix_lens: Int64Array) -> Int
 def _copy_read(read: Any, forward: CopiedForward, first: Int64Array) -> RowRuns:
     rows, prefix_lens = forward.rows, forward.prefix_lens
     if isinstance(read, TableRead):
-        given = RowRuns(rows, own_int64(read.starts), own_int64(read.counts), own_int64(read.slots))
+        given = RowRuns(rows, *(own_int64(getattr(read, name), f"TableRead.{name}") for name in _READ))
         check_read("TableRead", given, rows.size)
         return given._replace(counts=np.maximum(given.counts, 0), values=saturated(given.values))
+    if isinstance(read, BlockTable):
+        counts = np.where(rows == 0, 0, np.maximum(prefix_lens - first, 0))
+        return RowRuns(rows, first, counts, saturated(copy_blocks(read, first, counts)))
     # Row 0 is padding whatever its prefix says, and a prefix beyond the table's width has no cell there.
     counts = np.where(rows == 0, 0, np.clip(np.minimum(prefix_lens, int(read.shape[1])) - first, 0, None))
     slots = read_runs(read, rows, first, counts)
     int32 = str(read.dtype).removeprefix("torch.") == "int32"  # holds nothing that a state table could not hold
     return RowRuns(rows, first, counts, slots if int32 else saturated(slots))
+
+
+def copy_blocks(read: BlockTable, first: Int64Array, counts: Int64Array) -> Int64Array:
+    """Return the slots of `counts[r]` positions from `first[r]` on, request by request."""
+    if read.block_size < 1:
+        raise ValueError(f"BlockTable.block_size is {read.block_size}, expected at least 1")
+    if read.blocks is None:
+        if counts.any():
+            raise ValueError("BlockTable.blocks is None, expected [bs, max_blocks]: some of prefix_lens are not 0")
+        return _NOTHING
+    blocks = read.blocks if hasattr(read.blocks, "shape") else np.array(read.blocks, np.int64)
+    if len(blocks.shape) != 2 or blocks.shape[0] < first.size:
+        raise ValueError(f"BlockTable.blocks has shape {list(blocks.shape)}, expected [{first.size}, max_blocks]")
+    return read_blocks(blocks, read.block_size, np.arange(first.size, dtype=np.int64), first, counts)
 
 
 def _numbered(numbers: SlotNumbers, table: int, read: RowRuns) -> RowRuns:
@@ -303,7 +339,7 @@ def _numbered(numbers: SlotNumbers, table: int, read: RowRuns) -> RowRuns:
 
 def _misplaced(table: Any, forward: CopiedForward, slots: Int64Array) -> RowRuns:
     """Return the cells of a table tensor at the positions that a forward writes, where they hold another slot, one each."""
-    if isinstance(table, TableRead):
+    if isinstance(table, TableRead | BlockTable):
         return NO_RUNS
     lens = forward.new_lens
     rows, positions = np.repeat(forward.rows, lens), ragged_index(forward.prefix_lens, lens)
@@ -316,8 +352,7 @@ def _misplaced(table: Any, forward: CopiedForward, slots: Int64Array) -> RowRuns
 
 
 def _copy_truth(truth: TruthTokens, rows: Int64Array, hash_tokens: Callable[[Int64Array], Int64Array]) -> RowRuns:
-    lens = own_int64(truth.lens)
-    flat = hash_tokens(own_int64(truth.flat))
+    lens, flat = own_int64(truth.lens, "TruthTokens.lens"), hash_tokens(own_int64(truth.flat, "TruthTokens.flat"))
     check_length("TruthTokens.lens", lens.size, rows.size, "one for each of req_pool_indices")
     check_length("TruthTokens.flat", flat.size, int(np.maximum(lens, 0).sum()), "sum(lens)")
     return RowRuns(rows, np.zeros_like(lens), np.maximum(lens, 0), wrapped(flat))

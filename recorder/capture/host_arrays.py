@@ -1,5 +1,6 @@
 """Whatever arrays an engine hands over, brought to the host as numpy arrays; and index arithmetic over ragged rows."""
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,28 @@ _INT32 = np.iinfo(np.int32)
 _INT64 = np.dtype(np.int64)
 
 
-def own_int64(values: Any) -> Int64Array:
+def own_int64(values: Any, name: str = "an array") -> Int64Array:
     """Return a flat int64 copy of a numpy array, a torch tensor on any device, or a sequence of ints.
 
-    Always a copy: engines reuse their buffers. A device tensor is brought to the host, which waits for the device.
+    Always a copy: engines reuse their buffers. A device tensor is brought to the host, which waits for the device. Raises
+    `ValueError` for what is not made of integers; `name` says what it is.
     """
     if type(values) is np.ndarray and values.dtype == _INT64 and values.ndim == 1:
         return values.copy()
     if hasattr(values, "detach"):  # a torch tensor; torch itself is never imported here
         values = values.detach().cpu().numpy()
-    return np.array(values, dtype=np.int64).reshape(-1)
+    found = np.asarray(values)
+    if found.dtype.kind not in "iub" and found.size:  # an empty list is of floats
+        raise ValueError(f"{name} holds {found.dtype} values, expected integers")
+    return np.array(found, dtype=np.int64).reshape(-1)
+
+
+def whole_number(value: Any, name: str) -> int:
+    """Return an integer of any kind as Python's; raise a `ValueError` with its name for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}, expected an integer") from None
 
 
 def saturated(values: Int64Array) -> Int64Array:
@@ -66,6 +79,23 @@ def read_runs(table: Any, rows: Int64Array, starts: Int64Array, counts: Int64Arr
     else:
         cells[inside] = np.asarray(table)[rows, columns]
     return cells
+
+
+def read_blocks(blocks: Any, block_size: int, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
+    """Return the slots of positions as `read_runs` does, of a table of blocks: `[height, max_blocks]` of any integer type.
+
+    Position p lies in slot `blocks[row, p // block_size] * block_size + p % block_size`; -1 without a block, or a negative one.
+    """
+    first = starts // block_size
+    num_blocks = np.where(counts > 0, (starts + counts - 1) // block_size - first + 1, 0)
+    found = read_runs(blocks, rows, first, num_blocks)[:, None]
+    whole = found * block_size + np.arange(block_size)
+    whole[found[:, 0] < 0] = -1
+    return (
+        changes.RowRuns(rows, first * block_size, num_blocks * block_size, whole.reshape(-1))
+        .part(starts, counts)
+        .values
+    )
 
 
 def on_host(array: Any) -> Any:

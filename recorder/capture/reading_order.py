@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.arrays import Int64Array
-from .forward_input import ForwardInput, TableRead, TruthTokens
+from .forward_input import BlockTable, ForwardInput, TableRead, TruthTokens, copy_blocks
 from .host_arrays import own_int64, read_runs, shares
 
 
@@ -25,7 +25,9 @@ def in_reading_order(given: ForwardInput) -> list[tuple[ForwardInput, Int64Array
         Each forward with the indices `[n] int64` of its requests, ascending; `given` itself if nobody reads what
         another writes. Of several, the last has the padding, and none says what attention got.
     """
-    rows, prefix, extend = (own_int64(part) for part in (given.req_pool_indices, given.prefix_lens, given.extend_lens))
+    prefix, extend = own_int64(given.prefix_lens), own_int64(given.extend_lens)
+    lent = given.req_pool_indices is None  # then padding has no id
+    rows = (own_int64(given.request_ids) >= 0).astype(np.int64) if lent else own_int64(given.req_pool_indices)
     lens = np.where(rows == 0, 0, np.maximum(extend, 0))
     level = np.zeros(rows.size, np.int64)
     waits = {
@@ -47,10 +49,13 @@ def in_reading_order(given: ForwardInput) -> list[tuple[ForwardInput, Int64Array
 
 
 def _read(read: Any, rows: Int64Array, prefix: Int64Array) -> TableRead:
+    starts = np.zeros_like(prefix)
     if isinstance(read, TableRead):
         counts = np.maximum(own_int64(read.counts), 0)
         return TableRead(starts=own_int64(read.starts), counts=counts, slots=own_int64(read.slots))
-    starts = np.zeros_like(prefix)
+    if isinstance(read, BlockTable):
+        counts = np.where(rows == 0, 0, np.maximum(prefix, 0))
+        return TableRead(starts=starts, counts=counts, slots=copy_blocks(read, starts, counts))
     counts = np.where(rows == 0, 0, np.clip(prefix, 0, int(read.shape[1])))
     return TableRead(starts=starts, counts=counts, slots=read_runs(read, rows, starts, counts))
 
@@ -80,21 +85,25 @@ def _part(
         truth = TruthTokens(flat=shares(own_int64(given.truth.flat), known, chosen), lens=known[chosen])
     part = replace(
         given,
-        req_pool_indices=own_int64(given.req_pool_indices)[chosen],
+        req_pool_indices=None if given.req_pool_indices is None else own_int64(given.req_pool_indices)[chosen],
         request_ids=own_int64(given.request_ids)[chosen],
         prefix_lens=own_int64(given.prefix_lens)[chosen],
         extend_lens=own_int64(given.extend_lens)[chosen],
         input_ids=own_int64(given.input_ids)[tokens],
         positions=own_int64(given.positions)[tokens],
         out_cache_loc=tuple(own_int64(slots)[tokens] for slots in given.out_cache_loc),
-        reads=tuple(_chosen(read, chosen) if isinstance(read, TableRead) else read for read in given.reads),
+        reads=tuple(_chosen(read, chosen) for read in given.reads),
         truth=truth,
         attention=None,
     )
     return part, chosen
 
 
-def _chosen(read: TableRead, chosen: Int64Array) -> TableRead:
+def _chosen(read: Any, chosen: Int64Array) -> Any:
+    if isinstance(read, BlockTable):
+        return read if read.blocks is None else replace(read, blocks=read.blocks[chosen])
+    if not isinstance(read, TableRead):
+        return read
     counts = np.maximum(own_int64(read.counts), 0)
     slots = shares(own_int64(read.slots), counts, chosen)
     return TableRead(starts=own_int64(read.starts)[chosen], counts=counts[chosen], slots=slots)

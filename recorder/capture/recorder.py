@@ -1,6 +1,6 @@
 """The recorder: what an engine's integrator calls around each forward, and what never harms the engine.
 
-No method raises after construction and none waits for the disk. A fault inside switches the recorder off, says so once
+No method raises after construction, unless `strict` asks for it, and none waits for the disk. A fault inside switches the recorder off, says so once
 in the log (logger "kvcanary") and in the trace; the engine goes on. If the writer's queue is full, whole events are
 dropped, counted, and a loss event says how many and which slots they wrote.
 """
@@ -33,6 +33,8 @@ class Recorder(EventRecording):
             0 never.
         backend: what the recorder's kernels run on, "cpu" or "reference".
         privacy: hashes tokens and names before anything else sees them; None: they are recorded as they are.
+        strict: raise a `ValueError` for a wrong call, which names the field and what was expected: while an adapter is
+            written. Otherwise nothing raises, and what was lost is noted.
         writer_options: passed to `TraceWriter`: `flush_bytes`, `flush_interval_ns`, `max_queued_bytes`,
             `compression`, `overwrite`, and for segments and a flight recorder those of docs/guide/segments.md.
 
@@ -47,6 +49,7 @@ class Recorder(EventRecording):
         if self._pending is not None:
             self._pending.note = "the engine did not call after_forward()"
             self._finish_forward(self._pending)
+            self.wrong_call(f"before_forward: after_forward() was not called for forward {self._forwards - 1}")
         forward = copy_forward(
             given,
             self.header,
@@ -54,7 +57,10 @@ class Recorder(EventRecording):
             time_ns=self._now(),
             hash_tokens=self._hash_tokens,
             numbers=self._numbers,
+            rows=self._lent_rows,
         )
+        if self._strict:
+            self._expect_fitting(forward)
         self._forwards += 1
         forward.changes = self.state.changes(forward)
         every = self._kv_watch_every
@@ -90,7 +96,8 @@ class Recorder(EventRecording):
         """
         if self._pending is None:
             raise ValueError("after_forward without before_forward")
-        forward, lens, tokens = self._pending, own_int64(sampled_lens), self._hash_tokens(own_int64(sampled_tokens))
+        forward, lens = self._pending, own_int64(sampled_lens, "sampled_lens")
+        tokens = self._hash_tokens(own_int64(sampled_tokens, "sampled_tokens"))
         wanted = int(np.maximum(lens, 0).sum())
         if lens.size not in (0, forward.rows.size) or tokens.size != wanted:
             raise ValueError(
@@ -132,6 +139,23 @@ class Recorder(EventRecording):
             for group, slots in written.items():
                 self.kv[group].lose(slots)
             self.outbox.drop()
+
+    def _expect_fitting(self, forward: CopiedForward) -> None:
+        """Raise a `ValueError` for what no engine can mean: whatever it did wrong, this was said wrong."""
+        height = min(table.rows for table in self.header.tables) if self.header.tables else 1
+        rows = forward.rows
+        if ((rows < 0) | (rows >= height)).any():
+            raise ValueError(
+                f"req_pool_indices are {rows.tolist()}, expected 0 (padding) to {height - 1}: the tables' rows"
+            )
+        for name in ("prefix_lens", "extend_lens"):
+            if (getattr(forward, name) < 0).any():
+                raise ValueError(f"{name} are {getattr(forward, name).tolist()}, expected none below 0")
+        live = forward.request_ids[rows != 0].tolist()
+        if unknown := set(live) - self._said_requests:
+            raise ValueError(f"request_ids has {sorted(unknown)[:3]}, of which request() has said nothing")
+        if forward.truth is not None and self.header.truth_table is None:
+            raise ValueError("truth came, the header has no truth_table: it would not be recorded")
 
     def _end_pending(self, note: str) -> None:
         if self._pending is not None:

@@ -29,7 +29,7 @@ from .forward_event import add_kv_changes
 from .forward_input import CopiedForward, KvChange
 from .kv_shadow import compare, group_shadows, store_changes
 from .privacy import Privacy, with_privacy
-from .slot_numbers import SlotNumbers
+from .slot_numbers import LentRows, SlotNumbers
 from .state_shadow import StateShadow
 
 logger = logging.getLogger("kvcanary")
@@ -52,11 +52,12 @@ def prepare_kernels(backend: str = "cpu") -> None:
 def guarded(
     method: Callable[Concatenate[_R, _P], None],
 ) -> Callable[Concatenate[_R, _P], None]:
-    """Make a method harmless: nothing is raised, and after the first fault nothing is done."""
+    """Make a method harmless: nothing is raised, and after the first fault nothing is done; of a strict recorder, it raises."""
 
     @functools.wraps(method)
     def call(self: _R, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         if self._off or os.getpid() != self._pid:  # a forked child may not even take the lock
+            self.wrong_call(f"{method.__name__}() was called, but the recorder is off: {self._off or 'a forked child'}")
             return
         begin = time.perf_counter_ns()
         try:
@@ -66,7 +67,9 @@ def guarded(
                     method(self, *args, **kwargs)
             finally:
                 self.lock.release()
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+        except Exception as error:  # the engine must go on whatever happens here
+            if self._strict:
+                raise
             self.switch_off(f"{method.__name__}: {self.error_text(error)}", error)
         self._engine_thread_ns += time.perf_counter_ns() - begin
 
@@ -96,6 +99,7 @@ class Recording:
         kv_watch_every: int = 1,
         backend: str = "cpu",
         privacy: Privacy | None = None,
+        strict: bool = False,
         **writer_options: Any,
     ) -> None:
         if kv_watch_every < 0:
@@ -103,7 +107,10 @@ class Recording:
         prepare_kernels(backend)
         self.path = Path(path)
         header = header if privacy is None else with_privacy(header, privacy)
+        self._strict = strict
+        self._said_requests: set[int] = set()  # a strict recorder's: an adapter is tried out with few
         self._numbers = SlotNumbers(header)
+        self._lent_rows = LentRows(min([table.rows for table in header.tables], default=1))
         header = self._numbers.header(header)
         self.kv = group_shadows(header, kv_sources or {}, backend=backend)
         self.state = StateShadow(header, backend=backend)
@@ -206,6 +213,15 @@ class Recording:
     def off(self) -> str:
         """Why nothing is recorded any more, empty while it is."""
         return self._off
+
+    def wrong_call(self, what: str) -> None:
+        """Raise a `ValueError` if the recorder is strict: whoever wrote the adapter is to know."""
+        if self._strict:
+            raise ValueError(what)
+
+    def _expect_groups(self, groups: Int64Array) -> None:
+        if self._strict and ((groups < 0) | (groups >= len(self.header.groups))).any():
+            raise ValueError(f"group is {groups.tolist()}, the header has {len(self.header.groups)}")
 
     def error_text(self, error: BaseException) -> str:
         """Return what the trace may say of an exception: if it has hashes, not what may hold a token or a name."""

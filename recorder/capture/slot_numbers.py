@@ -1,10 +1,12 @@
-"""The slot numbers of a trace: slot 0 is padding in every trace, whatever it is in the engine.
+"""The numbers of a trace: of slots, of which slot 0 is padding whatever it is in the engine, and of rows that are lent.
 
 A canary never looks at slot 0. If an engine uses it, the recorder numbers the group's slots from 1: slot s of the trace
 is the engine's slot s - `slot_shift`. Other padding slots that an engine has become slot 0.
 """
 
 import dataclasses
+import hashlib
+from collections import OrderedDict
 
 import numpy as np
 
@@ -79,6 +81,50 @@ class SlotNumbers:
         for number, group in enumerate(self._groups):
             found[groups == number] += slot_shift(group)
         return found
+
+
+class LentRows:
+    """Rows of a block table for the requests of an engine that has none, by their ids; `num_rows` with row 0, padding.
+
+    If all are lent, the request that has not run for longest gives up its row, and gets another when it runs again.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._lent: OrderedDict[int, int] = OrderedDict()
+        self._free = list(range(num_rows - 1, 0, -1))
+
+    def of(self, request_ids: Int64Array) -> Int64Array:
+        """Return the rows of a forward's requests, `[bs] int64`; a negative id is padding. Raises `ValueError` if they are too few."""
+        wanted = [request for request in request_ids.tolist() if request >= 0]
+        for request in wanted:
+            if request in self._lent:
+                self._lent.move_to_end(request)
+        for request in wanted:
+            if request in self._lent:
+                continue
+            if not self._free and (idle := next(iter(self._lent), -1)) not in wanted and idle >= 0:
+                self.give_back(idle)
+            if not self._free:
+                raise ValueError(
+                    f"a forward of {len(wanted)} requests, the tables have {len(self._lent)} rows beside row 0"
+                )
+            self._lent[request] = self._free.pop()
+        return np.array([self._lent.get(request, 0) for request in request_ids.tolist()], np.int64)
+
+    def give_back(self, request_id: int) -> None:
+        """Take the row of a request that is over."""
+        if row := self._lent.pop(request_id, 0):
+            self._free.insert(0, row)
+
+
+def request_id_of(name: str, *, signed: bool = False) -> int:
+    """Return the 64-bit id of a request, the same in every rank and on both sides of a prefill and decode pair.
+
+    `signed` is SGLang's own, by which its token oracle samples; else none is negative, which would be nobody's.
+    """
+    digest = hashlib.blake2b(str(name).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    number = int.from_bytes(digest, "little", signed=True)
+    return number if signed else number & ((1 << 63) - 1)
 
 
 def slot_shift(group: PoolGroup) -> int:

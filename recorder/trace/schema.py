@@ -5,7 +5,7 @@ that a kernel takes and its offsets are the prefix sums. Columns that an event k
 the defaults below. `docs/reference/trace-format.md` describes each column for readers outside this project.
 """
 
-from typing import Final
+from typing import Final, Literal, get_args
 
 import pyarrow as pa
 
@@ -123,21 +123,29 @@ PHASE_AFTER: Final = 1  # ... seen after it
 # unknown after the loss.
 SLOTS_LISTED: Final = "slots_listed"
 
+# `mode` of a forward event.
+Mode = Literal["extend", "decode", "mixed", "target_verify", "draft_extend", "idle"]
+
 # `status` of an alloc event: fresh from the pool; the request joined slots that somebody holds; the request handed
 # its slots to the prefix cache.
 ALLOC_FRESH: Final = ""
 ALLOC_SHARED: Final = "shared"
 ALLOC_CACHED: Final = "cached"
-ALLOC_STATUSES: Final = (ALLOC_FRESH, ALLOC_SHARED, ALLOC_CACHED)
+AllocStatus = Literal["", "shared", "cached"]
+ALLOC_STATUSES: Final = get_args(AllocStatus)
+SlotChange = Literal["alloc", "free", "evict"]
 
 # `status` of a status event. The last three give the row back.
-REQUEST_STATUSES: Final = ("admitted", "retracted", "finished", "aborted")
+RequestStatus = Literal["admitted", "retracted", "finished", "aborted"]
+REQUEST_STATUSES: Final = get_args(RequestStatus)
 
 # `status` and `mode` of a transfer event.
-TRANSFER_STATUSES: Final = ("start", "end", "failed")
+TransferStatus = Literal["start", "end", "failed"]
+TRANSFER_STATUSES: Final = get_args(TransferStatus)
 SEND: Final = "send"
 RECEIVE: Final = "receive"
-TRANSFER_DIRECTIONS: Final = (SEND, RECEIVE)
+TransferDirection = Literal["send", "receive"]
+TRANSFER_DIRECTIONS: Final = get_args(TransferDirection)
 
 # What a header may promise of the history of slots: nothing, or that every alloc, free, evict, hand-over to the prefix
 # cache and request status is recorded.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.ops.hash.kv_source import KvSource
-from kvcanary.recorder.capture.forward_input import ForwardInput, TableRead, TruthTokens
+from kvcanary.recorder.capture.forward_input import BlockTable, ForwardInput, TableRead, TruthTokens
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
@@ -68,6 +68,8 @@ class Converting:
                 counts=self._lend(prefix),
                 slots=self._lend(np.concatenate(slots)),
             )
+        elif self._read == "blocks":
+            read = BlockTable(blocks=table[told.req_pool_indices].copy(), block_size=1)
         elif self._read == "torch":
             read = torch.from_numpy(table.copy())
         assert told.truth is not None
@@ -99,7 +101,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("read", ["table", "rows", "torch"])
+@pytest.mark.parametrize("read", ["table", "rows", "blocks", "torch"])
 def test_any_kind_of_array_gives_the_same_trace(
     tmp_path: Path, plain: list[dict[str, Any]], kind: str, read: str
 ) -> None:

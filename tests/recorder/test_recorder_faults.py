@@ -130,7 +130,7 @@ def test_a_dead_disk_stops_the_recorder_not_the_engine(
 
 def test_an_error_that_cannot_be_told_stays_inside_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
-        def __int__(self) -> int:
+        def __index__(self) -> int:
             raise SilentError
 
     engine = toy_engine(tmp_path / "trace.arrow")

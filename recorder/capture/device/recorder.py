@@ -21,7 +21,7 @@ from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
 from ...process.endings import at_process_end
 from ...trace.header import TraceHeader
-from ...trace.schema import RECEIVE, TIER_POOL
+from ...trace.schema import RECEIVE, TIER_POOL, TransferDirection, TransferStatus
 from ...writing.outbox import RecorderStats
 from ..host_arrays import own_int64, runs_to_slots
 from ..recorder import Recorder
@@ -214,7 +214,9 @@ class DeviceRecorder:
             self.recorder.sweep(**kwargs)
 
     @harmless
-    def transfer(self, /, status: str, *, direction: str, group: int, slots: Any, **kwargs: Any) -> None:
+    def transfer(
+        self, /, status: TransferStatus, *, direction: TransferDirection, group: int, slots: Any, **kwargs: Any
+    ) -> None:
         """As `Recorder.transfer`; waits as `sweep` does."""
         if self._caught_up():
             own = own_int64(slots)

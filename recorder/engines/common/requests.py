@@ -1,6 +1,5 @@
 """The requests of an engine as a trace numbers them: ids, rows, and the tokens that the engine believes them to have."""
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -9,16 +8,8 @@ import numpy as np
 
 from ....kernels.arrays import Int64Array
 from ...capture.forward_input import TruthTokens
-
-
-def request_id_of(name: str, *, signed: bool = False) -> int:
-    """Return the 64-bit id of a request, the same in every rank and on both sides of a prefill and decode pair.
-
-    `signed` is SGLang's own, by which its token oracle samples; else none is negative, which would be nobody's.
-    """
-    digest = hashlib.blake2b(str(name).encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    number = int.from_bytes(digest, "little", signed=True)
-    return number if signed else number & ((1 << 63) - 1)
+from ...capture.slot_numbers import request_id_of as request_id_of  # its callers find it here
+from ...trace.schema import Mode
 
 
 class TokenList:
@@ -74,7 +65,7 @@ def truth_tokens(parts: Sequence[Int64Array], rows: int | None = None) -> TruthT
     return TruthTokens(flat=np.concatenate(parts) if parts else np.empty(0, np.int64), lens=lens)
 
 
-def mode_by_lens(extend: Int64Array, prefix: Int64Array, prompt_lens: Int64Array) -> str:
+def mode_by_lens(extend: Int64Array, prefix: Int64Array, prompt_lens: Int64Array) -> Mode:
     """Return the mode of a forward by its lengths `[bs]`, of an engine that does not name it."""
     decoding = (extend == 1) & (prefix >= prompt_lens)
     if decoding.all():

@@ -18,11 +18,12 @@ from ...capture.device.capture import DeviceCapture
 from ...capture.device.forward import DeviceForward
 from ...capture.forward_input import ForwardInput, TableRead, TruthTokens
 from ...capture.host_arrays import own_int64
+from ...trace.schema import Mode
 from .layout import RunnerLayout, SglangLayout
 from .requests import KnownBatch
 
 # By the name of SGLang's ForwardMode.
-MODES: Final = {
+MODES: Final[dict[str, Mode]] = {
     "EXTEND": "extend",
     "SPLIT_PREFILL": "extend",
     "DLLM_EXTEND": "extend",
@@ -82,7 +83,7 @@ def has_embeddings(batch: Any) -> bool:
     return getattr(batch, "input_embeds", None) is not None
 
 
-def mode_of(forward_mode: Any) -> str:
+def mode_of(forward_mode: Any) -> Mode:
     """Return a `ForwardMode` as the trace names it; raise a `ValueError` for one that the adapter does not know."""
     mode = MODES.get(forward_mode.name)
     if mode is None:

@@ -15,6 +15,7 @@ from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
+from ...trace.schema import AllocStatus, SlotChange
 from ..common.hooking import Around, Finish, Hook, around, beside
 from .layout import RunnerLayout, SglangLayout, online_sweep_interval, own_slots
 
@@ -104,7 +105,7 @@ class GroupHistory:
     def _inside(self, slots: Int64Array) -> Int64Array:
         return slots[(slots > 0) & (slots < self._pending.size)]
 
-    def freed(self, slots: Int64Array, *, kind: str = "free", note: str = "") -> None:
+    def freed(self, slots: Int64Array, *, kind: SlotChange = "free", note: str = "") -> None:
         """Record that slots go back to the pool."""
         slots = self._inside(self._whole_pages(slots))
         self._given_out(slots, -1, -1, "never written")
@@ -123,7 +124,7 @@ class GroupHistory:
         for r, end in enumerate(ends.tolist()):
             mine = inside[end - int(extend[r]) : end] if rows[r] else inside[:0]
             # The history checks take a negative id for nobody's; such a slot is recorded as several requests'.
-            status = "" if request_ids[r] >= 0 else "shared"
+            status: AllocStatus = "" if request_ids[r] >= 0 else "shared"
             whole = self._whole_pages(mine[self._pending[mine]])
             self._given_out(whole, int(request_ids[r]), int(rows[r]), "", status)
 
@@ -131,13 +132,15 @@ class GroupHistory:
         """Record slots that got their content otherwise than by a forward; the cache holds them, no request."""
         self._given_out(self._inside(self._whole_pages(slots)), -1, -1, "load-back")
 
-    def _given_out(self, slots: Int64Array, request_id: int, row: int, note: str, status: str = "") -> None:
+    def _given_out(self, slots: Int64Array, request_id: int, row: int, note: str, status: AllocStatus = "") -> None:
         """Record those that were given out and not recorded yet."""
         fresh = slots[self._pending[slots]]
         self._pending[fresh] = False
         self._record("alloc", fresh, request_id, row, note, status)
 
-    def _record(self, kind: str, slots: Int64Array, request_id: int, row: int, note: str, status: str = "") -> None:
+    def _record(
+        self, kind: SlotChange, slots: Int64Array, request_id: int, row: int, note: str, status: AllocStatus = ""
+    ) -> None:
         for group in self.groups if slots.size else ():
             self._recorder.slots(
                 kind, group=group, slots=slots, request_id=request_id, row=row, status=status, note=note

@@ -13,6 +13,7 @@ from ...capture.recorder import Recorder
 from ...capture.recording import beginning
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched, TraceHeader
+from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, Finish, around, beside
@@ -315,6 +316,7 @@ class SglangRecording:
         """Record what became of a request whose row is free again."""
         self.transfers.forget(req)
         finished, ends = req.finished(), getattr(req, "to_finish", None)
+        status: RequestStatus
         if finished or ends is not None:
             reason = type(req.finished_reason if finished else ends).__name__
             status = "aborted" if "ABORT" in reason else "finished"

@@ -26,7 +26,7 @@ from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64, read_runs
 from ...capture.recorder import Recorder
 from ...trace.event import INT64_MAX
-from ...trace.schema import RECEIVE, SEND, TIER_HOST, TIER_POOL
+from ...trace.schema import RECEIVE, SEND, TIER_HOST, TIER_POOL, TransferDirection, TransferStatus
 from ..common.hooking import Around, OnFault, around, wrap_method
 from .history import GroupHistory
 from .layout import SglangLayout, own_slots
@@ -78,15 +78,15 @@ class SglangTransfers:
                 if req.rid in self._under_way:
                     state = yield
                     if state in (FAILED, SUCCESS):
-                        status, note = ("end", "") if state == SUCCESS else ("failed", "the sender says so")
-                        self._over(status, SEND, req, known, note)
+                        note = "" if state == SUCCESS else "the sender says so"
+                        self._over("failed" if note else "end", SEND, req, known, note)
 
             wrap_method(
                 sender, "poll", on_poll, self.on_fault
             )  # not counted as cost: an idle engine asks in every round
             self._watch_failure(sender, SEND, req, known)
 
-    def _watch_failure(self, side: Any, direction: str, req: Any, known: SglangRequest) -> None:
+    def _watch_failure(self, side: Any, direction: TransferDirection, req: Any, known: SglangRequest) -> None:
         """Hook what the scheduler asks a side that has failed, itself or on another rank, before it frees the slots."""
 
         def hook(*_args: Any, **_kwargs: Any) -> None:
@@ -127,14 +127,22 @@ class SglangTransfers:
         """Forget a request whose row is free: it sends and receives nothing any more."""
         self._under_way.pop(req.rid, None)
 
-    def _over(self, status: str, direction: str, req: Any, known: SglangRequest, note: str = "") -> None:
+    def _over(
+        self, status: TransferStatus, direction: TransferDirection, req: Any, known: SglangRequest, note: str = ""
+    ) -> None:
         """Record a transfer's end, unless it has been recorded."""
         under_way = self._under_way.pop(req.rid, None)
         if under_way is not None:
             self._record(status, direction, req, known, under_way, note)
 
     def _record(
-        self, status: str, direction: str, req: Any, known: SglangRequest, under_way: tuple[int, int], note: str = ""
+        self,
+        status: TransferStatus,
+        direction: TransferDirection,
+        req: Any,
+        known: SglangRequest,
+        under_way: tuple[int, int],
+        note: str = "",
     ) -> None:
         room, first = under_way
         row, end = row_of(req), len(req.origin_input_ids)

@@ -9,6 +9,7 @@ from ....kernels.arrays import Int32Array, Int64Array
 from ...capture.attention import row_read
 from ...capture.forward_input import TableRead
 from ...capture.host_arrays import ragged_index
+from ...trace.schema import Mode
 from .config import EngineConfig
 from .memory import KvMemory
 from .requests import Request
@@ -20,7 +21,7 @@ NO_REQUEST = -1
 class Batch:
     """What a forward gets, padding included; `bs` rows, `T` tokens. The first `len(requests)` rows are requests."""
 
-    mode: str
+    mode: Mode
     runner: int
     requests: Sequence[Request]
     rows: Int64Array  # [bs]
@@ -53,7 +54,7 @@ class BatchBuilder:
 
     def build(
         self,
-        mode: str,
+        mode: Mode,
         requests: Sequence[Request],
         *,
         prefix_lens: Sequence[int],

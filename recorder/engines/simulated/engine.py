@@ -10,6 +10,7 @@ import numpy as np
 from ....kernels.arrays import BoolArray, Int32Array, Int64Array
 from ...capture.recorder import Recorder
 from ...capture.recording import WRITER_STOPPED
+from ...trace.schema import Mode
 from .batch import Batch, BatchBuilder
 from .config import BrokenEngineError, Counters, EngineConfig
 from .eagle import Eagle
@@ -146,7 +147,7 @@ class SimulatedEngine:
         complete = [p + e >= r.num_tokens for r, p, e in zip(requests, prefix, extend, strict=True)]
         tokens = [r.tokens[p : p + e] for (r, e), p in zip(picked, prefix, strict=False)]
         tokens += [self.next_input(request) for request in decoding]
-        mode = "mixed" if decoding else "extend"
+        mode: Mode = "mixed" if decoding else "extend"
         self._run(self.builder.build(mode, requests, prefix_lens=prefix, tokens=tokens), np.array(complete))
         self.counters.mixed_forwards += bool(decoding)
         self.counters.prefill_tokens += sum(taken for _, taken in picked)

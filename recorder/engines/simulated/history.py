@@ -5,7 +5,7 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ...capture.host_arrays import ordered_runs
 from ...capture.recorder import Recorder
-from ...trace.schema import TIER_HOST, TIER_POOL
+from ...trace.schema import TIER_HOST, TIER_POOL, AllocStatus, RequestStatus, SlotChange
 from .pools import NO_PAGES, SimulatedLayout
 from .requests import Request
 
@@ -20,12 +20,12 @@ class SlotEvents:
 
     def record(
         self,
-        kind: str,
+        kind: SlotChange,
         pages: Int64Array,
         *,
         halves: Int64Array = NO_PAGES,
         request: Request | None = None,
-        status: str = "",
+        status: AllocStatus = "",
         note: str = "",
     ) -> None:
         """Record that pages of the full pool (and of the draft's, which goes along) changed hands.
@@ -52,7 +52,7 @@ class SlotEvents:
             note=note,
         )
 
-    def request_status(self, request: Request, status: str, *, note: str = "") -> None:
+    def request_status(self, request: Request, status: RequestStatus, *, note: str = "") -> None:
         """Record that a request got its row, or that it gave everything back."""
         self.recorder.request_status(request_id=request.request_id, status=status, row=request.row, note=note)
 

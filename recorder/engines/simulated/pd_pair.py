@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ...trace.schema import TransferDirection, TransferStatus
 from .config import BrokenEngineError, EngineConfig, check_numbers
 from .engine import SimulatedEngine
 from .pools import copy_slots
@@ -139,10 +140,10 @@ class Link:
         sender, receiver = self.prefill.memory.pools[part.group], self.decode.memory.pools[part.group]
         copy_slots(sender.arrays, part.src, receiver.arrays, part.dst)
 
-    def _record(self, status: str, room: Room, part: SentPart, landed: int, *, note: str = "") -> None:
+    def _record(self, status: TransferStatus, room: Room, part: SentPart, landed: int, *, note: str = "") -> None:
         """Record on both sides, first the one that has to be ready: the receiver of what has landed, the sender of a start."""
         streams = self.prefill.memory.pools[part.group].group.streams
-        sides = [
+        sides: list[tuple[Any, TransferDirection, Any, Any, str]] = [
             (self.prefill, "send", room.sender, part.src, "decode"),
             (self.decode, "receive", room.receiver, part.dst, "prefill"),
         ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from ...trace.schema import RequestStatus
 from .config import BrokenEngineError, Counters, EngineConfig
 from .memory import KvMemory
 from .requests import NO_ROW, Request
@@ -204,7 +205,7 @@ class Scheduler:
         self._memory.history.request_status(request, "admitted")
         self._memory.cache.record_attached(request)
 
-    def leave(self, request: Request, *, note: str, status: str = "retracted") -> None:
+    def leave(self, request: Request, *, note: str, status: RequestStatus = "retracted") -> None:
         """Take slots, locks and row from a request that was admitted, and record what became of it."""
         self._memory.release(request, note=note)
         self._memory.history.request_status(request, status, note=note)

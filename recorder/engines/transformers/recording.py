@@ -12,7 +12,7 @@ from ...capture.forward_input import ForwardInput
 from ...capture.host_arrays import as_rows
 from ...capture.recorder import Recorder
 from ...trace.header import NotWatched
-from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL
+from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL, AllocStatus, SlotChange
 from ..common.hooking import Around, around, beside
 from ..common.requests import KnownRequest, RequestRows, mode_by_lens, truth_tokens
 from .layout import TransformersGroup, describe_engine
@@ -164,13 +164,13 @@ class TransformersRecording:
 
     def _slots(
         self,
-        kind: str,
+        kind: SlotChange,
         layout: TransformersGroup,
         blocks: list[int],
         request: TransformersRequest | None,
         note: str,
         *,
-        status: str = ALLOC_FRESH,
+        status: AllocStatus = ALLOC_FRESH,
     ) -> None:
         if blocks:
             self.recorder.slots(

@@ -102,9 +102,9 @@ class VllmAttachment(EngineAttachment):
         """Record that a request is over, once its blocks are given back."""
         recording = self._live("on_free_blocks", self._runners.get(scheduler))
         if recording is not None and recording.history is not None:
-            status = "aborted" if "ABORT" in str(getattr(request, "status", "")) else "finished"
+            aborted = "ABORT" in str(getattr(request, "status", ""))
             yield
-            recording.left(request.request_id, status)
+            recording.left(request.request_id, "aborted" if aborted else "finished")
 
     @around
     def on_preempt(self, scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> Around:

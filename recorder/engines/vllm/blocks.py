@@ -13,7 +13,7 @@ import numpy as np
 
 from ....kernels.arrays import Int64Array
 from ...capture.recorder import Recorder
-from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED
+from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, AllocStatus, SlotChange
 from ..common.hooking import Around, Hook, OnFault, around, beside, wrap_method
 from ..common.requests import request_id_of
 from .layout import VllmGroup, VllmLayout
@@ -202,12 +202,12 @@ class BlockHistory:
 
     def record(
         self,
-        kind: str,
+        kind: SlotChange,
         group: VllmGroup,
         blocks: Sequence[int],
         name: str,
         *,
-        status: str = ALLOC_FRESH,
+        status: AllocStatus = ALLOC_FRESH,
         note: str = "",
     ) -> None:
         """Record what happened to blocks of a group; `name` is the request's, empty for nobody's."""

@@ -14,7 +14,7 @@ from ....kernels.arrays import Int64Array
 from ...capture.host_arrays import ragged_index
 from ...capture.recorder import Recorder
 from ...trace.header import NotWatched
-from ...trace.schema import RECEIVE
+from ...trace.schema import RECEIVE, TransferStatus
 from ..common.hooking import Around, Hook, OnFault, around, wrap_method
 from .layout import VllmGroup
 from .step import Step, VllmRequest, VllmRequests, table_read
@@ -112,13 +112,13 @@ class ExternalLoads:
         self._loads.pop(name, None)
         self._under_way.discard(name)
 
-    def _record(self, name: str, status: str) -> None:
+    def _record(self, name: str, status: TransferStatus) -> None:
         known = self._requests.get(name)
         for load in self._loads[name]:
             if load.own or status == "end":
                 self._receive(status, load, known.request_id if known is not None and load.own else -1)
 
-    def _receive(self, status: str, load: Load, request_id: int) -> None:
+    def _receive(self, status: TransferStatus, load: Load, request_id: int) -> None:
         where: dict[str, Any] = {
             "group": load.group,
             "slots": load.slots,

@@ -11,6 +11,7 @@ from ...capture.host_arrays import runs_to_slots
 from ...capture.recorder import Recorder
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
+from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, EngineError, OnFault, around, while_true, wrap_method
@@ -271,7 +272,7 @@ class VllmRecording:
                     flat = np.array([token for new in sampled for token in new], np.int64)
                     self.recorder.sampled(forward=forward, sampled_tokens=flat, sampled_lens=lens)
 
-    def left(self, name: str, status: str) -> None:
+    def left(self, name: str, status: RequestStatus) -> None:
         """Record that a request has given its row back; it is forgotten unless it was retracted."""
         known = self.requests.get(name)
         if known is not None:
@@ -280,7 +281,7 @@ class VllmRecording:
             if status != "retracted":
                 self.requests.drop(known)
 
-    def _give_row_back(self, known: VllmRequest, status: str) -> None:
+    def _give_row_back(self, known: VllmRequest, status: RequestStatus) -> None:
         self.recorder.request_status(request_id=known.request_id, status=status, row=known.row or -1)
         self.requests.give_row_back(known)
 

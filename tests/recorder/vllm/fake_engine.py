@@ -84,7 +84,9 @@ class GPUModelRunner:
             )
             for _ in config.kv_cache_groups
         ]
-        self.input_batch = SimpleNamespace(req_ids=[], block_table=tables, num_computed_tokens_cpu=np.zeros(MAX_SEQS))
+        self.input_batch = SimpleNamespace(
+            req_ids=[], block_table=tables, num_computed_tokens_cpu=np.zeros(MAX_SEQS, np.int32)
+        )
         self.requests: dict[str, Any] = {}
 
     def execute_model(self, output: Any) -> None:
