@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from .analysis.store.session import SqlSession, open_report, open_traces
     from .kernels.ops.hash.kv_source import KvSource
     from .recorder.capture.device.recorder import DeviceRecorder
-    from .recorder.capture.forward_input import AttentionInput, ForwardInput, TableRead, TruthTokens
+    from .recorder.capture.forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, TruthTokens
+    from .recorder.capture.kv_tensor import KvTensor
+    from .recorder.capture.paged import BlockUse, PagedRecorder
     from .recorder.capture.privacy import Privacy
     from .recorder.capture.recorder import Recorder
     from .recorder.errors import TraceError
@@ -28,12 +30,16 @@ if TYPE_CHECKING:
 EXPORTS: Final = {
     "AnalysisError": "analysis.errors",
     "AttentionInput": "recorder.capture.forward_input",
+    "BlockTable": "recorder.capture.forward_input",
+    "BlockUse": "recorder.capture.paged",
     "DeviceRecorder": "recorder.capture.device.recorder",
     "EngineInfo": "recorder.trace.header",
     "ForwardInput": "recorder.capture.forward_input",
     "KvSource": "kernels.ops.hash.kv_source",
     "KvStream": "recorder.trace.header",
+    "KvTensor": "recorder.capture.kv_tensor",
     "ModelInfo": "recorder.trace.header",
+    "PagedRecorder": "recorder.capture.paged",
     "PoolGroup": "recorder.trace.header",
     "Privacy": "recorder.capture.privacy",
     "Recorder": "recorder.capture.recorder",
@@ -60,12 +66,16 @@ EXPORTS: Final = {
 __all__ = [
     "AnalysisError",
     "AttentionInput",
+    "BlockTable",
+    "BlockUse",
     "DeviceRecorder",
     "EngineInfo",
     "ForwardInput",
     "KvSource",
     "KvStream",
+    "KvTensor",
     "ModelInfo",
+    "PagedRecorder",
     "PoolGroup",
     "Privacy",
     "Recorder",

@@ -17,7 +17,9 @@ from ..trace.header import KvStream, PoolGroup, TraceHeader
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE, TIER_POOL
 from .forward_input import CopiedForward, KvChange
 from .host_arrays import gather_kv, mask_to_runs, on_device, on_host
+from .kv_tensor import KvTensor
 
+Source = KvSource | KvTensor
 _NOTHING = np.empty(0, np.int64)
 
 
@@ -29,7 +31,7 @@ class GroupKvShadow:
 
     __slots__ = ("_backend", "_tiers", "any_lost", "group", "sources")
 
-    def __init__(self, group: PoolGroup, sources: list[KvSource], *, backend: str) -> None:
+    def __init__(self, group: PoolGroup, sources: list[Source], *, backend: str) -> None:
         self.group = group
         self.sources = sources
         self.any_lost = False
@@ -39,7 +41,10 @@ class GroupKvShadow:
     def gather(self, stream: int, slots: Int64Array) -> ByteArray:
         """Return the stream's leading bytes of each slot now, `[n, capture_bytes] uint8`; zeros outside the pool."""
         slots = slots - self.group.slot_shift if self.group.slot_shift else slots
-        return gather_kv(self.sources[stream], slots, self.group.streams[stream].capture_bytes)
+        source, capture_bytes = self.sources[stream], self.group.streams[stream].capture_bytes
+        if isinstance(source, KvTensor):
+            return source.gather(slots, capture_bytes)
+        return gather_kv(source, slots, capture_bytes)
 
     def changes(self, read: Int64Array, written: Int64Array) -> list[tuple[int, Int64Array, ByteArray]]:
         """Compare the slots of a prefix, each once, with what is known; `written` ones and padding are left out.
@@ -48,7 +53,8 @@ class GroupKvShadow:
         """
         pool, backend = self._tiers[TIER_POOL], self._backend
         if not self.group.slot_shift and all(  # which is nearly always plain
-            not on_device(source)
+            isinstance(source, KvSource)
+            and not on_device(source)
             and kv_same(source=source, slots=read, shadow=content, known=pool.known, backend=backend)
             for source, content in zip(self.sources, pool.content, strict=True)
         ):
@@ -136,7 +142,7 @@ class _Tier:
 
 
 def group_shadows(
-    header: TraceHeader, kv_sources: Mapping[tuple[int, int], KvSource], *, backend: str = "cpu"
+    header: TraceHeader, kv_sources: Mapping[tuple[int, int], Source], *, backend: str = "cpu"
 ) -> list[GroupKvShadow]:
     """Return one shadow for each of the header's groups.
 
@@ -161,17 +167,19 @@ def group_shadows(
     ]
 
 
-def _check_source(name: str, source: KvSource, group: PoolGroup, stream: KvStream) -> None:
+def _check_source(name: str, source: Source, group: PoolGroup, stream: KvStream) -> None:
     """Raise `ValueError` if a source is not made for its group's slots: what is beyond it nobody would watch."""
     if source.bytes_per_token != stream.bytes_per_token:
         raise ValueError(f"{name} has {source.bytes_per_token} bytes a token, the header says {stream.bytes_per_token}")
     num_slots = group.num_slots - group.slot_shift
-    if not num_slots <= source.num_slots < num_slots + source.page_size:
+    page_size = group.page_size if isinstance(source, KvTensor) else source.page_size
+    if not num_slots <= source.num_slots < num_slots + page_size:
         raise ValueError(
-            f"{name} holds {source.num_slots} slots ({source.tensor.shape[0]} rows of {source.page_size}), the group "
-            f"{group.name} has {num_slots}; pass the rows of exactly its slots, of one layer, token by token (of a pool "
-            "with the heads first, one head)"
+            f"{name} holds {source.num_slots} slots, the group {group.name} has {num_slots}; pass exactly its slots, of one "
+            'layer: of a pool that does not lie slot by slot a KvTensor, which names the axes ("head slot dim")'
         )
+    if isinstance(source, KvTensor):
+        return
     if source.read_bytes < stream.capture_bytes:
         raise ValueError(
             f"{name} reads {source.read_bytes} bytes of a slot, the header captures {stream.capture_bytes}; pass the same"
@@ -181,11 +189,13 @@ def _check_source(name: str, source: KvSource, group: PoolGroup, stream: KvStrea
         raise ValueError(f"{name} has rows {stride} bytes apart that hold {width}: its slots overlap")
 
 
-def _overlap(one: KvSource, other: KvSource) -> bool:
+def _overlap(one: Source, other: Source) -> bool:
     """Say whether the bytes that two sources read of their slots lie over one another, as far as their geometry tells.
 
     K and V of a token may take turns: then they lie within each other's rows, and have no byte in common.
     """
+    if isinstance(one, KvTensor) or isinstance(other, KvTensor):
+        return isinstance(one, KvTensor) and isinstance(other, KvTensor) and one.same_memory(other)
     if str(getattr(one.tensor, "device", "cpu")) != str(getattr(other.tensor, "device", "cpu")):
         return False
     near, far = sorted((one, other), key=lambda source: source.address)
@@ -202,9 +212,9 @@ def _overlap(one: KvSource, other: KvSource) -> bool:
     return within < near.read_bytes or within + far.read_bytes > size
 
 
-def _host_view(source: KvSource) -> KvSource:
+def _host_view(source: Source) -> Source:
     """Return the source over a numpy view of the same memory, if that memory is the host's."""
-    return dataclasses.replace(source, tensor=on_host(source.tensor))
+    return source if isinstance(source, KvTensor) else dataclasses.replace(source, tensor=on_host(source.tensor))
 
 
 def of_runner(groups: list[GroupKvShadow], runner: int) -> list[tuple[int, GroupKvShadow]]:

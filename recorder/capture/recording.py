@@ -17,7 +17,6 @@ from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.capture import changes
-from ...kernels.ops.hash.kv_source import KvSource
 from ..errors import error_text
 from ..process.endings import at_process_end
 from ..trace.event import NO_LISTS, TraceEvent
@@ -27,7 +26,7 @@ from ..writing.outbox import Outbox, RecorderStats
 from ..writing.writer import TraceWriter
 from .forward_event import add_kv_changes
 from .forward_input import CopiedForward, KvChange
-from .kv_shadow import compare, group_shadows, store_changes
+from .kv_shadow import Source, compare, group_shadows, store_changes
 from .privacy import Privacy, with_privacy
 from .slot_numbers import LentRows, SlotNumbers
 from .state_shadow import StateShadow
@@ -59,7 +58,7 @@ def guarded(
         if self._off or os.getpid() != self._pid:  # a forked child may not even take the lock
             self.wrong_call(f"{method.__name__}() was called, but the recorder is off: {self._off or 'a forked child'}")
             return
-        begin = time.perf_counter_ns()
+        begin, before = time.perf_counter_ns(), self._engine_thread_ns
         try:
             self._take_lock(LOCK_PATIENCE_S)
             try:
@@ -71,7 +70,7 @@ def guarded(
             if self._strict:
                 raise
             self.switch_off(f"{method.__name__}: {self.error_text(error)}", error)
-        self._engine_thread_ns += time.perf_counter_ns() - begin
+        self._engine_thread_ns = before + time.perf_counter_ns() - begin  # what is called inside counts once
 
     return call
 
@@ -95,7 +94,7 @@ class Recording:
         path: str | Path,
         header: TraceHeader,
         *,
-        kv_sources: Mapping[tuple[int, int], KvSource] | None = None,
+        kv_sources: Mapping[tuple[int, int], Source] | None = None,
         kv_watch_every: int = 1,
         backend: str = "cpu",
         privacy: Privacy | None = None,

@@ -122,7 +122,7 @@ def _header_rows(header: "TraceHeader") -> list[tuple[str, str]]:
 
 def _pool(group: "PoolGroup") -> str:
     streams = ", ".join(
-        f"{s.half} of layer {s.layer}: {s.capture_bytes} of {s.bytes_per_token} bytes ({s.origin})"
+        f"{s.half} of layer {', '.join(map(str, s.layers or (s.layer,)))}: {s.capture_bytes} of {s.bytes_per_token} bytes ({s.origin})"
         for s in group.streams
     )
     window = f", window {group.window:,}" if group.window else ""

@@ -40,14 +40,20 @@ class KvStream:
     """The captured bytes of one KV source: `capture_bytes` leading bytes of each slot of one layer's half.
 
     `origin` is "stored" when the bytes were read from the pool after the forward, "submitted" when they were taken
-    from what the model handed to the cache.
+    from what the model handed to the cache. `layers`, if there are any, are several layers, of which `layer` is the first:
+    the stream holds the leading bytes of each, one after another, and `bytes_per_token` counts all of them.
     """
 
     half: Text
     layer: int = 0
+    layers: tuple[int, ...] = ()
     bytes_per_token: int
     capture_bytes: int
     origin: Text = "stored"
+
+    def layer_of(self, byte: int) -> int:
+        """Return the layer that a captured byte is of."""
+        return self.layers[byte * len(self.layers) // self.capture_bytes] if self.layers else self.layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,7 +187,7 @@ class WriteDamaged(HistoryCheck):
             stored, given = forward.kv_bytes[number][: len(slots)], forward.kv_submitted[number][: len(slots)]
             for token in np.flatnonzero(judged & (stored != given).any(axis=1)).tolist():
                 byte = int(np.argmax(stored[token] != given[token]))
-                what = f"{stream.half} of layer {stream.layer} holds {stored[token, byte]:#04x} in byte {byte}"
+                what = f"{stream.half} of layer {stream.layer_of(byte)} holds {stored[token, byte]:#04x} in byte {byte}"
                 first.setdefault(token, f"{what}, the model handed in {given[token, byte]:#04x}")
         found = np.array(sorted(first), np.int64)
         return self.of_tokens(view, group, lambda n: (first[int(found[n])], [], NO_CAUSE), found)

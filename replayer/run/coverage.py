@@ -209,7 +209,7 @@ def _reason(header: TraceHeader, what: str, name: str) -> str:
 
 
 def _layers(group: PoolGroup, header: TraceHeader) -> Watched:
-    watched = sorted({stream.layer for stream in group.streams})
+    watched = sorted({layer for stream in group.streams for layer in stream.layers or (stream.layer,)})
     total, reason, words = group.num_layers or None, _reason(header, "layers", group.name), ""
     if total is None:
         words = f"every layer but {number_runs(watched)}" if watched else "every layer"

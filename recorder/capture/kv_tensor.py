@@ -1,0 +1,109 @@
+"""Where K or V lies in a pool of any layout, by the names of the tensor's axes."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.constants import KV_ALIGN_BYTES
+from ..trace.header import KvStream
+from .host_arrays import as_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvTensor:
+    """K or V of a layer, in `kv_sources` in place of a `KvSource`: any layout, type and strides, numpy's or torch's.
+
+    Attributes:
+        tensor: the pool, or a view of it; or a tuple of such, one a layer and alike: then one stream holds the leading bytes
+            of each layer, one after another.
+        axes: its dimensions by name: "slot", with "block" if slots are numbered block by block, and any names for those of
+            a token: "block slot head dim", "slot head dim", "head slot dim", "block head dim slot lane". A token's bytes are
+            taken in the order of its own axes.
+        first_slot: the number of the slot at the beginning.
+
+    Raises:
+        ValueError: axes that do not name the tensor's dimensions, or layers that are not alike.
+    """
+
+    tensor: Any
+    axes: str
+    first_slot: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the names once."""
+        names, shapes = self.axes.split(), {tuple(tensor.shape) for tensor in self.tensors}
+        if "slot" not in names or len(set(names)) != len(names):
+            raise ValueError(f"axes is {self.axes!r}, expected each axis once and one named slot")
+        if len(shapes) != 1 or len(next(iter(shapes))) != len(names):
+            raise ValueError(f"axes is {self.axes!r}, the tensor has shape {' and '.join(map(str, map(list, shapes)))}")
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """Each layer's tensor."""
+        return self.tensor if isinstance(self.tensor, tuple) else (self.tensor,)
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots there are, those before `first_slot` included."""
+        sizes = dict(zip(self.axes.split(), self.tensors[0].shape, strict=True))
+        return self.first_slot + int(sizes["slot"]) * int(sizes.get("block", 1))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in all layers; a token of fewer than 16 bytes is filled up with zeros."""
+        return len(self.tensors) * max(self._layer_bytes(), KV_ALIGN_BYTES)
+
+    def stream(self, half: str, *, layers: tuple[int, ...] = (0,), capture_bytes: int = KV_ALIGN_BYTES) -> KvStream:
+        """Return the stream of this tensor for the header: `capture_bytes`, or as many as there are, of each of its layers."""
+        each = min(capture_bytes, max(self._layer_bytes(), KV_ALIGN_BYTES) // KV_ALIGN_BYTES * KV_ALIGN_BYTES)
+        if len(layers) != len(self.tensors):
+            raise ValueError(f"layers is {layers}, expected {len(self.tensors)}: one for each tensor")
+        captured = each * len(layers)
+        several = layers if len(layers) > 1 else ()
+        return KvStream(
+            half=half, layer=layers[0], layers=several, bytes_per_token=self.bytes_per_token, capture_bytes=captured
+        )
+
+    def same_memory(self, other: "KvTensor") -> bool:
+        """Say whether both have a tensor that is the same piece of memory, looked at alike."""
+        return bool({_place(tensor) for tensor in self.tensors} & {_place(tensor) for tensor in other.tensors})
+
+    def gather(self, slots: Int64Array, capture_bytes: int) -> ByteArray:
+        """Return the leading bytes of each slot, `[n, capture_bytes] uint8`; zeros for a slot that is not there."""
+        each = capture_bytes // len(self.tensors)
+        inside = (slots >= self.first_slot) & (slots < self.num_slots)
+        out = np.zeros((slots.size, len(self.tensors), each), np.uint8)
+        for layer, tensor in enumerate(self.tensors):
+            rows = as_rows(self._tokens(tensor, slots[inside] - self.first_slot, each))[:, :each]
+            out[inside, layer, : rows.shape[1]] = rows
+        return out.reshape(slots.size, capture_bytes)
+
+    def _layer_bytes(self) -> int:
+        tensor = self.tensors[0]
+        return math.prod(tensor.shape) // max(self.num_slots - self.first_slot, 1) * int(tensor.dtype.itemsize)
+
+    def _tokens(self, tensor: Any, slots: Int64Array, each: int) -> Any:
+        """Return the slots' tokens, `[n, ...]`, no more than holds the first `each` bytes of their own axes."""
+        names = self.axes.split()
+        own = [axis for axis, name in enumerate(names) if name not in ("block", "slot")]
+        placed = [names.index(name) for name in ("block", "slot") if name in names]
+        is_numpy = isinstance(tensor, np.ndarray)
+        moved = tensor.transpose(*placed, *own) if is_numpy else tensor.permute(*placed, *own)
+        if own:
+            inner = math.prod(moved.shape[len(placed) + 1 :]) * int(tensor.dtype.itemsize)
+            moved = moved[(slice(None),) * len(placed) + (slice(-(-each // max(inner, 1))),)]
+        index = np.divmod(slots, moved.shape[1]) if len(placed) == 2 else (slots,)
+        if is_numpy:
+            return moved[index]
+        import torch
+
+        return moved[tuple(torch.from_numpy(part).to(tensor.device) for part in index)]
+
+
+def _place(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    is_numpy = isinstance(tensor, np.ndarray)
+    address = tensor.ctypes.data if is_numpy else tensor.data_ptr()
+    return int(address), tuple(tensor.shape), tuple(tensor.strides if is_numpy else tensor.stride())

@@ -1,0 +1,151 @@
+"""A paged engine that is shown to the recorder, by the adapter in examples/: clean when healthy, and its faults have names."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvcanary.recorder.capture.paged import BlockUse, ShownBlocks
+from kvcanary.recorder.trace.reader import TraceReader
+
+from ..support.engines.documented_engine import judged
+from ..support.engines.nano import BLOCK, VOCAB, Llm, attach
+
+
+def serve(llm: Llm, seed: int, before_step: Callable[[int], None] = lambda _: None) -> list[list[int]]:
+    """Run requests that share prefixes, are chunked and preempted; return their tokens."""
+    rng = random.Random(seed)
+    shared, asked = [rng.randrange(1, VOCAB) for _ in range(4 * BLOCK)], []
+    for step in range(400):
+        while len(asked) < 14 and len(llm.scheduler.waiting) < 3:
+            prompt = shared[: rng.choice([0, 4, 8, 16])] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 20))]
+            asked.append(llm.add_request(prompt, rng.randint(1, 14)))
+        before_step(step)
+        if not llm.step() and len(asked) == 14:
+            return [seq.token_ids for seq in asked]
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_healthy_engine_is_clean_and_gives_the_same_tokens(tmp_path: Path, seed: int) -> None:
+    llm = Llm()
+    recorder = attach(llm, tmp_path / "trace.arrow", strict=True)
+    recorded = serve(llm, seed)
+    recorder.close()
+    assert recorded == serve(Llm(), seed)
+    summary = judged(tmp_path / "trace.arrow")
+    assert summary.verdict.value == "clean", (summary.violations_by_reason, summary.findings_by_kind, summary.doubts)
+    assert {"alloc", "free", "evict", "status", "request"} <= set(summary.events)
+    preempted = summary.events["status"] > 2 * summary.requests  # more went and came than there are
+    assert preempted or seed
+    with TraceReader(tmp_path / "trace.arrow") as reader:
+        assert any("the slot history is derived" in note for note in reader.header.notes)
+
+
+def _freed_too_early(llm: Llm) -> bool:
+    for seq in llm.scheduler.running:
+        if len(seq.block_table) > 1 and len(seq) < seq.end:
+            llm.scheduler.block_manager.free_block_ids.append(seq.block_table[0])
+            return True
+    return False
+
+
+def _leaked(llm: Llm) -> bool:
+    """The last block of a request that is about to end, which is not full and so not cached, counts a user too many."""
+    for seq in llm.scheduler.running:
+        if len(seq) == seq.end - 1 and len(seq) % BLOCK > 1:
+            llm.scheduler.block_manager.users[seq.block_table[-1]] += 1
+            return True
+    return False
+
+
+def _given_out_twice(llm: Llm) -> bool:
+    manager = llm.scheduler.block_manager
+    used = [
+        b for seq in llm.scheduler.running for b in seq.block_table[1:] if b not in manager.hash_to_block_id.values()
+    ]
+    if used:
+        manager.free_block_ids.appendleft(used[0])
+    return bool(used)
+
+
+def _cache_names_another(llm: Llm) -> bool:
+    """The hash of a prefix leads to another prefix's block."""
+    known = llm.scheduler.block_manager.hash_to_block_id
+    for seq in llm.scheduler.waiting:
+        one = tuple(seq.token_ids[:BLOCK])
+        other = next((key for key in known if len(key) == BLOCK and key != one), None)
+        if one in known and other and len(seq) > BLOCK and not seq.block_table:
+            known[one], known[other] = known[other], known[one]
+            return True
+    return False
+
+
+FAULTS = {
+    _freed_too_early: {"read_after_free", "read_of_foreign_slot"},
+    _leaked: {"slot_leaked"},
+    _given_out_twice: {"read_after_free", "read_of_foreign_slot", "write_to_foreign_slot"},
+    _cache_names_another: {"hit_differs"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_of_the_allocator_has_its_name(tmp_path: Path, fault: Callable[[Llm], bool]) -> None:
+    llm, done = Llm(), []
+
+    def before_step(step: int) -> None:
+        if step >= 6 and not done and fault(llm):
+            done.append(step)
+
+    recorder = attach(llm, tmp_path / "trace.arrow")
+    serve(llm, 1, before_step)
+    recorder.close()
+    assert done
+    summary = judged(tmp_path / "trace.arrow")
+    assert FAULTS[fault] & set(summary.findings_by_kind), (summary.violations_by_reason, summary.findings_by_kind)
+
+
+def changes(
+    shown: ShownBlocks, tables: dict[Any, list[int]], cached: tuple[int, ...], free: Any
+) -> list[tuple[Any, ...]]:
+    return [tuple(change) for change in shown.compare(BlockUse(tables, cached, free))]
+
+
+def test_what_is_shown_says_who_got_what() -> None:
+    shown = ShownBlocks(padding=[0])
+    alloc, free, evict = "alloc", "free", "evict"
+    assert changes(shown, {"a": [1, 2], "b": []}, (), [3, 4]) == [(alloc, "", "a", [1, 2])]
+    # Block 2 is cached before a forward has filled it: handed over one showing later.
+    assert changes(shown, {"a": [1, 2, 3]}, (1, 2), [4]) == [(alloc, "", "a", [3])]
+    assert changes(shown, {"a": [1, 2, 3], "b": [1, 4, -1, 0]}, (1, 2), []) == [
+        (alloc, "cached", "a", [1, 2]),
+        (alloc, "", "b", [4]),
+        (alloc, "shared", "b", [1]),
+    ]
+    assert changes(shown, {"b": [1, 4]}, (1, 2), [2, 3]) == [(free, "", "a", [3])]
+    assert changes(shown, {"b": [1, 4], "c": [2]}, (1,), [3]) == [(evict, "", None, [2]), (alloc, "", "c", [2])]
+    assert changes(shown, {"b": [1, 4], "c": [2], "d": [2]}, (1,), [3]) == [(alloc, "shared", "d", [2])]  # a fork
+    assert changes(shown, {"b": [1, 4], "c": [2], "d": [2, 4]}, (1,), [3]) == [(alloc, "shared", "d", [4])]
+    assert changes(shown, {"b": [1, 4], "c": [2], "d": [2, 4], "e": [4]}, (1,), [3]) == [(alloc, "", "e", [4])]  # twice
+    assert changes(shown, {"b": [1, 4], "c": [2], "d": [2, 4]}, (1,), [3, 4]) == [(free, "", None, [4])]  # too early
+    assert changes(shown, {"c": [2], "d": [2, 4]}, (1,), [3, 4]) == []
+    assert changes(shown, {"d": [4]}, (), [3, 4, 1]) == [(evict, "", None, [1])]  # 2 has leaked ...
+    assert changes(shown, {"d": [4]}, (), [3, 4, 1, 2]) == [(free, "", None, [2])]  # ... and was only late
+    assert changes(shown, {"d": [4]}, (3,), [3, 4, 1, 2]) == [
+        (alloc, "cached", None, [3])
+    ]  # the cache names what is free
+
+
+def test_attached_late_it_knows_nothing_of_what_was_before(tmp_path: Path) -> None:
+    llm, recorder = Llm(), []
+
+    def before_step(step: int) -> None:
+        if step == 9:
+            recorder.append(attach(llm, tmp_path / "trace.arrow", strict=True))
+
+    serve(llm, 2, before_step)
+    recorder[0].close()
+    summary = judged(tmp_path / "trace.arrow")
+    assert (summary.violations, summary.findings) == (0, 0)
+    assert any("had run before" in loss for loss in summary.losses)
