@@ -22,9 +22,7 @@ def own_int64(values: Any, name: str = "an array") -> Int64Array:
     """
     if type(values) is np.ndarray and values.dtype == _INT64 and values.ndim == 1:
         return values.copy()
-    if hasattr(values, "detach"):  # a torch tensor; torch itself is never imported here
-        values = values.detach().cpu().numpy()
-    found = np.asarray(values)
+    found = np.asarray(on_host(values, wait=True))
     if found.dtype.kind not in "iub" and found.size:  # an empty list is of floats
         raise ValueError(f"{name} holds {found.dtype} values, expected integers")
     return np.array(found, dtype=np.int64).reshape(-1)
@@ -70,15 +68,17 @@ def read_runs(table: Any, rows: Int64Array, starts: Int64Array, counts: Int64Arr
     rows, columns = np.repeat(rows, counts), ragged_index(starts, counts)
     cells = np.full(rows.size, -1, np.int64)
     inside = (rows >= 0) & (rows < int(table.shape[0])) & (columns >= 0) & (columns < int(table.shape[1]))
-    rows, columns = rows[inside], columns[inside]
-    if hasattr(table, "detach"):
-        import torch
-
-        there = table[torch.from_numpy(rows).to(table.device), torch.from_numpy(columns).to(table.device)]
-        cells[inside] = there.cpu().numpy()
-    else:
-        cells[inside] = np.asarray(table)[rows, columns]
+    cells[inside] = np.asarray(on_host(picked(table, rows[inside], columns[inside]), wait=True))
     return cells
+
+
+def picked(array: Any, *index: Int64Array) -> Any:
+    """Return `array[index]`, numpy's or torch's, where it lies."""
+    if not hasattr(array, "detach"):
+        return np.asarray(array)[index]
+    import torch
+
+    return array[tuple(torch.from_numpy(part).to(array.device) for part in index)]
 
 
 def read_blocks(blocks: Any, block_size: int, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
@@ -98,9 +98,14 @@ def read_blocks(blocks: Any, block_size: int, rows: Int64Array, starts: Int64Arr
     )
 
 
-def on_host(array: Any) -> Any:
-    """Return a torch tensor of the host's memory as a numpy view; what lies elsewhere, or is numpy's, as it is."""
-    return array.detach().numpy() if hasattr(array, "detach") and array.device.type == "cpu" else array
+def on_host(array: Any, *, wait: bool = False) -> Any:
+    """Return a torch tensor of the host's memory as a numpy view; what is numpy's as it is, and what lies elsewhere too.
+
+    With `wait` that is copied to the host, which waits for the device.
+    """
+    if not hasattr(array, "detach") or (array.device.type != "cpu" and not wait):
+        return array
+    return array.detach().cpu().numpy()
 
 
 def shares(values: Int64Array, counts: Int64Array, chosen: Int64Array) -> Int64Array:
@@ -146,14 +151,7 @@ def gather_kv(source: KvSource, slots: Int64Array, capture_bytes: int) -> ByteAr
     tokens = source.tensor[:, : page_size * size].reshape(-1, page_size, size)[:, :, :capture_bytes]
     out = np.zeros((slots.size, capture_bytes), np.uint8)
     inside = (slots >= 0) & (slots < source.num_slots)
-    rows, places = np.divmod(slots[inside], page_size)
-    if isinstance(tokens, np.ndarray):
-        out[inside] = tokens[rows, places]
-    else:
-        import torch
-
-        rows, places = (torch.from_numpy(part).to(tokens.device) for part in (rows, places))
-        out[inside] = tokens[rows, places].cpu().numpy()
+    out[inside] = on_host(picked(tokens, *np.divmod(slots[inside], page_size)), wait=True)
     return out
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.constants import KV_ALIGN_BYTES
 from ..trace.header import KvStream
-from .host_arrays import as_rows
+from .host_arrays import as_rows, picked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +95,7 @@ class KvTensor:
         if own:
             inner = math.prod(moved.shape[len(placed) + 1 :]) * int(tensor.dtype.itemsize)
             moved = moved[(slice(None),) * len(placed) + (slice(-(-each // max(inner, 1))),)]
-        index = np.divmod(slots, moved.shape[1]) if len(placed) == 2 else (slots,)
-        if is_numpy:
-            return moved[index]
-        import torch
-
-        return moved[tuple(torch.from_numpy(part).to(tensor.device) for part in index)]
+        return picked(moved, *(np.divmod(slots, moved.shape[1]) if len(placed) == 2 else (slots,)))
 
 
 def _place(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
