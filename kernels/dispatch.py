@@ -105,6 +105,21 @@ def device_form(name: str) -> Any:
     return importlib.import_module(f".ops.{name}", __package__)
 
 
+def has_device_form(module: str) -> Callable[[_F], _F]:
+    """Have an op with backend="triton" call the function of its name in `ops.<module>`, with all other arguments."""
+
+    def mark(op: _F) -> _F:
+        @functools.wraps(op)
+        def run(*, backend: str = "cpu", **given: Any) -> Any:
+            if backend == "triton":
+                return getattr(device_form(module), op.__name__)(**given)
+            return op(**given, backend=backend)
+
+        return typing.cast(_F, run)
+
+    return mark
+
+
 def select(loops: _F, backend: str, *, before_compiling: Callable[[], None] | None = None) -> _F:
     """Return what runs `loops` on `backend`.
 
@@ -120,6 +135,12 @@ def select(loops: _F, backend: str, *, before_compiling: Callable[[], None] | No
     if backend == "triton":
         raise NotImplementedError(f"{loops.__name__} has no Triton form; use backend='cpu' with numpy arrays")
     raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
+
+
+def prepare(*loops: Callable[..., Any], backend: str) -> None:
+    """Compile now what there is to compile, so that nobody waits for it later."""
+    for one in loops:
+        select(one, backend)
 
 
 def is_kept(loops: Callable[..., Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
-from ...kernels.replay_pass.invalidation import Runs
+from ...kernels.replay_pass.entries import Runs
 from ...recorder.state.events import (
     CopyEvent,
     GroupSlots,

@@ -1,10 +1,8 @@
 """The violation log: where verify and write put their rows."""
 
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from ..arrays import filled, require_either
 from ..constants import (
@@ -22,29 +20,33 @@ from ..dispatch import Out64, Out64x2, primitive
 from .hash.reference import bump
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ViolationLog:
+class LogArrays(NamedTuple):
+    """The arrays of a `ViolationLog`, as loops fill them."""
+
+    rows: Out64x2  # [capacity, 8]
+    entries: Out64  # [capacity]: the plan entry (verify) or token (write) of each row
+    write_index: Out64  # [1]
+    out_of_range: Out64  # [1]: how many slots, predecessors, seeds or offsets could not be followed
+
+
+class ViolationLog(LogArrays):
     """Rows in entry order, filled once: rows past the capacity are lost while `write_index` keeps counting.
 
-    `rows` [capacity, 8] int64; `entries` [capacity] int64, the plan entry (verify) or token (write) of each row;
-    `write_index` [1] int64; `out_of_range` [1] int64, how many slots, predecessors, seeds or offsets could not be
-    followed. Who must lose no row gives verify as many rows as entries and write twice as many. Raises `TypeError`
-    and `ValueError` for other shapes and dtypes.
+    Torch tensors, or packed numpy arrays. Who must lose no row gives verify as many rows as entries and write twice as many.
+    Raises `TypeError` and `ValueError` for other shapes and dtypes.
     """
 
-    rows: npt.NDArray[np.int64]
-    entries: npt.NDArray[np.int64]
-    write_index: npt.NDArray[np.int64]
-    out_of_range: npt.NDArray[np.int64]
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
+    def __new__(cls, **arrays: Any) -> Self:
         """Check shapes and dtypes."""
-        require_either("violations.rows", self.rows, np.int64, 2, written=True)
-        if self.rows.shape[1] != VIOLATION_FIELDS:
-            raise ValueError(f"violations.rows has {self.rows.shape[1]} fields, expected {VIOLATION_FIELDS}")
-        require_either("violations.entries", self.entries, np.int64, 1, length=len(self.rows), written=True)
-        require_either("violations.write_index", self.write_index, np.int64, 1, length=1, written=True)
-        require_either("violations.out_of_range", self.out_of_range, np.int64, 1, length=1, written=True)
+        log = super().__new__(cls, **arrays)
+        require_either("violations.rows", log.rows, np.int64, 2, written=True)
+        if log.rows.shape[1] != VIOLATION_FIELDS:
+            raise ValueError(f"violations.rows has {log.rows.shape[1]} fields, expected {VIOLATION_FIELDS}")
+        for name, length in (("entries", len(log.rows)), ("write_index", 1), ("out_of_range", 1)):
+            require_either(f"violations.{name}", getattr(log, name), np.int64, 1, length=length, written=True)
+        return log
 
     @classmethod
     def allocate(cls, capacity: int, device: Any = None) -> Self:
@@ -71,9 +73,7 @@ class ViolationLog:
 
 @primitive()
 def append_violation(
-    rows: Out64x2,
-    entries: Out64,
-    write_index: Out64,
+    log: LogArrays,
     entry: int,
     tag: int,
     slot: int,
@@ -85,7 +85,7 @@ def append_violation(
     fail_reason: int,
 ) -> None:
     """Put one row down where there is room, and count it in any case."""
-    at = int(write_index[0])
+    at, rows = int(log.write_index[0]), log.rows
     if 0 <= at < len(rows):
         rows[at, VIOLATION_TAG] = tag
         rows[at, VIOLATION_SLOT] = slot
@@ -95,5 +95,5 @@ def append_violation(
         rows[at, VIOLATION_STORED_CHAIN_HASH] = stored_chain_hash
         rows[at, VIOLATION_EXPECTED_AUX] = expected_aux
         rows[at, VIOLATION_FAIL_REASON] = fail_reason
-        entries[at] = entry
-    bump(write_index, 1)
+        log.entries[at] = entry
+    bump(log.write_index, 1)

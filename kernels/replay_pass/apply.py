@@ -6,7 +6,7 @@ All buffers of a group take the same records but for the KV hash, so the write o
 from ..constants import RECORD_KV_HASH, RECORD_POSITION, RECORD_PREV_HASH, RECORD_TOKEN
 from ..dispatch import In64, Out64, Out64x2, OutU64x2, primitive
 from ..ops.hash.reference import as_i64, as_u64, splitmix64
-from ..ops.write.reference import write_loops
+from ..ops.write.reference import WrittenTokens, write_loops
 from .context import (
     COUNT_FORWARDS,
     COUNT_VERIFIED,
@@ -14,14 +14,9 @@ from .context import (
     FIGURE_NO_SLOTS,
     FIGURE_OTHER_SLOTS,
     FIGURE_READS,
-    FIGURES,
-    LAUNCHES,
     NEW_IDS,
     NUM_FIGURES,
-    NUM_VIOLATIONS,
-    OUT_OF_RANGE,
     SINCE_SWEEP,
-    SLOTS_COUNTED,
     STREAM_BEFORE,
     STREAM_BUFFER,
     Context,
@@ -35,14 +30,13 @@ from .context import (
     stream_of,
     work_of,
 )
-from .divergence import watched_divergence_loops
 from .due import mark_verified_loops
-from .entries import HI, TRUTH, link_cell, make_due
+from .entries import HI, TRUTH, invalidate_slots_loops, link_cell, make_due
 from .forward import due_entries
-from .invalidation import invalidate_slots_loops
 from .ledger import note_writes_loops
 from .rows import note_rows
 from .state import mark_writer_loops
+from .swa import watched_divergence_loops
 from .table_changes import apply_own_changes
 
 primitive()(write_loops)
@@ -85,35 +79,15 @@ def copy_records(records: Out64x2, head: Out64x2, slots: In64, end: int, hashes:
 def write_group(context: Context, forward: Event, group: GroupState, slots: Out64, end: int) -> int:
     """Write a group's records and bytes, and who wrote them; return how many records that were, a buffer."""
     memory = work_of(context)
-    bs, counters = forward.rows.shape[0], memory.counters
-    hashes = memory.hashes[: slots.shape[0]]
-    offsets = memory.write_offsets[: bs + 1]
-    log = memory.log
+    bs, inputs, positions = forward.rows.shape[0], forward.inputs, forward.positions
+    hashes, offsets = memory.hashes[: slots.shape[0]], memory.write_offsets[: bs + 1]
     head = buffer_of(context, group, 0)
     for i in range(slots.shape[0]):
         hashes[i] = 0
-    counters[SLOTS_COUNTED] = 0
-    write_loops(
-        head,
-        0,
-        offsets,
-        memory.seeds[group.number, :bs],
-        bs,
-        forward.inputs,
-        forward.positions,
-        slots,
-        0,
-        forward.inputs,
-        forward.positions,
-        0,
-        hashes,
-        log[:1],
-        log[1, :1],
-        counters[NUM_VIOLATIONS : NUM_VIOLATIONS + 1],
-        counters[OUT_OF_RANGE : OUT_OF_RANGE + 1],
-        counters[SLOTS_COUNTED : SLOTS_COUNTED + 1],
-        counters[LAUNCHES : LAUNCHES + 1],
-    )
+    memory.written[0] = 0
+    tokens = WrittenTokens(inputs, positions, slots, inputs, positions)
+    seeds = memory.seeds[group.number, :bs]
+    write_loops(head, 0, offsets, seeds, tokens, 0, 0, hashes, memory.log, memory.written)
     for buffer in range(1, group.num_buffers):
         if buffer > 1:
             for i in range(slots.shape[0]):
@@ -125,7 +99,7 @@ def write_group(context: Context, forward: Event, group: GroupState, slots: Out6
         copy_records(buffer_of(context, group, buffer), head, slots, end, hashes)
     mark_writer_loops(slots, offsets, forward.requests, forward.number, forward.forward, group.writers)
     note_writes_loops(slots, end, forward.number, group.ledger)
-    return counters[SLOTS_COUNTED]
+    return memory.written[0]
 
 
 @primitive()
@@ -162,7 +136,7 @@ def count_divergence(context: Context, forward: Event, group: GroupState) -> Non
     for r in range(bs):
         starts[r] = 0 if group.counted_whole != 0 else max(0, forward.prefixes[r] - group.window - 1)
         ends[r] = forward.prefixes[r] + lens[r]
-    figures = memory.counters[FIGURES : FIGURES + 2]
+    figures = memory.totals
     figures[0] = 0
     figures[1] = 0
     full = full_state(context, group)
@@ -185,10 +159,10 @@ def apply_forward(context: Context, forward: Event, rows: RowState) -> None:
             continue
         slots = memory.own_slots[g, :tokens]
         how = memory.how[g, :bs]
-        plan = due_entries(context, g, bs, start)
+        plan, marks = due_entries(context, g, bs, start), memory.marks[start:]
         start += memory.request_offsets[g, bs]
         mark_verified_loops(
-            readers, forward.number - 1, group.table, forward.offset, how, plan, group.ledger, group.states
+            readers, forward.number - 1, group.table, forward.offset, how, plan, marks, group.ledger, group.states
         )
         if group.window > 0:  # what stands before the window was linked just now, and may be what is written
             invalidate_slots_loops(slots, group.states)

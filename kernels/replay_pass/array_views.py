@@ -24,10 +24,13 @@ class AddressTable:
         self._arrays: list[npt.NDArray[Any]] = []
         self._rows: list[tuple[int, int, int]] = []
 
-    def add(self, *arrays: npt.NDArray[Any]) -> int:
-        """Append arrays of one or two axes, and return the number of the first; raise `ValueError` for others."""
+    def add(self, *arrays: npt.NDArray[Any] | tuple[Any, ...]) -> int:
+        """Append arrays of one or two axes, or tuples of such; return the first's number. Raise `ValueError` for others."""
         first = len(self._rows)
         for array in arrays:
+            if isinstance(array, tuple):
+                self.add(*array)
+                continue
             if not (1 <= array.ndim <= 2 and array.flags.c_contiguous and array.flags.aligned):
                 raise ValueError(
                     f"an array of shape {list(array.shape)} with strides {list(array.strides)}, expected packed"

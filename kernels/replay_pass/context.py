@@ -6,10 +6,12 @@ A list column of a batch is two arrays: its values, and `NUM_LISTS` further on i
 from typing import Final, NamedTuple
 
 from ..dispatch import In64, In64x2, InU64, Out8, Out8x2, Out32, Out32x2, Out64, Out64x2, OutU64x2, primitive
+from ..ops.plan.reference import PlanArrays
+from ..ops.violation_log import LogArrays
 from .array_views import record
 from .due import Readers
-from .entries import EntryStates, SlotTable
-from .invalidation import Runs
+from .entries import EntryStates, Runs, SlotTable
+from .ledger import Found
 
 # --- a batch of events
 
@@ -153,24 +155,16 @@ class Work(NamedTuple):
     run_indices: Out64  # [requests]
     own_slots: Out64x2  # [groups, tokens]
     others: Out64  # [tokens]
-    found: Out64  # [tokens + most due]
-    bits: Out64  # [tokens + most due]
+    found: Found  # with room for [tokens + most due]
     hashes: Out64  # [tokens + most due]
-    due_slots: Out64  # [most due]
-    due_tokens: Out64
-    due_positions: Out64
-    due_prev_slots: Out64
-    due_marks: Out8
+    plan: PlanArrays  # [most due], but for the offsets
+    num_requests: Out32  # [1]
+    marks: Out8  # [most due]
     new_requests: Out64  # [ids]
-    counters: Out64  # [NUM_COUNTERS]
-    counts32: Out32  # [3]
-    log: Out64x2  # [2, 8]: a violation, and the entry that it is of
+    totals: Out64  # [2]
+    written: Out64  # [1]: records, counted by the op
+    log: LogArrays  # of one row
     reads: Out64  # [groups]: entries that a forward reads, due or not
-
-
-# `Work.counters`.
-TOTALS, FOUND_COUNT, OUT_OF_RANGE, NUM_VIOLATIONS, SLOTS_COUNTED, LAUNCHES, FIGURES = 0, 2, 3, 4, 5, 6, 7
-NUM_COUNTERS: Final = 9
 
 
 class GroupState(NamedTuple):

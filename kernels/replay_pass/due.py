@@ -1,15 +1,14 @@
 """One forward of the incremental pass: which prefix entries are due, their plan, and which are verified afterwards."""
 
+import functools
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ..arrays import Int64Array
+from ..arrays import Int32Array, Int64Array
 from ..constants import PADDING_ROW, PADDING_SLOT
-from ..dispatch import In8, In32x2, In64, In64x2, Out8, Out32, Out64, primitive, select
-from ..ops.hash.reference import bump
-from ..ops.plan.reference import VerifyPlan, look_up_slot, window_start
+from ..dispatch import In8, In32x2, In64, In64x2, Out8, Out64, primitive, select
+from ..ops.plan.reference import PlanArrays, VerifyPlan, expected_token_at, look_up_slot, put_entry, window_start
 from .entries import (
     FIRST,
     HI,
@@ -30,8 +29,6 @@ from .entries import (
 )
 from .ledger import ALLOC, LEDGER_COLUMNS
 
-ByteArray = npt.NDArray[np.uint8]
-
 # Which of a request's entries are due.
 NOTHING: Final = 0  # a padding row
 WATCHED: Final = 1  # those that `EntryStates` has as due
@@ -45,19 +42,6 @@ class Readers(NamedTuple):
     requests: In64  # [bs]: request ids
     prefix_lens: In64  # [bs], cut to the table's width
     truth_lens: In64  # [bs]; [0] if there are no truth tokens
-
-
-class DueEntries(NamedTuple):
-    """A verify plan of entries that are due, and which of them are not clean."""
-
-    slots: Out64  # [n]
-    expected_tokens: Out64  # [n], -1 if unchecked
-    expected_positions: Out64  # [n]
-    prev_slots: Out64  # [n], -1 for a chain head
-    marks: Out8  # [n]: 1 if something was found about an entry
-    num_valid: Out32  # [1]
-    enable: Out32  # [1]
-    request_offsets: Out64  # [>= bs + 1]: request r's entries begin at [r]
 
 
 @primitive()
@@ -138,7 +122,8 @@ def plan_due_loops(
     how: In8,
     states: EntryStates,
     num_slots: int,
-    plan: DueEntries,
+    plan: PlanArrays,
+    marks: Out8,
     out_of_range: Out64,
 ) -> None:
     """Write the entries that are due, as `plan_entries_loops` writes all; mark those that cannot be clean."""
@@ -165,20 +150,11 @@ def plan_due_loops(
                 if before != position - 1:
                     prev = look_up_slot(table.req_to_token, table.lut, has_lut, row, position - 1, out_of_range)
             slot = look_up_slot(table.req_to_token, table.lut, has_lut, row, position, out_of_range)
-            expected_token = -1
+            failed = out_of_range[0]
+            expected = expected_token_at(truth_tokens, truth_len, row, position + token_offset, out_of_range)
             unclean = slot < 0 or slot >= num_slots or prev >= num_slots or (has_lut != 0 and slot == PADDING_SLOT)
-            truth_position = position + token_offset
-            if 0 <= truth_position < truth_len:
-                if 0 <= row < truth_tokens.shape[0] and truth_position < truth_tokens.shape[1]:
-                    expected_token = int(truth_tokens[row, truth_position])
-                else:
-                    bump(out_of_range, 1)
-                    unclean = True
-            plan.slots[entry] = slot
-            plan.expected_tokens[entry] = expected_token
-            plan.expected_positions[entry] = position
-            plan.prev_slots[entry] = prev
-            plan.marks[entry] = 1 if unclean else 0
+            put_entry(plan, entry, slot, expected, position, prev)
+            marks[entry] = 1 if unclean or out_of_range[0] != failed else 0
             entry += 1
             before, before_slot = position, slot
             position = next_due(states, row, position + 1, end) if watched else position + 1
@@ -195,7 +171,8 @@ def mark_verified_loops(
     table: SlotTable,
     token_offset: int,
     how: In8,
-    plan: DueEntries,
+    plan: PlanArrays,
+    marks: In8,
     ledger: In64x2,
     states: EntryStates,
 ) -> None:
@@ -206,7 +183,7 @@ def mark_verified_loops(
         row = int(readers.rows[r])
         truth_len = max(0, int(readers.truth_lens[r])) if len(readers.truth_lens) > 0 else 0
         for i in range(int(plan.request_offsets[r]), int(plan.request_offsets[r + 1])):
-            if plan.marks[i] != 0:
+            if marks[i] != 0:
                 continue
             slot, position = int(plan.slots[i]), int(plan.expected_positions[i])
             # Given out later than it is read: only a damaged file says so, and it may be news to the next forward.
@@ -220,98 +197,54 @@ def mark_verified_loops(
 
 
 class ForwardReads:
-    """One group's part of one forward: how many entries it reads, and how many of them are due, `how` by request.
+    """One group's part of one forward about to run, whose own slots must have been invalidated before.
 
-    `marks` `[entries] uint8` says which entries of the plan are not clean; whoever finds something about one sets it.
+    `reads`: how many entries it reads; `entries`: how many of them are due, and so in its plan; `marks` `[entries] uint8` says
+    which of those are not clean: whoever finds something about one sets it. `event` is the forward's, `serial` > 0 a number
+    that no other has.
     """
 
-    __slots__ = ("entries", "how", "marks", "reads")
+    __slots__ = ("_event", "_how", "_readers", "_select", "_states", "_table", "_token_offset", "_window", "entries",
+                 "marks", "reads")  # fmt: skip
 
-    def __init__(self, how: ByteArray, reads: int, entries: int) -> None:
-        self.how = how
-        self.reads = reads
-        self.entries = entries
-        self.marks = np.zeros(entries, np.uint8)
+    def __init__(
+        self,
+        states: EntryStates,
+        readers: Readers,
+        table: SlotTable,
+        *,
+        event: int,
+        serial: int,
+        window: int,
+        token_offset: int,
+        backend: str,
+    ) -> None:
+        self._states, self._readers, self._table = states, readers, table
+        self._event, self._window, self._token_offset = event, window, token_offset
+        self._select = functools.partial(select, backend=backend)
+        self._how, totals = np.zeros(len(readers.rows), np.uint8), np.zeros(2, np.int64)
+        watch = self._select(watch_forward_loops)
+        watch(readers, event, serial, table, window, token_offset, states, self._how, totals)
+        self.reads, self.entries = totals.tolist()
+        self.marks = np.zeros(self.entries, np.uint8)
 
-    def planned(self, plan: VerifyPlan) -> DueEntries:
-        """Return the arrays of a plan together with the marks."""
-        return DueEntries(
-            slots=plan.slots,
-            expected_tokens=plan.expected_tokens,
-            expected_positions=plan.expected_positions,
-            prev_slots=plan.prev_slots,
-            marks=self.marks,
-            num_valid=plan.num_valid,
-            enable=plan.enable,
-            request_offsets=plan.request_offsets,
-        )
+    def plan(
+        self, verify_plan: VerifyPlan, truth_tokens: Int32Array | None, num_slots: int, out_of_range: Int64Array
+    ) -> None:
+        """Fill a plan, which has room for `entries` and the batch, with what is due; the rest as for `ops.plan`."""
+        truth = _NO_TRUTH if truth_tokens is None else truth_tokens
+        given = self._readers, self._table, self._window, truth, self._token_offset, self._how, self._states, num_slots
+        self._select(plan_due_loops)(*given, verify_plan, self.marks, out_of_range)
 
+    def mark_verified(self, verify_plan: VerifyPlan, ledger: Int64Array | None) -> None:
+        """Take what was due and is not marked for clean; tables are still as the plan found them.
 
-def watch_forward(
-    states: EntryStates,
-    readers: Readers,
-    *,
-    event: int,
-    serial: int,
-    table: SlotTable,
-    window: int,
-    token_offset: int,
-    backend: str = "cpu",
-) -> ForwardReads:
-    """Bring the states up to a forward about to run, and return which entries are due.
-
-    `serial` > 0 is a number that no other forward has; the rest as for `kernels.plan.plan`. Slots that the forward writes
-    must have been invalidated before.
-    """
-    how = np.zeros(len(readers.rows), np.uint8)
-    totals = np.zeros(2, np.int64)
-    select(watch_forward_loops, backend)(readers, event, serial, table, window, token_offset, states, how, totals)
-    return ForwardReads(how, int(totals[0]), int(totals[1]))
+        `ledger` `[num_slots, 8] int64` as the history checks have it, None without any. Slots that the forward wrote must
+        be invalidated afterwards.
+        """
+        given = self._readers, self._event, self._table, self._token_offset, self._how, verify_plan, self.marks
+        self._select(mark_verified_loops)(*given, _NO_LEDGER if ledger is None else ledger, self._states)
 
 
-def plan_due(
-    states: EntryStates,
-    reads: ForwardReads,
-    readers: Readers,
-    *,
-    table: SlotTable,
-    window: int,
-    truth_tokens: npt.NDArray[np.int32] | None,
-    token_offset: int,
-    num_slots: int,
-    verify_plan: VerifyPlan,
-    out_of_range: Int64Array,
-    backend: str = "cpu",
-) -> None:
-    """Fill the verify plan with the entries that are due; `verify_plan` has room for `reads.entries` and the batch."""
-    truth = _NO_TRUTH if truth_tokens is None else truth_tokens
-    plan = reads.planned(verify_plan)
-    select(plan_due_loops, backend)(
-        readers, table, window, truth, token_offset, reads.how, states, num_slots, plan, out_of_range
-    )
-
-
-def mark_forward_verified(
-    states: EntryStates,
-    reads: ForwardReads,
-    readers: Readers,
-    *,
-    event: int,
-    table: SlotTable,
-    token_offset: int,
-    verify_plan: VerifyPlan,
-    ledger: Int64Array | None,
-    backend: str = "cpu",
-) -> None:
-    """Take what was due and is not marked for clean; tables are still as the plan found them.
-
-    `ledger` `[num_slots, 8] int64` as the history checks have it, None without any. Slots that the forward wrote must
-    be invalidated afterwards.
-    """
-    plan = reads.planned(verify_plan)
-    ledger = _NO_LEDGER if ledger is None else ledger
-    select(mark_verified_loops, backend)(readers, event, table, token_offset, reads.how, plan, ledger, states)
-
-
-_NO_TRUTH = np.zeros((0, 0), np.int32)
-_NO_LEDGER = np.zeros((0, LEDGER_COLUMNS), np.int64)
+_NO_TRUTH: Final = np.zeros((0, 0), np.int32)
+_NO_LEDGER: Final = np.zeros((0, LEDGER_COLUMNS), np.int64)

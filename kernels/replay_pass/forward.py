@@ -5,57 +5,29 @@ What an op finds is asked of the op: the loops that stepwise replay runs on whol
 
 from ..constants import RECORD_POSITION, RECORD_TOKEN
 from ..dispatch import In64, InU64x2, Out64, Out64x2, primitive
-from ..ops.hash.kv_source import fold_source_loops
 from ..ops.hash.reference import as_u64
-from ..ops.plan.reference import MAX_PLAN_ENTRIES, plan_writes_loops
-from ..ops.verify.reference import verify_loops
-from ..tokens import contradicts
+from ..ops.plan.reference import MAX_PLAN_ENTRIES, PlanArrays, WriteArrays, plan_writes_loops
 from .context import (
-    FOUND_COUNT,
-    LAUNCHES,
-    NUM_VIOLATIONS,
-    OUT_OF_RANGE,
-    PARTNER_SERIAL,
     SERIAL,
-    SLOTS_COUNTED,
     STREAM_BEFORE,
-    STREAM_BUFFER,
-    TOTALS,
     Context,
     Event,
     GroupState,
     RowState,
     buffer_of,
     group_state,
-    readers_of,
-    row_state,
     stream_of,
     table_of,
     work_of,
 )
-from .due import DueEntries, plan_due_loops, watch_forward_loops
-from .entries import EVENT
-from .invalidation import invalidate_slots_loops
-from .ledger import (
-    ALLOC,
-    CONTENT,
-    HELD,
-    OWNER,
-    PADDED_WRITTEN,
-    STAMP,
-    STATE,
-    WRITES_AGAIN,
-    WRITTEN_TWICE,
-    judge_reads_loops,
-    judge_writes_loops,
-)
+from .entries import EVENT, invalidate_slots_loops
+from .ledger import ALLOC, CONTENT, HELD, OWNER, STAMP, STATE
+from .reads import entries_ordinary, ledger_ordinary, partners_ordinary, plan_group
 from .rows import SEEN, fresh_from, inputs_ordinary, row_ordinary, same_request
 from .state import translate_loops
-from .swa_partners import shared_halves_loops
 from .table_changes import are_32_bits
 
-for _op in (fold_source_loops, plan_writes_loops, verify_loops):
-    primitive()(_op)
+primitive()(plan_writes_loops)
 
 
 @primitive()
@@ -128,20 +100,14 @@ def requests_ordinary(context: Context, forward: Event, rows: RowState, width: i
 
 
 @primitive()
-def due_entries(context: Context, g: int, bs: int, start: int) -> DueEntries:
+def due_entries(context: Context, g: int, bs: int, start: int) -> PlanArrays:
     """Return room for a group's plan behind the `start` entries of the groups before it."""
     memory = work_of(context)
-    counts = memory.counts32
-    return DueEntries(
-        memory.due_slots[start:],
-        memory.due_tokens[start:],
-        memory.due_positions[start:],
-        memory.due_prev_slots[start:],
-        memory.due_marks[start:],
-        counts[:1],
-        counts[1:2],
-        memory.request_offsets[g, : bs + 1],
-    )
+    plan, offsets = memory.plan, memory.request_offsets[g, : bs + 1]
+    return PlanArrays(
+        plan.slots[start:], plan.expected_tokens[start:], plan.expected_positions[start:], plan.prev_slots[start:],
+        plan.num_valid, plan.enable, offsets,
+    )  # fmt: skip
 
 
 @primitive()
@@ -153,8 +119,7 @@ def translate_slots(context: Context, forward: Event, group: GroupState, slots: 
         for i in range(tokens):
             slots[i] = named[i]
     else:
-        outside = work_of(context).counters[OUT_OF_RANGE : OUT_OF_RANGE + 1]
-        translate_loops(named, group.table.lut, slots, outside)
+        translate_loops(named, group.table.lut, slots, work_of(context).log.out_of_range)
 
 
 @primitive()
@@ -262,193 +227,21 @@ def seeds_ordinary(
 
 
 @primitive()
-def hash_slots(context: Context, group: GroupState, buffer: int, slots: In64, hashes: Out64) -> None:
-    """Hash the bytes that slots hold now, of the streams that one TAIL buffer covers."""
-    most = context.settings.kv_words
-    for i in range(slots.shape[0]):
-        hashes[i] = 0
-    for s in range(group.first_stream, group.first_stream + (group.num_streams if most > 0 else 0)):
-        if context.streams[s, STREAM_BUFFER] == buffer:
-            words = stream_of(context, group, s)
-            width = words.shape[1]
-            fold_source_loops(words, 1, 0, width, min(width, most), words.shape[0], slots, hashes)
-
-
-@primitive()
-def entries_ordinary(context: Context, group: GroupState, plan: DueEntries) -> int:
-    """Say whether the canary verifies every entry that is due, in each of the group's buffers; 0 or 1."""
-    memory = work_of(context)
-    count, room = plan.num_valid[0], memory.counters
-    slots = plan.slots[:count]
-    for i in range(count):  # what a forward writes, others of its tokens see half written, but in a ring
-        if group.ring == 0 and group.ledger[slots[i], STAMP] == context.progress[SERIAL]:
-            return 0
-    hashes = memory.hashes[:count]
-    log = memory.log
-    for buffer in range(group.num_buffers if count > 0 else 0):
-        hash_slots(context, group, buffer, slots, hashes)
-        room[NUM_VIOLATIONS] = 0
-        room[OUT_OF_RANGE] = 0
-        verify_loops(
-            buffer_of(context, group, buffer),
-            0,
-            slots,
-            plan.expected_tokens[:count],
-            plan.expected_positions[:count],
-            plan.prev_slots[:count],
-            hashes,
-            1,
-            log[:1],
-            log[1, :1],
-            room[NUM_VIOLATIONS : NUM_VIOLATIONS + 1],
-            room[OUT_OF_RANGE : OUT_OF_RANGE + 1],
-            room[SLOTS_COUNTED : SLOTS_COUNTED + 1],
-            room[LAUNCHES : LAUNCHES + 1],
-        )
-        if room[NUM_VIOLATIONS] != 0 or room[OUT_OF_RANGE] != 0:
-            return 0
-    return 1
-
-
-@primitive()
-def ledger_ordinary(
-    context: Context, forward: Event, group: GroupState, records: Out64x2, plan: DueEntries, slots: In64
-) -> int:
-    """Say whether the ledger lets every request write and read as it does, and stamp what is written; 0 or 1."""
-    memory = work_of(context)
-    settings, bs, count = context.settings, forward.rows.shape[0], plan.num_valid[0]
-    found, bits = memory.found, memory.bits
-    counter = memory.counters[FOUND_COUNT : FOUND_COUNT + 1]
-    offsets = memory.write_offsets[: bs + 1]
-    judge_writes_loops(
-        slots,
-        offsets,
-        forward.requests,
-        context.progress[SERIAL],
-        settings.from_start,
-        group.ledger,
-        found,
-        bits,
-        counter,
-    )
-    always = WRITTEN_TWICE | WRITES_AGAIN | PADDED_WRITTEN
-    for i in range(counter[0]):
-        if settings.complete != 0 or bits[i] & always != 0:
-            return 0
-    judge_reads_loops(
-        plan.slots[:count],
-        plan.expected_positions[:count],
-        plan.expected_tokens[:count],
-        plan.request_offsets,
-        forward.requests,
-        memory.fresh_from[:bs],
-        memory.seen[:bs],
-        context.progress[SERIAL],
-        settings.complete,
-        settings.from_start,
-        group.ledger,
-        group.writers,
-        records,
-        found,
-        bits,
-        counter,
-    )
-    return 1 if counter[0] == 0 else 0
-
-
-@primitive()
-def partners_ordinary(context: Context, forward: Event, group: GroupState, plan: DueEntries, slots: In64) -> int:
-    """Say whether no two full slots that a forward uses lead to one SWA slot; 0 or 1."""
-    memory = work_of(context)
-    bs, tokens, count = forward.rows.shape[0], forward.inputs.shape[0], plan.num_valid[0]
-    number = group.table_number
-    counter = memory.counters[FOUND_COUNT : FOUND_COUNT + 1]
-    context.progress[PARTNER_SERIAL] += 1
-    shared_halves_loops(
-        plan.slots[:count],
-        plan.expected_positions[:count],
-        plan.request_offsets,
-        forward.rows,
-        group.table.req_to_token,
-        slots,
-        forward.written[number * tokens : (number + 1) * tokens],
-        int(memory.write_offsets[bs]),
-        context.progress[PARTNER_SERIAL],
-        group.partners,
-        memory.found,
-        counter,
-    )
-    return 1 if counter[0] == 0 else 0
-
-
-@primitive()
-def watch_group(
-    context: Context, forward: Event, group: GroupState, records: Out64x2, plan: DueEntries, room: int
-) -> int:
-    """Plan what is due in a group for a forward; 0 if that is more than there is `room` for, or leads to no slot."""
-    memory = work_of(context)
-    bs, counters = forward.rows.shape[0], memory.counters
-    how = memory.how[group.number, :bs]
-    totals = counters[TOTALS : TOTALS + 2]
-    outside = counters[OUT_OF_RANGE : OUT_OF_RANGE + 1]
-    readers = readers_of(forward)
-    watch_forward_loops(
-        readers,
-        forward.number - 1,
-        context.progress[SERIAL],
-        group.table,
-        group.window,
-        forward.offset,
-        group.states,
-        how,
-        totals,
-    )
-    memory.reads[group.number] = totals[0]
-    if totals[1] > room:
-        return 0
-    outside[0] = 0
-    truth = row_state(context, 0).truth
-    plan_due_loops(
-        readers, group.table, group.window, truth, forward.offset, how, group.states, group.num_slots, plan, outside
-    )
-    if outside[0] != 0:
-        return 0
-    for i in range(plan.num_valid[0]):
-        slot, expected = plan.slots[i], plan.expected_tokens[i]
-        if plan.marks[i] != 0 or slot < group.padding:
-            return 0
-        if expected != -1 and contradicts(expected, records[slot, RECORD_TOKEN]) == 0:
-            plan.expected_tokens[i] = records[slot, RECORD_TOKEN]  # a truth table has 32 bits of a token
-    return 1
-
-
-@primitive()
 def group_ordinary(
-    context: Context, forward: Event, group: GroupState, plan: DueEntries, slots: Out64, room: int
+    context: Context, forward: Event, group: GroupState, plan: PlanArrays, slots: Out64, start: int
 ) -> int:
     """Say whether nothing is to be found about a forward in one of its groups; 0 or 1. Its entries are watched then."""
     memory = work_of(context)
-    bs, counters = forward.rows.shape[0], memory.counters
+    bs, outside = forward.rows.shape[0], memory.log.out_of_range
     records = buffer_of(context, group, 1)  # of the first TAIL buffer
     seeds = memory.seeds[group.number, :bs]
-    offsets = memory.write_offsets[: bs + 1]
-    table, has_lut = group.table.req_to_token, 1 if len(group.table.lut) > 0 else 0
-    requests = memory.counts32[2:3]
-    outside = counters[OUT_OF_RANGE : OUT_OF_RANGE + 1]
-    if watch_group(context, forward, group, records, plan, room) == 0:
+    table, has_lut = group.table, 1 if len(group.table.lut) > 0 else 0
+    if plan_group(context, forward, group, records, plan, start) == 0:
         return 0
     outside[0] = 0
+    writes = WriteArrays(memory.write_offsets[: bs + 1], seeds, memory.num_requests)
     plan_writes_loops(
-        forward.rows,
-        forward.prefixes,
-        forward.extends,
-        table,
-        group.table.lut,
-        has_lut,
-        offsets,
-        seeds,
-        requests,
-        outside,
+        forward.rows, forward.prefixes, forward.extends, table.req_to_token, table.lut, has_lut, writes, outside
     )
     if outside[0] != 0 or seeds_ordinary(context, forward, group, records, slots, seeds) == 0:
         return 0
@@ -511,7 +304,7 @@ def forward_ordinary(context: Context, forward: Event, rows: RowState) -> int:
         slots = memory.own_slots[g, : forward.inputs.shape[0]]
         translate_slots(context, forward, group, slots)
         invalidate_slots_loops(slots, group.states)
-        if group_ordinary(context, forward, group, plan, slots, settings.most_due - start) == 0:
+        if group_ordinary(context, forward, group, plan, slots, start) == 0:
             restore_events(context, forward, g + 1)
             return 0
         start += plan.num_valid[0]

@@ -4,7 +4,7 @@ from ..dispatch import In64, In64x2, Out64x2, primitive
 from ..ops.hash.reference import as_i64, as_u64, splitmix64
 from .context import ADMITTED, ALLOC_EVENT, EVICT_EVENT, FRESH_ALLOC, SHARED_ALLOC, Event, GroupState, Settings
 from .entries import invalidate_slot
-from .ledger import ALLOC, CACHED, FREE, HELD, JOINER, LEFT, OWNER, SHARED, STAMP, STATE
+from .ledger import ALLOC, CACHED, FREE, HELD, JOINER, LEFT, OWNER, SHARED, STAMP, STATE, is_free
 
 # The table of numbers by request, `[2^n, columns] int64`: the request, whether there is one, and the numbers.
 KEY, USED, VALUE = range(3)
@@ -38,12 +38,6 @@ def value_of(book: In64x2, request: int) -> int:
     """Return a request's number, 0 where there is none."""
     place = place_of(book, request)
     return book[place, VALUE] if book[place, USED] != 0 else 0
-
-
-@primitive(inlined=True)
-def is_free(ledger: In64x2, slot: int, from_start: int) -> int:
-    """Say whether a slot is known to be free, as `SlotLedger.free` does; 0 or 1."""
-    return 1 if ledger[slot, STATE] == FREE and (from_start != 0 or ledger[slot, LEFT] > 0) else 0
 
 
 @primitive(inlined=True)

@@ -4,98 +4,52 @@ Slots, rows and positions come from a file, so every index is checked against it
 outside is passed over and counted, never written elsewhere.
 """
 
-import numpy as np
-import numpy.typing as npt
+from typing import Final
 
-from ..arrays import Int32Array, Int64Array
 from ..constants import SLOT_OUT_OF_RANGE
-from ..dispatch import In8x2, In64, Out8x2, Out32x2, Out64, Out64x2, primitive, select
+from ..dispatch import In8x2, In32x2, In64, Out8x2, Out32, Out32x2, Out64, Out64x2, primitive
+from .entries import Runs
 
-INT32_MIN = -(1 << 31)
-INT32_MAX = (1 << 31) - 1
-
-ByteArray = npt.NDArray[np.uint8]
-
-
-def prepare(backend: str) -> None:
-    """Compile what there is to compile now, so that nobody waits for it later."""
-    for loops in (
-        apply_runs_loops,
-        apply_forward_loops,
-        translate_loops,
-        store_bytes_loops,
-        mark_writer_loops,
-    ):
-        select(loops, backend)
+INT32_MIN: Final = -(1 << 31)
+INT32_MAX: Final = (1 << 31) - 1
 
 
-def apply_runs_loops(
-    index: int,
-    indices: In64,
-    rows: In64,
-    starts: In64,
-    counts: In64,
-    values: In64,
-    table: Out32x2,
-    outside: Out64,
-) -> None:
-    """Write runs into a table; see `apply_runs`."""
+def apply_runs_loops(index: int, runs: Runs, table: Out32x2, outside: Out64) -> None:
+    """Write the runs of table `index` into it; `outside` `[1]` takes how many values lie outside it or are no int32.
+
+    It takes -1 if lens and values do not fit one another.
+    """
     at = 0
-    for run in range(rows.shape[0]):
-        count = counts[run]
-        if count < 0 or count > values.shape[0] - at:
+    outside[0] = 0
+    for run in range(runs.rows.shape[0]):
+        row, start, count = runs.rows[run], runs.starts[run], runs.lens[run]
+        if count < 0 or count > runs.values.shape[0] - at:
             outside[0] = -1
             return
-        if indices[run] == index:
-            row = rows[run]
-            start = starts[run]
+        if runs.indices[run] == index:
             if row < 0 or row >= table.shape[0] or start < 0 or start > table.shape[1]:
                 outside[0] += count
             else:
                 inside = min(count, table.shape[1] - start)
                 for i in range(inside):
-                    value = values[at + i]
+                    value = runs.values[at + i]
                     if INT32_MIN <= value <= INT32_MAX:
                         table[row, start + i] = value
                     else:
                         outside[0] += 1
                 outside[0] += count - inside
         at += count
-    if at != values.shape[0]:
+    if at != runs.values.shape[0]:
         outside[0] = -1
-
-
-def apply_runs(
-    *,
-    index: int,
-    indices: Int64Array,
-    rows: Int64Array,
-    starts: Int64Array,
-    counts: Int64Array,
-    values: Int64Array,
-    table: Int32Array,
-    backend: str = "cpu",
-) -> int:
-    """Write the runs whose `indices[run]` is `index` into `table`.
-
-    Args:
-        index: the table to write; runs of other tables are passed over.
-        indices, rows, starts, counts: `[runs] int64`.
-        values: `[sum(counts)] int64`, run after run.
-        table: `[rows, width] int32`, changed in place.
-        backend: see `dispatch.select`.
-
-    Returns:
-        How many values fell outside the table or are no int32, or -1 when `counts` and `values` do not fit one another.
-    """
-    outside = np.zeros(1, dtype=np.int64)
-    select(apply_runs_loops, backend)(index, indices, rows, starts, counts, values, table, outside)
-    return int(outside[0])
 
 
 @primitive()
 def apply_forward_loops(rows: In64, prefix_lens: In64, lens: In64, values: In64, table: Out32x2) -> None:
-    """Write each request's run; see `apply_forward`."""
+    """Write each request's run of `values` at `table[row, prefix ...]`, as both sides do after a forward.
+
+    `rows`, `prefix_lens`, `lens` `[bs]`: row 0 (padding) takes no values, a negative length counts as 0; `values`
+    `[>= sum(lens)]`: slots for a block table, sampled tokens for the truth table.
+    """
     at = 0
     for r in range(rows.shape[0]):
         # Never past the values: hostile lengths must add up neither to an overflow nor to an endless loop.
@@ -110,29 +64,12 @@ def apply_forward_loops(rows: In64, prefix_lens: In64, lens: In64, values: In64,
         at += count
 
 
-def apply_forward(
-    *,
-    rows: Int64Array,
-    prefix_lens: Int64Array,
-    lens: Int64Array,
-    values: Int64Array,
-    table: Int32Array,
-    backend: str = "cpu",
-) -> None:
-    """Write each request's run of `values` at `table[row, prefix ...]`, as both sides do after a forward.
-
-    Args:
-        rows, prefix_lens, lens: `[bs] int64`; row 0 (padding) takes no values, a negative length counts as 0.
-        values: `[>= sum(lens)] int64`: `out_cache_loc` for a block table, sampled tokens for the truth table.
-        table: `[rows, width] int32`, changed in place.
-        backend: see `dispatch.select`.
-    """
-    select(apply_forward_loops, backend)(rows, prefix_lens, lens, values, table)
-
-
 @primitive()
 def translate_loops(slots: In64, lut: In64, out: Out64, outside: Out64) -> None:
-    """Translate each slot; see `translate`."""
+    """Translate full-pool slots `[n]` to SWA slots; negative ones pass through.
+
+    A slot beyond `lut` `[full slots]` becomes `SLOT_OUT_OF_RANGE`, and adds to `outside` `[1]`.
+    """
     for i in range(slots.shape[0]):
         slot = slots[i]
         if slot < 0:
@@ -144,25 +81,11 @@ def translate_loops(slots: In64, lut: In64, out: Out64, outside: Out64) -> None:
             out[i] = lut[slot]
 
 
-def translate(*, slots: Int64Array, lut: Int64Array, out: Int64Array, backend: str = "cpu") -> int:
-    """Translate full-pool slots to SWA slots; negative slots pass through.
-
-    Args:
-        slots: `[n] int64`.
-        lut: `[full slots] int64`, the full-to-SWA table.
-        out: `[n] int64`; a slot beyond `lut` becomes `SLOT_OUT_OF_RANGE`.
-        backend: see `dispatch.select`.
-
-    Returns:
-        How many slots were beyond `lut`.
-    """
-    outside = np.zeros(1, dtype=np.int64)
-    select(translate_loops, backend)(slots, lut, out, outside)
-    return int(outside[0])
-
-
 def store_bytes_loops(slots: In64, data: In8x2, pool: Out8x2) -> None:
-    """Store each slot's bytes; see `store_bytes`."""
+    """Put the captured bytes of each slot into a rebuilt pool, in order, so that a repeated slot keeps the last.
+
+    `slots` `[n]`: those outside the pool are passed over; `data` `[n, capture_bytes]`; `pool` `[num_slots, capture_bytes]`.
+    """
     width = pool.shape[1]
     for i in range(slots.shape[0]):
         slot = slots[i]
@@ -171,23 +94,15 @@ def store_bytes_loops(slots: In64, data: In8x2, pool: Out8x2) -> None:
                 pool[slot, k] = data[i, k]
 
 
-def store_bytes(*, slots: Int64Array, data: ByteArray, pool: ByteArray, backend: str = "cpu") -> None:
-    """Put the captured bytes of each slot into a rebuilt pool, in order, so that a repeated slot keeps the last.
-
-    Args:
-        slots: `[n] int64`; slots outside the pool are passed over.
-        data: `[n, capture_bytes] uint8`.
-        pool: `[num_slots, capture_bytes] uint8`, changed in place.
-        backend: see `dispatch.select`.
-    """
-    select(store_bytes_loops, backend)(slots, data, pool)
-
-
 @primitive()
 def mark_writer_loops(
     slots: In64, offsets: In64, request_ids: In64, event: int, forward: int, writers: Out64x2
 ) -> None:
-    """Note who wrote each slot; see `mark_writers`."""
+    """Note who wrote each slot: `writers[slot] = event, forward, request id`.
+
+    `slots` `[tokens]`: those outside the pool are passed over; `offsets` `[bs + 1]`: prefix sums of the requests' written
+    tokens; `request_ids` `[bs]`; `writers` `[num_slots, 3]`.
+    """
     for r in range(request_ids.shape[0]):
         for i in range(offsets[r], min(offsets[r + 1], slots.shape[0])):
             slot = slots[i]
@@ -197,24 +112,27 @@ def mark_writer_loops(
                 writers[slot, 2] = request_ids[r]
 
 
-def mark_writers(
-    *,
-    slots: Int64Array,
-    offsets: Int64Array,
-    request_ids: Int64Array,
-    event: int,
-    forward: int,
-    writers: Int64Array,
-    backend: str = "cpu",
+def read_cells_loops(
+    rows: In64, starts: In64, counts: In64, table: In32x2, base: int, cells: Out64, values: Out32, filled: Out64
 ) -> None:
-    """Note who wrote each slot: `writers[slot] = event, forward, request id`.
+    """Append the cells of runs of a table, numbered from `base` on row by row, and their values.
 
-    Args:
-        slots: `[tokens] int64`; slots outside the pool are passed over.
-        offsets: `[bs + 1] int64`, prefix sums of the requests' written tokens.
-        request_ids: `[bs] int64`.
-        event, forward: the numbers of the writing event and forward.
-        writers: `[num_slots, 3] int64`, changed in place.
-        backend: see `dispatch.select`.
+    `rows`, `starts`, `counts` `[n]`: run i is `table[rows[i], starts[i] ...]`, `counts[i]` cells; what lies outside is left
+    out. `cells`, `values` `[room]`; runs that find no room are cut. `filled` `[1]`: how many are there already, moved on.
     """
-    select(mark_writer_loops, backend)(slots, offsets, request_ids, event, forward, writers)
+    at = filled[0]
+    for run in range(rows.shape[0]):
+        row = rows[run]
+        if row < 0 or row >= table.shape[0]:
+            continue
+        start = min(max(starts[run], 0), table.shape[1])
+        end = start + min(max(counts[run], 0), table.shape[1] - start, cells.shape[0] - at)
+        for position in range(start, end):
+            cells[at] = base + row * table.shape[1] + position
+            values[at] = table[row, position]
+            at += 1
+    filled[0] = at
+
+
+# What every replay and recording runs, whatever it finds.
+STATE_LOOPS: Final = (apply_runs_loops, apply_forward_loops, translate_loops, store_bytes_loops, mark_writer_loops)

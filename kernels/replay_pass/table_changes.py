@@ -19,8 +19,14 @@ from .context import (
     table_of,
     work_of,
 )
-from .entries import bucket_of, invalidate_slot
-from .invalidation import Runs, invalidate_lut_entry, invalidate_table_loops, invalidate_truth_loops
+from .entries import (
+    Runs,
+    bucket_of,
+    invalidate_lut_entry,
+    invalidate_slot,
+    invalidate_table_loops,
+    invalidate_truth_loops,
+)
 from .state import INT32_MAX, INT32_MIN, apply_forward_loops
 
 

@@ -12,13 +12,12 @@ import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import KvHashMode
-from ...kernels.dispatch import select
+from ...kernels.dispatch import prepare, select
 from ...kernels.ops.hash.kv_source import fold_kv, fold_source_loops
-from ...kernels.ops.plan.reference import WritePlan, plan_writes, plan_writes_loops
+from ...kernels.ops.plan.reference import WritePlan, plan_writes_loops
 from ...kernels.ops.write.reference import write_loops
-from ...kernels.replay_pass import ledger
-from ...kernels.replay_pass import state as state_kernels
-from ...kernels.replay_pass.state import mark_writers, store_bytes
+from ...kernels.replay_pass.ledger import note_writes_loops
+from ...kernels.replay_pass.state import STATE_LOOPS, mark_writer_loops, store_bytes_loops
 from ..trace.header import TraceHeader
 from ..trace.reader import EventView
 from ..trace.schema import ALLOC_FRESH, PHASE_AFTER, PHASE_BEFORE, SEND, SLOTS_LISTED
@@ -30,7 +29,7 @@ from .pools import Endpoint, GroupPool
 from .replay_state import ReplayState, RunnerActivity
 from .requests import RequestTable
 from .tables import StateListener, StateTables, TableUse
-from .writes import KvChanges, own_slots, part_from_unknown, part_from_unstored, readable_prefixes
+from .writes import KvChanges, plan_own_writes, readable_prefixes
 
 
 @dataclass(slots=True)
@@ -143,19 +142,14 @@ class EventApplier(ABC, Generic[Step]):
         seen = dict.fromkeys(slots, 0)
         for (group, _), data in zip(self.header.streams(forward.runner), forward.kv_bytes, strict=True):
             pool = self.pools[group].pool
-            store_bytes(slots=slots[group], data=data, pool=pool.kv[seen[group]], backend=self._backend)
+            select(store_bytes_loops, self._backend)(slots[group], data, pool.kv[seen[group]])
             seen[group] += 1
 
     def _mark_writers(self, step: Step, forward: Forward) -> None:
-        mark_writers(
-            slots=step.slots,
-            offsets=step.write_plan.offsets[: len(forward.request_ids) + 1],
-            request_ids=forward.request_ids,
-            event=forward.event + 1,  # 0 stands for nobody, so that untouched slots stay zero pages
-            forward=forward.forward,
-            writers=step.pool.pool.writers,
-            backend=self._backend,
-        )
+        offsets = step.write_plan.offsets[: len(forward.request_ids) + 1]
+        event = forward.event + 1  # 0 stands for nobody, so that untouched slots stay zero pages
+        mark = select(mark_writer_loops, self._backend)
+        mark(step.slots, offsets, forward.request_ids, event, forward.forward, step.pool.pool.writers)
         step.pool.learn(step.slots)
 
     # --- what happens between forwards
@@ -258,7 +252,7 @@ class RecordedState(EventApplier[WriteStep]):
     """
 
     def __init__(self, header: TraceHeader, *, backend: str = "cpu") -> None:
-        _prepare(backend)
+        prepare(*STATE_LOOPS, note_writes_loops, plan_writes_loops, write_loops, fold_source_loops, backend=backend)
         pools = [GroupPool(g, index=i, kv_hash_mode=KvHashMode.PARTIAL) for i, g in enumerate(header.groups)]
         self.history = SlotHistory(header, backend=backend)
         self.use = TableUse(header)
@@ -296,23 +290,12 @@ class RecordedState(EventApplier[WriteStep]):
 
     def _plan(self, pool: GroupPool, forward: Forward, changes: KvChanges) -> WriteStep:
         del changes
-        tables, group = self.tables, pool.group
         bs = len(forward.req_pool_indices)
         if bs > len(self._plans[pool.index].seed_slots):
             self._plans[pool.index] = WritePlan.allocate(request_capacity=2 * bs)
-        slots, plan = own_slots(pool, forward, tables, backend=self._backend), self._plans[pool.index]
-        plan_writes(
-            req_pool_indices=forward.req_pool_indices,
-            prefix_lens=readable_prefixes(pool, forward, tables)[0],
-            extend_lens=forward.extend_lens,
-            req_to_token=tables.req_to_token[group.table],
-            full_to_swa=tables.luts[group.lut] if group.lut >= 0 else None,
-            write_plan=plan,
-            out_of_range=self._out_of_range,
-            backend=self._backend,
-        )
-        part_from_unknown(pool, plan, bs)
-        part_from_unstored(pool, plan, slots, bs)
+        plan, tables = self._plans[pool.index], self.tables
+        prefix_lens, _ = readable_prefixes(pool, forward, tables)
+        slots = plan_own_writes(pool, forward, tables, prefix_lens, plan, self._out_of_range, backend=self._backend)
         return WriteStep(pool, slots, plan)
 
     def _judge(self, forward: Forward, view: EventView, steps: list[WriteStep]) -> None:
@@ -342,10 +325,3 @@ class RecordedState(EventApplier[WriteStep]):
                 sources=step.pool.sources[half], mode=KvHashMode.ALL, slots=slots, out=folded, backend=self._backend
             )
             hashes[slots] = folded
-
-
-def _prepare(backend: str) -> None:
-    state_kernels.prepare(backend)
-    ledger.prepare_notes(backend)
-    for loops in (plan_writes_loops, write_loops, fold_source_loops):
-        select(loops, backend)

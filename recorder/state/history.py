@@ -9,7 +9,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ...kernels.arrays import BoolArray, Int64Array
-from ...kernels.replay_pass.ledger import note_writes
+from ...kernels.dispatch import select
+from ...kernels.replay_pass.ledger import note_writes_loops
 from ..trace.batch import TraceBatch
 from ..trace.header import TraceHeader
 from ..trace.reader import EventView
@@ -263,9 +264,7 @@ class SlotHistory:
         if forward.runner == 0 and len(forward.req_pool_indices):
             self.samples.apply_forward(forward)
         for group, slots, end in written:
-            note_writes(
-                slots=slots, end=end, event=forward.event + 1, ledger=self.ledger.rows[group], backend=self.backend
-            )
+            select(note_writes_loops, self.backend)(slots, end, forward.event + 1, self.ledger.rows[group])
         self.rows.apply_forward(forward)
         self.last_forward = forward.forward
 

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from ...kernels.arrays import BoolArray, Int64Array
 from ...kernels.constants import UNKNOWN_TOKEN
-from ...kernels.replay_pass.invalidation import Runs
-from ...kernels.replay_pass.state import apply_forward, apply_runs
+from ...kernels.dispatch import select
+from ...kernels.replay_pass.entries import Runs
+from ...kernels.replay_pass.state import apply_forward_loops, apply_runs_loops
 from ...kernels.sparse import sparse_zeros
 from ..trace.header import TraceHeader
 from .forward import Forward, UnusableEventError
@@ -93,17 +94,9 @@ class StateTables:
 
     def _apply_runs(self, index: int, table: npt.NDArray[np.int32], runs: Runs) -> None:
         self._announce(index, runs)
-        indices, rows, starts, counts, values = runs
-        outside = apply_runs(
-            index=index,
-            indices=indices,
-            rows=rows,
-            starts=starts,
-            counts=counts,
-            values=values,
-            table=table,
-            backend=self._backend,
-        )
+        counted = np.zeros(1, np.int64)
+        select(apply_runs_loops, self._backend)(index, runs, table, counted)
+        outside = int(counted[0])
         what = "table_slots" if index >= 0 else "truth_tokens"
         if outside < 0:
             raise UnusableEventError(f"the runs in {what.split('_')[0]}_count do not add up to the values in {what}")
@@ -161,8 +154,7 @@ class StateTables:
 
     def _write(self, index: int, table: npt.NDArray[np.int32], runs: Runs) -> None:
         self._announce(index, runs)
-        _, rows, starts, lens, values = runs
-        apply_forward(rows=rows, prefix_lens=starts, lens=lens, values=values, table=table, backend=self._backend)
+        select(apply_forward_loops, self._backend)(runs.rows, runs.starts, runs.lens, runs.values, table)
 
     def forget(self) -> None:
         """After a gap in the trace: every entry is unknown, so none may be judged, until the trace says it again.

@@ -5,8 +5,9 @@ import numpy.typing as npt
 
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import PADDING_SLOT
-from ...kernels.ops.plan.reference import MAX_PLAN_ENTRIES, WritePlan, plan_capacity
-from ...kernels.replay_pass.state import store_bytes, translate
+from ...kernels.dispatch import select
+from ...kernels.ops.plan.reference import MAX_PLAN_ENTRIES, WritePlan, plan_capacity, plan_writes
+from ...kernels.replay_pass.state import store_bytes_loops, translate_loops
 from ..trace.header import PoolGroup, TraceHeader
 from ..trace.reader import EventView
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE
@@ -68,12 +69,8 @@ class KvChanges:
             chosen = np.flatnonzero((self._stream == number) & (self._phase == phase))
             if len(chosen):
                 columns = self._offsets[chosen, None] + np.arange(stream.capture_bytes)
-                store_bytes(
-                    slots=self._slot[chosen],
-                    data=self._bytes[columns],
-                    pool=pools[group].pool.kv[place],
-                    backend=backend,
-                )
+                store = select(store_bytes_loops, backend)
+                store(self._slot[chosen], self._bytes[columns], pools[group].pool.kv[place])
 
 
 def own_slots(pool: GroupPool, forward: Forward, tables: StateTables, *, backend: str) -> Int64Array:
@@ -82,7 +79,8 @@ def own_slots(pool: GroupPool, forward: Forward, tables: StateTables, *, backend
     if pool.group.lut < 0:
         return slots
     translated = np.empty_like(slots)
-    translate(slots=slots, lut=tables.luts[pool.group.lut], out=translated, backend=backend)
+    outside = np.zeros(1, np.int64)
+    select(translate_loops, backend)(slots, tables.luts[pool.group.lut], translated, outside)
     return translated
 
 
@@ -97,6 +95,33 @@ def readable_prefixes(pool: GroupPool, forward: Forward, tables: StateTables) ->
     if entries > MAX_PLAN_ENTRIES:
         raise UnusableEventError(f"it reads {entries:,} positions, expected at most {MAX_PLAN_ENTRIES:,}")
     return prefix_lens, entries
+
+
+def plan_own_writes(
+    pool: GroupPool,
+    forward: Forward,
+    tables: StateTables,
+    prefix_lens: Int64Array,
+    plan: WritePlan,
+    out_of_range: Int64Array,
+    *,
+    backend: str,
+) -> Int64Array:
+    """Plan the chains of what a forward writes in a group; return the slots, `[T] int64` in the pool's own numbering."""
+    group, slots = pool.group, own_slots(pool, forward, tables, backend=backend)
+    plan_writes(
+        req_pool_indices=forward.req_pool_indices,
+        prefix_lens=prefix_lens,
+        extend_lens=forward.extend_lens,
+        req_to_token=tables.req_to_token[group.table],
+        full_to_swa=tables.luts[group.lut] if group.lut >= 0 else None,
+        write_plan=plan,
+        out_of_range=out_of_range,
+        backend=backend,
+    )
+    part_from_unknown(pool, plan, len(prefix_lens))
+    part_from_unstored(pool, plan, slots, len(prefix_lens))
+    return slots
 
 
 def part_from_unknown(pool: GroupPool, plan: WritePlan, requests: int) -> None:

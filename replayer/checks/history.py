@@ -7,8 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import Int64Array, record_words
+from ...kernels.dispatch import select
 from ...kernels.ops.plan.reference import VerifyPlan
-from ...kernels.replay_pass.ledger import judge_reads, judge_writes
+from ...kernels.replay_pass.ledger import Found, Reads, judge_reads_loops, judge_writes_loops
 from ...recorder.state.events import SlotEvent, TransferEvent
 from ...recorder.state.forward import BatchTokens, Forward, batch_tokens
 from ...recorder.state.history import SlotHistory
@@ -162,33 +163,21 @@ class History(SlotHistory):
 
     def _judge(self, group: GroupReads, view: ForwardView) -> Judged:
         forward, pool = view.forward, group.pool
-        ledger = self.ledger.rows[pool.index]
-        writes, write_bits = judge_writes(
-            slots=group.written,
-            offsets=group.write_offsets,
-            request_ids=forward.request_ids,
-            serial=self.serial,
-            from_start=self.ledger.from_start,
-            ledger=ledger,
-            backend=self.backend,
-        )
-        slots = group.slots
-        reads, read_bits = judge_reads(
-            slots=slots,
-            positions=group.positions,
-            tokens=group.plan.expected_tokens[: len(slots)],
-            offsets=group.plan.request_offsets,
-            request_ids=forward.request_ids,
-            fresh_from=self.rows.fresh_from(forward),
-            seen=self.rows.seen(forward),
-            serial=self.serial,
-            complete=self.complete,
-            from_start=self.ledger.from_start,
-            ledger=ledger,
-            writers=pool.pool.writers,
-            records=record_words(pool.pool.tail[pool.group.halves[0]], written=False),
-            backend=self.backend,
-        )
+        ledger, from_start, requests = self.ledger.rows[pool.index], int(self.ledger.from_start), forward.request_ids
+        found = Found.allocate(len(group.written))
+        judge_writes = select(judge_writes_loops, self.backend)
+        judge_writes(group.written, group.write_offsets, requests, self.serial, from_start, ledger, found)
+        writes, write_bits = found.found()
+        slots, plan = group.slots, group.plan
+        asked = Reads(
+            slots, group.positions, plan.expected_tokens[: len(slots)], plan.request_offsets, requests,
+            self.rows.fresh_from(forward), self.rows.seen(forward),
+        )  # fmt: skip
+        records = record_words(pool.pool.tail[pool.group.halves[0]], written=False)
+        found = Found.allocate(len(slots))
+        judge_reads = select(judge_reads_loops, self.backend)
+        judge_reads(asked, self.serial, int(self.complete), from_start, ledger, pool.pool.writers, records, found)
+        reads, read_bits = found.found()
         group.mark(reads)
         return Judged(group, ledger, reads, read_bits, writes, write_bits)
 

@@ -6,7 +6,9 @@ from typing import Final
 import numpy as np
 
 from ...kernels.arrays import Int64Array
-from ...kernels.replay_pass.swa_partners import shared_halves
+from ...kernels.dispatch import select
+from ...kernels.replay_pass.ledger import Found
+from ...kernels.replay_pass.swa import shared_halves_loops
 from ...recorder.capture.host_arrays import ragged_index
 from ...recorder.state.events import SlotEvent
 from ...recorder.state.forward import Forward
@@ -223,19 +225,12 @@ class SwaMappingStale(HistoryCheck):
         self.serial += 1
         written_full = forward.out_cache_loc[group.pool.group.table]
         slots, table = group.slots, view.tables.req_to_token[group.pool.group.table]
-        found = shared_halves(
-            slots=slots,
-            positions=group.positions,
-            offsets=group.plan.request_offsets,
-            rows=forward.req_pool_indices,
-            table=table,
-            written=group.written,
-            written_full=written_full,
-            end=len(group.request_slots),
-            serial=self.serial,
-            partners=self.partners[index],
-            backend=self.history.backend,
-        )
+        room = Found.allocate(len(slots) + len(group.written))
+        select(shared_halves_loops, self.history.backend)(
+            slots, group.positions, group.plan.request_offsets, forward.req_pool_indices, table, group.written,
+            written_full, len(group.request_slots), self.serial, self.partners[index], room.places, room.total,
+        )  # fmt: skip
+        found = room.found()[0]
         reads, writes = found[found < len(slots)], found[found >= len(slots)] - len(slots)
         group.mark(reads)
         requests = np.append(group.readers(reads), group.writers(writes))

@@ -274,11 +274,12 @@ def _results(
 def _results_here(
     plan: ReplayPlan, task: GroupTask, on_progress: Callable[[Progress], None]
 ) -> Iterator[tuple[list[Job], GroupResult]]:
-    from ...kernels.replay_pass.state import prepare
+    from ...kernels.dispatch import prepare
+    from ...kernels.replay_pass.state import STATE_LOOPS
     from ..workers.group_replay import replay_group
 
     if plan.groups:
-        prepare(task.settings.backend)
+        prepare(*STATE_LOOPS, backend=task.settings.backend)
     for number, group in enumerate(plan.groups):
         if number:
             gc.collect()  # the last one's pools hang in a circle, and two do not fit everywhere

@@ -79,14 +79,13 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         self.num_on_host: int | None = None
         self._request_table = given.request_table
         self._results = given.results
-        self._planner = Planner(header, self.tables, backend=backend)
+        self._planner: Planner = Planner(header, self.tables, backend=backend)
         self._expected: Int64Array | None = None
 
     # --- forwards
 
     def _plan(self, pool: GroupPool, forward: Forward, changes: KvChanges) -> GroupStep:
-        del changes
-        return self._planner.plan(pool, forward)
+        return self._planner.plan(pool, forward, changes)
 
     def _judge(self, forward: Forward, view: EventView, steps: list[GroupStep]) -> None:
         self.unknown_entries += sum(step.unknown_entries for step in steps)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ...kernels.replay_pass.divergence import swa_divergence
+from ...kernels.arrays import Int64Array
+from ...kernels.dispatch import select
+from ...kernels.replay_pass.swa import swa_divergence_loops
 from ...recorder.state.forward import Forward
 from ...recorder.state.tables import StateTables
 from ...recorder.trace.header import TraceHeader
@@ -80,18 +82,14 @@ class SwaDivergence:
         }
 
     def _count(self, step: GroupStep, forward: Forward, tables: StateTables) -> tuple[int, int]:
-        group = step.pool.group
-        return swa_divergence(
-            rows=forward.req_pool_indices,
-            starts=self._starts(step, forward),
-            ends=forward.prefix_lens + np.maximum(forward.extend_lens, 0),
-            req_to_token=tables.req_to_token[group.table],
-            lut=tables.luts[group.lut],
-            backend=self._backend,
-        )
+        table, lut = tables.req_to_token[step.pool.group.table], tables.luts[step.pool.group.lut]
+        counts = np.zeros(2, np.int64)
+        select(swa_divergence_loops, self._backend)(*self._cached(step, forward), table, lut, counts)
+        return int(counts[0]), int(counts[1])
 
-    def _starts(self, step: GroupStep, forward: Forward) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        group = step.pool.group
-        if any(other.table == group.table and not other.window for other in self._header.groups):
-            return np.zeros_like(forward.prefix_lens)
-        return np.maximum(forward.prefix_lens - group.window - 1, 0)
+    def _cached(self, step: GroupStep, forward: Forward) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return rows, starts and ends, `[bs] int64` each, of the positions that are counted."""
+        group, starts = step.pool.group, np.zeros_like(forward.prefix_lens)
+        if not any(other.table == group.table and not other.window for other in self._header.groups):
+            starts = np.maximum(forward.prefix_lens - group.window - 1, 0)
+        return forward.req_pool_indices, starts, forward.prefix_lens + np.maximum(forward.extend_lens, 0)

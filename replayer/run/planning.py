@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ...kernels.arrays import Int64Array, record_words
 from ...kernels.constants import PADDING_SLOT, UNKNOWN_TOKEN
 from ...kernels.ops.oracle.reference import generalized_ids, oracle_tokens
-from ...kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
+from ...kernels.ops.plan.reference import VerifyPlan, WritePlan, plan_reads
 from ...kernels.replay_pass.due import ForwardReads
 from ...kernels.tokens import expect_stored
 from ...recorder.state.apply import WriteStep
@@ -20,7 +20,7 @@ from ...recorder.state.forward import Forward, UnusableEventError, batch_tokens
 from ...recorder.state.pools import GroupPool
 from ...recorder.state.requests import RequestTable
 from ...recorder.state.tables import StateTables
-from ...recorder.state.writes import own_slots, part_from_unknown, part_from_unstored, readable_prefixes, which_unknown
+from ...recorder.state.writes import KvChanges, plan_own_writes, readable_prefixes, which_unknown
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 
@@ -53,47 +53,54 @@ class Planner:
         self._write_plans = [WritePlan.allocate(request_capacity=64) for _ in header.groups]
         self._out_of_range = np.zeros(1, dtype=np.int64)
 
-    def plan(self, pool: GroupPool, forward: Forward) -> GroupStep:
+    def plan(self, pool: GroupPool, forward: Forward, changes: KvChanges | None = None) -> GroupStep:
         """Return a group's plans; raise `UnusableEventError` where the forward asks for an absurd number of entries."""
-        group, tables = pool.group, self._tables
-        slots = own_slots(pool, forward, tables, backend=self._backend)
-        lut = tables.luts[group.lut] if group.lut >= 0 else None
-        bs = len(forward.req_pool_indices)
-        prefix_lens, entries = readable_prefixes(pool, forward, tables)
-        step = self._step(pool, slots, entries, bs)
-        plan(
+        index, bs = pool.index, len(forward.req_pool_indices)
+        prefix_lens, entries = readable_prefixes(pool, forward, self._tables)
+        if bs > len(self._write_plans[index].seed_slots):
+            self._write_plans[index] = WritePlan.allocate(request_capacity=2 * bs)
+        writes, outside = self._write_plans[index], self._out_of_range
+        outside[0] = 0
+        slots = plan_own_writes(pool, forward, self._tables, prefix_lens, writes, outside, backend=self._backend)
+        step = GroupStep(pool, slots, writes, self._verify_plans[index])
+        self._plan_reads(step, forward, changes, prefix_lens, entries)
+        step.looked_beyond = bool(outside[0])
+        expect_stored(step.verify_plan, record_words(pool.pool.tail[pool.group.halves[0]], written=False))
+        if pool.any_unknown:
+            unknown = leave_out_unknown(pool, step.verify_plan)
+            step.unknown_entries = int(unknown.sum())
+            if step.due is not None:
+                step.due.marks[unknown] = 1
+        return step
+
+    def _plan_reads(
+        self, step: GroupStep, forward: Forward, changes: KvChanges | None, prefix_lens: Int64Array, entries: int
+    ) -> None:
+        """Fill a step's verify plan, and say what it reads: `entries`."""
+        del changes
+        group, tables = step.pool.group, self._tables
+        self._make_room(step, entries)
+        plan_reads(
             req_pool_indices=forward.req_pool_indices,
             prefix_lens=prefix_lens,
-            extend_lens=forward.extend_lens,
             req_to_token=tables.req_to_token[group.table],
             window=group.window,
-            full_to_swa=lut,
+            full_to_swa=tables.luts[group.lut] if group.lut >= 0 else None,
             truth_tokens=tables.truth if forward.truth_lens is not None else None,
             truth_lens=forward.truth_lens,
             token_offset=self._header.runners[forward.runner].token_offset,
             verify_plan=step.verify_plan,
-            write_plan=step.write_plan,
             out_of_range=self._out_of_range,
             backend=self._backend,
         )
-        step.looked_beyond = bool(self._out_of_range[0])
         step.reads = int(step.verify_plan.num_valid[0])
-        expect_stored_tokens(pool, step.verify_plan)
-        part_from_unstored(pool, step.write_plan, slots, bs)
-        if pool.any_unknown:
-            step.unknown_entries = int(leave_out_unknown(pool, step.verify_plan).sum())
-            part_from_unknown(pool, step.write_plan, bs)
-        return step
 
-    def _step(self, pool: GroupPool, slots: Int64Array, entries: int, bs: int) -> GroupStep:
-        """Return a step with room for so many entries and requests; nobody has asked for what there is not."""
-        index = pool.index
-        if entries > len(self._verify_plans[index].slots) or bs + 1 > len(self._verify_plans[index].request_offsets):
-            self._verify_plans[index] = VerifyPlan.allocate(capacity=2 * entries, request_capacity=2 * bs)
-        if bs > len(self._write_plans[index].seed_slots):
-            self._write_plans[index] = WritePlan.allocate(request_capacity=2 * bs)
-        self._out_of_range[0] = 0
-        return GroupStep(pool, slots, self._write_plans[index], self._verify_plans[index])
+    def _make_room(self, step: GroupStep, entries: int) -> None:
+        """Give a step's verify plan room for so many entries, and for its requests."""
+        index, bs = step.pool.index, len(step.write_plan.seed_slots)
+        if entries > len(step.verify_plan.slots) or bs + 1 > len(step.verify_plan.request_offsets):
+            self._verify_plans[index] = VerifyPlan.allocate(capacity=2 * entries, request_capacity=bs)
+        step.verify_plan = self._verify_plans[index]
 
 
 def leave_out_unknown(pool: GroupPool, verify_plan: VerifyPlan) -> npt.NDArray[np.bool_]:
@@ -104,11 +111,6 @@ def leave_out_unknown(pool: GroupPool, verify_plan: VerifyPlan) -> npt.NDArray[n
     slots[hit] = PADDING_SLOT
     prevs[which_unknown(pool, prevs)] = PADDING_SLOT
     return hit
-
-
-def expect_stored_tokens(pool: GroupPool, verify_plan: VerifyPlan) -> None:
-    """Expect of plan entries the very token that their slot holds, where that does not contradict the truth token."""
-    expect_stored(verify_plan, record_words(pool.pool.tail[pool.group.halves[0]], written=False))
 
 
 def expected_tokens(

@@ -48,11 +48,12 @@ def load(threads: int | None = None) -> str:
         import numpy.ma  # noqa: F401  # which pyarrow asks for at its first array
         import pyarrow as pa
 
-        from ...kernels.replay_pass.state import prepare
+        from ...kernels.dispatch import prepare
+        from ...kernels.replay_pass.state import STATE_LOOPS
 
         if threads is not None:
             pa.set_cpu_count(threads)
-        prepare("cpu")
+        prepare(*STATE_LOOPS, backend="cpu")
     except (OSError, MemoryError, ImportError, RuntimeError) as error:  # no memory, or no thread, left
         cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return (

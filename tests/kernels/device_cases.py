@@ -71,7 +71,7 @@ class Side:
         return self.given(np.array([value]))
 
     def plan(self, made: Any) -> Any:
-        return type(made)(**{name: self.given(getattr(made, name)) for name in type(made).__slots__})
+        return type(made)(**{name: self.given(getattr(made, name)) for name in type(made)._fields})
 
     def sources(self, sources: Any, rows_apart: int = 1) -> tuple[KvSource, ...]:
         return tuple(replace(one, tensor=self.given(one.tensor, rows_apart=rows_apart)) for one in sources)

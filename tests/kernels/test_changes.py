@@ -6,7 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvcanary.kernels.capture.changes import NO_RUNS, RowRuns, cell_changes, cells_to_runs, joined, kv_same, row_changes
 from kvcanary.kernels.ops.hash.kv_source import KvSource
-from kvcanary.kernels.replay_pass.state import apply_runs
+from kvcanary.kernels.replay_pass.entries import Runs
+from kvcanary.kernels.replay_pass.state import apply_runs_loops
+
+from ..support.loops import run
 
 BACKENDS = ("reference", "cpu")
 
@@ -66,15 +69,11 @@ def test_after_writing_the_changes_there_are_none(seed: int, bs: int) -> None:
     shadow = np.zeros((bs + 2, 12), np.int32)
     for _ in range(2):
         got = row_changes(case, shadow)
-        outside = apply_runs(
-            index=0,
-            indices=np.zeros_like(got.rows),
-            rows=got.rows,
-            starts=got.starts,
-            counts=got.counts,
-            values=got.values,
-            table=shadow,
+        outside, runs = (
+            np.ones(1, np.int64),
+            Runs(np.zeros_like(got.rows), got.rows, got.starts, got.counts, got.values),
         )
+        run(apply_runs_loops, index=0, runs=runs, table=shadow, outside=outside)
         assert outside == 0
     assert (got.rows.size, got.values.size) == (0, 0)
 

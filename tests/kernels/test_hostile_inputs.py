@@ -63,8 +63,8 @@ def test_plan(case: dict[str, Any], capacity: int, request_capacity: int) -> Non
             array, whole = guarded((size,), dtype)
             arrays.append(array)
             wholes.append(whole)
-        verify_plan = VerifyPlan(**dict(zip(VerifyPlan.__slots__, arrays[:7], strict=True)))
-        write_plan = WritePlan(**dict(zip(WritePlan.__slots__, arrays[7:10], strict=True)))
+        verify_plan = VerifyPlan(**dict(zip(VerifyPlan._fields, arrays[:7], strict=True)))
+        write_plan = WritePlan(**dict(zip(WritePlan._fields, arrays[7:10], strict=True)))
         plan(**case, verify_plan=verify_plan, write_plan=write_plan, out_of_range=arrays[10], backend=backend)
         results.append([w.tobytes() for w in wholes])
         for array, whole in zip(arrays, wholes, strict=True):
@@ -132,7 +132,7 @@ def test_verify(data: st.DataObject, case: dict[str, Any]) -> None:
         if data.draw(st.booleans()):  # mostly slots that exist
             array[:] = np.abs(array) % (case["num_slots"] + 1)
     made = VerifyPlan(
-        **dict(zip(VerifyPlan.__slots__[:4], arrays, strict=True)),
+        **dict(zip(VerifyPlan._fields[:4], arrays, strict=True)),
         num_valid=ints(data.draw, 1, INT32S, np.int32),
         enable=np.array([data.draw(st.sampled_from([1, 1, 1, 0, -1]))], np.int32),
         request_offsets=np.zeros(1, np.int64),

@@ -14,7 +14,7 @@ def poisoned_plans(capacity: int, request_capacity: int) -> tuple[VerifyPlan, Wr
     verify_plan = VerifyPlan.allocate(capacity=capacity, request_capacity=request_capacity)
     write_plan = WritePlan.allocate(request_capacity=request_capacity)
     for one in (verify_plan, write_plan):
-        for name in one.__slots__:
+        for name in one._fields:
             getattr(one, name).fill(0x5A5A5A5A if getattr(one, name).dtype == np.int32 else POISON)
     return verify_plan, write_plan
 
@@ -73,7 +73,7 @@ def test_plan_equals_the_published_reference(published: Any, conformance_cases: 
             plan(verify_plan=got_verify, write_plan=got_write, out_of_range=out_of_range, backend=backend, **case)
             for name in FIELDS:
                 assert getattr(got_verify, name).tobytes() == getattr(want_verify, name).tobytes(), (seed, name)
-            for name in WritePlan.__slots__:
+            for name in WritePlan._fields:
                 assert getattr(got_write, name).tobytes() == getattr(want_write, name).tobytes(), (seed, name)
             assert out_of_range[0] == 0, seed
             assert got_verify.request_offsets.tolist() == request_offsets(case, request_capacity), seed
@@ -114,5 +114,5 @@ def test_a_large_plan_equals_the_published_reference(published: Any, backend: st
     plan(verify_plan=got[0], write_plan=got[1], out_of_range=np.zeros(1, np.int64), backend=backend, **case)
     for name in FIELDS:
         assert getattr(got[0], name).tobytes() == getattr(want[0], name).tobytes(), name
-    for name in WritePlan.__slots__:
+    for name in WritePlan._fields:
         assert getattr(got[1], name).tobytes() == getattr(want[1], name).tobytes(), name

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 from kvcanary.kernels.constants import SLOT_OUT_OF_RANGE
-from kvcanary.kernels.replay_pass.state import apply_forward, apply_runs, mark_writers, store_bytes, translate
+from kvcanary.kernels.replay_pass.entries import Runs
+from kvcanary.kernels.replay_pass.state import (
+    apply_forward_loops,
+    apply_runs_loops,
+    mark_writer_loops,
+    store_bytes_loops,
+    translate_loops,
+)
+
+from ..support.loops import run
 
 BACKENDS = ("reference", "cpu")
 HUGE = 1 << 62
@@ -17,8 +26,8 @@ def ints(*values: int) -> np.ndarray:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_forward_writes_each_request_behind_its_prefix(backend: str) -> None:
     table = np.full((4, 6), 9, np.int32)
-    apply_forward(
-        rows=ints(2, 0, 1, 3), prefix_lens=ints(1, 0, 4, 0), lens=ints(2, 5, 3, -1), values=ints(11, 12, 13, 14, 15),
+    run(
+        apply_forward_loops, rows=ints(2, 0, 1, 3), prefix_lens=ints(1, 0, 4, 0), lens=ints(2, 5, 3, -1), values=ints(11, 12, 13, 14, 15),
         table=table, backend=backend,
     )  # fmt: skip
     expected = np.full((4, 6), 9, np.int32)
@@ -31,8 +40,8 @@ def test_a_forward_writes_each_request_behind_its_prefix(backend: str) -> None:
 @pytest.mark.parametrize("lens", [(HUGE,) * 4, (MAX, MAX, 2, 1), (HUGE, HUGE, HUGE, 1), (MIN, MAX, 1, MIN)])
 def test_lengths_that_overflow_end_with_the_values(backend: str, lens: tuple[int, ...]) -> None:
     table = np.zeros((5, 6), np.int32)
-    apply_forward(
-        rows=ints(1, 2, 3, 4), prefix_lens=ints(0, 0, 0, 0), lens=ints(*lens), values=ints(7, 8), table=table,
+    run(
+        apply_forward_loops, rows=ints(1, 2, 3, 4), prefix_lens=ints(0, 0, 0, 0), lens=ints(*lens), values=ints(7, 8), table=table,
         backend=backend,
     )  # fmt: skip
     first = 2 if lens[0] == MIN else 1
@@ -48,7 +57,15 @@ def test_a_forward_outside_the_table_changes_nothing(backend: str, row: int, pre
     table = np.zeros((4, 6), np.int32)
     with np.errstate(over="ignore"):
         for r, p in ((row, 0), (1, prefix if prefix else 6)):
-            apply_forward(rows=ints(r), prefix_lens=ints(p), lens=ints(1), values=ints(7), table=table, backend=backend)
+            run(
+                apply_forward_loops,
+                backend,
+                rows=ints(r),
+                prefix_lens=ints(p),
+                lens=ints(1),
+                values=ints(7),
+                table=table,
+            )
     assert not table.any()
 
 
@@ -56,11 +73,9 @@ def test_a_forward_outside_the_table_changes_nothing(backend: str, row: int, pre
 def test_runs_outside_are_counted_and_runs_that_do_not_fit_are_refused(backend: str) -> None:
     def apply(rows, starts, counts, values) -> tuple[int, np.ndarray]:
         table = np.zeros((3, 4), np.int32)
-        outside = apply_runs(
-            index=1, indices=ints(*[1] * len(rows)), rows=ints(*rows), starts=ints(*starts), counts=ints(*counts),
-            values=ints(*values), table=table, backend=backend,
-        )  # fmt: skip
-        return outside, table
+        runs, outside = Runs(ints(*[1] * len(rows)), ints(*rows), ints(*starts), ints(*counts), ints(*values)), ints(9)
+        run(apply_runs_loops, backend, index=1, runs=runs, table=table, outside=outside)
+        return int(outside[0]), table
 
     outside, table = apply((2, 1), (3, 0), (2, 1), (5, 6, 7))
     assert outside == 1
@@ -75,11 +90,9 @@ def test_runs_outside_are_counted_and_runs_that_do_not_fit_are_refused(backend: 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_runs_of_another_table_are_passed_over(backend: str) -> None:
     table = np.zeros((3, 4), np.int32)
-    outside = apply_runs(
-        index=0, indices=ints(1, 0), rows=ints(9, 1), starts=ints(0, 1), counts=ints(2, 1), values=ints(5, 6, 7),
-        table=table, backend=backend,
-    )  # fmt: skip
-    assert outside == 0
+    runs, outside = Runs(ints(1, 0), ints(9, 1), ints(0, 1), ints(2, 1), ints(5, 6, 7)), ints(9)
+    run(apply_runs_loops, backend, index=0, runs=runs, table=table, outside=outside)
+    assert outside[0] == 0
     assert table.tolist() == [[0, 0, 0, 0], [0, 7, 0, 0], [0, 0, 0, 0]]
 
 
@@ -87,7 +100,9 @@ def test_runs_of_another_table_are_passed_over(backend: str) -> None:
 def test_translate_keeps_negative_slots_and_counts_those_beyond(backend: str) -> None:
     slots = ints(0, 2, -1, MIN, 3, MAX)
     out = np.full(6, 77, np.int64)
-    assert translate(slots=slots, lut=ints(0, 9, 5), out=out, backend=backend) == 2
+    outside = ints(0)
+    run(translate_loops, backend, slots=slots, lut=ints(0, 9, 5), out=out, outside=outside)
+    assert outside[0] == 2
     assert out.tolist() == [0, 5, -1, MIN, SLOT_OUT_OF_RANGE, SLOT_OUT_OF_RANGE]
 
 
@@ -95,15 +110,15 @@ def test_translate_keeps_negative_slots_and_counts_those_beyond(backend: str) ->
 def test_bytes_of_a_repeated_slot_keep_the_last_and_slots_outside_are_passed_over(backend: str) -> None:
     pool = np.full((3, 2), 9, np.uint8)
     data = np.arange(12, dtype=np.uint8).reshape(6, 2)
-    store_bytes(slots=ints(1, -1, 3, 1, MIN, MAX), data=data, pool=pool, backend=backend)
+    run(store_bytes_loops, backend, slots=ints(1, -1, 3, 1, MIN, MAX), data=data, pool=pool)
     assert pool.tolist() == [[9, 9], [6, 7], [9, 9]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_writers_are_those_of_each_requests_own_tokens(backend: str) -> None:
     writers = np.full((4, 3), -1, np.int64)
-    mark_writers(
-        slots=ints(1, 2, 1, 9, -1), offsets=ints(0, 1, 1, 9), request_ids=ints(10, 11, 12), event=5, forward=6,
+    run(
+        mark_writer_loops, slots=ints(1, 2, 1, 9, -1), offsets=ints(0, 1, 1, 9), request_ids=ints(10, 11, 12), event=5, forward=6,
         writers=writers, backend=backend,
     )  # fmt: skip
     assert writers.tolist() == [[-1] * 3, [5, 6, 12], [5, 6, 12], [-1] * 3]

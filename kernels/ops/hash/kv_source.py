@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ...arrays import require
+from ...arrays import Int64Array, require
 from ...constants import KV_ALIGN_BYTES, MAX_KV_SOURCES, KvHashMode
-from ...dispatch import In64, InU64x2, Out64, device_form, select
+from ...dispatch import In64, InU64x2, Out64, has_device_form, select
 from .reference import as_i64, as_u64, splitmix64
 
 
@@ -106,12 +105,13 @@ def fold_source_loops(
         out[i] = as_i64(splitmix64(as_u64(out[i]) ^ acc))
 
 
+@has_device_form("hash.triton_kv")
 def fold_kv(
     *,
     sources: Sequence[KvSource],
     mode: KvHashMode,
-    slots: npt.NDArray[np.int64],
-    out: npt.NDArray[np.int64],
+    slots: Int64Array,
+    out: Int64Array,
     backend: str = "cpu",
 ) -> None:
     """Write the KV hash of each slot into `out`, sources in order; independent from slot to slot, and of the chain.
@@ -119,9 +119,6 @@ def fold_kv(
     `slots`, `out` [n] int64. Mode NONE, no source, a negative slot, or one beyond any source's rows gives 0. Raises
     `ValueError` for more than 4 sources.
     """
-    if backend == "triton":
-        device_form("hash.triton_kv").fold_kv(sources=sources, mode=mode, slots=slots, out=out)
-        return
     if len(sources) > MAX_KV_SOURCES:
         raise ValueError(f"{len(sources)} KV sources, expected at most {MAX_KV_SOURCES}")
     require("slots", slots, np.int64, 1)

@@ -1,14 +1,12 @@
 """Plan: from the batch's requests and the block table to flat verify entries and per-request write metadata."""
 
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from ...arrays import filled, require, require_either
+from ...arrays import Int32Array, Int64Array, filled, require, require_either
 from ...constants import PADDING_ROW, SLOT_OUT_OF_RANGE
-from ...dispatch import In32x2, In64, Out32, Out64, device_form, primitive, select
+from ...dispatch import In32x2, In64, Out32, Out64, has_device_form, primitive, select
 from ..hash.reference import bump
 
 MAX_ENTRIES = (1 << 31) - 1  # counts travel as int32
@@ -16,36 +14,42 @@ MAX_PLAN_ENTRIES = 1 << 28  # 512 requests of half a million positions; more is 
 MAX_LEN = 1 << 61  # lengths beyond it are taken as it: two of them still add up within int64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyPlan:
-    """What verify checks, one entry a (request, position), requests in order.
+class PlanArrays(NamedTuple):
+    """The arrays of a `VerifyPlan`, as loops fill them."""
 
-    `slots`, `expected_tokens` (-1: unchecked), `expected_positions`, `prev_slots` (-1: chain head) [capacity] int64;
-    `num_valid`, `enable` [1] int32; `request_offsets` [request capacity + 1] int64, exclusive prefix sums of each
-    request's entries, its tail filled with the total. Entries past `num_valid` are unspecified. On overflow `enable`
-    is 0, no entry is written, and `request_offsets` says what would have been needed.
+    slots: Out64  # [capacity]
+    expected_tokens: Out64  # [capacity], -1 if unchecked
+    expected_positions: Out64  # [capacity]
+    prev_slots: Out64  # [capacity], -1 for a chain head
+    num_valid: Out32  # [1]
+    enable: Out32  # [1]
+    request_offsets: Out64  # [request capacity + 1]
+
+
+class VerifyPlan(PlanArrays):
+    """What verify checks, one entry a (request, position), requests in order; torch tensors, or packed numpy arrays.
+
+    `request_offsets` are exclusive prefix sums of each request's entries, the tail filled with the total. Entries past
+    `num_valid` are unspecified. On overflow `enable` is 0, no entry is written, and `request_offsets` says what would have
+    been needed. Raises `TypeError` or `ValueError` for other shapes and dtypes.
     """
 
-    slots: npt.NDArray[np.int64]
-    expected_tokens: npt.NDArray[np.int64]
-    expected_positions: npt.NDArray[np.int64]
-    prev_slots: npt.NDArray[np.int64]
-    num_valid: npt.NDArray[np.int32]
-    enable: npt.NDArray[np.int32]
-    request_offsets: npt.NDArray[np.int64]
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        """Check shapes and dtypes; raise `TypeError` or `ValueError`."""
-        capacity = len(self.slots)
+    def __new__(cls, **arrays: Any) -> Self:
+        """Check shapes and dtypes."""
+        plan = super().__new__(cls, **arrays)
+        capacity = len(plan.slots)
         if capacity > MAX_ENTRIES:
             raise ValueError(f"verify capacity is {capacity}, expected at most {MAX_ENTRIES}; split the batch")
         for name in ("slots", "expected_tokens", "expected_positions", "prev_slots"):
-            require_either(f"verify_plan.{name}", getattr(self, name), np.int64, 1, length=capacity)
+            require_either(f"verify_plan.{name}", getattr(plan, name), np.int64, 1, length=capacity)
         for name in ("num_valid", "enable"):
-            require_either(f"verify_plan.{name}", getattr(self, name), np.int32, 1, length=1)
-        require_either("verify_plan.request_offsets", self.request_offsets, np.int64, 1)
-        if not len(self.request_offsets):
+            require_either(f"verify_plan.{name}", getattr(plan, name), np.int32, 1, length=1)
+        require_either("verify_plan.request_offsets", plan.request_offsets, np.int64, 1)
+        if not len(plan.request_offsets):
             raise ValueError("verify_plan.request_offsets is empty, expected request capacity + 1 values")
+        return plan
 
     @classmethod
     def allocate(cls, *, capacity: int, request_capacity: int, device: Any = None) -> Self:
@@ -70,23 +74,29 @@ class VerifyPlan:
         return max(0, min(int(self.num_valid[0]), len(self.slots)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WritePlan:
+class WriteArrays(NamedTuple):
+    """The arrays of a `WritePlan`, as loops fill them."""
+
+    offsets: Out64  # [request capacity + 1]
+    seed_slots: Out64  # [request capacity], -1 for a chain head
+    num_valid_reqs: Out32  # [1], may exceed the capacity
+
+
+class WritePlan(WriteArrays):
     """What write chains: request r's tokens are `offsets[r] .. offsets[r + 1]`, chained on from `seed_slots[r]`.
 
-    `offsets` [request capacity + 1] int64; `seed_slots` [request capacity] int64, -1 for a chain head;
-    `num_valid_reqs` [1] int32, which may exceed the capacity.
+    Torch tensors, or packed numpy arrays; raises `TypeError` or `ValueError` for other shapes and dtypes.
     """
 
-    offsets: npt.NDArray[np.int64]
-    seed_slots: npt.NDArray[np.int64]
-    num_valid_reqs: npt.NDArray[np.int32]
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        """Check shapes and dtypes; raise `TypeError` or `ValueError`."""
-        require_either("write_plan.seed_slots", self.seed_slots, np.int64, 1)
-        require_either("write_plan.offsets", self.offsets, np.int64, 1, length=len(self.seed_slots) + 1)
-        require_either("write_plan.num_valid_reqs", self.num_valid_reqs, np.int32, 1, length=1)
+    def __new__(cls, **arrays: Any) -> Self:
+        """Check shapes and dtypes."""
+        plan = super().__new__(cls, **arrays)
+        require_either("write_plan.seed_slots", plan.seed_slots, np.int64, 1)
+        require_either("write_plan.offsets", plan.offsets, np.int64, 1, length=len(plan.seed_slots) + 1)
+        require_either("write_plan.num_valid_reqs", plan.num_valid_reqs, np.int32, 1, length=1)
+        return plan
 
     @classmethod
     def allocate(cls, *, request_capacity: int, device: Any = None) -> Self:
@@ -104,7 +114,7 @@ def _require_capacity(name: str, capacity: int) -> None:
         raise ValueError(f"{name} is {capacity}, expected 0 to {MAX_ENTRIES}")
 
 
-def plan_capacity(prefix_lens: npt.NDArray[np.int64], window: int) -> int:
+def plan_capacity(prefix_lens: Int64Array, window: int) -> int:
     """Return how many verify entries `plan` may want for these prefixes ([bs] int64); window 0 means FULL."""
     counts = np.minimum(np.maximum(prefix_lens, 0), window if window > 0 else 1 << 40)
     return int(counts.sum(dtype=np.int64))
@@ -131,6 +141,26 @@ def window_start(prefix_len: int, window: int) -> int:
     return max(0, prefix_len - window) if window > 0 else 0
 
 
+@primitive()
+def expected_token_at(truth_tokens: In32x2, truth_len: int, row: int, position: int, out_of_range: Out64) -> int:
+    """Return the truth token at a position of a row, -1 if there is none; one that the table lacks is counted."""
+    if position < 0 or position >= truth_len:
+        return -1
+    if row < 0 or row >= truth_tokens.shape[0] or position >= truth_tokens.shape[1]:
+        bump(out_of_range, 1)
+        return -1
+    return int(truth_tokens[row, position])
+
+
+@primitive()
+def put_entry(plan: PlanArrays, entry: int, slot: int, expected_token: int, position: int, prev: int) -> None:
+    """Write an entry of a plan."""
+    plan.slots[entry] = slot
+    plan.expected_tokens[entry] = expected_token
+    plan.expected_positions[entry] = position
+    plan.prev_slots[entry] = prev
+
+
 def plan_entries_loops(
     req_pool_indices: In64,
     prefix_lens: In64,
@@ -141,29 +171,23 @@ def plan_entries_loops(
     truth_tokens: In32x2,
     truth_lens: In64,
     token_offset: int,
-    slots: Out64,
-    expected_tokens: Out64,
-    expected_positions: Out64,
-    prev_slots: Out64,
-    num_valid: Out32,
-    enable: Out32,
-    request_offsets: Out64,
+    plan: PlanArrays,
     out_of_range: Out64,
 ) -> None:
     """Count, then write, the verify entries; `truth_lens` is empty where there are no truth tokens."""
     bs = len(req_pool_indices)
-    capacity = len(slots)
+    capacity = len(plan.slots)
     total = 0
     for r in range(bs):
-        if r < len(request_offsets):
-            request_offsets[r] = total
+        if r < len(plan.request_offsets):
+            plan.request_offsets[r] = total
         if int(req_pool_indices[r]) != PADDING_ROW:
             prefix_len = max(0, min(int(prefix_lens[r]), MAX_LEN))
             total = min(total + prefix_len - window_start(prefix_len, window), MAX_LEN)
-    for r in range(bs, len(request_offsets)):
-        request_offsets[r] = total
-    num_valid[0] = min(total, capacity)
-    enable[0] = 0 if total > capacity else 1
+    for r in range(bs, len(plan.request_offsets)):
+        plan.request_offsets[r] = total
+    plan.num_valid[0] = min(total, capacity)
+    plan.enable[0] = 0 if total > capacity else 1
     if total > capacity:
         return
 
@@ -180,17 +204,8 @@ def plan_entries_loops(
             prev = look_up_slot(req_to_token, lut, has_lut, row, start - 1, out_of_range)
         for position in range(start, prefix_len):
             slot = look_up_slot(req_to_token, lut, has_lut, row, position, out_of_range)
-            expected_token = -1
-            truth_position = position + token_offset
-            if 0 <= truth_position < truth_len:
-                if 0 <= row < truth_tokens.shape[0] and truth_position < truth_tokens.shape[1]:
-                    expected_token = int(truth_tokens[row, truth_position])
-                else:
-                    bump(out_of_range, 1)
-            slots[entry] = slot
-            expected_tokens[entry] = expected_token
-            expected_positions[entry] = position
-            prev_slots[entry] = prev
+            expected = expected_token_at(truth_tokens, truth_len, row, position + token_offset, out_of_range)
+            put_entry(plan, entry, slot, expected, position, prev)
             prev = slot
             entry += 1
 
@@ -202,13 +217,11 @@ def plan_writes_loops(
     req_to_token: In32x2,
     lut: In64,
     has_lut: int,
-    offsets: Out64,
-    seed_slots: Out64,
-    num_valid_reqs: Out32,
+    plan: WriteArrays,
     out_of_range: Out64,
 ) -> None:
     """Write each request's token range and the slot whose record its chain goes on from."""
-    bs = len(req_pool_indices)
+    bs, offsets, seed_slots = len(req_pool_indices), plan.offsets, plan.seed_slots
     total = 0
     for r in range(bs):
         row = int(req_pool_indices[r])
@@ -226,57 +239,87 @@ def plan_writes_loops(
         offsets[bs] = total
     for r in range(bs + 1, len(offsets)):
         offsets[r] = 0
-    num_valid_reqs[0] = bs
+    plan.num_valid_reqs[0] = bs
 
 
+@has_device_form("plan.triton")
 def plan(
     *,
-    req_pool_indices: npt.NDArray[np.int64],
-    prefix_lens: npt.NDArray[np.int64],
-    extend_lens: npt.NDArray[np.int64],
-    req_to_token: npt.NDArray[np.int32],
-    window: int,
-    full_to_swa: npt.NDArray[np.int64] | None,
-    truth_tokens: npt.NDArray[np.int32] | None,
-    truth_lens: npt.NDArray[np.int64] | None,
-    token_offset: int,
+    extend_lens: Int64Array,
     verify_plan: VerifyPlan,
     write_plan: WritePlan,
-    out_of_range: npt.NDArray[np.int64],
+    backend: str = "cpu",
+    **asked: Any,
+) -> None:
+    """Fill both plans for one forward of one pool group; `asked` are the other arguments of `plan_reads`.
+
+    A cell is looked up once for the verify entries, and once more if it is a seed.
+    """
+    plan_reads(verify_plan=verify_plan, backend=backend, **asked)
+    names = ("req_pool_indices", "prefix_lens", "req_to_token", "full_to_swa", "out_of_range")
+    given = {name: asked[name] for name in names}
+    plan_writes(extend_lens=extend_lens, write_plan=write_plan, backend=backend, **given)
+
+
+def plan_reads(
+    *,
+    req_pool_indices: Int64Array,
+    prefix_lens: Int64Array,
+    req_to_token: Int32Array,
+    window: int,
+    full_to_swa: Int64Array | None,
+    truth_tokens: Int32Array | None,
+    truth_lens: Int64Array | None,
+    token_offset: int,
+    verify_plan: VerifyPlan,
+    out_of_range: Int64Array,
     backend: str = "cpu",
 ) -> None:
-    """Fill both plans for one forward of one pool group.
+    """Fill the verify plan.
 
-    `req_pool_indices`, `prefix_lens`, `extend_lens` [bs] int64; `req_to_token` [rows, width] int32; `window`
-    positions before the prefix's end (0 for FULL); `full_to_swa` [n] int64, None where the table's slots are the
-    group's own; `truth_tokens` [rows, width] int32 with `truth_lens` [bs] int64, or neither; `token_offset` 0 for a
-    target, 1 for an EAGLE draft; `out_of_range` [1] int64 grows by one for each look-up that cannot be made: a row or
-    position that the table does not have, a slot beyond `full_to_swa` (such a slot becomes `SLOT_OUT_OF_RANGE`), a
-    truth token that the truth table does not have. A cell is looked up once for the verify entries, and once more if
-    it is a seed. Raises `TypeError` and `ValueError` for shapes and dtypes, never for values.
+    `req_pool_indices`, `prefix_lens` [bs] int64; `req_to_token` [rows, width] int32; `window` positions before the prefix's
+    end (0 for FULL); `full_to_swa` [n] int64, None where the table's slots are the group's own; `truth_tokens` [rows, width]
+    int32 with `truth_lens` [bs] int64, or neither; `token_offset` 0 for a target, 1 for an EAGLE draft; `out_of_range` [1]
+    int64 grows by one for each look-up that cannot be made: a row or position that the table does not have, a slot beyond
+    `full_to_swa` (such a slot becomes `SLOT_OUT_OF_RANGE`), a truth token that the truth table does not have. Raises
+    `TypeError` and `ValueError` for shapes and dtypes, never for values.
     """
-    if backend == "triton":
-        device_form("plan.triton").plan(
-            req_pool_indices=req_pool_indices,
-            prefix_lens=prefix_lens,
-            extend_lens=extend_lens,
-            req_to_token=req_to_token,
-            window=window,
-            full_to_swa=full_to_swa,
-            truth_tokens=truth_tokens,
-            truth_lens=truth_lens,
-            token_offset=token_offset,
-            verify_plan=verify_plan,
-            write_plan=write_plan,
-            out_of_range=out_of_range,
-        )
-        return
-    bs = len(req_pool_indices)
-    require("req_pool_indices", req_pool_indices, np.int64, 1)
-    require("prefix_lens", prefix_lens, np.int64, 1, length=bs)
-    require("extend_lens", extend_lens, np.int64, 1, length=bs)
-    require("req_to_token", req_to_token, np.int32, 2)
-    require("out_of_range", out_of_range, np.int64, 1, length=1, written=True)
+    require_plan_numbers(len(req_pool_indices), window, token_offset, truth_tokens, truth_lens)
+    lut, has_lut = _checked_requests(req_pool_indices, prefix_lens, req_to_token, full_to_swa, out_of_range)
+    _require_writable(verify_plan)
+    truth = _NO_TRUTH if truth_tokens is None else truth_tokens
+    lens = _NO_LUT if truth_lens is None else truth_lens
+    require("truth_tokens", truth, np.int32, 2)
+    require("truth_lens", lens, np.int64, 1, length=None if truth_lens is None else len(req_pool_indices))
+    select(plan_entries_loops, backend)(
+        req_pool_indices, prefix_lens, req_to_token, window, lut, has_lut, truth, lens, token_offset, verify_plan,
+        out_of_range,
+    )  # fmt: skip
+
+
+@has_device_form("plan.triton")
+def plan_writes(
+    *,
+    req_pool_indices: Int64Array,
+    prefix_lens: Int64Array,
+    extend_lens: Int64Array,
+    req_to_token: Int32Array,
+    full_to_swa: Int64Array | None,
+    write_plan: WritePlan,
+    out_of_range: Int64Array,
+    backend: str = "cpu",
+) -> None:
+    """Fill the write plan; `extend_lens` [bs] int64, the other arguments as for `plan_reads`."""
+    lut, has_lut = _checked_requests(req_pool_indices, prefix_lens, req_to_token, full_to_swa, out_of_range)
+    require("extend_lens", extend_lens, np.int64, 1, length=len(req_pool_indices))
+    _require_writable(write_plan)
+    select(plan_writes_loops, backend)(
+        req_pool_indices, prefix_lens, extend_lens, req_to_token, lut, has_lut, write_plan, out_of_range
+    )
+
+
+def require_plan_numbers(bs: int, window: int, token_offset: int, truth_tokens: Any, truth_lens: Any) -> None:
+    """Raise `ValueError` for numbers that no plan takes, and for truth tokens without lens."""
     if bs > MAX_ENTRIES:
         raise ValueError(f"{bs} requests, expected at most {MAX_ENTRIES}")
     if not 0 <= window <= MAX_LEN:
@@ -285,106 +328,31 @@ def plan(
         raise ValueError(f"token_offset is {token_offset}, expected 0 (target) or 1 (draft)")
     if (truth_tokens is None) != (truth_lens is None):
         raise ValueError("truth_tokens and truth_lens go together; one of them is None")
-    _require_writable(verify_plan, write_plan)
 
+
+def _checked_requests(
+    req_pool_indices: Int64Array,
+    prefix_lens: Int64Array,
+    req_to_token: Int32Array,
+    full_to_swa: Int64Array | None,
+    out_of_range: Int64Array,
+) -> tuple[Int64Array, int]:
+    """Check what both plans read; return the full-to-SWA table as loops take it, and whether there is one."""
     lut = _NO_LUT if full_to_swa is None else full_to_swa
-    require("full_to_swa", lut, np.int64, 1)
-    truth = _NO_TRUTH if truth_tokens is None else truth_tokens
-    require("truth_tokens", truth, np.int32, 2)
-    lens = _NO_LUT if truth_lens is None else truth_lens
-    require("truth_lens", lens, np.int64, 1, length=None if truth_lens is None else bs)
-    has_lut = int(full_to_swa is not None)
-
-    select(plan_entries_loops, backend)(
-        req_pool_indices,
-        prefix_lens,
-        req_to_token,
-        window,
-        lut,
-        has_lut,
-        truth,
-        lens,
-        token_offset,
-        verify_plan.slots,
-        verify_plan.expected_tokens,
-        verify_plan.expected_positions,
-        verify_plan.prev_slots,
-        verify_plan.num_valid,
-        verify_plan.enable,
-        verify_plan.request_offsets,
-        out_of_range,
-    )
-    _fill_writes(
-        req_pool_indices, prefix_lens, extend_lens, req_to_token, full_to_swa, write_plan, out_of_range, backend
-    )
-
-
-def plan_writes(
-    *,
-    req_pool_indices: npt.NDArray[np.int64],
-    prefix_lens: npt.NDArray[np.int64],
-    extend_lens: npt.NDArray[np.int64],
-    req_to_token: npt.NDArray[np.int32],
-    full_to_swa: npt.NDArray[np.int64] | None,
-    write_plan: WritePlan,
-    out_of_range: npt.NDArray[np.int64],
-    backend: str = "cpu",
-) -> None:
-    """Fill the write plan alone, as `plan` would: for who keeps records and verifies nothing."""
-    if backend == "triton":
-        device_form("plan.triton").plan_writes(
-            req_pool_indices=req_pool_indices,
-            prefix_lens=prefix_lens,
-            extend_lens=extend_lens,
-            req_to_token=req_to_token,
-            full_to_swa=full_to_swa,
-            write_plan=write_plan,
-            out_of_range=out_of_range,
-        )
-        return
-    bs = len(req_pool_indices)
     require("req_pool_indices", req_pool_indices, np.int64, 1)
-    require("prefix_lens", prefix_lens, np.int64, 1, length=bs)
-    require("extend_lens", extend_lens, np.int64, 1, length=bs)
+    require("prefix_lens", prefix_lens, np.int64, 1, length=len(req_pool_indices))
     require("req_to_token", req_to_token, np.int32, 2)
+    require("full_to_swa", lut, np.int64, 1)
     require("out_of_range", out_of_range, np.int64, 1, length=1, written=True)
-    _require_writable(write_plan)
-    _fill_writes(
-        req_pool_indices, prefix_lens, extend_lens, req_to_token, full_to_swa, write_plan, out_of_range, backend
-    )
-
-
-def _fill_writes(
-    req_pool_indices: npt.NDArray[np.int64],
-    prefix_lens: npt.NDArray[np.int64],
-    extend_lens: npt.NDArray[np.int64],
-    req_to_token: npt.NDArray[np.int32],
-    full_to_swa: npt.NDArray[np.int64] | None,
-    write_plan: WritePlan,
-    out_of_range: npt.NDArray[np.int64],
-    backend: str,
-) -> None:
-    select(plan_writes_loops, backend)(
-        req_pool_indices,
-        prefix_lens,
-        extend_lens,
-        req_to_token,
-        _NO_LUT if full_to_swa is None else full_to_swa,
-        int(full_to_swa is not None),
-        write_plan.offsets,
-        write_plan.seed_slots,
-        write_plan.num_valid_reqs,
-        out_of_range,
-    )
+    return lut, int(full_to_swa is not None)
 
 
 # Stand-ins for absent inputs, so that compiled code has one signature.
-_NO_LUT = np.zeros(0, np.int64)
-_NO_TRUTH = np.zeros((0, 0), np.int32)
+_NO_LUT: Final = np.zeros(0, np.int64)
+_NO_TRUTH: Final = np.zeros((0, 0), np.int32)
 
 
-def _require_writable(*plans: Any) -> None:
-    for one in plans:
-        for name in one.__slots__:
-            if not getattr(one, name).flags.writeable:
-                raise ValueError(f"{type(one).__name__}.{name} is read-only, but the plan goes there")
+def _require_writable(plan: VerifyPlan | WritePlan) -> None:
+    for name, array in plan._asdict().items():
+        if not array.flags.writeable:
+            raise ValueError(f"{type(plan).__name__}.{name} is read-only, but the plan goes there")

@@ -9,7 +9,7 @@ import triton.language as tl
 from ...arrays import require_tensor
 from ...constants import PADDING_ROW, SLOT_OUT_OF_RANGE
 from ..triton_violations import add_where_any
-from .reference import MAX_ENTRIES, MAX_LEN, VerifyPlan, WritePlan
+from .reference import MAX_LEN, VerifyPlan, WritePlan, require_plan_numbers
 
 _MAX_LEN = tl.constexpr(MAX_LEN)
 _OUT_OF_RANGE = tl.constexpr(SLOT_OUT_OF_RANGE)
@@ -182,14 +182,7 @@ def plan_inputs(
     require_tensor("prefix_lens", prefix_lens, "int64", 1, length=bs)
     require_tensor("req_to_token", req_to_token, "int32", 2)
     require_tensor("out_of_range", out_of_range, "int64", 1, length=1)
-    if bs > MAX_ENTRIES:
-        raise ValueError(f"{bs} requests, expected at most {MAX_ENTRIES}")
-    if not 0 <= window <= MAX_LEN:
-        raise ValueError(f"window is {window}, expected 0 (FULL) or a positive number of positions")
-    if abs(token_offset) > MAX_ENTRIES:
-        raise ValueError(f"token_offset is {token_offset}, expected 0 (target) or 1 (draft)")
-    if (truth_tokens is None) != (truth_lens is None):
-        raise ValueError("truth_tokens and truth_lens go together; one of them is None")
+    require_plan_numbers(bs, window, token_offset, truth_tokens, truth_lens)
     truth = req_to_token[:0] if truth_tokens is None else truth_tokens
     lens = prefix_lens if truth_lens is None else truth_lens
     lut = prefix_lens if full_to_swa is None else full_to_swa
@@ -223,29 +216,10 @@ def plan(*, extend_lens: Any, verify_plan: VerifyPlan, write_plan: WritePlan, **
     _fill_writes(inputs, extend_lens, asked["full_to_swa"] is not None, write_plan, asked["out_of_range"])
 
 
-def plan_writes(
-    *,
-    req_pool_indices: Any,
-    prefix_lens: Any,
-    extend_lens: Any,
-    req_to_token: Any,
-    full_to_swa: Any | None,
-    write_plan: WritePlan,
-    out_of_range: Any,
-) -> None:
+def plan_writes(*, extend_lens: Any, write_plan: WritePlan, **asked: Any) -> None:
     """`plan.plan_writes` on tensors: one launch."""
-    inputs = plan_inputs(
-        req_pool_indices=req_pool_indices,
-        prefix_lens=prefix_lens,
-        req_to_token=req_to_token,
-        window=0,
-        full_to_swa=full_to_swa,
-        truth_tokens=None,
-        truth_lens=None,
-        token_offset=0,
-        out_of_range=out_of_range,
-    )
-    _fill_writes(inputs, extend_lens, full_to_swa is not None, write_plan, out_of_range)
+    inputs = plan_inputs(window=0, truth_tokens=None, truth_lens=None, token_offset=0, **asked)
+    _fill_writes(inputs, extend_lens, asked["full_to_swa"] is not None, write_plan, asked["out_of_range"])
 
 
 def _fill_writes(

@@ -17,7 +17,7 @@ from ..plan.triton import plan_inputs
 from ..triton_buffers import BufferPointers
 from ..triton_launch import cdiv, launch
 from ..triton_violations import add_where_any, sum_before
-from .reference import CanaryBuffer
+from .reference import CanaryBuffer, require_buffers
 from .triton_tile import check_unit
 
 _MAX_LEN = tl.constexpr(MAX_LEN)
@@ -137,37 +137,15 @@ def _emit_kernel(
                 places += here
 
 
-def plan_verify(
-    *,
-    req_pool_indices: Any,
-    prefix_lens: Any,
-    req_to_token: Any,
-    window: int,
-    full_to_swa: Any | None,
-    truth_tokens: Any | None,
-    truth_lens: Any | None,
-    token_offset: int,
-    check_tokens: bool,
-    low_bits: bool,
-    buffers: Sequence[CanaryBuffer],
-    out_of_range: Any,
-) -> None:
-    """`fused.plan_verify` on tensors: two launches, whatever the batch."""
-    inputs = plan_inputs(
-        req_pool_indices=req_pool_indices,
-        prefix_lens=prefix_lens,
-        req_to_token=req_to_token,
-        window=window,
-        full_to_swa=full_to_swa,
-        truth_tokens=truth_tokens,
-        truth_lens=truth_lens,
-        token_offset=token_offset,
-        out_of_range=out_of_range,
-    )
+def plan_verify(*, buffers: Sequence[CanaryBuffer], check_tokens: bool, low_bits: bool = False, **asked: Any) -> None:
+    """`plan_verify` on tensors: two launches, whatever the batch."""
+    require_buffers(buffers)
+    inputs = plan_inputs(**asked)
+    table = asked["req_to_token"]
     many = BufferPointers.of(buffers)
     tile, warps, most = ROW_SHAPE if many.folds_rows else WORD_SHAPE
-    bs = req_pool_indices.shape[0]
-    tiles = cdiv(req_to_token.shape[1], tile - 1)
+    bs = len(inputs[0])
+    tiles = cdiv(table.shape[1], tile - 1)
     # All units of a long request have as many tiles.
     share = cdiv(tiles, max(1, most // max(bs, 1)))
     splits = max(1, cdiv(tiles, max(share, 1)))
@@ -176,11 +154,11 @@ def plan_verify(
         for buffer in buffers:
             buffer.kernel_counter.add_(1)
         return
-    counts = torch.empty(len(buffers) * units + 1, dtype=torch.int32, device=req_to_token.device)
-    starts = torch.empty(len(buffers), dtype=torch.int64, device=req_to_token.device)
+    counts = torch.empty(len(buffers) * units + 1, dtype=torch.int32, device=table.device)
+    starts = torch.empty(len(buffers), dtype=torch.int64, device=table.device)
     constants = {
-        "HAS_LUT": full_to_swa is not None,
-        "HAS_TRUTH": truth_lens is not None,
+        "HAS_LUT": asked["full_to_swa"] is not None,
+        "HAS_TRUTH": asked["truth_lens"] is not None,
         "CHECK_TOKENS": check_tokens,
         "STRIDES": many.strides,
         "SOURCES": many.sources,
@@ -193,7 +171,7 @@ def plan_verify(
     launch(
         _count_kernel,
         units,
-        (*read, out_of_range, many.failed, many.slot_counters, many.write_indexes, counts, starts),
+        (*read, asked["out_of_range"], many.failed, many.slot_counters, many.write_indexes, counts, starts),
         constants,
         num_warps=warps,
     )

@@ -1,10 +1,9 @@
 """Scatter: lay each request's committed tokens, given one after another, into its row of the truth table."""
 
 import numpy as np
-import numpy.typing as npt
 
-from ...arrays import require
-from ...dispatch import In64, Out32x2, Out64, device_form, select
+from ...arrays import Int32Array, Int64Array, require
+from ...dispatch import In64, Out32x2, Out64, has_device_form, select
 from ..hash.reference import as_i32, as_u64, bump
 
 
@@ -29,13 +28,14 @@ def scatter_loops(flat: In64, offsets: In64, rows: In64, pool: Out32x2, out_of_r
             pool[row, t] = as_i32(as_u64(flat[start + t]))
 
 
+@has_device_form("scatter.triton")
 def scatter(
     *,
-    flat: npt.NDArray[np.int64],
-    offsets: npt.NDArray[np.int64],
-    rows: npt.NDArray[np.int64],
-    pool: npt.NDArray[np.int32],
-    out_of_range: npt.NDArray[np.int64] | None = None,
+    flat: Int64Array,
+    offsets: Int64Array,
+    rows: Int64Array,
+    pool: Int32Array,
+    out_of_range: Int64Array | None = None,
     backend: str = "cpu",
 ) -> None:
     """Put token t of request r at `pool[rows[r], t]` where the row is wide enough; the rest of the pool stays.
@@ -45,11 +45,6 @@ def scatter(
     for each request whose row the pool does not have or whose offsets run backwards or past `flat`; only what lies
     within is copied. Raises `TypeError` and `ValueError` for ranks, dtypes and lengths.
     """
-    if backend == "triton":
-        device_form("scatter.triton").scatter(
-            flat=flat, offsets=offsets, rows=rows, pool=pool, out_of_range=out_of_range
-        )
-        return
     require("flat", flat, np.int64, 1)
     require("rows", rows, np.int64, 1)
     require("offsets", offsets, np.int64, 1, length=len(rows) + 1)

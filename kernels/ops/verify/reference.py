@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from ...arrays import record_words, require
+from ...arrays import ByteArray, Int64Array, record_words, require
 from ...constants import (
     PADDING_SLOT,
     RECORD_KV_HASH,
@@ -18,11 +17,11 @@ from ...constants import (
     VERIFY_TOKEN,
     KvHashMode,
 )
-from ...dispatch import In64, In64x2, Out64, Out64x2, device_form, select
+from ...dispatch import In64, In64x2, has_device_form, select
 from ..hash.kv_source import KvSource, fold_kv
 from ..hash.reference import as_i64, bump, slot_hash
 from ..plan.reference import VerifyPlan
-from ..violation_log import ViolationLog, append_violation
+from ..violation_log import LogArrays, ViolationLog, append_violation
 
 
 def verify_loops(
@@ -34,23 +33,16 @@ def verify_loops(
     prev_slots: In64,
     kv_hashes: In64,
     check_tokens: int,
-    rows: Out64x2,
-    entries: Out64,
-    write_index: Out64,
-    out_of_range: Out64,
-    slot_counter: Out64,
-    kernel_counter: Out64,
+    log: LogArrays,
 ) -> None:
     """Verify the active entries, all arrays cut to them; `kv_hashes` are the hashes of the slots' bytes as they are."""
     num_slots = records.shape[0]
-    bump(kernel_counter, 1)
-    bump(slot_counter, len(slots))
     for i in range(len(slots)):
         slot = int(slots[i])
         if slot == PADDING_SLOT:
             continue
         if slot < 0 or slot >= num_slots:
-            bump(out_of_range, 1)
+            bump(log.out_of_range, 1)
             continue
         token = int(records[slot, RECORD_TOKEN])
         position = int(records[slot, RECORD_POSITION])
@@ -59,7 +51,7 @@ def verify_loops(
         prev = int(prev_slots[i])
         expected_prev_hash = prev_hash
         if prev >= num_slots:
-            bump(out_of_range, 1)
+            bump(log.out_of_range, 1)
         elif prev != PADDING_SLOT:
             expected_prev_hash = as_i64(slot_hash(records, prev))
 
@@ -74,33 +66,21 @@ def verify_loops(
         if int(records[slot, RECORD_KV_HASH]) != int(kv_hashes[i]):
             reason |= VERIFY_KV_HASH
         if reason != 0:
-            append_violation(
-                rows,
-                entries,
-                write_index,
-                i,
-                tag,
-                slot,
-                position,
-                token,
-                expected_token,
-                prev_hash,
-                expected_prev_hash,
-                reason,
-            )
+            append_violation(log, i, tag, slot, position, token, expected_token, prev_hash, expected_prev_hash, reason)
 
 
+@has_device_form("verify.triton")
 def verify(
     *,
-    canary: npt.NDArray[np.uint8],
+    canary: ByteArray,
     tag: int,
     plan: VerifyPlan,
     check_tokens: bool,
     sources: Sequence[KvSource],
     kv_hash_mode: KvHashMode,
     violations: ViolationLog,
-    slot_counter: npt.NDArray[np.int64],
-    kernel_counter: npt.NDArray[np.int64],
+    slot_counter: Int64Array,
+    kernel_counter: Int64Array,
     backend: str = "cpu",
 ) -> None:
     """Verify one canary buffer, which stays as it is, against a plan; one violation row for each entry that fails.
@@ -111,39 +91,15 @@ def verify(
     predecessor beyond the buffer, whose entry's chain check is left out. Raises `TypeError` and `ValueError` for
     shapes and dtypes, never for values.
     """
-    if backend == "triton":
-        device_form("verify.triton").verify(
-            canary=canary,
-            tag=tag,
-            plan=plan,
-            check_tokens=check_tokens,
-            sources=sources,
-            kv_hash_mode=kv_hash_mode,
-            violations=violations,
-            slot_counter=slot_counter,
-            kernel_counter=kernel_counter,
-        )
-        return
     records = record_words(canary, written=False)
     require("slot_counter", slot_counter, np.int64, 1, length=1, written=True)
     require("kernel_counter", kernel_counter, np.int64, 1, length=1, written=True)
     active = plan.active
-    slots = plan.slots[:active]
-    kv_hashes = np.empty(active, np.int64)
+    slots, kv_hashes = plan.slots[:active], np.empty(active, np.int64)
     fold_kv(sources=sources, mode=kv_hash_mode, slots=slots, out=kv_hashes, backend=backend)
+    tokens, positions, prevs = plan.expected_tokens[:active], plan.expected_positions[:active], plan.prev_slots[:active]
     select(verify_loops, backend)(
-        records,
-        int(tag),
-        slots,
-        plan.expected_tokens[:active],
-        plan.expected_positions[:active],
-        plan.prev_slots[:active],
-        kv_hashes,
-        int(check_tokens),
-        violations.rows,
-        violations.entries,
-        violations.write_index,
-        violations.out_of_range,
-        slot_counter,
-        kernel_counter,
+        records, int(tag), slots, tokens, positions, prevs, kv_hashes, int(check_tokens), violations
     )
+    bump(kernel_counter, 1)
+    bump(slot_counter, active)

@@ -1,6 +1,5 @@
 """Verify a plan on the device, for entries that are there already (a sweep's); `fused` does without them."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,15 +7,12 @@ import triton
 import triton.language as tl
 
 from ...arrays import require_tensor
-from ...constants import KvHashMode
-from ..hash.kv_source import KvSource
 from ..hash.triton import CHAIN_SEED, hash_chain, load_pair, signed
 from ..hash.triton_kv import fold_slots
 from ..plan.reference import VerifyPlan
 from ..plan_verify.reference import CanaryBuffer
 from ..triton_buffers import BufferPointers
 from ..triton_violations import add_where_any, store_rows, sum_before
-from ..violation_log import ViolationLog
 
 PROGRAMS = 4096
 _UNIT_BLOCK = tl.constexpr(32)
@@ -119,35 +115,15 @@ def _emit_kernel(
                 )  # fmt: skip
 
 
-def verify(
-    *,
-    canary: Any,
-    tag: int,
-    plan: VerifyPlan,
-    check_tokens: bool,
-    sources: Sequence[KvSource],
-    kv_hash_mode: KvHashMode,
-    violations: ViolationLog,
-    slot_counter: Any,
-    kernel_counter: Any,
-) -> None:
+def verify(*, plan: VerifyPlan, check_tokens: bool, **buffer: Any) -> None:
     """`verify.verify` on tensors: two launches."""
-    buffer = CanaryBuffer(
-        canary=canary,
-        tag=tag,
-        sources=sources,
-        kv_hash_mode=kv_hash_mode,
-        violations=violations,
-        slot_counter=slot_counter,
-        kernel_counter=kernel_counter,
-    )
-    one = BufferPointers.of([buffer])
+    one = BufferPointers.of([CanaryBuffer(**buffer)])
     require_tensor("verify_plan.slots", plan.slots, "int64", 1)
     folds_rows = any(geometry[3] >= 16 for geometry in one.sources)
     tile, warps = (32, 1) if folds_rows else (256, 4)
     units = max(1, min(PROGRAMS, triton.cdiv(len(plan.slots), tile)))
-    counts = torch.empty(units, dtype=torch.int32, device=canary.device)
-    begin = torch.empty(1, dtype=torch.int64, device=canary.device)
+    counts = torch.empty(units, dtype=torch.int32, device=plan.slots.device)
+    begin = torch.empty(1, dtype=torch.int64, device=plan.slots.device)
     read = (
         plan.slots, plan.expected_tokens, plan.expected_positions, plan.prev_slots, plan.num_valid, plan.enable,
         len(plan.slots), one.canaries[0], tuple(one.kv), one.kv_slots[0], one.num_slots,

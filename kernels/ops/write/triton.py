@@ -10,7 +10,7 @@ from typing import Any
 
 from ...arrays import require_tensor
 from ..plan.reference import WritePlan
-from ..plan_verify.reference import CanaryBuffer
+from ..plan_verify.reference import CanaryBuffer, require_buffers
 from ..triton_buffers import BufferPointers
 from .triton_few import write_few
 from .triton_many import write_many
@@ -30,6 +30,7 @@ def write_shared(
     buffers: Sequence[CanaryBuffer],
 ) -> None:
     """`fused.write_shared` on tensors: one launch for few tokens, else three."""
+    require_buffers(buffers)
     require_tensor("out_cache_loc", out_cache_loc, "int64", 1)
     tokens = out_cache_loc.shape[0]
     require_tensor("input_ids", input_ids, "int64", 1, length=tokens)
@@ -63,16 +64,10 @@ def write_shared(
     )
 
 
-def write(*, plan: WritePlan, canary: Any, tag: int, sources: Any, kv_hash_mode: Any, violations: Any, slot_counter: Any,
-          kernel_counter: Any, **inputs: Any) -> None:  # fmt: skip
+def write(*, plan: WritePlan, input_ids: Any, positions: Any, out_cache_loc: Any, expected_tokens: Any | None,
+          expected_positions: Any | None, chain_step_assert: bool, **buffer: Any) -> None:  # fmt: skip
     """`write.write` on tensors."""
-    buffer = CanaryBuffer(
-        canary=canary,
-        tag=tag,
-        sources=sources,
-        kv_hash_mode=kv_hash_mode,
-        violations=violations,
-        slot_counter=slot_counter,
-        kernel_counter=kernel_counter,
-    )
-    write_shared(plan=plan, buffers=[buffer], **inputs)
+    write_shared(
+        plan=plan, input_ids=input_ids, positions=positions, out_cache_loc=out_cache_loc, expected_tokens=expected_tokens,
+        expected_positions=expected_positions, chain_step_assert=chain_step_assert, buffers=[CanaryBuffer(**buffer)],
+    )  # fmt: skip

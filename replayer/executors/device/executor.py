@@ -18,13 +18,13 @@ import numpy as np
 
 from ....kernels.arrays import Int64Array
 from ....kernels.constants import KvHashMode
-from ....kernels.ops.plan.reference import VerifyPlan, WritePlan, plan_writes
+from ....kernels.ops.plan.reference import VerifyPlan, WritePlan
 from ....kernels.ops.violation_log import ViolationLog
 from ....kernels.ops.write.reference import write
 from ....recorder.capture.host_arrays import ragged_index
 from ....recorder.state.forward import Forward
 from ....recorder.state.pools import ENDPOINTS, Endpoint, GroupPool, launch_tag
-from ....recorder.state.writes import KvChanges, own_slots, part_from_unstored, readable_prefixes
+from ....recorder.state.writes import KvChanges, plan_own_writes, readable_prefixes
 from ....recorder.trace.batch import EventView
 from ...report.violations import launch_violations
 from ...run.out_of_range import beyond_table
@@ -154,27 +154,12 @@ class DeviceExecutor(StepwiseExecutor):
         self._prefix_lens[pool.index] = prefix_lens
         if self.checks is not None or pool.any_unknown:
             return super()._plan(pool, forward, changes)
-        bs = len(prefix_lens)
-        step = GroupStep(
-            pool,
-            own_slots(pool, forward, self.tables, backend=self._backend),
-            WritePlan.allocate(request_capacity=bs),  # kept until what the launches found is reported
-            _NO_VERIFY_PLAN,
-        )
+        plan = WritePlan.allocate(request_capacity=len(prefix_lens))  # kept until what the launches found is reported
         self._beyond[0] = 0
-        plan_writes(
-            req_pool_indices=forward.req_pool_indices,
-            prefix_lens=prefix_lens,
-            extend_lens=forward.extend_lens,
-            req_to_token=self.tables.req_to_token[pool.group.table],
-            full_to_swa=self.tables.luts[pool.group.lut] if pool.group.lut >= 0 else None,
-            write_plan=step.write_plan,
-            out_of_range=self._beyond,
-            backend=self._backend,
-        )
+        slots = plan_own_writes(pool, forward, self.tables, prefix_lens, plan, self._beyond, backend=self._backend)
+        step = GroupStep(pool, slots, plan, _NO_VERIFY_PLAN)
         step.looked_beyond = bool(self._beyond[0])
         step.reads = int(_reads(pool, forward, prefix_lens).sum())
-        part_from_unstored(pool, step.write_plan, step.slots, bs)
         return step
 
     def _looks_beyond(self, forward: Forward, steps: list[GroupStep]) -> bool:

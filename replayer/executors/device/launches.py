@@ -263,18 +263,7 @@ class ForwardLaunches:
             request_offsets=torch.zeros(1, dtype=torch.int64, device=slots.device),
         )
         for buffer in buffers:
-            verify(
-                canary=buffer.canary,
-                tag=buffer.tag,
-                plan=there,
-                check_tokens=check_tokens,
-                sources=buffer.sources,
-                kv_hash_mode=buffer.kv_hash_mode,
-                violations=buffer.violations,
-                slot_counter=buffer.slot_counter,
-                kernel_counter=buffer.kernel_counter,
-                backend="triton",
-            )
+            verify(plan=there, check_tokens=check_tokens, backend="triton", **buffer.arguments)
 
     def _write(self, one: _SentStep, sent: _SentForward) -> None:
         for some in self._sharing(one.step.pool, self.logs.groups[one.step.pool.index].write):

@@ -11,8 +11,9 @@ import numpy as np
 
 from ....kernels.arrays import Int64Array, record_words
 from ....kernels.constants import RECORD_KV_HASH
-from ....kernels.host_cells import read_cells
-from ....kernels.replay_pass.invalidation import Runs
+from ....kernels.dispatch import select
+from ....kernels.replay_pass.entries import Runs
+from ....kernels.replay_pass.state import read_cells_loops
 from ....recorder.state.pools import GroupPool
 from ....recorder.state.tables import StateListener, StateTables
 from ....recorder.trace.header import TraceHeader
@@ -147,17 +148,8 @@ class Mirror:
             values, values_there = arena.take(-(-notes.num_cells // 2))
             filled = np.zeros(1, np.int64)
             for number, rows, starts, counts in notes.runs:
-                read_cells(
-                    rows=rows,
-                    starts=starts,
-                    counts=counts,
-                    table=host[number],
-                    base=self._bases[number],
-                    cells=cells,
-                    values=values.view(np.int32),
-                    filled=filled,
-                    backend=backend,
-                )
+                into = cells, values.view(np.int32), filled
+                select(read_cells_loops, backend)(rows, starts, counts, host[number], self._bases[number], *into)
             count = int(filled[0])
             if count:
                 found.append((self._cells, there[:count], values_there.view(self._torch.int32)[:count]))

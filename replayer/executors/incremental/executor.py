@@ -10,12 +10,11 @@ kernels yield the same rows in the same order, and cost grows with tokens and ch
 
 import numpy as np
 
-from ....kernels.replay_pass.divergence import watched_divergence
+from ....kernels.dispatch import select
 from ....kernels.replay_pass.entries import SlotTable
+from ....kernels.replay_pass.swa import watched_divergence_loops
 from ....recorder.state.forward import Forward
-from ....recorder.state.pools import GroupPool
 from ....recorder.state.tables import StateTables
-from ....recorder.state.writes import KvChanges
 from ....recorder.trace.header import TraceHeader
 from ...run.divergence import SwaDivergence
 from ...run.planning import GroupStep
@@ -36,15 +35,14 @@ class IncrementalExecutor(StepwiseExecutor):
         self.watch = Watch(given.header, backend=given.backend)
         divergence = WatchedDivergence(given.header, self.watch, backend=given.backend)
         super().__init__(given, listener=self.watch, divergence=divergence)
-        self._incremental = IncrementalPlanner(given.header, self.tables, self.watch, backend=given.backend)
-
-    def _plan(self, pool: GroupPool, forward: Forward, changes: KvChanges) -> GroupStep:
-        return self._incremental.plan_pending(pool, forward, changes)
+        self._planner = IncrementalPlanner(given.header, self.tables, self.watch, backend=given.backend)
 
     def _finish(self, step: GroupStep, forward: Forward) -> None:
         super()._finish(step, forward)
         ledger = None if self.history is None else self.history.ledger.rows[step.pool.index]
-        self._incremental.mark_verified(step, forward, ledger=ledger)
+        if step.due is not None:
+            step.due.mark_verified(step.verify_plan, ledger)
+            self.watch.slots_changed(step.pool.index, step.touched)
 
 
 class WatchedDivergence(SwaDivergence):
@@ -58,12 +56,8 @@ class WatchedDivergence(SwaDivergence):
         group, states = step.pool.group, self._watch.full_states[step.pool.index]
         if not states.rows.shape[0]:
             return super()._count(step, forward, tables)
-        return watched_divergence(
-            states,
-            rows=forward.req_pool_indices,
-            starts=self._starts(step, forward),
-            ends=forward.prefix_lens + np.maximum(forward.extend_lens, 0),
-            table=SlotTable(tables.req_to_token[group.table], tables.luts[group.lut]),
-            kinds=self._watch.kinds[step.pool.index],
-            backend=self._backend,
-        )
+        table, kinds = SlotTable(tables.req_to_token[group.table], tables.luts[group.lut]), self._watch.kinds
+        figures = np.zeros(2, np.int64)
+        count = select(watched_divergence_loops, self._backend)
+        count(*self._cached(step, forward), table, states, kinds[step.pool.index], figures)
+        return int(figures[0]), int(figures[1])

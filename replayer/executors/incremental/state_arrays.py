@@ -8,9 +8,12 @@ import numpy as np
 from ....kernels.arrays import Int64Array, record_words
 from ....kernels.constants import KvHashMode
 from ....kernels.dispatch import select
+from ....kernels.ops.plan.reference import PlanArrays
+from ....kernels.ops.violation_log import ViolationLog
 from ....kernels.replay_pass.array_views import AddressTable
-from ....kernels.replay_pass.context import NUM_COUNTERS, RowState, Work
+from ....kernels.replay_pass.context import RowState, Work
 from ....kernels.replay_pass.entries import allocate_states
+from ....kernels.replay_pass.ledger import Found
 from ....kernels.replay_pass.slots import fill_book_loops
 from ....recorder.trace.header import TraceHeader
 from ...checks.history import History
@@ -87,18 +90,20 @@ class WorkMemory:
         tokens, requests, ids = self._room
         groups, self.most_due = self._groups, max(2 * tokens, MOST_DUE)
         lengths = dict.fromkeys(("lens", "fresh_from", "seen", "run_starts", "run_lens", "run_indices"), requests)
-        lengths |= dict.fromkeys(("found", "bits", "hashes"), tokens + self.most_due)
-        lengths |= dict.fromkeys(("due_slots", "due_tokens", "due_positions", "due_prev_slots"), self.most_due)
-        lengths |= {"write_offsets": requests + 1, "others": tokens, "new_requests": ids, "reads": groups}
+        lengths |= {"write_offsets": requests + 1, "others": tokens, "hashes": tokens + self.most_due}
+        lengths |= {"new_requests": ids, "totals": 2, "written": 1, "reads": groups}
         by_group = {"old_events": requests, "request_offsets": requests + 1, "seeds": requests, "own_slots": tokens}
+        entries = [np.empty(self.most_due, np.int64) for _ in range(4)]
+        counts = [np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int64)]
         self.arrays = Work(
             **{name: np.empty(length, np.int64) for name, length in lengths.items()},
             **{name: np.empty((groups, length), np.int64) for name, length in by_group.items()},
             how=np.empty((groups, requests), np.uint8),
-            due_marks=np.empty(self.most_due, np.uint8),
-            counters=np.zeros(NUM_COUNTERS, np.int64),
-            counts32=np.zeros(3, np.int32),
-            log=np.zeros((2, 8), np.int64),
+            found=Found.allocate(tokens + self.most_due),
+            plan=PlanArrays._make([*entries, *counts]),
+            num_requests=np.zeros(1, np.int32),
+            marks=np.empty(self.most_due, np.uint8),
+            log=ViolationLog.allocate(1),
         )
 
 
@@ -122,8 +127,8 @@ def fill_addresses(
         "lists": addresses.add(*columns.lists, *columns.offsets),
         "tables": addresses.add(*tables.req_to_token),
         "luts": addresses.add(*tables.luts),
-        "work": addresses.add(*work),
-        "rows": addresses.add(*(array for last in history.rows.last for array in RowState(last, *by_row))),
+        "work": addresses.add(work),
+        "rows": addresses.add(*(RowState(last, *by_row) for last in history.rows.last)),
     }
     for pool, group, numbers_of in zip(executor.pools, executor.header.groups, groups, strict=True):
         index, tier = pool.index, pool.pool
@@ -133,8 +138,8 @@ def fill_addresses(
         states, full = watch.states[index], watch.full_states.get(index, _NO_STATES)
         buffers = [side[half] for half in pool.group.halves for side in (tier.head, tier.tail)]
         numbers_of[0] = addresses.add(
-            *(tables.req_to_token[group.table], lut, *states, ledger, transfers, tier.writers, seen),
-            *(*full, watch.kinds.get(index, _NO_KINDS)),
+            *(tables.req_to_token[group.table], lut, states, ledger, transfers, tier.writers, seen),
+            *(full, watch.kinds.get(index, _NO_KINDS)),
             *(record_words(records, written=True) for records in buffers),
             *(data.view(np.uint64) for data in tier.kv),
         )

@@ -4,13 +4,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ....kernels.arrays import Int64Array
-from ....kernels.replay_pass.entries import EntryStates, SlotTable, allocate_states
-from ....kernels.replay_pass.invalidation import (
+from ....kernels.dispatch import select
+from ....kernels.replay_pass.entries import (
+    EntryStates,
     Runs,
-    invalidate_lut,
-    invalidate_slots,
-    invalidate_table,
-    invalidate_truth,
+    SlotTable,
+    allocate_states,
+    invalidate_lut_loops,
+    invalidate_slots_loops,
+    invalidate_table_loops,
+    invalidate_truth_loops,
 )
 from ....recorder.state.tables import StateListener, StateTables
 from ....recorder.trace.header import StateTable, TraceHeader
@@ -45,7 +48,7 @@ class Watch(StateListener):
     def slots_changed(self, group: int, slots: Int64Array) -> None:
         """Have what reads slots `[n] int64` of a group verified again."""
         if len(slots):
-            invalidate_slots(self.states[group], slots, backend=self._backend)
+            select(invalidate_slots_loops, self._backend)(slots, self.states[group])
 
     def table_runs(self, tables: StateTables, index: int, runs: Runs) -> None:
         """Note runs that will be written to a block table."""
@@ -53,17 +56,16 @@ class Watch(StateListener):
             if group.table != index:
                 continue
             for states in (self.states[number], self.full_states.get(number)):
-                if states is not None:
-                    table = tables.req_to_token[index]
-                    invalidate_table(states, index=index, runs=runs, table=table, backend=self._backend)
+                if states is not None and len(runs.rows):
+                    select(invalidate_table_loops, self._backend)(index, runs, tables.req_to_token[index], states)
 
     def truth_runs(self, tables: StateTables, runs: Runs) -> None:
         """Note runs that will be written to the truth tokens."""
-        if tables.truth is None:
+        if tables.truth is None or not len(runs.rows):
             return
         for states, group in zip(self.states, self._header.groups, strict=True):
             offset = self._header.runners[group.runner].token_offset
-            invalidate_truth(states, runs=runs, truth=tables.truth, token_offset=offset, backend=self._backend)
+            select(invalidate_truth_loops, self._backend)(runs, tables.truth, offset, states)
 
     def lut_entries(self, tables: StateTables, *, index: int, places: Int64Array, values: Int64Array) -> None:
         """Note full slots `places` `[n] int64` whose entry in a full-to-SWA table will be `values`."""
@@ -76,7 +78,7 @@ class Watch(StateListener):
             if group.lut == index:
                 table = SlotTable(tables.req_to_token[group.table], tables.luts[index])
                 for states, buckets in ((self.states[number], before), (self.full_states[number], places)):
-                    invalidate_lut(states, places=places, before=buckets, table=table, backend=self._backend)
+                    select(invalidate_lut_loops, self._backend)(places, buckets, table, states)
 
     def _fresh(self, index: int) -> EntryStates:
         group = self._header.groups[index]

@@ -25,7 +25,8 @@ from typing import Any, ClassVar
 
 import pyarrow.parquet as pq
 from kvcanary.cli import kvcanary_main, replay_main
-from kvcanary.kernels.replay_pass.state import prepare
+from kvcanary.kernels.dispatch import prepare
+from kvcanary.kernels.replay_pass.state import STATE_LOOPS
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.engines.simulated import engine
 from kvcanary.recorder.engines.simulated.config import EngineConfig
@@ -272,7 +273,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["KVCANARY_ANSWERS"] = str(options.folder / "answers.json")
     scenario = SCENARIOS[options.scenario]()
-    prepare("cpu")
+    prepare(*STATE_LOOPS, backend="cpu")
     wrong: list[str] = []
     if (
         options.memory

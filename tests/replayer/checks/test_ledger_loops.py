@@ -6,11 +6,15 @@ from kvcanary.kernels.replay_pass.ledger import (
     LEDGER_COLUMNS,
     OWNER,
     STATE,
-    judge_reads,
-    judge_writes,
-    note_writes,
+    Found,
+    Reads,
+    judge_reads_loops,
+    judge_writes_loops,
+    note_writes_loops,
 )
-from kvcanary.kernels.replay_pass.swa_partners import shared_halves
+from kvcanary.kernels.replay_pass.swa import shared_halves_loops
+
+from ...support.loops import run
 
 NUM_SLOTS = 40
 
@@ -49,24 +53,27 @@ def test_compiled_loops_do_what_their_source_says(complete: bool) -> None:
             case = random_input(seed)
             ledger = case["ledger"]
             partners = np.zeros((NUM_SLOTS, 2), np.int64)
-            writes = judge_writes(
-                slots=case["slots"], offsets=case["offsets"], request_ids=case["ids"], serial=9,
-                from_start=complete, ledger=ledger,
-                backend=backend,
+            writes, reads, halves = (Found.allocate(2 * len(case["slots"]) + 1) for _ in range(3))
+            run(
+                judge_writes_loops, backend, slots=case["slots"], offsets=case["offsets"], request_ids=case["ids"], serial=9,
+                from_start=int(complete), ledger=ledger, found=writes,
             )  # fmt: skip
-            reads = judge_reads(
+            asked = Reads(
                 slots=case["reads"], positions=case["positions"], tokens=case["tokens"], offsets=case["offsets"],
-                request_ids=case["ids"], fresh_from=case["fresh"], seen=case["seen"], serial=9, complete=complete,
-                from_start=seed % 2 == 0, ledger=ledger, writers=case["writers"], records=case["records"], backend=backend,
+                request_ids=case["ids"], fresh_from=case["fresh"], seen=case["seen"],
+            )  # fmt: skip
+            run(
+                judge_reads_loops, backend, reads=asked, serial=9, complete=int(complete), from_start=int(seed % 2 == 0),
+                ledger=ledger, writers=case["writers"], records=case["records"], found=reads,
             )  # fmt: skip
             end = int(case["offsets"][-1])
-            note_writes(slots=case["slots"], end=end, event=77, ledger=ledger, backend=backend)
-            halves = shared_halves(
-                slots=case["reads"], positions=case["positions"], offsets=case["offsets"], rows=case["rows"],
-                table=case["table"], written=case["slots"], written_full=case["slots"] // 2, end=end, serial=3,
-                partners=partners, backend=backend,
+            run(note_writes_loops, backend, slots=case["slots"], end=end, event=77, ledger=ledger)
+            run(
+                shared_halves_loops, backend, slots=case["reads"], positions=case["positions"], offsets=case["offsets"],
+                rows=case["rows"], table=case["table"], written=case["slots"], written_full=case["slots"] // 2, end=end,
+                serial=3, partners=partners, found=halves.places, count=halves.total,
             )  # fmt: skip
-            results.append([*writes, *reads, halves, ledger, partners])
+            results.append([*writes.found(), *reads.found(), halves.found()[0], ledger, partners])
         assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
         found += sum(len(part) for part in results[0][:5])
     assert found > 500
@@ -76,8 +83,10 @@ def test_empty_input_finds_nothing() -> None:
     nothing = np.empty(0, np.int64)
     ledger = np.zeros((1, LEDGER_COLUMNS), np.int64)
     offsets = np.zeros(1, np.int64)
-    found, bits = judge_writes(
-        slots=nothing, offsets=offsets, request_ids=nothing, serial=1, from_start=True, ledger=ledger
-    )
-    assert not len(found)
-    assert not len(bits)
+    found = Found.allocate(0)
+    found.total[0] = 5
+    run(
+        judge_writes_loops, slots=nothing, offsets=offsets, request_ids=nothing, serial=1, from_start=1, ledger=ledger,
+        found=found,
+    )  # fmt: skip
+    assert found.total[0] == 0

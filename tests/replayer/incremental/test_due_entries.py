@@ -7,16 +7,20 @@ them, and may leave out only entries of which all that is still the same.
 import numpy as np
 import pytest
 from kvcanary.kernels.ops.plan.reference import VerifyPlan
-from kvcanary.kernels.replay_pass.divergence import swa_divergence, watched_divergence
-from kvcanary.kernels.replay_pass.due import Readers, mark_forward_verified, plan_due, watch_forward
-from kvcanary.kernels.replay_pass.entries import MAX_CELLS, SlotTable, allocate_states
-from kvcanary.kernels.replay_pass.invalidation import (
+from kvcanary.kernels.replay_pass.due import ForwardReads, Readers
+from kvcanary.kernels.replay_pass.entries import (
+    MAX_CELLS,
     Runs,
-    invalidate_lut,
-    invalidate_slots,
-    invalidate_table,
-    invalidate_truth,
+    SlotTable,
+    allocate_states,
+    invalidate_lut_loops,
+    invalidate_slots_loops,
+    invalidate_table_loops,
+    invalidate_truth_loops,
 )
+from kvcanary.kernels.replay_pass.swa import swa_divergence_loops, watched_divergence_loops
+
+from ...support.loops import run
 
 ROWS, WIDTH, SLOTS, FULL = 5, 200, 40, 50
 BACKENDS = ["cpu", "reference"]
@@ -45,22 +49,22 @@ class Model:
         where = np.zeros(1, np.int64), np.array([row]), np.array([start]), np.array([2])
         if what == 0:
             slots = self.ints(1, SLOTS, 2)
-            invalidate_slots(self.states, slots, backend=self.backend)
+            run(invalidate_slots_loops, self.backend, slots=slots, states=self.states)
             self.versions[slots] += 1
         elif what == 1:
             values = self.ints(-1, FULL + 2 if self.lut is not None else SLOTS + 2, 2)
             runs = Runs(*where, values)
-            invalidate_table(self.states, index=0, runs=runs, table=self.table, backend=self.backend)
+            run(invalidate_table_loops, self.backend, states=self.states, index=0, runs=runs, table=self.table)
             self.table[row, start : start + 2] = values
         elif what == 2:
             values = self.ints(0, 3, 2)
             runs = Runs(*where, values)
-            invalidate_truth(self.states, runs=runs, truth=self.truth, token_offset=1, backend=self.backend)
+            run(invalidate_truth_loops, self.backend, states=self.states, runs=runs, truth=self.truth, token_offset=1)
             self.truth[row, start : start + 2] = values
         elif self.lut is not None:
             places = self.ints(0, FULL, 1)
             before = self.lut[places]
-            invalidate_lut(self.states, places=places, before=before, table=self.slots, backend=self.backend)
+            run(invalidate_lut_loops, self.backend, states=self.states, places=places, before=before, table=self.slots)
             self.lut[places] = self.ints(-1, SLOTS, 1)
 
     @property
@@ -88,11 +92,12 @@ class Model:
         self.serial += 1
         rows, requests, prefix, truth_lens = (np.array(column, np.int64) for column in zip(*batch, strict=True))
         readers = Readers(rows, requests, prefix, truth_lens)
-        shared = {"table": self.slots, "token_offset": 1, "backend": self.backend}
-        look = watch_forward(self.states, readers, event=event, serial=self.serial, window=self.window, **shared)
+        look = ForwardReads(
+            self.states, readers, self.slots, event=event, serial=self.serial, window=self.window, token_offset=1,
+            backend=self.backend,
+        )  # fmt: skip
         plan = VerifyPlan.allocate(capacity=look.entries, request_capacity=len(batch))
-        plan_due(self.states, look, readers, window=self.window, truth_tokens=self.truth, num_slots=SLOTS,
-                 verify_plan=plan, out_of_range=np.zeros(1, np.int64), **shared)  # fmt: skip
+        look.plan(plan, self.truth, SLOTS, np.zeros(1, np.int64))
         assert plan.num_valid[0] == look.entries
         looked: set[tuple[int, int]] = set()
         for r, (row, request, end, truth_len) in enumerate(batch):
@@ -116,7 +121,7 @@ class Model:
         assert look.reads == sum(min(p, self.window) if self.window else p for p in prefix.tolist())
         wrong = self.rng.random(look.entries) < self.wrong
         look.marks[wrong] = 1
-        mark_forward_verified(self.states, look, readers, event=event, verify_plan=plan, ledger=None, **shared)
+        look.mark_verified(plan, None)
         return looked
 
 
@@ -156,7 +161,7 @@ def test_only_what_is_new_is_looked_at(backend: str) -> None:
     for event in range(1, 20):
         assert model.forward([(1, 7, 150 + event, 151 + event)], event) == {(1, 149 + event)}
     assert model.forward([(1, 7, 169, 170)], 20) == set()
-    invalidate_slots(model.states, np.array([1, 0, -4, SLOTS + 1]), backend=backend)
+    run(invalidate_slots_loops, backend, slots=np.array([1, 0, -4, SLOTS + 1]), states=model.states)
     held = [position for position in range(169) if model.table[1, position] == 1]
     assert model.forward([(1, 7, 169, 170)], 21) == {(1, p + d) for p in held for d in (0, 1) if p + d < 169}
     assert model.forward([(1, 7, 169, 0)], 22) == set()
@@ -171,7 +176,7 @@ def test_tables_of_too_many_cells_are_not_watched() -> None:
     assert states.rows.shape[0] == 0
     readers = Readers(np.array([1]), np.array([5]), np.array([3]), np.zeros(0, np.int64))
     table = SlotTable(np.ones((2, 4), np.int32), np.zeros(0, np.int64))
-    look = watch_forward(states, readers, event=0, serial=1, table=table, window=0, token_offset=0)
+    look = ForwardReads(states, readers, table, event=0, serial=1, window=0, token_offset=0, backend="cpu")
     assert (look.reads, look.entries) == (3, 3)
 
 
@@ -185,16 +190,19 @@ def test_watched_divergence_counts_what_a_walk_counts(seed: int, backend: str) -
         rows, starts = rng.integers(0, ROWS, 2), rng.integers(0, 30, 2)
         values = rng.integers(-1, FULL + 3, 8)
         runs = Runs(np.zeros(2, np.int64), rows, starts, np.array([5, 3]), values)
-        invalidate_table(states, index=0, runs=runs, table=table, backend=backend)
+        run(invalidate_table_loops, backend, states=states, index=0, runs=runs, table=table)
         for row, start, part in zip(rows, starts, (values[:5], values[5:]), strict=True):
             table[row, start : start + len(part)] = part
         places = rng.integers(0, FULL, 3)
-        invalidate_lut(states, places=places, before=places, table=SlotTable(table, lut), backend=backend)
+        run(invalidate_lut_loops, backend, states=states, places=places, before=places, table=SlotTable(table, lut))
         lut[places] = np.where(rng.random(3) < 0.5, places, rng.integers(0, FULL, 3))
         batch = {"rows": rng.integers(-1, ROWS + 1, 3), "starts": rng.integers(-2, 25, 3)}
         batch["ends"] = batch["starts"] + rng.integers(-2, 20, 3)
-        came = watched_divergence(states, **batch, table=SlotTable(table, lut), kinds=kinds, backend=backend)
-        assert came == swa_divergence(**batch, req_to_token=table, lut=lut)
+        came, expected = np.zeros((2, 2), np.int64)
+        watched = {"table": SlotTable(table, lut), "states": states, "kinds": kinds, "figures": came}
+        run(watched_divergence_loops, backend, **batch, **watched)
+        run(swa_divergence_loops, **batch, req_to_token=table, lut=lut, counts=expected)
+        assert came.tolist() == expected.tolist()
 
 
 def test_entries_are_found_past_blocks_and_chunks() -> None:
@@ -210,21 +218,21 @@ def test_entries_are_found_past_blocks_and_chunks() -> None:
     def due() -> list[int]:
         nonlocal event
         event += 1
-        shared = {"table": slots, "token_offset": 0, "backend": "reference"}
-        look = watch_forward(states, readers, event=event, serial=event, window=0, **shared)
+        look = ForwardReads(
+            states, readers, slots, event=event, serial=event, window=0, token_offset=0, backend="reference"
+        )
         plan = VerifyPlan.allocate(capacity=look.entries, request_capacity=1)
-        plan_due(states, look, readers, window=0, truth_tokens=None, num_slots=width + 1, verify_plan=plan,
-                 out_of_range=np.zeros(1, np.int64), **shared)  # fmt: skip
-        mark_forward_verified(states, look, readers, event=event, verify_plan=plan, ledger=None, **shared)
+        look.plan(plan, None, width + 1, np.zeros(1, np.int64))
+        look.mark_verified(plan, None)
         return plan.expected_positions[: look.entries].tolist()
 
     assert due() == list(range(width))
     for place in places:
-        invalidate_slots(states, np.array([table[1, place]]), backend="reference")
+        run(invalidate_slots_loops, "reference", slots=np.array([table[1, place]]), states=states)
         assert due() == [at for at in (place, place + 1) if at < width]
     for pair in ((0, 8200), (5, 12300), (4000, 8192)):  # with nothing due in the chunks between them
-        invalidate_slots(states, table[1, list(pair)].astype(np.int64), backend="reference")
+        run(invalidate_slots_loops, "reference", slots=table[1, list(pair)].astype(np.int64), states=states)
         assert due() == [place + more for place in pair for more in (0, 1)]
-    invalidate_slots(states, table[1, places].astype(np.int64), backend="reference")
+    run(invalidate_slots_loops, "reference", slots=table[1, places].astype(np.int64), states=states)
     assert due() == sorted({at for place in places for at in (place, place + 1) if at < width})
     assert due() == []

@@ -30,14 +30,14 @@ def test_the_answer_is_stepwises(seed: int, shape: str, tmp_path: Path, monkeypa
     trace = tmp_path / "t.arrow"
     fuss = write(trace, seed, shape)
     looked = []
-    plan = IncrementalPlanner.plan_pending
+    plan = IncrementalPlanner.plan
 
     def counted(*arguments):
         step = plan(*arguments)
         looked.append((step.due.entries, step.reads))
         return step
 
-    monkeypatch.setattr(IncrementalPlanner, "plan_pending", counted)
+    monkeypatch.setattr(IncrementalPlanner, "plan", counted)
     options = {"kv_hash": ("auto", "none", "all")[seed % 3]} | ({"checks": ()} if seed == 3 else {})
     expected = answer(trace, tmp_path / "stepwise", executor="stepwise", **options)
     assert not looked

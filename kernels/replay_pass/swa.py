@@ -1,10 +1,6 @@
-"""How far the sliding-window pool has diverged from the full one, over what a batch's requests have cached."""
+"""Sliding-window slots of a batch: how far their pool has diverged from the full one, and which have two full slots."""
 
-import numpy as np
-import numpy.typing as npt
-
-from ..arrays import Int64Array
-from ..dispatch import In32x2, In64, Out8x2, Out64, primitive, select
+from ..dispatch import In32x2, In64, Out8x2, Out64, Out64x2, primitive
 from .entries import (
     FIRST,
     HI,
@@ -22,7 +18,11 @@ from .entries import (
 
 
 def swa_divergence_loops(rows: In64, starts: In64, ends: In64, req_to_token: In32x2, lut: In64, counts: Out64) -> None:
-    """Count, over positions starts .. ends - 1, slots without a sliding-window half and slots with another index."""
+    """Count cached positions without a sliding-window slot, and those with one of another index, `counts` `[2]`.
+
+    `rows`, `starts`, `ends` `[bs]`: positions starts .. ends - 1 of each row (row 0 is padding); slots that the table
+    `[rows, width]` or `lut` `[full slots]` does not have are passed over.
+    """
     for r in range(rows.shape[0]):
         row = rows[r]
         if row <= 0 or row >= req_to_token.shape[0]:
@@ -36,25 +36,6 @@ def swa_divergence_loops(rows: In64, starts: In64, ends: In64, req_to_token: In3
                 counts[0] += 1
             elif swa != slot:
                 counts[1] += 1
-
-
-def swa_divergence(
-    *,
-    rows: Int64Array,
-    starts: Int64Array,
-    ends: Int64Array,
-    req_to_token: npt.NDArray[np.int32],
-    lut: Int64Array,
-    backend: str = "cpu",
-) -> tuple[int, int]:
-    """Return how many cached positions have no sliding-window slot, and how many have one of another index.
-
-    `rows`, `starts`, `ends` `[bs] int64`: positions starts .. ends - 1 of each row (row 0 is padding); `req_to_token`
-    `[rows, width] int32`; `lut` `[full slots] int64`. Slots that the table does not have are passed over.
-    """
-    counts = np.zeros(2, np.int64)
-    select(swa_divergence_loops, backend)(rows, starts, ends, req_to_token, lut, counts)
-    return int(counts[0]), int(counts[1])
 
 
 @primitive()
@@ -71,7 +52,11 @@ def uncount(kinds: Out8x2, states: EntryStates, row: int, start: int, end: int) 
 def watched_divergence_loops(
     rows: In64, starts: In64, ends: In64, table: SlotTable, states: EntryStates, kinds: Out8x2, figures: Out64
 ) -> None:
-    """Add up what `swa_divergence_loops` counts, of cells that are new or whose full slot's entry changed."""
+    """Add up what `swa_divergence_loops` counts, of cells that are new or whose full slot's entry changed.
+
+    `states` are linked by full slot (`len(table.lut)` of them), and every change of the two tables makes them due; `kinds`
+    `[rows, width]`, kept from call to call: 1 for a cell without a sliding-window slot, 2 for one of another index.
+    """
     width, lut = table.req_to_token.shape[1], table.lut
     for r in range(rows.shape[0]):
         row = int(rows[r])
@@ -110,21 +95,53 @@ def watched_divergence_loops(
         figures[1] += states.rows[row, OTHER_SLOTS]
 
 
-def watched_divergence(
-    states: EntryStates,
-    *,
-    rows: Int64Array,
-    starts: Int64Array,
-    ends: Int64Array,
-    table: SlotTable,
-    kinds: npt.NDArray[np.uint8],
-    backend: str = "cpu",
-) -> tuple[int, int]:
-    """Return what `swa_divergence` does, keeping what is known of each cell from call to call.
+@primitive()
+def shared_halves_loops(
+    slots: In64,
+    positions: In64,
+    offsets: In64,
+    rows: In64,
+    table: In32x2,
+    written: In64,
+    written_full: In64,
+    end: int,
+    serial: int,
+    partners: Out64x2,
+    found: Out64,
+    count: Out64,
+) -> None:
+    """Note the entries and tokens of a forward whose SWA slot another full slot of the same forward leads to, too.
 
-    `states` are linked by full slot (`len(table.lut)` of them), and every change of the two tables makes them due; `kinds`
-    `[rows, width] uint8`, kept between calls: 1 for a cell without a sliding-window slot, 2 for one of another index.
+    `slots`, `positions` `[n]`: SWA slots that are read, slot 0 being passed over; `offsets` `[>= bs + 1]`, request by request;
+    `rows` `[bs]`; `table` `[rows, width]`: full slots by row and position; `written`, `written_full` `[tokens]`: SWA and full
+    slots of the tokens, of which the first `end` are requests'; `serial`: a number > 0 that no earlier call had; `partners`
+    `[swa slots, 2]`, kept from call to call: serial and full slot last seen. `found` `[n + tokens]` takes entry i, or n + i
+    for token i, `count` `[1]` how many.
     """
-    figures = np.zeros(2, np.int64)
-    select(watched_divergence_loops, backend)(rows, starts, ends, table, states, kinds, figures)
-    return int(figures[0]), int(figures[1])
+    total = 0
+    for r in range(rows.shape[0]):
+        row = rows[r]
+        for i in range(offsets[r], min(offsets[r + 1], slots.shape[0])):
+            slot = slots[i]
+            if slot <= 0 or slot >= partners.shape[0]:
+                continue
+            if row < 0 or row >= table.shape[0] or positions[i] < 0 or positions[i] >= table.shape[1]:
+                continue
+            full = table[row, positions[i]]
+            if partners[slot, 0] == serial and partners[slot, 1] != full:
+                found[total] = i
+                total += 1
+            else:
+                partners[slot, 0] = serial
+                partners[slot, 1] = full
+    for i in range(min(end, written.shape[0])):
+        slot = written[i]
+        if slot <= 0 or slot >= partners.shape[0]:
+            continue
+        if partners[slot, 0] == serial and partners[slot, 1] != written_full[i]:
+            found[total] = slots.shape[0] + i
+            total += 1
+        else:
+            partners[slot, 0] = serial
+            partners[slot, 1] = written_full[i]
+    count[0] = total
