@@ -26,6 +26,7 @@ from .frame_parts import (
     WATCH,
     compare_kv,
     compare_table,
+    copy_lens,
     copy_requests,
     copy_tokens,
     copy_written,
@@ -34,6 +35,8 @@ from .frame_parts import (
     frame_of,
     lens_of,
     pointer,
+    shadow_row,
+    table_of,
     through_shadow,
     tokens_before,
     write_shadow,
@@ -77,15 +80,17 @@ def _count_as_done(ticket, counters):
         tl.store(ticket, before * 0)
 
 
-@_kernel(13)
+@_kernel(16)
 def begin_kernel(
-    ticket, rows_in, prefix_in, minus_in, extend_in, ids_in, positions_in, loc_in,
-    num_loc, num_prefix, extend_each, bs, num_tokens,
-    HAS_MINUS: tl.constexpr, HAS_EXTEND: tl.constexpr, LUT_INT64: tl.constexpr, TILE: tl.constexpr,
+    ticket, rows_in, prefix_in, minus_in, extend_in, ids_in, positions_in, loc_in, seq_lens_in, starts_in,
+    num_loc, num_prefix, extend_each, bs, num_tokens, loc_stride,
+    HAS_MINUS: tl.constexpr, HAS_EXTEND: tl.constexpr, HAS_LENS: tl.constexpr, LUT_INT64: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Put what a forward reads and writes into its frame, and the table entries that the trace does not know.
 
-    The first programs go along the tokens, the others along the requests' prefixes.
+    The first programs go along the tokens, the others along the requests' prefixes. With `HAS_LENS` the lengths that
+    attention gets are copied too.
     """
     if tl.load(ticket) != 0:
         tiles = (tl.maximum(num_tokens, bs) + TILE - 1) // TILE
@@ -97,7 +102,11 @@ def begin_kernel(
                     i, i < bs, prefix_in, minus_in, extend_in, num_prefix, extend_each, HAS_MINUS, HAS_EXTEND
                 )
                 copy_requests(program, rows_in, prefixes, extends, ticket, bs, TILE)
-                copy_tokens(program, ids_in, positions_in, loc_in, num_loc, ticket, bs, num_tokens, LUT_INT64, TILE)
+                if HAS_LENS:
+                    copy_lens(program, seq_lens_in, starts_in, ticket, bs, TILE)
+                copy_tokens(
+                    program, ids_in, positions_in, loc_in, num_loc, loc_stride, ticket, bs, num_tokens, LUT_INT64, TILE
+                )
             else:
                 request, split = (program - tiles) // splits, (program - tiles) % splits
                 row = tl.load(rows_in + request).to(tl.int64)
@@ -105,9 +114,13 @@ def begin_kernel(
                 prefix, extend = lens_of(
                     request, here, prefix_in, minus_in, extend_in, num_prefix, extend_each, HAS_MINUS, HAS_EXTEND
                 )
-                compare_table(row, prefix, split, splits, ticket, LUT_INT64, TILE)
                 before = tokens_before(request, rows_in, extend_in, extend_each, HAS_EXTEND, TILE)
-                write_shadow(row, prefix, extend, before, split, splits, loc_in, num_loc, num_tokens, ticket, TILE)
+                for table in range(tl.load(descriptor_of(ticket) + 9)):
+                    compare_table(table, request, row, prefix, split, splits, ticket, LUT_INT64, TILE)
+                    write_shadow(
+                        table, row, prefix, extend, before, split, splits, loc_in + table * loc_stride, num_loc,
+                        num_tokens, ticket, TILE,
+                    )  # fmt: skip
         _count_as_done(ticket, counters_of(ticket))
 
 
@@ -127,9 +140,10 @@ def _compare_attention(
     row = tl.load(frame + request)
     prefix = tl.load(frame + bs + request)
     extend = tl.load(frame + 2 * bs + request)
-    width = tl.load(descriptor + 2)
-    if (row > 0) & (row < tl.load(descriptor + 1)):
-        shadow = tl.load(descriptor + 4).to(tl.pointer_type(tl.int32)) + row * width
+    of_table = table_of(descriptor, group)
+    width = tl.load(of_table + 6)
+    if (row > 0) & (row < tl.load(of_table + 5)):
+        shadow = shadow_row(of_table, row)
         window = tl.load(descriptor + GROUPS_AT + group * GROUP_WORDS)
         low = tl.maximum(first, 0)
         if window > 0:

@@ -34,6 +34,9 @@ _LUTS_AT = tl.constexpr(frames.LUTS_AT)
 _LUT_WORDS = tl.constexpr(frames.LUT_WORDS)
 _STREAMS_AT = tl.constexpr(frames.STREAMS_AT)
 _STREAM_WORDS = tl.constexpr(frames.STREAM_WORDS)
+TABLES_AT = tl.constexpr(frames.TABLES_AT)
+TABLE_WORDS = tl.constexpr(frames.TABLE_WORDS)
+_TABLE_OF_ENTRY = tl.constexpr(frames.TABLE_OF_ENTRY)
 _UNCHANGED = tl.constexpr(frames.UNCHANGED)
 NUM_COUNTERS = tl.constexpr(frames.NUM_COUNTERS)
 ATTENTION_ENTRY = tl.constexpr(frames.ATTENTION_ENTRY)
@@ -91,6 +94,25 @@ def descriptor_of(ticket):
 
 
 @triton.jit
+def table_of(descriptor, group):
+    """The words of a group's block table."""
+    return descriptor + TABLES_AT + tl.load(descriptor + GROUPS_AT + group * GROUP_WORDS + 5) * TABLE_WORDS
+
+
+@triton.jit
+def shadow_row(of_table, row):
+    """A row of a block table's shadow."""
+    return tl.load(of_table + 4).to(tl.pointer_type(tl.int32)) + row * tl.load(of_table + 6)
+
+
+@triton.jit
+def _word_of(at, cell):
+    """Where a slot's words begin, from the address of a stream's rows on."""
+    page = tl.load(at + 7)
+    return cell // page * tl.load(at + 1) + cell % page * tl.load(at + 8)
+
+
+@triton.jit
 def _lut_changes(descriptor, ticket, slots, mask, LUT_INT64: tl.constexpr):
     """Find which entries that these slots go through differ from the shadow; put them into the frame."""
     for number in range(tl.load(descriptor + 7)):
@@ -141,25 +163,41 @@ def copy_requests(program, rows_in, prefix, extend, ticket, bs, TILE: tl.constex
 
 
 @triton.jit
+def copy_lens(program, seq_lens_in, starts_in, ticket, bs, TILE: tl.constexpr):
+    """Copy the lengths that attention gets of a tile of requests into the frame."""
+    i = program * TILE + tl.arange(0, TILE).to(tl.int64)
+    mask = i < bs
+    starts = tl.load(starts_in + i, mask=mask, other=0).to(tl.int64)
+    ends = tl.load(starts_in + i + 1, mask=mask, other=0).to(tl.int64)
+    lens = frame_of(ticket) + tl.load(ticket + LENS_AT)
+    tl.store(lens + i, tl.load(seq_lens_in + i, mask=mask, other=0).to(tl.int64), mask=mask)
+    tl.store(lens + bs + i, ends - starts, mask=mask)
+
+
+@triton.jit
 def copy_tokens(
-    program, ids_in, positions_in, loc_in, num_loc, ticket, bs, num_tokens, LUT_INT64: tl.constexpr, TILE: tl.constexpr
-):
+    program, ids_in, positions_in, loc_in, num_loc, loc_stride, ticket, bs, num_tokens, LUT_INT64: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """Copy a tile of tokens into the frame; stamp the slots that they are written to."""
     i = program * TILE + tl.arange(0, TILE).to(tl.int64)
     is_token = i < num_tokens
     tokens = frame_of(ticket) + 3 * bs
-    loc = tl.load(loc_in + i, mask=is_token & (i < num_loc), other=-1).to(tl.int64)
     ids = tl.load(ids_in + i, mask=is_token, other=0).to(tl.int64)
     positions = tl.load(positions_in + i, mask=is_token, other=0).to(tl.int64)
     tl.store(tokens + i, ids, mask=is_token)
     tl.store(tokens + num_tokens + i, positions, mask=is_token)
-    tl.store(tokens + 2 * num_tokens + i, loc, mask=is_token)
     descriptor = descriptor_of(ticket)
-    _lut_changes(descriptor, ticket, loc, is_token, LUT_INT64)
+    for table in range(tl.load(descriptor + 9)):
+        loc = tl.load(loc_in + table * loc_stride + i, mask=is_token & (i < num_loc), other=-1).to(tl.int64)
+        tl.store(tokens + (2 + table) * num_tokens + i, loc, mask=is_token)
+        _lut_changes(descriptor, ticket, loc, is_token, LUT_INT64)
     for group in range(tl.load(descriptor + 6)):
         # Through the engine's own table: another program may not have moved the shadow on yet.
         at = descriptor + GROUPS_AT + group * GROUP_WORDS
         lut = tl.load(at + 1)
+        own = loc_in + tl.load(at + 5) * loc_stride
+        loc = tl.load(own + i, mask=is_token & (i < num_loc), other=-1).to(tl.int64)
         slot = loc
         if lut >= 0:
             place = descriptor + _LUTS_AT + lut * _LUT_WORDS
@@ -171,30 +209,42 @@ def copy_tokens(
 
 
 @triton.jit
-def compare_table(row, prefix, split, splits, ticket, LUT_INT64: tl.constexpr, TILE: tl.constexpr):
-    """Compare a share of one request's prefix with the shadow; put the cells that differ into the frame.
+def compare_table(number, request, row, prefix, split, splits, ticket, LUT_INT64: tl.constexpr, TILE: tl.constexpr):
+    """Compare a share of one request's prefix in one table with the shadow; put the cells that differ into the frame.
 
-    Row 0 is padding, and a row that the table does not have has no cells.
+    Row 0 is padding, and a row that the table does not have has no cells. Of a table by place the slot before a window is
+    not read by the engine: nothing is known of it if its block may have been given away.
     """
     tile = tl.arange(0, TILE).to(tl.int64)
     descriptor = descriptor_of(ticket)
-    width = tl.load(descriptor + 2)
-    if (row > 0) & (row < tl.load(descriptor + 1)):
-        table = tl.load(descriptor).to(tl.pointer_type(tl.int32)) + row * tl.load(descriptor + 3)
-        shadow = tl.load(descriptor + 4).to(tl.pointer_type(tl.int32)) + row * width
-        window = tl.load(descriptor + 5)
+    of_table = descriptor + TABLES_AT + number * TABLE_WORDS
+    by_place = tl.load(of_table + 10) != 0
+    page = tl.load(of_table + 8)
+    place_in_table = tl.where(by_place, request, row)
+    if (row > 0) & (row < tl.load(of_table + 5)) & (place_in_table < tl.load(of_table + 1)):
+        table = tl.load(of_table).to(tl.pointer_type(tl.int32)) + place_in_table * tl.load(of_table + 3)
+        shadow = shadow_row(of_table, row)
+        window = tl.load(of_table + 7)
         first = tl.where(window > 0, tl.maximum(prefix - window, 0), 0)
-        end = tl.minimum(prefix, width)
+        end = tl.minimum(prefix, tl.minimum(tl.load(of_table + 6), tl.load(of_table + 2) * page))
+        # The position before the window that is not read, -1 for none.
+        unread = tl.where(by_place & (window > 0) & (prefix >= window), prefix - window, -1)
+        allocated = tl.maximum(tl.load(of_table + 9), 1)
         for start in range(first + split * TILE, end, splits * TILE):
             position = start + tile
             mask = position < end
-            slot = tl.load(table + position, mask=mask, other=0)
+            slot = tl.load(table + position // page, mask=mask, other=0)
+            if page > 1:
+                whole = (slot.to(tl.int64) * page + position % page).to(tl.int32)
+                slot = tl.where(slot < 0, -1, whole)
+            gone = ((position + 1) % allocated == 0) | ((slot >= 0) & (slot < page))
+            slot = tl.where((position == unread) & gone, 0, slot)
             changed = mask & (slot != tl.load(shadow + position, mask=mask, other=0))
             if tl.sum(changed.to(tl.int64)) > 0:
                 place = tl.atomic_add(counters_of(ticket), 1)
                 if place < tl.load(ticket + TABLE_CAPACITY):
                     out = frame_of(ticket) + tl.load(ticket + TABLE_AT) + place * (2 + TILE)
-                    tl.store(out, row)
+                    tl.store(out, row + number * _TABLE_OF_ENTRY)
                     tl.store(out + 1, row * 0 + start)
                     tl.store(out + 2 + tile, tl.where(changed, slot.to(tl.int64), _UNCHANGED))
                     tl.store(shadow + position, slot, mask=changed)
@@ -218,13 +268,13 @@ def tokens_before(request, rows_in, extend_in, extend_each, HAS_EXTEND: tl.const
 
 @triton.jit
 def write_shadow(
-    row, prefix, extend, before, split, splits, loc_in, num_loc, num_tokens, ticket, TILE: tl.constexpr
+    number, row, prefix, extend, before, split, splits, loc_in, num_loc, num_tokens, ticket, TILE: tl.constexpr
 ):  # fmt: skip
-    """Put a share of what one request writes into the shadow: the replay puts it into its table by itself."""
-    descriptor = descriptor_of(ticket)
-    width = tl.load(descriptor + 2)
-    if (row > 0) & (row < tl.load(descriptor + 1)):
-        shadow = tl.load(descriptor + 4).to(tl.pointer_type(tl.int32)) + row * width
+    """Put a share of what one request writes into a table's shadow: the replay puts it into its table by itself."""
+    of_table = descriptor_of(ticket) + TABLES_AT + number * TABLE_WORDS
+    width = tl.load(of_table + 6)
+    if (row > 0) & (row < tl.load(of_table + 5)):
+        shadow = shadow_row(of_table, row)
         for start in range(split * TILE, extend, splits * TILE):
             i = start + tl.arange(0, TILE).to(tl.int64)
             position = prefix + i
@@ -243,18 +293,20 @@ def copy_written(program, ticket, bs, num_tokens, token_programs, TILE: tl.const
     at = descriptor + _STREAMS_AT + stream * _STREAM_WORDS
     i = (program % token_programs) * TILE + tile
     is_token = i < num_tokens
-    loc = tl.load(frame + 3 * bs + 2 * num_tokens + i, mask=is_token, other=-1)
     group = tl.load(at + 5)
+    table = tl.load(descriptor + GROUPS_AT + group * GROUP_WORDS + 5)
+    loc = tl.load(frame + 3 * bs + (2 + table) * num_tokens + i, mask=is_token, other=-1)
     slot = through_shadow(descriptor, group, loc, is_token)
     words = tl.load(at + 3)
     rows = tl.load(at).to(tl.pointer_type(tl.int64))
-    row_words = tl.load(at + 1)
     shadow = tl.load(at + 4).to(tl.pointer_type(tl.int64))
     inside = is_token & (slot >= 0) & (slot < tl.load(at + 2))
     cell = tl.where(inside, slot, 0)
-    out = frame + 3 * bs + 3 * num_tokens + num_tokens * tl.load(at + 6) + i * words
+    there = rows + _word_of(at, cell)
+    inputs = 3 * bs + (2 + tl.load(descriptor + 9)) * num_tokens
+    out = frame + inputs + num_tokens * tl.load(at + 6) + i * words
     for word in range(words):
-        content = tl.load(rows + cell * row_words + word, mask=inside, other=0)
+        content = tl.load(there + word, mask=inside, other=0)
         tl.store(out + word, content, mask=is_token)
         tl.store(shadow + cell * words + word, content, mask=inside)
     known = tl.load(descriptor + GROUPS_AT + group * GROUP_WORDS + 4).to(tl.pointer_type(tl.uint8))
@@ -275,15 +327,15 @@ def compare_kv(program, ticket, bs, splits, TILE: tl.constexpr):
     of_group = descriptor + GROUPS_AT + group * GROUP_WORDS
     row = tl.load(frame + request)
     prefix = tl.load(frame + bs + request)
-    width = tl.load(descriptor + 2)
-    if (row > 0) & (row < tl.load(descriptor + 1)):
+    of_table = table_of(descriptor, group)
+    width = tl.load(of_table + 6)
+    if (row > 0) & (row < tl.load(of_table + 5)):
         # The shadow holds what the forward read; the engine's own table may have moved on.
-        table = tl.load(descriptor + 4).to(tl.pointer_type(tl.int32)) + row * width
+        table = shadow_row(of_table, row)
         window = tl.load(of_group)
         first = tl.where(window > 0, tl.maximum(prefix - window, 0), 0)
         end = tl.minimum(prefix, width)
         rows = tl.load(at).to(tl.pointer_type(tl.int64))
-        row_words = tl.load(at + 1)
         words = tl.load(at + 3)
         shadow = tl.load(at + 4).to(tl.pointer_type(tl.int64))
         num_slots = tl.minimum(tl.load(at + 2), tl.load(of_group + 2))
@@ -296,9 +348,10 @@ def compare_kv(program, ticket, bs, splits, TILE: tl.constexpr):
             slot = through_shadow(descriptor, group, slot, mask)
             inside = mask & (slot > 0) & (slot < num_slots)
             cell = tl.where(inside, slot, 0)
+            there = rows + _word_of(at, cell)
             differs = tl.zeros_like(cell)
             for word in range(words):
-                now = tl.load(rows + cell * row_words + word, mask=inside, other=0)
+                now = tl.load(there + word, mask=inside, other=0)
                 then = tl.load(shadow + cell * words + word, mask=inside, other=0)
                 differs = tl.where(now != then, 1, differs)
             changed = inside & (differs != 0)
@@ -314,6 +367,6 @@ def compare_kv(program, ticket, bs, splits, TILE: tl.constexpr):
                     tl.store(out, tl.zeros_like(place) + stream, mask=fits)
                     tl.store(out + 1, slot, mask=fits)
                     for word in range(words):
-                        now = tl.load(rows + cell * row_words + word, mask=fits, other=0)
+                        now = tl.load(there + word, mask=fits, other=0)
                         tl.store(out + 2 + word, now, mask=fits)
                         tl.store(shadow + cell * words + word, now, mask=fits)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+MAX_TABLES: Final = 4
 MAX_GROUPS: Final = 4
 MAX_LUTS: Final = 4
 MAX_STREAMS: Final = 8
@@ -24,26 +25,49 @@ TABLE_CHANGES, LUT_CHANGES, KV_CHANGES, DONE, ATTENTION = 0, 1, 2, 3, 4
 NUM_COUNTERS: Final = 5
 
 # Words of an entry in each section of changes.
-TABLE_ENTRY: Final = 2  # row, first position; then a slot for each position of a tile, or UNCHANGED
+TABLE_ENTRY: Final = 2  # row (and TABLE_OF_ENTRY times the runner's table), first position; then a slot for each position of a tile, or UNCHANGED
 UNCHANGED: Final = 1 << 40  # no slot: block tables are int32
+TABLE_OF_ENTRY: Final = 1 << 32
 LUT_ENTRY: Final = 3  # table, full slot, sliding-window slot
 KV_ENTRY: Final = 2  # stream of the runner, slot; its bytes follow
 ATTENTION_ENTRY: Final = 4  # group of the runner, request, position, slot that attention got
 
-# A runner's descriptor: words of the head, of each group, each full-to-SWA table, each stream.
+# A runner's descriptor: words of the head (how many of each part), each group, full-to-SWA table, stream, block table.
 GROUPS_AT: Final = 16
 GROUP_WORDS: Final = 8
 LUTS_AT: Final = GROUPS_AT + MAX_GROUPS * GROUP_WORDS
 LUT_WORDS: Final = 4
 STREAMS_AT: Final = LUTS_AT + MAX_LUTS * LUT_WORDS
-STREAM_WORDS: Final = 8
-DESCRIPTOR_WORDS: Final = STREAMS_AT + MAX_STREAMS * STREAM_WORDS
+STREAM_WORDS: Final = 10
+TABLES_AT: Final = STREAMS_AT + MAX_STREAMS * STREAM_WORDS
+TABLE_WORDS: Final = 12
+DESCRIPTOR_WORDS: Final = TABLES_AT + MAX_TABLES * TABLE_WORDS
+
+
+class BlockTable(NamedTuple):
+    """An engine's block table, whose entries stand for `page_size` slots each."""
+
+    table: Any  # [any, columns] int32
+    page_size: int = 1
+    # Its rows are a batch's places, not the rows that requests are numbered by; `allocated` is then the tokens of the blocks
+    # that the engine gives out, which may be several entries.
+    by_place: bool = False
+    allocated: int = 0
+
+
+class TableOnDevice(NamedTuple):
+    """A block table and its shadow."""
+
+    number: int  # the header's
+    engine: BlockTable
+    shadow: Any  # [rows, width] int32, the slot of each position
 
 
 class GroupOnDevice(NamedTuple):
     """A pool group and its shadow."""
 
     number: int  # the header's
+    table: int  # index into the runner's tables
     window: int  # positions of the prefix that are watched, 0 for all
     lut: int  # index into the runner's full-to-SWA tables, -1 for none
     num_slots: int
@@ -62,9 +86,11 @@ class LutOnDevice(NamedTuple):
 class StreamOnDevice(NamedTuple):
     """Where a stream's bytes lie, and their shadow."""
 
-    rows: Any  # [num_slots, bytes] uint8
+    rows: Any  # [pages, bytes] uint8
     shadow: Any  # [num_slots, words] int64
     group: int  # index into the runner's groups
+    page_size: int = 1  # slots of a row
+    bytes_per_token: int = 8  # from one to the next
 
     @property
     def words(self) -> int:
@@ -74,15 +100,13 @@ class StreamOnDevice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOnDevice:
-    """A model runner's tables, pools and shadows; `table`, the header's `table_number`, and `shadow` `[rows, width] int32`.
+    """A model runner's tables, pools and shadows.
 
     Raises:
         ValueError: more parts than a descriptor holds, or arrays that are laid out otherwise than the kernels expect.
     """
 
-    table_number: int
-    table: Any
-    shadow: Any
+    tables: Sequence[TableOnDevice]
     groups: Sequence[GroupOnDevice]
     luts: Sequence[LutOnDevice]
     streams: Sequence[StreamOnDevice]
@@ -90,14 +114,16 @@ class RunnerOnDevice:
     def __post_init__(self) -> None:
         """Check what the kernels take for granted."""
         for name, parts, most in (
+            ("block tables", self.tables, MAX_TABLES),
             ("pool groups", self.groups, MAX_GROUPS),
             ("full-to-SWA tables", self.luts, MAX_LUTS),
             ("streams", self.streams, MAX_STREAMS),
         ):
             if len(parts) > most:
                 raise ValueError(f"a runner with {len(parts)} {name}, expected at most {most}")
-        if str(self.table.dtype) != "torch.int32" or self.table.stride(1) != 1:
-            raise ValueError(f"the block table has dtype {self.table.dtype}, expected rows of int32")
+        for table in (one.engine.table for one in self.tables):
+            if str(table.dtype) != "torch.int32" or table.stride(1) != 1:
+                raise ValueError(f"the block table has dtype {table.dtype}, expected rows of int32")
         if len({str(lut.table.dtype) for lut in self.luts}) > 1:
             raise ValueError("full-to-SWA tables of several dtypes, expected one")
         for stream in self.streams:
@@ -117,23 +143,30 @@ class RunnerOnDevice:
     def descriptor(self) -> list[int]:
         """Return the words that the kernels read all this from."""
         words = [0] * DESCRIPTOR_WORDS
-        windows = [group.window for group in self.groups]
-        # The slot before a window is its chain's predecessor, so its cell is read as well.
-        longest = max(windows) + 1 if windows and 0 not in windows else 0
-        parts = (len(self.groups), len(self.luts), len(self.streams))
-        table = (self.table.data_ptr(), *self.table.shape, self.table.stride(0), self.shadow.data_ptr())
-        words[:9] = (*table, longest, *parts)
+        words[6:10] = (len(self.groups), len(self.luts), len(self.streams), len(self.tables))
         for at, group in zip(range(GROUPS_AT, LUTS_AT, GROUP_WORDS), self.groups, strict=False):
             addresses = (group.stamps.data_ptr(), group.known.data_ptr())
-            words[at : at + 5] = (group.window, group.lut, group.num_slots, *addresses)
+            words[at : at + 6] = (group.window, group.lut, group.num_slots, *addresses, group.table)
         for at, lut in zip(range(LUTS_AT, STREAMS_AT, LUT_WORDS), self.luts, strict=False):
             words[at : at + 3] = (lut.table.data_ptr(), lut.shadow.data_ptr(), lut.table.shape[0])
         before = 0
-        for at, stream in zip(range(STREAMS_AT, DESCRIPTOR_WORDS, STREAM_WORDS), self.streams, strict=False):
-            there = (stream.rows.data_ptr(), stream.rows.stride(0) // 8, stream.rows.shape[0])
+        for at, stream in zip(range(STREAMS_AT, TABLES_AT, STREAM_WORDS), self.streams, strict=False):
+            num_slots = min(int(stream.rows.shape[0]) * stream.page_size, int(stream.shadow.shape[0]))
+            there = (stream.rows.data_ptr(), stream.rows.stride(0) // 8, num_slots)
             words[at : at + 7] = (*there, stream.words, stream.shadow.data_ptr(), stream.group, before)
+            words[at + 7 : at + 9] = (stream.page_size, stream.bytes_per_token // 8)
             before += stream.words
+        for number, at in zip(range(len(self.tables)), range(TABLES_AT, DESCRIPTOR_WORDS, TABLE_WORDS), strict=False):
+            words[at : at + 11] = self._table_words(number)
         return words
+
+    def _table_words(self, number: int) -> tuple[int, ...]:
+        (table, page_size, by_place, allocated), shadow = self.tables[number].engine, self.tables[number].shadow
+        windows = [group.window for group in self.groups if group.table == number]
+        # The slot before a window is its chain's predecessor, so its cell is read as well.
+        longest = max(windows) + 1 if windows and 0 not in windows else 0
+        there = (table.data_ptr(), *table.shape, table.stride(0), shadow.data_ptr(), *shadow.shape)
+        return (*there, longest, page_size, allocated, int(by_place))
 
 
 class Section(NamedTuple):
@@ -152,8 +185,8 @@ class Section(NamedTuple):
 class FrameLayout:
     """The sections of one frame of `bs` requests, in words; made once for forwards of a size, since an engine's thread reads it.
 
-    `inputs` words hold rows, prefix_lens, extend_lens `[bs]`, input_ids, positions, out_cache_loc `[tokens]`; each stream's
-    written bytes follow, `[tokens, words]`, then from `lens_at` on attention's sequence and query lengths, `[bs]` each:
+    `inputs` words hold rows, prefix_lens, extend_lens `[bs]`, input_ids, positions and, of each of the runner's `tables`,
+    out_cache_loc `[tokens]`; each stream's written bytes follow, `[tokens, words]`, then from `lens_at` on attention's sequence and query lengths, `[bs]` each:
     `fixed` words are always there. Then come the `sections`, by their words of `counters`: `words` in all. `ticket` is what
     a ticket says of this. An entry of the table changes speaks of `tile` positions.
     """
@@ -169,9 +202,10 @@ class FrameLayout:
         kv_capacity: int,
         tile: int,
         attention_capacity: int = 0,
+        tables: int = 1,
     ) -> None:
-        self.bs, self.tokens, self.stream_words = bs, tokens, stream_words
-        self.inputs = 3 * bs + 3 * tokens
+        self.bs, self.tokens, self.stream_words, self.tables = bs, tokens, stream_words, tables
+        self.inputs = 3 * bs + (2 + tables) * tokens
         self.lens_at = self.inputs + tokens * sum(stream_words)
         self.fixed = self.lens_at + 2 * bs
         table = Section(self.fixed, table_capacity, TABLE_ENTRY + tile)
@@ -194,7 +228,7 @@ class ModelInput:
     extend_each: int = 1
     input_ids: Any  # [at least num_tokens]
     positions: Any  # [at least num_tokens]
-    out_cache_loc: Any  # [any] slot of each token; past its end the tokens have none
+    out_cache_loc: Any  # [any], or [tables, any] for several: slot of each token; past its end the tokens have none
     num_tokens: int
 
     def check(self) -> None:
@@ -214,3 +248,15 @@ class AttentionTensors:
     window_indptr: Any | None  # as `kv_indptr`, of a sliding window
     window_indices: Any | None
     qo_indptr: Any | None  # [at least bs + 1]; None: each request has one query token, whose slot is among `kv_indices`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLens:
+    """The lengths that attention is given, contiguous and of any integer type.
+
+    `tables` says whether it reads its slots in the very block tables that are compared, of all groups.
+    """
+
+    seq_lens: Any  # [at least bs]
+    query_start_loc: Any  # [at least bs + 1]
+    tables: bool

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from .frame_kernels import attention_kernel, begin_kernel, end_kernel, write_ticket_kernel
-from .frames import AttentionTensors, FrameLayout, ModelInput
+from .frames import AttentionLens, AttentionTensors, FrameLayout, ModelInput
 
 PROGRAMS = 1024  # of each launch: enough to fill a device
 TILE = 512
@@ -87,13 +87,15 @@ class ModelForward:
 
     __slots__ = ("_given", "_launches", "_lut_int64", "address", "attention", "bs", "programs", "ticket", "tokens")
 
-    def __init__(self, ticket: Any, given: ModelInput, attention: AttentionTensors | None, *, lut_int64: bool) -> None:
+    def __init__(
+        self, ticket: Any, given: ModelInput, attention: AttentionTensors | AttentionLens | None, *, lut_int64: bool
+    ) -> None:
         self.ticket = ticket
         self.address = int(ticket.data_ptr())
         self.attention = attention
         self.bs = int(given.rows.numel())
         self.tokens = given.num_tokens
-        self.programs = PROGRAMS * (2 if attention is None else 3)
+        self.programs = PROGRAMS * (3 if isinstance(attention, AttentionTensors) else 2)
         self._given = given
         self._launches = launches_on(ticket)
         self._lut_int64 = lut_int64
@@ -108,14 +110,19 @@ class ModelForward:
         given, attention = self._given, self.attention
         minus, extend = given.minus, given.extend
         lens = (given.prefix, given.rows if minus is None else minus, given.rows if extend is None else extend)
+        loc, copied = given.out_cache_loc, isinstance(attention, AttentionLens)
+        own = (attention.seq_lens, attention.query_start_loc) if isinstance(attention, AttentionLens) else (loc, loc)
         self._launches.launch(
             begin_kernel,
             PROGRAMS,
-            (self.ticket, given.rows, *lens, given.input_ids, given.positions, given.out_cache_loc),
-            (given.out_cache_loc.numel(), given.prefix.numel(), given.extend_each, self.bs, given.num_tokens),
-            (minus is not None, extend is not None, self._lut_int64, TILE),
+            (self.ticket, given.rows, *lens, given.input_ids, given.positions, loc, *own),
+            (
+                *(int(loc.shape[-1]), given.prefix.numel(), given.extend_each, self.bs, given.num_tokens),
+                int(loc.stride(0)) if loc.ndim > 1 else 0,
+            ),
+            (minus is not None, extend is not None, copied, self._lut_int64, TILE),
         )
-        if attention is None:
+        if not isinstance(attention, AttentionTensors):
             return
         window_indptr, window_indices = attention.window_indptr, attention.window_indices
         qo_indptr = attention.qo_indptr

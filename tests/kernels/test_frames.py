@@ -15,7 +15,7 @@ from triton.compiler import ASTSource, compile
 from kvcanary.kernels.capture import frame_kernels as inside
 
 longs = ("rows_in", "prefix_in", "ids_in", "positions_in", "loc_in", "frames", "counters", "descriptor", "ticket", "kv_indices", "window_indices")
-shorts = ("minus_in", "extend_in", "kv_indptr", "window_indptr", "qo_indptr")
+shorts = ("minus_in", "extend_in", "kv_indptr", "window_indptr", "qo_indptr", "seq_lens_in", "starts_in")
 types = dict.fromkeys(longs, "*i64") | dict.fromkeys(shorts, "*i32")
 
 
@@ -27,8 +27,8 @@ def build(kernel, **constants):
 
 
 build(inside.write_ticket_kernel)
-build(inside.begin_kernel, HAS_MINUS=True, HAS_EXTEND=True, LUT_INT64=False, TILE=512)
-build(inside.begin_kernel, HAS_MINUS=False, HAS_EXTEND=False, LUT_INT64=True, TILE=512)
+build(inside.begin_kernel, HAS_MINUS=True, HAS_EXTEND=True, HAS_LENS=False, LUT_INT64=False, TILE=512)
+build(inside.begin_kernel, HAS_MINUS=False, HAS_EXTEND=False, HAS_LENS=True, LUT_INT64=True, TILE=512)
 build(inside.attention_kernel, HAS_QO=True, HAS_WINDOW=True, TILE=512)
 build(inside.attention_kernel, HAS_QO=False, HAS_WINDOW=False, TILE=512)
 build(inside.end_kernel, TILE=512)

@@ -10,10 +10,10 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
 
-from ....kernels.capture.frames import NUM_COUNTERS, FrameLayout, ModelInput
+from ....kernels.capture.frames import NUM_COUNTERS, AttentionLens, FrameLayout, ModelInput
 from ...errors import error_text
 from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
-from .forward import DeviceForward, ForwardRequests, FrameInFlight
+from .forward import DeviceForward, ForwardPart, ForwardRequests, FrameInFlight
 from .shadows import DeviceShadows
 
 if TYPE_CHECKING:
@@ -112,16 +112,18 @@ class DeviceCapture:
     def _make_layout(self, runner: int, bs: int, tokens: int, many: bool, attention: bool) -> FrameLayout:
         """Return a frame's sections, with room for many changes, and for what attention got, if asked for."""
         known = self.shadows.runners[runner]
-        words, luts, width = known.stream_words, len(known.luts), int(known.table.shape[1])
+        words, luts = known.stream_words, len(known.luts)
+        width, tables = max(int(table.shadow.shape[1]) for table in known.tables), len(known.tables)
         return FrameLayout(
             bs=bs,
             tokens=tokens,
             stream_words=words,
-            table_capacity=min(bs * -(-width // self._tile), TABLE_TILES if many else TABLE_TILES_FEW),
+            table_capacity=min(tables * bs * -(-width // self._tile), TABLE_TILES if many else TABLE_TILES_FEW),
             lut_capacity=min(luts * (bs * width + tokens), LUT_CHANGES),
             kv_capacity=min(len(words) * bs * width, KV_CHANGES),
             tile=self._tile,
             attention_capacity=ATTENTION_CHANGES if attention else 0,
+            tables=tables,
         )
 
     def prepare(self) -> None:
@@ -135,9 +137,8 @@ class DeviceCapture:
             for _ in range(2):  # the second is launched as all that follow; the stamp 0 has nothing captured
                 self._writers[number].write(ticket, ticket.data_ptr(), (0, 0, 0, 0, 0), layout, 0)
                 for prefix, minus, extend in ((row, None, None), (lens, None, lens), (row, lens, lens)):
-                    model = self._run_of(
-                        number, ModelInput(rows=row, prefix=prefix, minus=minus, extend=extend, **nothing)
-                    )
+                    given = ModelInput(rows=row, prefix=prefix, minus=minus, extend=extend, **nothing)
+                    model = self._run_of(number, given)
                     model.begin()
                     model.end()
 
@@ -160,16 +161,17 @@ class DeviceCapture:
         if self.off:
             return -1
         forward.check()
-        model = self._run_of(forward.runner, forward)
-        frame = self.expect(model, forward.mode, forward.runner, model.bs, forward.requests, forward.truth_lens)
+        model = self._run_of(forward.runner, forward, forward.attention)
+        of = (forward.mode, forward.runner, model.bs, forward.requests, forward.truth_lens)
+        frame = self.expect(model, *of, parts=forward.parts, new_rows=forward.new_rows)
         if frame is not None:
             self.begin(model, frame)
-        return self.next_forward - 1
+        return self.next_forward - max(len(forward.parts), 1)
 
-    def _run_of(self, runner: int, given: ModelInput) -> "ModelForward":
+    def _run_of(self, runner: int, given: ModelInput, attention: AttentionLens | None = None) -> "ModelForward":
         from ....kernels.capture.model_forward import ModelForward
 
-        return ModelForward(self._tickets[runner], given, None, lut_int64=self._lut_int64[runner])
+        return ModelForward(self._tickets[runner], given, attention, lut_int64=self._lut_int64[runner])
 
     def expect(
         self,
@@ -179,6 +181,9 @@ class DeviceCapture:
         bs: int,
         requests: ForwardRequests,
         truth_lens: Sequence[int] | bytes,
+        *,
+        parts: tuple[ForwardPart, ...] = (),
+        new_rows: bool = True,
     ) -> FrameInFlight | None:
         """Have the next run of a model on the current stream fill a frame, and return that.
 
@@ -192,11 +197,12 @@ class DeviceCapture:
             self.after(NO_END)
         self.engine_thread = get_ident()
         number = self.next_forward
-        self.next_forward = number + 1
+        self.next_forward = number + max(len(parts), 1)
         fresh = self._reset
-        many = fresh or self._catching_up or model.has_extend
+        many = fresh or self._catching_up or (model.has_extend and new_rows)
         attention = model.attention
-        layout = self._layout(runner, model.bs, model.tokens, many, attention is not None)
+        compared = attention is not None and not isinstance(attention, AttentionLens)
+        layout = self._layout(runner, model.bs, model.tokens, many, compared)
         taken = self._taken
         place = self._buffer.take(layout.words) if taken - self._given_back < MAX_IN_FLIGHT else None
         if place is None:
@@ -213,7 +219,9 @@ class DeviceCapture:
         numbers = (number % INT32_MAX + 1, at, counters, (taken + 1) % COUNTERS, int(watched))
         self._writers[runner].write(model.ticket, model.address, numbers, layout, model.programs)
         read = 0
-        if attention is not None:
+        if isinstance(attention, AttentionLens):
+            read = ATTENTION_LENS | ATTENTION_SLOTS if attention.tables else ATTENTION_LENS
+        elif attention is not None:
             whole = attention.window_indices is not None
             read = ATTENTION_LENS | ATTENTION_SLOTS if whole else self._read_without_window[runner]
         return FrameInFlight(
@@ -232,6 +240,7 @@ class DeviceCapture:
             bs=bs,
             programs=model.programs,
             attention=read,
+            parts=parts,
         )
 
     def begin(self, model: "ModelForward", frame: FrameInFlight) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ....kernels.arrays import Int64Array
-from ....kernels.capture.frames import FrameLayout, ModelInput
+from ....kernels.capture.frames import AttentionLens, FrameLayout, ModelInput
 
 
 class TokenSource(Protocol):
@@ -46,6 +46,13 @@ class BatchRequests:
     known_lens: Int64Array | None = None
 
 
+class ForwardPart(NamedTuple):
+    """Some requests of a model's run, recorded as a forward of their own: an engine may let one read what another writes."""
+
+    mode: str
+    requests: Int64Array  # [n] places in the batch, ascending
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceForward(ModelInput):
     """One forward, before it runs: what its model is run with, as `ModelInput` has it, and whose it is.
@@ -55,12 +62,18 @@ class DeviceForward(ModelInput):
         runner: index into the header's runners.
         requests: the forward's.
         truth_lens: how many of each request's tokens the scheduler has at this moment, beside `known_lens`.
+        parts: if it is recorded as several forwards, those in order.
+        attention: the lengths that attention is given, if they are known.
+        new_rows: whether some requests may have new rows, of which many entries are new.
     """
 
     mode: str
     runner: int
     requests: ForwardRequests
     truth_lens: Sequence[int] | bytes = ()
+    parts: tuple[ForwardPart, ...] = ()
+    attention: AttentionLens | None = None
+    new_rows: bool = True
 
 
 class FrameInFlight(NamedTuple):
@@ -82,3 +95,9 @@ class FrameInFlight(NamedTuple):
     programs: int  # that fill the frame
     attention: int  # what was read where attention takes it, as the column `attention_watched` has it
     note: str = ""  # how the forward failed
+    parts: tuple[ForwardPart, ...] = ()  # as `DeviceForward` has it; they are numbered from `number` on
+
+    @property
+    def last(self) -> int:
+        """The number of the last forward that it is recorded as."""
+        return self.number + max(len(self.parts) - 1, 0)

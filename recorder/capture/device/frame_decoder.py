@@ -1,20 +1,22 @@
 """From frames to events: which forwards the trace can hold, and what it says of the others."""
 
+import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
+from ....kernels.arrays import ByteArray, Int64Array
 from ....kernels.capture.changes import RowRuns, cells_to_runs
 from ....kernels.capture.frames import RunnerOnDevice
 from ...trace.header import StateTable, TraceHeader
 from ..forward_event import lut_columns, table_columns, truth_columns
+from ..forward_input import CopiedForward
 from ..host_arrays import ragged_index, wrapped
 from ..recorder import Recorder
 from .capture import DeviceCapture
-from .forward import FrameInFlight, TokenSource
+from .forward import ForwardPart, FrameInFlight, TokenSource
 from .frame_reader import Frame, FrameReader
 
 LOST: Final = "something that happened has been lost"
@@ -80,9 +82,9 @@ class TableChanges:
 
     def columns(self, runner: int, frame: Frame) -> dict[str, Int64Array]:
         """Return the columns of everything that is not yet recorded, this forward's changes included."""
-        table = self._runners[runner].table_number
         self._take_luts(runner, frame)
-        self._table_cells[table].append(frame.table_changes)
+        for table, found in zip(self._runners[runner].tables, frame.table_changes, strict=True):
+            self._table_cells[table.number].append(found)
         columns = table_columns([cells_to_runs(*_latest(cells).T) for cells in self._table_cells])
         columns |= lut_columns([cells_to_runs(*_latest(self._lut_cells).T)])
         for cells in self._table_cells:
@@ -92,16 +94,17 @@ class TableChanges:
 
     def keep(self, runner: int, frame: Frame) -> None:
         """Keep the changes of a forward that is not recorded, and what it itself put into the table."""
-        table = self._runners[runner].table_number
         self._take_luts(runner, frame)
-        forward, slots = frame.forward, frame.slots
+        forward = frame.forward
         lens = forward.new_lens
-        lens = np.minimum(lens, np.maximum(slots.size - (np.cumsum(lens) - lens), 0))
+        lens = np.minimum(lens, np.maximum(frame.slots.shape[1] - (np.cumsum(lens) - lens), 0))
         rows, positions = np.repeat(forward.rows, lens), ragged_index(forward.prefix_lens, lens)
-        written = np.stack((rows, positions, wrapped(slots[: rows.size])), axis=1)
-        shape = self._header.tables[table]
-        inside = (rows > 0) & (rows < shape.rows) & (positions >= 0) & (positions < shape.width)
-        self._table_cells[table] += [frame.table_changes, written[inside]]
+        tables = self._runners[runner].tables
+        for (number, *_), cells, slots in zip(tables, frame.table_changes, frame.slots, strict=True):
+            written = np.stack((rows, positions, wrapped(slots[: rows.size])), axis=1)
+            shape = self._header.tables[number]
+            inside = (rows > 0) & (rows < shape.rows) & (positions >= 0) & (positions < shape.width)
+            self._table_cells[number] += [cells, written[inside]]
 
     def forget(self) -> None:
         """Start anew, as the device does after a reset."""
@@ -170,11 +173,11 @@ class FrameDecoder:
             if not self.follows:
                 self._capture.reset()
         if not self.follows:
-            self._recorder.drop_captured(in_flight.number, {})
+            self._recorder.drop_captured(in_flight.last, {})
         elif not frame.complete:
             # What did not fit is in the next frame that has room; until then nothing can be judged by it.
             self._changes.keep(in_flight.runner, frame)
-            self._recorder.drop_captured(in_flight.number, self._lost_slots(in_flight, frame))
+            self._recorder.drop_captured(in_flight.last, self._lost_slots(in_flight, frame))
             self._capture.catch_up(still=True)
         elif self._put(in_flight, frame):
             self.loss_recorded = False
@@ -199,25 +202,30 @@ class FrameDecoder:
     def _put(self, in_flight: FrameInFlight, frame: Frame) -> bool:
         forward, requests = frame.forward, in_flight.requests
         runner = self._capture.shadows.runners[in_flight.runner]
-        elsewhere = np.full(frame.slots.size, -1, np.int64)
-        forward.out_cache_loc = tuple(
-            frame.slots if table == runner.table_number else elsewhere for table in range(len(self._header.tables))
-        )
+        out_cache_loc = [np.full(forward.input_ids.size, -1, np.int64)] * len(self._header.tables)
+        for table, slots in zip(runner.tables, frame.slots, strict=True):
+            out_cache_loc[table.number] = slots
+        forward.out_cache_loc = tuple(out_cache_loc)
         forward.changes = self._changes.columns(in_flight.runner, frame)
+        truth, lens = None, list[int]()
         if requests is not None:
             known = requests.ids[: forward.rows.size]
             forward.request_ids[: known.size] = known
-            lens = _truth_lens(in_flight, requests.known_lens)
-            forward.changes |= self._truth.changes(forward.rows, requests.truth, lens)
+            truth, lens = requests.truth, _truth_lens(in_flight, requests.known_lens)
         written, written_to = iter(frame.written), self._written(in_flight.runner, frame)
         gathered = {g: [next(written) for _ in self._header.groups[g].streams] for g in written_to}
         forward.written = tuple(written_to.get(g, _NOTHING) for g in range(len(self._header.groups)))
-        return self._recorder.put_captured(forward, gathered)
+        for one, content, places in _forwards(forward, gathered, in_flight.parts):
+            chosen = truth if truth is None or places is None else [truth[r] for r in places]
+            one.changes |= self._truth.changes(one.rows, chosen, lens if places is None else [lens[r] for r in places])
+            if not self._recorder.put_captured(one, content):
+                return False
+        return True
 
     def _written(self, runner: int, frame: Frame) -> dict[int, Int64Array]:
         """Return the slots that a forward wrote, of each of its runner's groups."""
         groups = self._capture.shadows.runners[runner].groups
-        return {group.number: self._changes.in_group(group.number, frame.slots) for group in groups}
+        return {group.number: self._changes.in_group(group.number, frame.slots[group.table]) for group in groups}
 
     def _lost_slots(self, in_flight: FrameInFlight, frame: Frame) -> dict[int, Int64Array]:
         """Return what a forward that is not recorded changed: slots that it wrote, and those that changed by themselves."""
@@ -230,6 +238,38 @@ class FrameDecoder:
             if self._header.groups[group].lut >= 0 and not frame.all_luts:
                 lost[group] = np.arange(self._header.groups[group].num_slots)
         return lost
+
+
+def _forwards(
+    forward: CopiedForward, gathered: dict[int, list[ByteArray]], parts: Sequence[ForwardPart]
+) -> Iterator[tuple[CopiedForward, dict[int, list[ByteArray]], list[int] | None]]:
+    """Yield the forwards that a frame holds, their bytes, and the places of their requests, None for all.
+
+    What changed without a write, of tables and bytes, goes with the first.
+    """
+    if len(parts) < 2:
+        yield forward, gathered, None
+        return
+    begins = np.cumsum(forward.extend_lens) - forward.extend_lens
+    for number, (mode, places) in enumerate(parts):
+        tokens = ragged_index(begins[places], forward.extend_lens[places])
+        one = dataclasses.replace(
+            forward,
+            mode=mode,
+            number=forward.number + number,
+            rows=forward.rows[places],
+            request_ids=forward.request_ids[places],
+            prefix_lens=forward.prefix_lens[places],
+            extend_lens=forward.extend_lens[places],
+            input_ids=forward.input_ids[tokens],
+            positions=forward.positions[tokens],
+            out_cache_loc=tuple(slots[tokens] for slots in forward.out_cache_loc),
+            written=tuple(slots[tokens] if slots.size else slots for slots in forward.written),
+            attention={name: lens[places] for name, lens in forward.attention.items()},
+            changes={} if number else forward.changes,
+            kv_changes=[] if number else forward.kv_changes,
+        )
+        yield one, {g: [rows[tokens] for rows in streams] for g, streams in gathered.items()}, places.tolist()
 
 
 def _truth_lens(in_flight: FrameInFlight, known_lens: Int64Array | None) -> list[int]:

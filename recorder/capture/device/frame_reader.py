@@ -17,6 +17,7 @@ from ....kernels.capture.frames import (
     NUM_COUNTERS,
     TABLE_CHANGES,
     TABLE_ENTRY,
+    TABLE_OF_ENTRY,
     UNCHANGED,
 )
 from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, PHASE_AFTER
@@ -33,9 +34,9 @@ class Frame:
     """A frame on the host, in arrays of its own; padding at the end is left out."""
 
     forward: CopiedForward  # but for request ids, tables and tokens
-    slots: Int64Array  # [tokens] where each token is written
+    slots: Int64Array  # [tables of the runner, tokens] where each token is written
     written: list[ByteArray]  # of each stream [tokens, capture_bytes]
-    table_changes: Int64Array  # [n, 3] row, position, slot
+    table_changes: list[Int64Array]  # of each table of the runner [n, 3] row, position, slot
     lut_changes: Int64Array  # [n, 3] table, full slot, sliding-window slot
     complete: bool  # all changes of tables are there
     all_luts: bool  # those of full-to-SWA tables are
@@ -71,7 +72,7 @@ class FrameReader:
             counters, fixed = self._fetch_fixed(in_flight)
         bs, tokens = layout.bs, layout.tokens
         requests = fixed[: 3 * bs].reshape(3, bs).copy()
-        inputs = fixed[3 * bs : layout.inputs].reshape(3, tokens).copy()
+        inputs = fixed[3 * bs : layout.inputs].reshape(2 + layout.tables, tokens).copy()
         lens = fixed[layout.lens_at : layout.fixed].reshape(2, bs).copy()
         real, real_tokens = _without_padding(in_flight, requests[0])
         written, at = [], layout.inputs
@@ -90,7 +91,7 @@ class FrameReader:
             notes.append(f"attention got {counters[ATTENTION]:,} slots other than it should; they are not recorded")
         attention = in_flight.attention if all_slots else in_flight.attention & ATTENTION_LENS
         rows, prefix_lens, extend_lens = requests[:, :real]
-        input_ids, positions, out_cache_loc = inputs[:, :real_tokens]
+        input_ids, positions, *out_cache_loc = inputs[:, :real_tokens]
         forward = CopiedForward(
             mode=in_flight.mode,
             runner=in_flight.runner,
@@ -116,9 +117,9 @@ class FrameReader:
             forward.attention |= _attention_slots(groups, slots)
         return Frame(
             forward=forward,
-            slots=out_cache_loc,
+            slots=np.stack(out_cache_loc),
             written=written,
-            table_changes=_cells(tables),
+            table_changes=_cells(tables, layout.tables),
             lut_changes=luts,
             complete=all_tables and all_luts,
             all_luts=all_luts,
@@ -178,14 +179,17 @@ def _without_padding(in_flight: FrameInFlight, rows: Int64Array) -> tuple[int, i
     return real, tokens // bs * real
 
 
-def _cells(tiles: Int64Array) -> Int64Array:
-    """Return the changed cells of tiles, `[n, 3]`: row, position, slot."""
+def _cells(tiles: Int64Array, tables: int) -> list[Int64Array]:
+    """Return the changed cells of tiles by their tables, `[n, 3]` each: row, position, slot."""
     which, offset = np.nonzero(tiles[:, TABLE_ENTRY:] != UNCHANGED)
     found = np.empty((which.size, 3), np.int64)
-    found[:, 0] = tiles[which, 0]
+    found[:, 0] = tiles[which, 0] % TABLE_OF_ENTRY
     found[:, 1] = tiles[which, 1] + offset
     found[:, 2] = tiles[which, TABLE_ENTRY + offset]
-    return found
+    if tables == 1:
+        return [found]
+    table = tiles[which, 0] // TABLE_OF_ENTRY
+    return [found[table == number] for number in range(tables)]
 
 
 def _attention_slots(groups: Int64Array, found: Int64Array) -> dict[str, Int64Array]:

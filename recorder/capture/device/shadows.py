@@ -6,16 +6,23 @@ from typing import Any
 import numpy as np
 
 from ....kernels.arrays import ByteArray, Int64Array
-from ....kernels.capture.frames import GroupOnDevice, LutOnDevice, RunnerOnDevice, StreamOnDevice
+from ....kernels.capture.frames import (
+    BlockTable,
+    GroupOnDevice,
+    LutOnDevice,
+    RunnerOnDevice,
+    StreamOnDevice,
+    TableOnDevice,
+)
 from ....kernels.ops.hash.kv_source import KvSource
-from ...trace.header import PoolGroup, TraceHeader
+from ...trace.header import TraceHeader
 
 
 class DeviceShadows:
     """Every runner's shadows; `bytes` is what they take on the device.
 
-    `tables` are the engine's block tables, `[rows, width] int32`, `luts` its full-to-SWA tables, `sources` say for each
-    `(group, stream)` where the bytes lie. Raises `ValueError`, which says why, for an engine that cannot be recorded this way.
+    `tables` are the engine's block tables, as `[rows, width] int32` or a `BlockTable`, `luts` its full-to-SWA tables,
+    `sources` say for each `(group, stream)` where the bytes lie. Raises `ValueError`, which says why, for an engine that cannot be recorded this way.
     """
 
     def __init__(
@@ -29,21 +36,30 @@ class DeviceShadows:
         import torch
 
         self._owned: list[Any] = []
-        device = tables[0].device
+        engine_tables = [one if isinstance(one, BlockTable) else BlockTable(one) for one in tables]
+        device = engine_tables[0].table.device
 
         def zeros(shape: Sequence[int], dtype: Any) -> Any:
             self._owned.append(torch.zeros(tuple(shape), dtype=dtype, device=device))
             return self._owned[-1]
 
-        table_shadows = [zeros(table.shape, torch.int32) for table in tables]
+        shapes = [(one.rows, one.width) for one in header.tables]
+        known_tables = [
+            TableOnDevice(number, table, zeros(shapes[number] if table.by_place else table.table.shape, torch.int32))
+            for number, table in enumerate(engine_tables)
+        ]
         known_luts = [LutOnDevice(number, lut, zeros(lut.shape, torch.int64)) for number, lut in enumerate(luts)]
         self.runners: list[RunnerOnDevice] = []
         for number in range(len(header.runners)):
             mine = [(g, group) for g, group in enumerate(header.groups) if group.runner == number]
             used = sorted({group.lut for _, group in mine if group.lut >= 0})
+            if any(group.reads_before_write for _, group in mine):
+                raise ValueError(f"runner {number} has ring buffers, which must be looked at before a forward")
+            used_tables = sorted({group.table for _, group in mine}) or [0]
             groups = [
                 GroupOnDevice(
                     number=g,
+                    table=used_tables.index(group.table),
                     window=group.window,
                     lut=used.index(group.lut) if group.lut >= 0 else -1,
                     num_slots=group.num_slots,
@@ -53,19 +69,12 @@ class DeviceShadows:
                 for g, group in mine
             ]
             streams = [
-                StreamOnDevice(
-                    rows=_rows(sources[g, s])[: group.num_slots],  # the shadow has no more
-                    shadow=zeros((group.num_slots, stream.capture_bytes // 8), torch.int64),
-                    group=place,
-                )
+                _stream(sources[g, s], zeros((group.num_slots, stream.capture_bytes // 8), torch.int64), place)
                 for place, (g, group) in enumerate(mine)
                 for s, stream in enumerate(group.streams)
             ]
-            table = _only_table(number, [group for _, group in mine])
             runner = RunnerOnDevice(
-                table_number=table,
-                table=tables[table],
-                shadow=table_shadows[table],
+                tables=[known_tables[table] for table in used_tables],
                 groups=groups,
                 luts=[known_luts[lut] for lut in used],
                 streams=streams,
@@ -133,16 +142,13 @@ class DeviceShadows:
         )
 
 
-def _only_table(runner: int, groups: list[PoolGroup]) -> int:
-    tables = {group.table for group in groups}
-    if len(tables) > 1:
-        raise ValueError(f"runner {runner} has groups of {len(tables)} block tables, expected one")
-    if any(group.reads_before_write for group in groups):
-        raise ValueError(f"runner {runner} has ring buffers, which must be looked at before a forward")
-    return tables.pop() if tables else 0
-
-
-def _rows(source: KvSource) -> Any:
-    if source.page_size != 1:
-        raise ValueError(f"pages of {source.page_size} slots in one row, expected one slot a row")
-    return source.tensor
+def _stream(source: KvSource, shadow: Any, group: int) -> StreamOnDevice:
+    if source.page_size > 1 and source.bytes_per_token % 8:
+        raise ValueError(f"tokens of {source.bytes_per_token} bytes in a page, expected 64-bit words")
+    return StreamOnDevice(
+        rows=source.tensor,
+        shadow=shadow,
+        group=group,
+        page_size=source.page_size,
+        bytes_per_token=source.bytes_per_token if source.page_size > 1 else 8,
+    )

@@ -47,6 +47,10 @@ class TokenList:
         """Return the tokens so far `[n] int64`; valid until the next change."""
         return self._tokens[: self._count]
 
+    def tokens(self, start: int, stop: int) -> Int64Array:
+        """Return the tokens from position `start` to before `stop`, fewer if there are not so many; from any thread."""
+        return self._tokens[start : min(stop, self._count)].copy()
+
     def follow(self, prompt: Any, output: Any) -> Int64Array:
         """Return prompt and output as the engine's lists have them now, `[n] int64`; valid until the next call."""
         total = len(prompt) + len(output)

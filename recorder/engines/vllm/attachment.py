@@ -9,6 +9,7 @@ from ...process.settings import RecordingSettings
 from ..common.attachment import EngineAttachment
 from ..common.hooking import Around, Finish, around, beside, while_true, wrap_method
 from ..common.stopping import stop_tree
+from .device import step_v1, step_v2
 from .recording import VllmRecording
 from .step import read_v1, read_v2
 
@@ -140,7 +141,10 @@ class VllmAttachment(EngineAttachment):
         if recording is None:
             return None
         groups = recording.layout.groups
-        recording.before_model(read_v1(runner, recording.output, groups, input_ids, positions, recording.attention))
+        if recording.on_device is not None:
+            recording.capture(step_v1(runner, recording.output, groups, input_ids, positions))
+        else:
+            recording.before_model(read_v1(runner, recording.output, groups, input_ids, positions, recording.attention))
         return lambda _, error: recording.after_model(error)
 
     @beside
@@ -149,7 +153,11 @@ class VllmAttachment(EngineAttachment):
         recording = self._live("on_prepared", runner)
         if recording is not None:
             prepared = yield
-            recording.before_model(read_v2(runner, recording.output, recording.layout.groups, batch, *prepared))
+            groups = recording.layout.groups
+            if recording.on_device is not None:
+                recording.prepared(step_v2(recording.output, groups, batch, prepared[1]))
+            else:
+                recording.before_model(read_v2(runner, recording.output, groups, batch, *prepared))
 
     @beside
     def on_sample(self, runner: Any, *_args: Any, **_kwargs: Any) -> Around:

@@ -1,21 +1,25 @@
 """One vLLM runner's recording: what its steps, its requests and its scheduler's blocks mean in the recorder's words."""
 
+import dataclasses
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import AttentionInput
 from ...capture.host_arrays import runs_to_slots
 from ...capture.recorder import Recorder
 from ...process.settings import RecordingSettings
-from ...trace.header import NotWatched
+from ...trace.header import NotWatched, TraceHeader
 from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, EngineError, OnFault, around, while_true, wrap_method
 from .blocks import BlockHistory, why_no_history
+from .device import DeviceStep, DeviceSteps, block_tables, why_it_waits
 from .drafts import DraftWrites
 from .external import ExternalLoads, connector_of
 from .external import not_watched as connector_not_watched
@@ -57,16 +61,17 @@ class VllmRecording:
         sweep_every = settings.sweep_every if getattr(pool, "enable_caching", False) else 0
         header = describe_engine(runner, layout, notes, history=not no_history, sweep_every=sweep_every)
         settings.folder.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {"kv_sources": layout.kv.sources, "kv_watch_every": settings.kv_watch_every}
-        options |= settings.writer_options()
+        connector = connector_of(runner.vllm_config)
+        self.on_device: DeviceSteps | None = None
         path = settings.folder / trace_name("vllm", header, number)
-        self.recorder = recorder = begin_new(path, lambda path: Recorder(path, header, **options))
+        # A DeviceRecorder if `on_device`, else a Recorder.
+        self.recorder: Any = begin_new(path, lambda path: self._begin_trace(path, header, settings, runner, connector))
+        recorder: Any = self.recorder
         self.requests = VllmRequests(header.tables[0].rows)
         self.history: BlockHistory | None = None
         if not no_history:
             self.history = BlockHistory(scheduler, layout, self.requests, recorder, header.sweep_interval)
         self.drafts = DraftWrites(runner, layout, recorder)
-        connector = connector_of(runner.vllm_config)
         self.external = ExternalLoads(connector, layout.groups, self.requests, recorder, scheduler)
         self.output: Any = None  # the scheduler's, of the step that is being executed
         self._step = 0
@@ -75,9 +80,32 @@ class VllmRecording:
         self._now: Step | None = None
         self._first = np.empty(0, np.int64)
         self._later: list[StepForward] = []
+        self._prepared: DeviceStep | None = None  # a step whose metadata are not made yet
         for note in (*layout.notes, *notes):
             logger.info("kvcanary: %s", note)
-        logger.info("%s", settings.start_up_line(recorder.path, recorder.header))
+        logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
+
+    def _begin_trace(
+        self, path: Path, header: TraceHeader, settings: RecordingSettings, runner: Any, connector: str
+    ) -> Recorder | DeviceRecorder:
+        """Return a recorder that never waits for the device, if there is one and it can be."""
+        layout = self.layout
+        options: dict[str, Any] = {"kv_sources": layout.kv.sources, "kv_watch_every": settings.kv_watch_every}
+        options |= settings.writer_options()
+        if on_gpu(runner):
+            why = why_it_waits(runner, layout, connector)
+            try:
+                if not why:
+                    tables = block_tables(runner, layout.groups)
+                    recorder = DeviceRecorder(path, header, tables=tables, luts=(), **options)
+                    self.on_device = DeviceSteps(recorder, layout.groups, tables)
+                    return recorder
+            except (ValueError, AttributeError) as error:
+                why = str(error)
+            note = f"every forward waits for the device: {why}"
+            logger.warning("kvcanary: %s", note)
+            header = dataclasses.replace(header, notes=(*header.notes, note))
+        return Recorder(path, header, **options)
 
     def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:
         """Hook this engine's own parts; `on_history_fault` is called when the slot history failed, which is over then."""
@@ -128,6 +156,7 @@ class VllmRecording:
         known = self.see(name, prompt.size)
         known.prompt_len, known.unknown = prompt.size, unknown
         known.begin(tokens or prompt)
+        known.got_blocks(getattr(request, "block_ids", None), anew=True)
 
     def _record_copies(self, copies: Any) -> None:
         """Record blocks that the step copies before its forward: a prefix hit that ends inside a block gets its own."""
@@ -150,7 +179,11 @@ class VllmRecording:
                 continue
             if self.history is None and name in cached.resumed_req_ids and known.row:
                 self._give_row_back(known, "retracted")
-            known.fresh |= name in cached.resumed_req_ids
+            resumed = name in cached.resumed_req_ids
+            known.fresh |= resumed
+            if self.on_device is not None:
+                blocks = getattr(cached, "new_block_ids", None)
+                known.got_blocks(blocks[place] if blocks else None, anew=resumed)
             tokens = (getattr(cached, "all_token_ids", None) or {}).get(name)
             if tokens is not None:
                 known.begin(tokens)
@@ -158,19 +191,39 @@ class VllmRecording:
             # A load that failed takes back what was sampled on top of it.
             counts = getattr(cached, "num_output_tokens", None)
             if counts:
-                known.tokens.cut(known.prompt_len + counts[place])
+                known.cut(known.prompt_len + counts[place])
             sent = cached.new_token_ids[place] if cached.new_token_ids else ()
             if len(sent) and len(known.tokens) == cached.num_computed_tokens[place]:
                 known.tokens.append(sent)
 
-    def before_model(self, step: Step) -> None:
-        """Record the first forward of the step that the model is about to run, and keep the others for later."""
-        running = [known for known in map(self.requests.get, step.names) if known is not None]
-        if len(running) != len(step.names):
+    def _running(self, names: Sequence[str]) -> list[VllmRequest]:
+        """Return the requests of a step, each with a row."""
+        running = [known for known in map(self.requests.get, names) if known is not None]
+        if len(running) != len(names):
             raise ValueError("a request runs that the scheduler has not sent")
         for known in running:
             if self.requests.run(known, self._step):
                 self.recorder.request_status(request_id=known.request_id, status="admitted", row=known.row)
+        return running
+
+    def prepared(self, step: DeviceStep) -> None:
+        """Keep a step until attention's metadata are there; the model is run after that."""
+        self._prepared = step
+
+    def capture(self, step: DeviceStep) -> None:
+        """Have the device capture a step that the model is about to run."""
+        if self.on_device is None:
+            return
+        self._prepared = None
+        running = self._running(step.names)
+        self.forwards += self.on_device.before(step, running, self.attention)
+        for known in running:
+            known.fresh = False
+        self._open = True
+
+    def before_model(self, step: Step) -> None:
+        """Record the first forward of the step that the model is about to run, and keep the others for later."""
+        running = self._running(step.names)
         self.external.before_model(step, self.output, running)
         self.drafts.requests = running
         forwards = forwards_of(step, self.layout.groups, running, self.requests)
@@ -191,6 +244,9 @@ class VllmRecording:
     def on_attention(self, *_args: Any, **_kwargs: Any) -> Around:
         """Record what attention gets in the step that has begun, if its metadata are made after that: the V2 runner's."""
         metadata = yield
+        if self._prepared is not None:
+            self.capture(dataclasses.replace(self._prepared, given=metadata))
+            return
         step = self._now
         if self._open and step is not None:
             step.given = metadata
@@ -209,6 +265,9 @@ class VllmRecording:
         """Complete the step's forwards, once; their tokens are sampled later."""
         note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
         step = self._now
+        if self._prepared is not None:
+            self._prepared = None
+            self.recorder.lost("a step ran whose attention metadata were not seen")
         if not self._open:
             return
         self._open = False
@@ -284,6 +343,11 @@ class VllmRecording:
     def _give_row_back(self, known: VllmRequest, status: RequestStatus) -> None:
         self.recorder.request_status(request_id=known.request_id, status=status, row=known.row or -1)
         self.requests.give_row_back(known)
+
+
+def on_gpu(runner: Any) -> bool:
+    """Say whether a runner's cache lies on a GPU."""
+    return str(getattr(getattr(runner, "device", None), "type", "")) == "cuda"
 
 
 def _why_no_history(layout: VllmLayout, scheduler: Any, settings: RecordingSettings) -> str:

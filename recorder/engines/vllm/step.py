@@ -17,7 +17,7 @@ from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.attention import paged_read
 from ...capture.forward_input import AttentionInput, ForwardInput, TableRead, TruthTokens
 from ...capture.host_arrays import own_int64, ragged_index
-from ..common.requests import KnownRequest, RequestRows, mode_by_lens, request_id_of, truth_tokens
+from ..common.requests import KnownRequest, RequestRows, TokenList, mode_by_lens, request_id_of, truth_tokens
 from .layout import VllmGroup
 
 # Backends whose metadata hold a sequence length and a block table for each request, under these names.
@@ -49,11 +49,28 @@ class VllmRequest(KnownRequest):
         self.prompt_len = 0
         self.unknown: Int64Array = np.empty(0, np.int64)  # positions of the prompt that have no token
         self.fresh = True  # has not run since it was given its row
+        self.blocks: list[list[int]] = []  # of each of the engine's groups, as the scheduler says
 
     def begin(self, tokens: Sequence[int] | Int64Array) -> None:
         """Start over from these tokens; what the engine keeps in the place of an embedding is none."""
+        self.tokens = TokenList()  # another: who has read the old one's is not to take these for its next ones
         kept = self.tokens.begin(tokens)
         kept[self.unknown[self.unknown < kept.size]] = UNKNOWN_TOKEN
+
+    def cut(self, count: int) -> None:
+        """Forget the tokens from `count` on."""
+        if count < len(self.tokens):
+            kept = self.tokens.all()[: max(0, count)]
+            self.tokens = TokenList()
+            self.tokens.begin(kept)
+
+    def got_blocks(self, blocks: Sequence[Sequence[int]] | None, *, anew: bool) -> None:
+        """Take over the blocks that a request has, `anew`, or gets beside those, in each of the engine's groups."""
+        if anew:
+            self.blocks = [list(mine) for mine in blocks or ()]
+            return
+        for mine, new in zip(self.blocks, blocks or (), strict=False):
+            mine += new
 
 
 class VllmRequests(RequestRows[VllmRequest]):
@@ -118,6 +135,10 @@ class AttentionReader:
                 name = str(attention.backend.get_name())
                 if name not in PLAIN_BACKENDS:
                     self.not_read.append((group.name, name))
+
+    def block_size(self, layer: str, default: int) -> int:
+        """Return the tokens of a block of the table that a layer's kernels get, 0 if its blocks are no neighbours."""
+        return self._block_sizes.get(layer, default)
 
     def read(
         self, metadata: Any, prefix: Int64Array, extend: Int64Array, block_sizes: Sequence[int]
@@ -344,7 +365,12 @@ def levels(step: Step, reads: Sequence[TableRead], fresh: Any) -> Int64Array:
             hit = (ascending[at] == slots) & (slots > 0)
             others = np.unique(writer[order[at[hit]]])
             needs.append((r, others[others != r]))
-    for _ in range(readers.size):  # a circle, which only a broken table has, ends here too
+    return above_needed(level, needs)
+
+
+def above_needed(level: Int64Array, needs: Sequence[tuple[int, Int64Array]]) -> Int64Array:
+    """Return levels at which each request is above those that it needs."""
+    for _ in needs:  # a circle, which only a broken table has, ends here too
         before = level.copy()
         for r, others in needs:
             if others.size:

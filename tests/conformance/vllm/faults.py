@@ -298,6 +298,6 @@ def mark(runner, labels) -> None:
     from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
 
     for attachment in vllm_hooks.attachments:
-        session = attachment.recordings.get(runner)
+        session = attachment.recordings.get(getattr(runner, "real", runner))
         if session is not None:
             session.recorder.mark("injected fault", {**labels, "forward": session.recorder.next_forward})

@@ -99,10 +99,12 @@ class GPUModelRunner:
     def attend(self, output: Any) -> dict[str, Any]:
         """Make attention's metadata, each group's with a block table of its own."""
         bs, counts = len(self.ends), list(output.num_scheduled_tokens.values())
+        seq_lens = torch.tensor([end for _, _, end in self.ends], dtype=torch.int32)
+        query_start_loc = torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32)
         CONTEXT.attn_metadata = {
             name: SimpleNamespace(
-                seq_lens=torch.tensor([end for _, _, end in self.ends], dtype=torch.int32),
-                query_start_loc=torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32),
+                seq_lens=seq_lens,
+                query_start_loc=query_start_loc,
                 block_table=table.block_table.gpu[:bs].clone(),
             )
             for group, table in zip(self.groups, self.input_batch.block_table, strict=True)
@@ -185,7 +187,10 @@ class GPUModelRunnerV2(GPUModelRunner):
     def initialize_kv_cache(self, config: Any, is_profiling: bool = False) -> None:
         super().initialize_kv_cache(config, is_profiling)
         self.model_state = SimpleNamespace(prepare_attn=self.attend)
-        self.block_tables = SimpleNamespace(block_sizes=[BLOCK] * len(config.kv_cache_groups))
+        self.block_tables = SimpleNamespace(
+            block_sizes=[BLOCK] * len(config.kv_cache_groups),
+            input_block_tables=[table.block_table.gpu for table in self.input_batch.block_table],
+        )
 
     def execute_model(self, output: Any, intermediate_tensors: Any = None, dummy_run: bool = False) -> None:
         fed = None if dummy_run else self.prepare(output)
@@ -197,7 +202,9 @@ class GPUModelRunnerV2(GPUModelRunner):
             req_ids=names,
             num_tokens=int(counts.sum()),
             num_scheduled_tokens=counts,
+            num_computed_tokens_np=self.input_batch.num_computed_tokens_cpu[: len(names)],
             seq_lens=torch.tensor([end for _, _, end in self.ends], dtype=torch.int32),
+            query_start_loc=torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32),
             input_ids=torch.cat((fed[0], torch.zeros(3, dtype=torch.int32))),
             positions=torch.cat((fed[1], torch.zeros(3, dtype=torch.int64))),
         )

@@ -1,0 +1,246 @@
+"""vLLM's steps on a GPU, captured there without a wait: block tables, slots, tokens and lengths, where its kernels get them.
+
+A step's block tables and slot mappings are the runner's own buffers, which attention's metadata point into, inside CUDA
+graphs too; whether they do is looked at in each step. What the host knows of a step goes to the device beside them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....kernels.arrays import Int64Array
+from ....kernels.capture.frames import AttentionLens, BlockTable
+from ...capture.device.forward import BatchRequests, DeviceForward, ForwardPart
+from ...capture.device.recorder import DeviceRecorder
+from ..common.requests import mode_by_lens
+from .layout import VllmGroup, VllmLayout, fed_otherwise
+from .step import FIELDS, AttentionReader, VllmRequest, above_needed, forward_context
+
+
+def why_it_waits(runner: Any, layout: VllmLayout, connector: str) -> str:
+    """Return why a runner's forwards cannot be recorded without waiting for the device, nothing if they can."""
+    reasons = {
+        "a draft model's layers are recorded as they store K and V": layout.draft is not None,
+        f"what the KV connector {connector} loads is recorded as it lands": bool(connector),
+        "the model is fed positions of several dimensions": bool(fed_otherwise(runner)),
+        "the model may be fed embeddings in place of tokens": bool(
+            getattr(runner.vllm_config.model_config, "enable_prompt_embeds", False)
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def is_v1(runner: Any) -> bool:
+    """Say whether a runner is the V1 one."""
+    return hasattr(runner, "input_batch")
+
+
+def block_tables(runner: Any, groups: Sequence[VllmGroup]) -> list[BlockTable]:
+    """Return the block tables that a runner's attention reads, `[requests of a batch, blocks]`, of each group."""
+    found = []
+    for group in groups:
+        if is_v1(runner):
+            own = runner.input_batch.block_table[group.gid]
+            table, size = own.block_table.gpu, int(own.block_size)
+        else:
+            table, size = (
+                runner.block_tables.input_block_tables[group.gid],
+                int(runner.block_tables.block_sizes[group.gid]),
+            )
+        found.append(BlockTable(table, size, by_place=True, allocated=group.block_size))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStep:
+    """What a step feeds the model, in the engine's own tensors; lengths that the host knows as arrays."""
+
+    names: tuple[str, ...]  # the requests, in batch order
+    prefix: Int64Array  # [bs] tokens in the cache, by the host
+    extend: Int64Array  # [bs] tokens of this step, by the host
+    prefix_there: Any = None  # [bs] tokens in the cache, if the device has decided; less `extend` if `with_extend`
+    with_extend: bool = False
+    extend_there: Any = None  # [bs] tokens of this step, if the device has decided
+    input_ids: Any
+    positions: Any
+    written: tuple[Any, ...]  # of each group, [T] the slot of each token
+    num_tokens: int
+    drafted: frozenset[str]  # requests that have drafted tokens verified
+    given: Any = None  # attention's metadata by layer
+
+
+def step_v1(runner: Any, output: Any, groups: Sequence[VllmGroup], input_ids: Any, positions: Any) -> DeviceStep:
+    """Return what the V1 runner is about to feed its model; `output` is the scheduler's."""
+    batch = runner.input_batch
+    names = tuple(batch.req_ids)
+    bs, total = len(names), int(output.total_num_scheduled_tokens)
+    context = forward_context()
+    mappings = getattr(context, "slot_mapping", None)
+    written = []
+    for group in groups:  # where a group's first layer takes them, else the runner's own
+        found = mappings.get(group.layers[0]) if isinstance(mappings, dict) and group.layers else None
+        written.append(batch.block_table[group.gid].slot_mapping.gpu if found is None else found)
+    # With asynchronous speculation the host's are a guess.
+    decided = getattr(runner, "use_async_spec_decode", False)
+    return DeviceStep(
+        names=names,
+        prefix=batch.num_computed_tokens_cpu[:bs].astype(np.int64),
+        extend=np.array([output.num_scheduled_tokens[name] for name in names], np.int64),
+        prefix_there=runner.num_computed_tokens if decided else None,
+        input_ids=runner.input_ids.gpu if input_ids is None else input_ids,
+        positions=positions,
+        written=tuple(written),
+        num_tokens=total,
+        drafted=frozenset(output.scheduled_spec_decode_tokens or ()),
+        given=getattr(context, "attn_metadata", None),
+    )
+
+
+def step_v2(output: Any, groups: Sequence[VllmGroup], batch: Any, slot_mappings: Any) -> DeviceStep:
+    """Return the same of the V2 runner, out of its `InputBatch` and what `prepare_attn` returns."""
+    names, total = tuple(batch.req_ids), int(batch.num_tokens)
+    bs = len(names)
+    extend = np.array(batch.num_scheduled_tokens[:bs], np.int64)
+    decided = int(extend.sum()) != total  # how many drafts each request gets
+    return DeviceStep(
+        names=names,
+        prefix=np.array(batch.num_computed_tokens_np[:bs], np.int64),
+        extend=extend,
+        prefix_there=batch.seq_lens,
+        with_extend=True,
+        extend_there=batch.query_start_loc[: bs + 1].diff() if decided else None,
+        input_ids=batch.input_ids,
+        positions=batch.positions,
+        written=tuple(slot_mappings[group.gid] for group in groups),
+        num_tokens=total,
+        drafted=frozenset(output.scheduled_spec_decode_tokens or ()),
+    )
+
+
+class DeviceSteps:
+    """Has the device capture a runner's steps."""
+
+    def __init__(self, recorder: DeviceRecorder, groups: Sequence[VllmGroup], tables: Sequence[BlockTable]) -> None:
+        self._recorder = recorder
+        self._groups = groups
+        self._tables = tables
+        self._device = tables[0].table.device
+        self._sent: tuple[bytes, Any] = (b"", None)  # what the host said of a batch, and that on the device
+
+    def before(
+        self, step: DeviceStep, requests: Sequence[VllmRequest], attention: AttentionReader
+    ) -> list[tuple[int, tuple[str, ...]]]:
+        """Capture a step that is about to run; return the forwards that it is recorded as, and whose they are."""
+        parts = self._parts(step, requests)
+        rows = np.array([known.row for known in requests], np.int64)
+        there = self._on_device(
+            np.stack((rows, step.extend, step.prefix if step.prefix_there is None else step.extend))
+        )
+        extend = there[1] if step.extend_there is None else step.extend_there
+        number = self._recorder.next_forward
+        self._recorder.before_forward(
+            DeviceForward(
+                mode=parts[0].mode,
+                runner=0,
+                rows=there[0],
+                prefix=there[2] if step.prefix_there is None else step.prefix_there,
+                minus=extend if step.with_extend else None,
+                extend=extend,
+                input_ids=step.input_ids,
+                positions=step.positions,
+                out_cache_loc=_in_one(step.written, step.num_tokens),
+                num_tokens=step.num_tokens,
+                requests=BatchRequests(
+                    ids=np.array([known.request_id for known in requests], np.int64),
+                    truth=[known.tokens for known in requests],
+                ),
+                truth_lens=[len(known.tokens) for known in requests],
+                parts=tuple(parts) if len(parts) > 1 else (),
+                attention=self._lens(step, attention),
+                new_rows=any(known.fresh for known in requests),
+            )
+        )
+        whose = [tuple(step.names[r] for r in part.requests) if len(parts) > 1 else step.names for part in parts]
+        return [(number + place, names) for place, names in enumerate(whose)]
+
+    def _parts(self, step: DeviceStep, requests: Sequence[VllmRequest]) -> list[ForwardPart]:
+        """Return the step's forwards in order: a request that reads what others write in the step comes after them."""
+        drafted = np.array([name in step.drafted for name in step.names], np.bool_)
+        wave = 2 * levels_by_blocks(requests, step.prefix, step.extend, self._groups) + drafted
+        prompt_lens = np.array([known.prompt_len for known in requests], np.int64)
+        found = []
+        for number in np.unique(wave):
+            mine = np.flatnonzero(wave == number)
+            mode = mode_by_lens(step.extend[mine], step.prefix[mine], prompt_lens[mine])
+            found.append(ForwardPart("target_verify" if drafted[mine[0]] else mode, mine))
+        return found
+
+    def _on_device(self, columns: Int64Array) -> Any:
+        """Return columns `[n, bs]` on the device, without waiting; those of the last step again if they are the same."""
+        import torch
+
+        key = columns.tobytes()
+        if self._sent[0] != key:
+            here = torch.from_numpy(columns)
+            if self._device.type == "cuda":
+                here = here.pin_memory()
+            self._sent = (key, here.to(self._device, non_blocking=True))
+        return self._sent[1]
+
+    def _lens(self, step: DeviceStep, attention: AttentionReader) -> AttentionLens | None:
+        """Return the lengths that all recorded layers get, None if they do not get the same, or it is not known."""
+        if not isinstance(step.given, dict):
+            return None
+        lens: AttentionLens | None = None
+        where, tables = set(), True
+        for group, own in zip(self._groups, self._tables, strict=True):
+            metadata = {id(step.given.get(layer)): (step.given.get(layer), layer) for layer in group.layers}
+            for one, layer in metadata.values():
+                seq_lens, starts, table = (getattr(one, name, None) for name in FIELDS)
+                if (
+                    seq_lens is None
+                    or starts is None
+                    or len(seq_lens) < len(step.names)
+                    or len(starts) <= len(step.names)
+                ):
+                    return None
+                where.add((seq_lens.data_ptr(), starts.data_ptr()))
+                tables &= (
+                    table is not None
+                    and (table.data_ptr(), table.stride(0)) == (own.table.data_ptr(), own.table.stride(0))
+                    and attention.block_size(layer, own.page_size) == own.page_size
+                )
+                lens = AttentionLens(seq_lens=seq_lens, query_start_loc=starts, tables=tables)
+        return lens if len(where) == 1 else None
+
+
+def _in_one(written: Sequence[Any], tokens: int) -> Any:
+    """Return the slots of each group, `[groups, tokens]`, or `[tokens]` of one."""
+    import torch
+
+    return written[0][:tokens] if len(written) == 1 else torch.stack([slots[:tokens] for slots in written])
+
+
+def levels_by_blocks(
+    requests: Sequence[VllmRequest], prefix: Int64Array, extend: Int64Array, groups: Sequence[VllmGroup]
+) -> Int64Array:
+    """Return how many others of a step must have written before each request can read, by the scheduler's blocks `[bs]`."""
+    level = np.zeros(prefix.size, np.int64)
+    readers = [r for r, known in enumerate(requests) if known.fresh and prefix[r] > 0]
+    if not readers or len(requests) == 1:
+        return level
+    needs: list[tuple[int, Int64Array]] = []
+    for group in groups:
+        size, writers = group.block_size, dict[int, set[int]]()
+        blocks = [known.blocks[group.gid] if group.gid < len(known.blocks) else [] for known in requests]
+        for r, mine in enumerate(blocks):
+            for block in mine[int(prefix[r]) // size : -(-int(prefix[r] + extend[r]) // size)]:
+                writers.setdefault(block, set()).add(r)
+        writers.pop(0, None)
+        for r in readers:
+            read = blocks[r][: -(-int(prefix[r]) // size)]
+            others = set().union(*(writers.get(block, ()) for block in read)) - {r}
+            needs.append((r, np.array(sorted(others), np.int64)))
+    return above_needed(level, needs)

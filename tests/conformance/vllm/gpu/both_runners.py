@@ -1,0 +1,106 @@
+"""The faults of ../faults.py on a GPU, on either model runner: the V2 runner is shown to the injector as a V1 one."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from faults import Injector
+
+
+def install_faults() -> None:
+    """Have the fault that the environment asks for injected in this process, if it asks for one."""
+    fault = os.environ.get("CONFORMANCE_FAULT")
+    if not fault:
+        return
+    from vllm.v1.worker.gpu import block_table, model_runner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    injector = GpuInjector(fault, int(os.environ["CONFORMANCE_SEED"]))
+    preprocess = GPUModelRunner._preprocess
+
+    def faulty_preprocess(runner: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        fed = preprocess(runner, output, *args, **kwargs)
+        injector.before(runner, output, fed)
+        return fed
+
+    def restoring(execute: Any) -> Any:
+        def restoring_execute(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return execute(runner, *args, **kwargs)
+            finally:
+                injector.after()
+
+        return restoring_execute
+
+    GPUModelRunner._preprocess = faulty_preprocess
+    GPUModelRunner.execute_model = restoring(GPUModelRunner.execute_model)
+
+    current: list[Any] = []
+    v2, tables = model_runner.GPUModelRunner, block_table.BlockTables
+    prepare, compute = v2.prepare_attn, tables.compute_slot_mappings
+
+    def noting_prepare(runner: Any, batch: Any) -> Any:  # around the recorder's hook, which sees what comes back
+        current[:] = [runner, batch]
+        try:
+            return prepare(runner, batch)
+        finally:
+            current.clear()
+
+    def faulty_compute(own: Any, *args: Any, **kwargs: Any) -> Any:
+        slots = compute(own, *args, **kwargs)
+        if current and not current[1].req_ids[0].startswith("_"):  # else the engine's own warm-up
+            shown = ShownAsV1(*current, slots)
+            injector.before(shown, shown.output, (shown.batch.input_ids, None, shown.batch.positions))
+        return slots
+
+    v2.prepare_attn, tables.compute_slot_mappings = noting_prepare, faulty_compute
+    v2.execute_model = restoring(v2.execute_model)
+
+
+class ShownAsV1:
+    """A V2 runner and a step of it, under the names of the V1 runner's."""
+
+    def __init__(self, runner: Any, batch: Any, slots: Any) -> None:
+        self.real, self.batch = runner, batch
+        self.kv_cache_config, self.vllm_config = runner.kv_cache_config, runner.vllm_config
+        self.compilation_config = runner.vllm_config.compilation_config
+        own, count = runner.block_tables, len(batch.req_ids)
+        held = own.num_blocks.np[:, batch.idx_mapping_np[:count]]
+        extend = [int(n) for n in batch.num_scheduled_tokens[:count]]
+        self.output = SimpleNamespace(num_scheduled_tokens=dict(zip(batch.req_ids, extend, strict=True)))
+        lengths = batch.seq_lens[:count].tolist()
+        self.input_batch = SimpleNamespace(
+            req_ids=list(batch.req_ids),
+            num_reqs=count,
+            num_computed_tokens_cpu=[length - new for length, new in zip(lengths, extend, strict=True)],
+            block_table=[
+                SimpleNamespace(
+                    block_table=SimpleNamespace(gpu=own.input_block_tables[group]),
+                    block_size=int(own.block_sizes[group]),
+                    num_blocks_per_row=held[group],
+                    slot_mapping=SimpleNamespace(gpu=slots[group]),
+                )
+                for group in range(len(own.block_sizes))
+            ],
+        )
+
+
+class GpuInjector(Injector):
+    """The same with the layout of K and V on a GPU."""
+
+    def kv_byte(self, runner: Any, fed: Any, row: int, name: str, prefix: int, at: int, extend: int) -> dict | None:
+        """Flip a byte of V of a slot that is read in this step."""
+        import torch
+        from kvcanary.recorder.engines.vllm.kv import head_views
+
+        group = self._group(runner)
+        found = self._live_slot(runner, group, row, prefix)
+        if found is None:
+            return None
+        position, slot = found
+        config, size = runner.kv_cache_config, runner.input_batch.block_table[group].block_size
+        of = config.kv_cache_groups[group]
+        kv = runner.compilation_config.static_forward_context[of.layer_names[0]].kv_cache
+        value = head_views(kv, of.kv_cache_spec, config.num_blocks * of.kv_cache_spec.block_size)["V"]
+        value[slot // size, slot % size].view(torch.uint8)[self._rng.randrange(16)] ^= 0xFF
+        return {"group": group, "position": position, "slot": slot, "count": 1}

@@ -1,0 +1,69 @@
+"""The runs on a GPU: both model runners, with and without graphs and compilation; clean ones and one for each fault."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRun:
+    """One engine; `base` is the run whose tokens are to be the same, itself for one that is not recorded."""
+
+    name: str
+    base: str = ""
+    model: str = "llama"
+    runner: str = "v2"
+    graph: str = "NONE"
+    compiled: bool = False
+    asynchronous: bool = True
+    blocks: int = 128
+    ngram: bool = False
+    attention: str = ""
+    spawned: bool = False  # the engine core in a process of its own
+    sweep: int = 0
+    history: str = "auto"
+    fault: str = ""
+    seed: int = 1
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the engine is recorded."""
+        return bool(self.base)
+
+
+FULL, BOTH = "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"
+FAULTS = ("block_table", "slot_mapping", "token", "position", "kv_byte")
+SHAPES: dict[str, dict] = {
+    "eager": {},
+    "graphs": {"graph": FULL},
+    "compiled": {"graph": BOTH, "compiled": True},
+    "graphs-no-async": {"graph": FULL, "asynchronous": False},
+    "graphs-few-blocks": {"graph": FULL, "blocks": 18},
+    "eager-few-blocks": {"blocks": 18},
+    "graphs-hybrid": {"model": "hybrid", "graph": FULL},
+    "eager-sliding": {"model": "sliding"},
+    "graphs-hybrid-few-blocks": {"model": "hybrid", "graph": FULL, "blocks": 40},
+    "graphs-sweeps": {"graph": FULL, "sweep": 7},
+    "graphs-triton": {"graph": FULL, "attention": "TRITON_ATTN"},
+    "graphs-spawned": {"graph": FULL, "spawned": True},
+}
+PLAIN = {"llama": "v1-plain-llama", "hybrid": "v1-plain-hybrid", "sliding": "v1-plain-sliding"}
+
+
+def _runs() -> tuple[GpuRun, ...]:
+    found = [GpuRun(name=name, model=model, runner="v1") for model, name in PLAIN.items()]
+    # Other kernels may round otherwise.
+    found += [GpuRun(name=f"v2-plain-{shape}", **SHAPES[shape]) for shape in ("compiled", "graphs-triton")]
+    for runner in ("v1", "v2"):
+        for shape, options in SHAPES.items():
+            own = f"v2-plain-{shape}"
+            base = own if any(run.name == own for run in found) else PLAIN[options.get("model", "llama")]
+            found.append(GpuRun(name=f"{runner}-{shape}", base=base, runner=runner, **options))
+        for number, fault in enumerate(FAULTS, 2):
+            for shape in ("eager", "graphs", "graphs-hybrid"):
+                name = f"{runner}-{shape}-{fault}"
+                found.append(GpuRun(name=name, base="none", runner=runner, fault=fault, seed=number, **SHAPES[shape]))
+    # n-gram drafts run on the V1 runner; what they accept changes nothing of the tokens.
+    found.append(GpuRun(name="v1-ngram", base=PLAIN["llama"], runner="v1", asynchronous=False, ngram=True))
+    return tuple(found)
+
+
+RUNS = _runs()

@@ -1,0 +1,124 @@
+"""An engine of vLLM's shape whose steps the device's kernels capture, here in Triton's interpreter: nobody waits for it."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kvcanary.kernels.capture import model_forward
+from kvcanary.recorder.capture.device.recorder import DeviceRecorder
+from kvcanary.recorder.engines.vllm import kv, recording
+from kvcanary.recorder.process.settings import RecordingSettings
+
+from ...support.one_trace import events, verdict
+from . import fake_engine
+from .fake_engine import BLOCK, DIM, FullAttentionSpec, SlidingWindowSpec, hooked, serve
+
+pytestmark = pytest.mark.usefixtures("process_goes_on")
+
+SHAPES = {
+    "full": {},
+    "few blocks": {"num_blocks": 14},
+    "async": {"use_async": True, "budget": 40},
+    "async, few blocks": {"use_async": True, "num_blocks": 14},
+    "hybrid": {"specs": [FullAttentionSpec(), SlidingWindowSpec(), SlidingWindowSpec()], "num_blocks": 60},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine store K and V as it gets them, and pass for one on a GPU."""
+
+    def plain(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        blocks, heads, tokens, _ = kv_cache.shape
+        both = kv_cache.view(blocks, heads, 2 * tokens, DIM)
+        block, offset = slot_mapping // tokens, slot_mapping % tokens
+        both[block, :, offset] = key
+        both[block, :, tokens + offset] = value
+
+    monkeypatch.setattr(fake_engine.Attention, "do_kv_cache_update", plain)
+    monkeypatch.setattr(kv, "stored_plainly", lambda *_: {"K", "V"})
+    monkeypatch.setattr(recording, "on_gpu", lambda _: True)
+    monkeypatch.setattr(model_forward, "PROGRAMS", 6)  # the interpreter runs one program after another
+    monkeypatch.setattr(model_forward, "TILE", 16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "v2"),
+    [("full", False), ("few blocks", True), ("async", True), ("async, few blocks", False), ("hybrid", True)],
+)
+def test_it_is_recorded_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, v2: bool) -> None:
+    expected = serve(**SHAPES[shape], v2=v2)
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path, sweep_every=3), v2=v2)
+    assert serve(**SHAPES[shape], v2=v2) == expected
+    assert not attachment.off
+    summary = verdict(tmp_path)
+    assert (summary.verdict.value, summary.complete, summary.requests) == ("clean", True, 6)
+    header, told = events(tmp_path)
+    assert not any("waits" in note for note in header.notes)
+    assert header.slot_history == "complete"
+    kinds = Counter(event.kind for event in told)
+    assert kinds["alloc"]
+    assert kinds["free"]
+    assert kinds["sweep"]
+    forwards = [event for event in told if event.kind == "forward"]
+    assert all(event.scalar("attention_watched") for event in forwards)
+    assert all(event.scalar("kv_watched") for event in forwards)
+
+
+def test_both_recorders_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for device in (True, False):
+        monkeypatch.setattr(recording, "on_gpu", lambda _, device=device: device)
+        folder = tmp_path / str(device)
+        with pytest.MonkeyPatch.context() as patch:
+            attachment = hooked(patch, RecordingSettings(folder=folder))
+            serve(specs=[FullAttentionSpec(), SlidingWindowSpec()], num_blocks=26, budget=40)
+            assert not attachment.off
+        found[device] = [
+            {name: event.ints(name).tolist() for name in COLUMNS} | {"content": event.bytes("kv_bytes").tobytes()}
+            for event in events(folder)[1]
+            if event.kind == "forward"
+        ]
+    assert len(found[True]) == len(found[False])
+    for mine, other in zip(found[True], found[False], strict=True):
+        assert mine == other
+
+
+COLUMNS = (
+    *("req_pool_indices", "prefix_lens", "extend_lens", "input_ids", "positions", "out_cache_loc", "truth_lens"),
+    *("attention_seq_lens", "attention_query_lens"),
+)
+
+
+def test_a_byte_that_nobody_wrote_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    damaged = []
+
+    def damage(runner: Any, scheduler: Any, output: Any) -> None:
+        if not damaged and runner.input_batch.req_ids:
+            block = int(runner.input_batch.block_table[0].block_table.gpu[0, 0])
+            runner.kv.view(-1, fake_engine.HEADS, 2 * BLOCK, DIM)[block, 0, 1, 0] += 1
+            damaged.append(block * BLOCK + 1)
+
+    serve(each_step=damage)
+    assert verdict(tmp_path).verdict.value == "corrupt"
+
+
+def test_an_engine_that_cannot_be_captured_is_recorded_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "why_it_waits", lambda *_: "of a reason")
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve()
+    assert "every forward waits for the device: of a reason" in events(tmp_path)[0].notes
+    assert verdict(tmp_path).verdict.value == "clean"
+
+
+def test_a_device_recorder_is_what_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    seen = set()
+    serve(each_step=lambda *_: seen.update(type(one) for one in attachment.recorders()))
+    assert seen == {DeviceRecorder}
+    assert np.all([one.off == "" or one.off == "closed" for one in (r.recorder for r in attachment.recorders())])
