@@ -44,7 +44,7 @@ TABLE_WORDS: Final = 12
 DESCRIPTOR_WORDS: Final = TABLES_AT + MAX_TABLES * TABLE_WORDS
 
 
-class BlockTable(NamedTuple):
+class EngineTable(NamedTuple):
     """An engine's block table, whose entries stand for `page_size` slots each."""
 
     table: Any  # [any, columns] int32
@@ -59,7 +59,7 @@ class TableOnDevice(NamedTuple):
     """A block table and its shadow."""
 
     number: int  # the header's
-    engine: BlockTable
+    engine: EngineTable
     shadow: Any  # [rows, width] int32, the slot of each position
 
 

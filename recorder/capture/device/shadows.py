@@ -7,7 +7,7 @@ import numpy as np
 
 from ....kernels.arrays import ByteArray, Int64Array
 from ....kernels.capture.frames import (
-    BlockTable,
+    EngineTable,
     GroupOnDevice,
     LutOnDevice,
     RunnerOnDevice,
@@ -21,7 +21,7 @@ from ...trace.header import TraceHeader
 class DeviceShadows:
     """Every runner's shadows; `bytes` is what they take on the device.
 
-    `tables` are the engine's block tables, as `[rows, width] int32` or a `BlockTable`, `luts` its full-to-SWA tables,
+    `tables` are the engine's block tables, as `[rows, width] int32` or a `EngineTable`, `luts` its full-to-SWA tables,
     `sources` say for each `(group, stream)` where the bytes lie. Raises `ValueError`, which says why, for an engine that cannot be recorded this way.
     """
 
@@ -36,7 +36,7 @@ class DeviceShadows:
         import torch
 
         self._owned: list[Any] = []
-        engine_tables = [one if isinstance(one, BlockTable) else BlockTable(one) for one in tables]
+        engine_tables = [one if isinstance(one, EngineTable) else EngineTable(one) for one in tables]
         device = engine_tables[0].table.device
 
         def zeros(shape: Sequence[int], dtype: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ....kernels.capture.frames import AttentionLens, BlockTable
+from ....kernels.capture.frames import AttentionLens, EngineTable
 from ...capture.device.forward import BatchRequests, DeviceForward, ForwardPart
 from ...capture.device.recorder import DeviceRecorder
 from ..common.requests import mode_by_lens
@@ -37,7 +37,7 @@ def is_v1(runner: Any) -> bool:
     return hasattr(runner, "input_batch")
 
 
-def block_tables(runner: Any, groups: Sequence[VllmGroup]) -> list[BlockTable]:
+def block_tables(runner: Any, groups: Sequence[VllmGroup]) -> list[EngineTable]:
     """Return the block tables that a runner's attention reads, `[requests of a batch, blocks]`, of each group."""
     found = []
     for group in groups:
@@ -49,7 +49,7 @@ def block_tables(runner: Any, groups: Sequence[VllmGroup]) -> list[BlockTable]:
                 runner.block_tables.input_block_tables[group.gid],
                 int(runner.block_tables.block_sizes[group.gid]),
             )
-        found.append(BlockTable(table, size, by_place=True, allocated=group.block_size))
+        found.append(EngineTable(table, size, by_place=True, allocated=group.block_size))
     return found
 
 
@@ -122,7 +122,7 @@ def step_v2(output: Any, groups: Sequence[VllmGroup], batch: Any, slot_mappings:
 class DeviceSteps:
     """Has the device capture a runner's steps."""
 
-    def __init__(self, recorder: DeviceRecorder, groups: Sequence[VllmGroup], tables: Sequence[BlockTable]) -> None:
+    def __init__(self, recorder: DeviceRecorder, groups: Sequence[VllmGroup], tables: Sequence[EngineTable]) -> None:
         self._recorder = recorder
         self._groups = groups
         self._tables = tables
