@@ -29,6 +29,7 @@ _COMMANDS: Final = {
     "simulate": ("recorder.cli.simulate", "simulate_command", "Record a trace from the simulated engine."),
     "sql": ("analysis.cli.sql", "sql_command", "Ask traces and reports anything, in SQL."),
     "triage": ("analysis.cli.triage", "triage_command", "Answer the questions asked of every damage."),
+    "watch": ("replayer.cli.watch", "watch_command", "Judge recordings while they are written."),
     "completion": ("", "", "Print the shell completion script."),
 }
 
@@ -83,6 +84,7 @@ From a production trace to a verdict:
   kvcanary record -o DIR -- COMMAND  run an engine's server with the recorder on
   kvcanary inspect trace.arrow       what is in it, what was lost
   kvcanary-replay trace.arrow        rebuild the pools, verify every forward, write trace.report/
+  kvcanary watch DIR                 the same while the engine records, seconds behind
   kvcanary triage trace.report       who held the slot before, since when, what kind of bug
   kvcanary sql trace.report          any other question, in SQL
   kvcanary diff good.arrow bad.arrow where two runs of one workload part first

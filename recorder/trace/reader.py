@@ -3,9 +3,9 @@
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -93,6 +93,15 @@ class TraceReader:
         Each call starts anew. The batch given is not held; drop it before asking for the next. Of a large file the next
         two are decoded meanwhile, in threads. A file that somebody cuts short meanwhile is torn from there on.
         """
+        return cast("Iterator[TraceBatch | TraceGap]", self._walk(None))  # which follows nothing, so never None
+
+    def follow(self) -> Iterator[TraceBatch | TraceGap | None]:
+        """Do what `stream` does, and go on for as long as the file is being written; None says that nothing more is there yet."""
+        return self._walk(self._since_closed)
+
+    def _walk(
+        self, since_closed: Callable[[], tuple[int, int] | None] | None
+    ) -> Iterator[TraceBatch | TraceGap | None]:
         source = self._bytes.again()  # this reader may be closed first
         try:
             walk = Walk(
@@ -105,12 +114,22 @@ class TraceReader:
                 listed=self.num_batches_hint,
                 tail=self._tail(),
                 being_written=lambda: self.being_written,
+                since_closed=since_closed,
             )
             if self._header_damage:
                 yield walk.header_gap(self._header_damage)
             yield from walk.run()
         finally:
             source.close()
+
+    def _since_closed(self) -> tuple[int, int] | None:
+        """Return how many batches the footer lists that was written meanwhile, and where it starts; None if none was."""
+        self._size_bytes = self._bytes.size()
+        footer = read_footer(self._bytes, self._size_bytes)
+        if footer is None or not self._is_right(footer):
+            return None
+        self._footer = footer
+        return len(footer.blocks), footer.start
 
     @property
     def being_written(self) -> bool:

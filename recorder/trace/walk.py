@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from .batch import CUT, LIVE, TraceBatch, TraceGap
 from .decode import BatchDecoder, DamagedBatchError, claimed_events
-from .framing import PREFIX_BYTES, RECORD_BATCH, Frame, FramingError, find_frames
+from .framing import PREFIX_BYTES, RECORD_BATCH, Frame, FramingError, find_frames, read_frame
 from .header import TraceHeader
 from .schema import MAX_SEARCHED
 from .tail_reader import TailReader
@@ -32,6 +32,9 @@ class Walk:
     listed: int | None  # batches, by a right footer
     tail: TailReader | None
     being_written: Callable[[], bool]
+    since_closed: Callable[[], tuple[int, int] | None] | None = (
+        None  # batches and end by the footer that came meanwhile
+    )
     _given: int = 0
     _from_tail: int = 0
     _batches: int = 0
@@ -47,18 +50,23 @@ class Walk:
         segment = self.header.segment
         self._engine_events: int | None = 0 if segment is None else segment.engine_events
 
-    def run(self) -> Iterator[TraceBatch | TraceGap]:
-        """Yield batches and gaps, to the end of the file."""
+    def run(self) -> Iterator[TraceBatch | TraceGap | None]:
+        """Yield batches and gaps, to the end of the file.
+
+        With `since_closed` the walk follows a file that is being written: None says that all there is so far was given.
+        """
         try:
             yield from self._run()
         finally:
             self._decoder.close()
 
-    def _run(self) -> Iterator[TraceBatch | TraceGap]:
+    def _run(self) -> Iterator[TraceBatch | TraceGap | None]:
         while True:
             self._notice_a_cut()
             batch = None
             try:
+                while self._has_nothing_yet():
+                    yield None
                 frame = self._decoder.frame(self.position, self.limit)
                 if frame is not None:
                     batch = self._decode(frame)
@@ -81,6 +89,21 @@ class Walk:
         if not self._closed:
             cause = "every event was read, but the footer is torn or damaged, so other Arrow readers refuse the file"
             yield self._gap(0, "torn", cause, recover=True)
+
+    def _has_nothing_yet(self) -> bool:
+        """Whether no whole message stands at the position of a file that is followed, and its writer is at work."""
+        if self.since_closed is None or self._closed:
+            return False
+        live = self.being_written()  # asked first: the size then holds all that a writer wrote that has ended
+        self.limit = max(self.limit, self.source.size())
+        try:
+            at_end_mark = read_frame(self.source, self.position, self.limit) is None
+        except FramingError as error:
+            return live and error.torn
+        if at_end_mark and not live and (closed := self.since_closed()):
+            self.listed, self.limit = closed
+            self._closed = True
+        return at_end_mark and live
 
     def header_gap(self, damage: str) -> TraceGap:
         """Return the gap that says that the beginning of the file is damaged, and that no event is missing for it."""

@@ -31,7 +31,8 @@ _APPLIED_KINDS: Final = frozenset({"alloc", "evict", "free", "kv_copy", "sample"
 class EventReplay:
     """The running replay of one trace: takes its events, fills its summary and its report.
 
-    `executor` holds the state; `compiled_pass` takes ordinary events past it, None if there is none.
+    `executor` holds the state; `compiled_pass` takes ordinary events past it, None if there is none; `continues` says that the
+    last event was a segment's end behind which another follows.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class EventReplay:
         # A keyframe is taken where the state before it is not known; else the replay's own is the same.
         self._wants_keyframe = False
         self._at_first = True
-        self._continues = self._frozen = False
+        self.continues = self._frozen = False
         self._trailing = 0  # gaps and losses by which a recording ends that was cut
         self._schedule = schedule
         self._all_there = all_there
@@ -127,7 +128,7 @@ class EventReplay:
             return at
         reached = self.compiled_pass.run(batch, at)
         if reached > at:
-            self._continues = self._at_first = False
+            self.continues = self._at_first = False
             self._trailing = 0
             self._results.divergence(self.executor.divergence)
         return reached
@@ -153,18 +154,18 @@ class EventReplay:
         # Judged at the end, and there only by who has seen a forward.
         silent = self._health.silent_runners()
         pending = executor.checks is not None and executor.checks.pending()
-        return self._continues and not executor.unknown_entries and not missing and not silent and not pending
+        return self.continues and not executor.unknown_entries and not missing and not silent and not pending
 
     def finish(self) -> None:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""
         summary, executor = self._summary, self.executor
         executor.collect()
-        summary.goes_on = self._continues
+        summary.goes_on = self.continues
         summary.whole_before_end = self._trailing == summary.num_gaps + summary.num_losses
-        if self._continues and self._all_there and not self._frozen:
+        if self.continues and self._all_there and not self._frozen:
             where = f"segment {summary.segments[-1]}" if summary.segments else "its end"
             summary.cut_short = f"the recording goes on behind {where}, in a file that is not here"
-        if summary.complete and not summary.stopped and not self._continues:
+        if summary.complete and not summary.stopped and not self.continues:
             executor.finish()
             history = executor.history
             # What was lost before the first segment given was lost all the same.
@@ -189,7 +190,7 @@ class EventReplay:
     def replay_event(self, view: EventView) -> None:
         """Replay one event that no pass takes."""
         summary, kind = self._summary, view.kind
-        self._continues = False
+        self.continues = False
         self._trailing = self._trailing + 1 if kind == "loss" and view.scalar("status") == CUT else 0
         summary.events[kind] = summary.events.get(kind, 0) + 1
         summary.first_time_ns = summary.first_time_ns or view.time_ns
@@ -247,7 +248,7 @@ class EventReplay:
             case "keyframe":
                 self._keyframe(view)
             case "segment":
-                self._continues = view.scalar("status") == SEGMENT_CONTINUES
+                self.continues = view.scalar("status") == SEGMENT_CONTINUES
                 self._frozen = view.scalar("note") == FROZEN
             case _ if kind not in _APPLIED_KINDS:
                 self._not_judged(kind if kind in EVENT_KINDS else f"unknown kind {kind!r}")

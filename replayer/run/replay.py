@@ -30,7 +30,8 @@ class ReplayRun:
     """The replay of one recording, which may be taken a batch of events at a time; a context manager.
 
     `summary` is filled on the way by `events`; `ended` says that nothing is left to replay. See `replay_joined` for the arguments;
-    `exchange` is where its transfers meet those of other traces, None for a trace on its own.
+    `exchange` is where its transfers meet those of other traces, None for a trace on its own. With `following` a file is read
+    on for as long as it is being written; `waiting` says that the last step found nothing new there.
 
     Raises:
         TraceError: the trace cannot be read at all, or not with these settings.
@@ -45,7 +46,9 @@ class ReplayRun:
         exchange: Exchange | None = None,
         schedule: Schedule | None = None,
         all_there: bool = False,
+        following: bool = False,
     ) -> None:
+        self.waiting = False
         self._started = time.perf_counter()
         self._report = report
         self._busy = False
@@ -70,13 +73,15 @@ class ReplayRun:
                     "machine does not have; replay on a larger one"
                 ) from None
             self._sinks = sinks
-            self._early = settings.fail_fast or settings.max_violations is not None
+            self._following, self._early = following, settings.fail_fast or settings.max_violations is not None
             self._stream = self._opened()
             stack.callback(lambda: self._stream.close())
             self._resources = stack.pop_all()
 
-    def _opened(self) -> Generator[TraceBatch | TraceGap, None, None] | ReadAhead[TraceBatch | TraceGap]:
+    def _opened(self) -> Generator[TraceBatch | TraceGap | None, None, None] | ReadAhead[TraceBatch | TraceGap]:
         """Return what is left to read. How far an early end has read is reported, so nothing is read ahead of one."""
+        if self._following:
+            return self._reader.follow()
         stream = self._reader.stream()
         return stream if self._early else ReadAhead(self._prepared(stream))
 
@@ -96,9 +101,10 @@ class ReplayRun:
             return False
         self._busy = True
         try:
-            item = next(self._stream, None)
-            if item is not None:
-                self.events.take(item)
+            for item in self._stream:
+                self.waiting = item is None
+                if item is not None:
+                    self.events.take(item)
                 return True
             self.summary.complete = self._reader.complete
         except StopReplayError as stop:

@@ -1,8 +1,9 @@
 """The files of one recording as one stream of batches and gaps; one file is open at a time."""
 
 import dataclasses
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 from ...recorder.errors import TraceError, UnreadableTraceError
 from ...recorder.trace.batch import TraceBatch, TraceGap
@@ -48,6 +49,15 @@ class SegmentStream:
 
     def stream(self) -> Generator[TraceBatch | TraceGap, None, None]:
         """Yield every whole batch, and a gap wherever something is missing, in a file or between two."""
+        return cast("Generator[TraceBatch | TraceGap, None, None]", self._items(TraceReader.stream))
+
+    def follow(self) -> Generator[TraceBatch | TraceGap | None, None, None]:
+        """Do what `stream` does with files that are being written; None says that nothing more is there yet."""
+        return self._items(TraceReader.follow)
+
+    def _items(
+        self, read: Callable[[TraceReader], Iterator[TraceBatch | TraceGap | None]]
+    ) -> Generator[TraceBatch | TraceGap | None, None, None]:
         while self._left:
             path = self._left.pop(0)
             try:
@@ -70,7 +80,7 @@ class SegmentStream:
                     yield from _between(path, self._last, number, self._expected, header.first_event, self._continues)
                 self.numbers.append(number)
                 self._last, self._continues, self._expected = number, False, header.first_event
-                for item in reader.stream():
+                for item in read(reader):
                     if isinstance(item, TraceBatch):
                         self._expected = item.first_event + item.num_events
                         self._continues = item.kinds[-1] == "segment"

@@ -1,0 +1,1 @@
+"""Judging recordings while they are written."""

@@ -1,0 +1,123 @@
+"""A folder of recordings, each replayed while it is written, one step after another in one thread."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from ...recorder.errors import TraceError, printable
+from ...recorder.files import read_small_file, replace_file
+from ...recorder.trace.files import is_being_written
+from ...recorder.trace.recordings import Recording, group_recordings, traces_in
+from ..run.settings import ReplaySettings
+from .recording import WatchedRecording, is_readable
+
+STATE_FILE: Final = ".kvcanary-watch.json"
+_TURN_SECONDS: Final = 0.5  # how long one recording is replayed before the next has its turn
+
+
+class WatchedFolder:
+    """All recordings of a folder; `on_news(what, recording, facts)` is told what happens to them.
+
+    `what` is "begun", "damage" (the first of a recording), "over", or "unreadable" with an `error` in the facts. Recordings that
+    were judged to their end are kept in `STATE_FILE` in the folder, and passed over the next time.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: ReplaySettings,
+        on_news: Callable[[str, WatchedRecording | None, dict[str, Any]], None],
+    ) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._on_news = on_news
+        self._refused: set[Path] = set()
+        self._told: set[str] = set()
+        self.judged: dict[str, dict[str, Any]] = self._read_state()
+        self.judged_before = set(self.judged)
+        self.state_error = ""
+        self.under_way: list[WatchedRecording] = []
+
+    def look(self) -> None:
+        """Begin with recordings that are new in the folder; raise `TraceError` if the folder cannot be read."""
+        if not self._folder.is_dir():
+            raise TraceError(f"{self._folder}: no such folder; name the one that the engine records into")
+        known = {path for one in self.under_way for path in one.paths}
+        try:
+            paths = [path for path in traces_in(self._folder) if path not in known | self._refused]
+        except TraceError:  # none yet
+            return
+        ready = [path for path in paths if is_readable(path) or not is_being_written(path, unknown=True)]
+        watched = {one.trace_id for one in self.under_way}
+        for recording in group_recordings(ready)[0]:
+            header = recording.header
+            if header is None or header.trace_id not in watched | self.judged.keys():
+                self._begin(recording)
+
+    def step(self) -> bool:
+        """Give each recording a turn; False if none had anything new."""
+        moved = False
+        for one in list(self.under_way):
+            until = time.monotonic() + _TURN_SECONDS
+            while one.step():
+                moved = True
+                self._notice_damage(one)
+                if time.monotonic() > until:
+                    break
+            self._notice_damage(one)
+            if one.over:
+                self._end(one)
+                moved = True
+        return moved
+
+    def facts(self) -> Iterator[dict[str, Any]]:
+        """Yield what is known of each recording, of those that are over first."""
+        yield from self.judged.values()
+        for one in self.under_way:
+            yield one.facts()
+
+    def close(self) -> None:
+        """Let go of what is under way; the next watch replays it from its beginning."""
+        while self.under_way:
+            self.under_way.pop().close()
+
+    def _begin(self, recording: Recording) -> None:
+        try:
+            one = WatchedRecording(recording.paths, self._settings)
+        except TraceError as error:
+            self._refused.update(recording.paths)
+            self._on_news("unreadable", None, {"recording": Path(recording.name).name, "error": printable(str(error))})
+            return
+        self.under_way.append(one)
+        self._on_news("begun", one, one.facts())
+
+    def _notice_damage(self, one: WatchedRecording) -> None:
+        if one.damaged and one.trace_id not in self._told:
+            self._told.add(one.trace_id)
+            self._on_news("damage", one, one.facts())
+
+    def _end(self, one: WatchedRecording) -> None:
+        one.finish()
+        self._notice_damage(one)  # what ends a recording may be the first that was found
+        facts = self.judged[one.trace_id] = one.facts()
+        self.under_way.remove(one)
+        one.close()
+        self._write_state()
+        self._on_news("over", one, facts)
+
+    def _read_state(self) -> dict[str, dict[str, Any]]:
+        try:
+            kept = json.loads(read_small_file(self._folder / STATE_FILE))
+        except (OSError, ValueError):
+            return {}
+        if not isinstance(kept, dict):
+            return {}
+        return {key: facts for key, facts in kept.items() if isinstance(facts, dict) and "verdict" in facts}
+
+    def _write_state(self) -> None:
+        try:
+            replace_file(self._folder / STATE_FILE, json.dumps(self.judged, indent=1).encode())
+        except OSError as error:
+            self.state_error = f"{self._folder / STATE_FILE} cannot be written ({error.strerror}): what was judged is judged again next time"

@@ -1,0 +1,121 @@
+"""One recording, replayed while it is written."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ...recorder.errors import TraceError
+from ...recorder.trace.files import is_being_written, recording_path, segments_of, split_segment_name
+from ...recorder.trace.reader import TraceReader
+from ..run.replay import ReplayRun
+from ..run.settings import ReplaySettings
+
+# How long nothing may follow a segment that says that another follows: its process died between the two.
+_NEXT_SEGMENT_SECONDS: Final = 10.0
+
+
+class WatchedRecording:
+    """A replay that keeps up with a recording, segment by segment; use `close` in the end.
+
+    `over` says that all was replayed and nothing more will come. Raises `TraceError` as `ReplayRun` does.
+    """
+
+    def __init__(self, paths: Sequence[Path], settings: ReplaySettings) -> None:
+        self._last = paths[-1]
+        self.run = ReplayRun(paths, settings=settings, report=None, following=True)
+        self.name = recording_path(paths[0]).name
+        self.over = False
+        self._ended_at: float | None = None
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that are there now, segments in their order."""
+        if split_segment_name(self._last) is None:
+            return [self._last]
+        return segments_of(recording_path(self._last))
+
+    @property
+    def trace_id(self) -> str:
+        """The recording's unique name."""
+        return self.run.summary.header.trace_id
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a violation or a finding was met so far."""
+        return bool(self.run.summary.violations or self.run.summary.findings)
+
+    @property
+    def seconds_behind(self) -> float:
+        """How long ago the last event was that was replayed, 0 if nothing is left to be replayed."""
+        if self.over or self.run.waiting or self.run.ended:
+            return 0.0
+        summary = self.run.summary
+        return max(0.0, time.time() - max(summary.last_time_ns, summary.header.created_ns) / 1e9)
+
+    def step(self) -> bool:
+        """Replay the next batch of events; False if nothing more is there yet."""
+        if self.run.ended and not self._go_on():
+            return False
+        self.run.step()
+        return not (self.run.waiting or self.run.ended)
+
+    def finish(self) -> None:
+        """Judge the end of a recording that is over."""
+        self.run.finish()
+
+    def close(self) -> None:
+        """Let go of pools and files."""
+        self.run.__exit__()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is known so far, as plain JSON values."""
+        summary = self.run.summary
+        return {
+            "recording": self.name,
+            "trace_id": self.trace_id,
+            "verdict": summary.verdict.value if self.over else "corrupt" if self.damaged else "clean so far",
+            "over": self.over,
+            "forwards": summary.forwards,
+            "tokens": summary.tokens,
+            "requests": summary.requests,
+            "violations": summary.violations,
+            "violations_by_reason": dict(summary.violations_by_reason),
+            "findings": summary.findings,
+            "findings_by_kind": dict(summary.findings_by_kind),
+            "requests_hit": len(summary.requests_hit),
+            "events_lost": summary.lost_events,
+            "losses": summary.num_losses,
+            "gaps": summary.num_gaps,
+            "doubts": summary.doubts if self.over else [],
+            "seconds_behind": round(self.seconds_behind, 3),
+        }
+
+    def _go_on(self) -> bool:
+        """Take the segments that follow, if they are there with their headers; without any the recording is over."""
+        split = split_segment_name(self._last)
+        if split is None or self.run.summary.stopped:
+            self.over = True
+            return False
+        following = []
+        for path in self.paths:
+            if (split_segment_name(path) or ("", 0))[1] > split[1]:
+                if not is_readable(path) and is_being_written(path, unknown=True):
+                    break
+                following.append(path)
+        if following:
+            self._ended_at, self._last = None, following[-1]
+            self.run.go_on(following)
+            return True
+        now = time.monotonic()
+        self._ended_at = self._ended_at or now
+        self.over = not self.run.events.continues or now - self._ended_at > _NEXT_SEGMENT_SECONDS
+        return False
+
+
+def is_readable(path: Path) -> bool:
+    """Whether a file is a trace with a whole header by now."""
+    with contextlib.suppress(TraceError), TraceReader(path):
+        return True
+    return False
