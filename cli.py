@@ -17,6 +17,11 @@ except KeyboardInterrupt:  # before anything is there that could say more
 # command: (module below this package, name of the click command in it, the line that --help shows)
 _COMMANDS: Final = {
     "bisect": ("analysis.cli.bisect", "bisect_command", "Find the engine version that brought a fault."),
+    "check-adapter": (
+        "replayer.cli.check_adapter",
+        "check_adapter_command",
+        "Try an adapter: healthy runs, faults, what it does not record.",
+    ),
     "diff": ("analysis.cli.diff", "diff_command", "Compare two traces of the same workload."),
     "expand": ("analysis.cli.expand", "expand_command", "Write merged violations as one row a forward."),
     "incidents": ("analysis.cli.incidents", "incidents_command", "Show a report's incidents and why they are."),

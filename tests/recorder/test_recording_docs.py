@@ -25,6 +25,17 @@ def test_the_printed_engine_records_a_clean_trace(tmp_path: Path, monkeypatch: p
     assert summary.verified > 0
 
 
+def test_the_printed_engine_of_blocks_records_a_clean_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_code(printed_code("PagedEngine").replace("max_len=64,", "max_len=64, strict=True,"))
+    assert names["engine"].recorder.stats().dropped_events == 0
+    summary = judged(tmp_path / "paged.arrow")
+    assert summary.verdict.value == "clean"
+    assert summary.forwards == 13
+    shared = [event for event in read_trace(tmp_path / "paged.arrow") if event.scalar("status") == "shared"]
+    assert [event.ints("slot_count").sum() for event in shared] == [8]
+
+
 class _WithoutRecorder(ast.NodeTransformer):
     """Takes the statements that speak to the recorder out of the engine."""
 

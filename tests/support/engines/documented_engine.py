@@ -16,11 +16,11 @@ from ..places import DOCS
 DOCUMENT = DOCS / "guide" / "recording-your-engine.md"
 
 
-def printed_code() -> str:
-    """Return the document's first block of Python."""
-    found = re.search(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    return found[1]
+def printed_code(name: str = "ToyEngine", document: Path = DOCUMENT) -> str:
+    """Return the document's block of Python with this class in it."""
+    blocks = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
+    (found,) = [block for block in blocks if f"class {name}:" in block]
+    return str(found)
 
 
 def run_code(code: str) -> dict[str, Any]:
