@@ -22,7 +22,7 @@ from ..trace.header import TraceHeader
 from ..trace.reader import EventView
 from ..trace.schema import ALLOC_FRESH, PHASE_AFTER, PHASE_BEFORE, SEND, SLOTS_LISTED
 from .events import CopyEvent, KnownEvent, SlotEvent, TransferEvent, read_known_event, read_lost_slots
-from .forward import Forward, UnusableEventError, batch_tokens, read_forward
+from .forward import Forward, UnusableEventError, batch_tokens, read_forward, runner_of
 from .history import SlotHistory
 from .launch import Launcher
 from .pools import Endpoint, GroupPool
@@ -189,9 +189,7 @@ class EventApplier(ABC, Generic[Step]):
 
     def sweep(self, view: EventView) -> None:
         """Apply a walk of the prefix cache: what changed before it."""
-        runner = int(view.scalar("runner"))
-        if not 0 <= runner < len(self.header.runners):
-            raise UnusableEventError(f"runner {runner}, the header names {len(self.header.runners)}")
+        runner = runner_of(view, self.header)
         self._apply_kv(KvChanges(view, self.header, runner))
         self.state.activity.sweep(runner)
 

@@ -5,7 +5,7 @@ Each reader returns a frozen value or raises `UnusableEventError`; nothing large
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from ..trace.schema import (
     TRANSFER_DIRECTIONS,
     TRANSFER_STATUSES,
 )
-from .forward import UnusableEventError
+from .forward import UnusableEventError, add_up, columns, stream_bytes
 
 MAX_SLOT: Final = 1 << 62  # so that a run behind it does not wrap around
 
@@ -52,20 +52,6 @@ class GroupSlots:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotEvent:
-    """Slots that changed hands; `status` of an "alloc" is "", "shared" or "cached", of the others ""."""
-
-    event: int
-    time_ns: int
-    kind: str
-    status: str
-    note: str
-    request_id: int
-    row: int
-    parts: tuple[GroupSlots, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCopy:
     """Slots of a group that were copied between two tiers: `src[i]` to `dst[i]`, `[n] int64` each.
 
@@ -80,60 +66,62 @@ class SlotCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyEvent:
-    """Slots that were overwritten with copies; `parts` are those of the pool among them."""
+class KnownEvent:
+    """What an event between forwards says; `row` is -1 if it names none, `parts` are the slots of the pools."""
 
     event: int
-    copies: tuple[SlotCopy, ...]
-    parts: tuple[GroupSlots, ...]
+    time_ns: int
+    status: str
+    request_id: int
+    row: int = -1
+    parts: tuple[GroupSlots, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferEvent:
+class SlotEvent(KnownEvent):
+    """Slots that changed hands; `status` of an "alloc" is "", "shared" or "cached", of the others ""."""
+
+    kind: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyEvent(KnownEvent):
+    """Slots that were overwritten with copies."""
+
+    copies: tuple[SlotCopy, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEvent(KnownEvent):
     """A transfer's start or end; `direction` is "send" or "receive".
 
     `slots` `[n] int64` of pool group `group` in order of position, from `start_position` on; `group` is -1 where the
     event names no slot. `landed` holds what a receiver saw arrive, `[n, capture_bytes] uint8` a stream.
     """
 
-    event: int
     forward: int
-    time_ns: int
-    status: str
     direction: str
     room: int
     peer: str
-    request_id: int
-    row: int
     start_position: int
     group: int
     slots: Int64Array
     landed: tuple[ByteArray, ...]
-    parts: tuple[GroupSlots, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatusEvent:
-    """What became of a request; `row` is -1 where the event names none."""
-
-    event: int
-    time_ns: int
-    status: str
-    request_id: int
-    row: int
+class StatusEvent(KnownEvent):
+    """What became of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleEvent:
+class SampleEvent(KnownEvent):
     """Tokens that an earlier forward sampled: `lens` `[bs of that forward]`, `tokens` `[sum(lens)] int64`."""
 
-    event: int
     forward: int
     lens: Int64Array
     tokens: Int64Array
-
-
-KnownEvent = SlotEvent | CopyEvent | TransferEvent | StatusEvent | SampleEvent
 
 
 def read_known_event(view: EventView, groups: Sequence[PoolGroup]) -> KnownEvent | None:
@@ -149,88 +137,60 @@ def read_known_event(view: EventView, groups: Sequence[PoolGroup]) -> KnownEvent
         case "transfer":
             return _transfer_event(view, groups)
         case "status":
-            return _status_event(view)
+            return StatusEvent(**_named(view, REQUEST_STATUSES), row=_event_row(view))
         case "sample":
-            return _sample_event(view)
+            lens, tokens = view.ints("sampled_lens"), view.ints("sampled_tokens")
+            if not add_up(lens, len(tokens)):
+                raise UnusableEventError(f"sampled_lens do not add up to the {len(tokens)} sampled tokens")
+            return SampleEvent(**_named(view), forward=int(view.scalar("forward")), lens=lens, tokens=tokens)
     return None
 
 
+def _named(view: EventView, statuses: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what every event says; raise `UnusableEventError` for a status that is none of those, if any are given."""
+    status = str(view.scalar("status"))
+    if statuses and status not in statuses:
+        named = ", ".join(map(repr, statuses))
+        raise UnusableEventError(f"a {view.kind} event of status {status!r}, expected one of {named}")
+    request_id = int(view.scalar("request_id"))
+    return {"event": view.number, "time_ns": view.time_ns, "status": status, "request_id": request_id}
+
+
 def _slot_event(view: EventView, groups: Sequence[PoolGroup]) -> SlotEvent:
-    status, note = str(view.scalar("status")), str(view.scalar("note"))
-    if view.kind == "alloc":
-        if status not in ALLOC_STATUSES:
-            raise UnusableEventError(f"status {status!r}, expected one of {', '.join(map(repr, ALLOC_STATUSES))}")
-        if status == ALLOC_FRESH and note in SHARED_NOTES:
-            status = ALLOC_SHARED
-    return SlotEvent(
-        event=view.number,
-        time_ns=view.time_ns,
-        kind=view.kind,
-        status=status,
-        note=note,
-        request_id=int(view.scalar("request_id")),
-        row=_event_row(view),
-        parts=_slots_and_beyond(view, groups),
-    )
+    named, note = _named(view, ALLOC_STATUSES if view.kind == "alloc" else ()), str(view.scalar("note"))
+    if view.kind == "alloc" and named["status"] == ALLOC_FRESH and note in SHARED_NOTES:
+        named["status"] = ALLOC_SHARED
+    try:
+        parts = _expanded(*_slot_runs(view, groups))
+    except UnusableEventError:
+        parts = _parted(view, groups)
+    return SlotEvent(**named, kind=view.kind, note=note, row=_event_row(view), parts=parts)
 
 
 def _transfer_event(view: EventView, groups: Sequence[PoolGroup]) -> TransferEvent:
-    status, direction = str(view.scalar("status")), str(view.scalar("mode"))
-    if status not in TRANSFER_STATUSES or direction not in TRANSFER_DIRECTIONS:
-        raise UnusableEventError(f"a transfer of status {status!r} and direction {direction!r}")
+    named, direction = _named(view, TRANSFER_STATUSES), str(view.scalar("mode"))
+    if direction not in TRANSFER_DIRECTIONS:
+        raise UnusableEventError(f"a transfer of direction {direction!r}")
     numbers, starts, counts = _slot_runs(view, groups)
     if len(numbers) and bool((numbers != numbers[0]).any()):
         raise UnusableEventError("a transfer of several groups, expected an event for each")
     group = int(numbers[0]) if len(numbers) else -1
     slots = runs_to_slots(starts, counts)
-    lands = status == "end" and direction != SEND and group >= 0
+    lands = named["status"] == "end" and direction != SEND and group >= 0
     first = view.ints("prefix_lens")
     return TransferEvent(
-        event=view.number,
+        **named,
+        row=_event_row(view),
         forward=int(view.scalar("forward")),
-        time_ns=view.time_ns,
-        status=status,
         direction=direction,
         room=int(view.scalar("room")),
         peer=str(view.scalar("peer")),
-        request_id=int(view.scalar("request_id")),
-        row=_event_row(view),
         start_position=int(first[0]) if len(first) else 0,
         group=group,
         slots=slots,
-        landed=_landed(view, groups[group], len(slots)) if lands else (),
+        landed=stream_bytes(view, "kv_bytes", groups[group].streams, len(slots)) if lands else (),
         parts=_expanded(numbers, starts, counts),
     )
-
-
-def _landed(view: EventView, group: PoolGroup, count: int) -> tuple[ByteArray, ...]:
-    data = view.bytes("kv_bytes")
-    widths = [stream.capture_bytes for stream in group.streams]
-    if len(data) != count * sum(widths):
-        raise UnusableEventError(f"kv_bytes has {len(data)} bytes, expected {count * sum(widths)}")
-    parts = np.split(data, np.cumsum([count * width for width in widths[:-1]], dtype=np.int64)) if widths else []
-    return tuple(part.reshape(count, width) for part, width in zip(parts, widths, strict=True))
-
-
-def _status_event(view: EventView) -> StatusEvent:
-    status = str(view.scalar("status"))
-    if status not in REQUEST_STATUSES:
-        raise UnusableEventError(f"a request of status {status!r}, expected one of {', '.join(REQUEST_STATUSES)}")
-    return StatusEvent(
-        event=view.number,
-        time_ns=view.time_ns,
-        status=status,
-        request_id=int(view.scalar("request_id")),
-        row=_event_row(view),
-    )
-
-
-def _sample_event(view: EventView) -> SampleEvent:
-    lens, tokens = view.ints("sampled_lens"), view.ints("sampled_tokens")
-    # Each length on its own first: sums of hostile lengths wrap around.
-    if bool(((lens < 0) | (lens > len(tokens))).any()) or int(lens.sum()) != len(tokens):
-        raise UnusableEventError(f"sampled_lens do not add up to the {len(tokens)} sampled tokens")
-    return SampleEvent(event=view.number, forward=int(view.scalar("forward")), lens=lens, tokens=tokens)
 
 
 def _event_row(view: EventView) -> int:
@@ -241,18 +201,11 @@ def _event_row(view: EventView) -> int:
     return int(rows[0]) if len(rows) else -1
 
 
-def _columns(view: EventView, prefix: str, names: Sequence[str]) -> list[Int64Array]:
-    columns = [view.ints(f"{prefix}_{name}") for name in names]
-    if len({len(column) for column in columns}) > 1:
-        raise UnusableEventError(f"the {prefix} columns differ in length")
-    return columns
-
-
 def _slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> list[Int64Array]:
     """Return group, start and count of an event's runs of slots, which lie in their pools."""
-    columns = _columns(view, "slot", _RUN)
-    require_inside(columns, [group.num_slots for group in groups])
-    return columns
+    found = columns(view, "slot", _RUN)
+    require_inside(found, [group.num_slots for group in groups])
+    return found
 
 
 def read_lost_slots(view: EventView, groups: Sequence[PoolGroup]) -> list[tuple[int, int, int]]:
@@ -261,23 +214,16 @@ def read_lost_slots(view: EventView, groups: Sequence[PoolGroup]) -> list[tuple[
     Raises `UnusableEventError` if there are no such groups or slots.
     """
     found = []
-    for group, start, count in zip(*(column.tolist() for column in _columns(view, "slot", _RUN)), strict=True):
+    for group, start, count in zip(*(column.tolist() for column in columns(view, "slot", _RUN)), strict=True):
         if not 0 <= group < len(groups) or start < 0 or count < 0:
             raise UnusableEventError(f"a run of {count} slots from {start} in group {group}")
         found.append((group, min(start, groups[group].num_slots), min(start + count, groups[group].num_slots)))
     return found
 
 
-def _slots_and_beyond(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, ...]:
-    """Return an event's slots, and of runs that end behind their pool the slots inside and those beyond."""
-    try:
-        return _expanded(*_slot_runs(view, groups))
-    except UnusableEventError:
-        return _parted(view, groups)
-
-
 def _parted(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, ...]:
-    groups_, starts, counts = _columns(view, "slot", _RUN)
+    """Return an event's slots; of runs that end behind their pool the slots inside and those beyond."""
+    groups_, starts, counts = columns(view, "slot", _RUN)
     sizes = np.array([*(group.num_slots for group in groups), 0], np.int64)
     known = (groups_ >= 0) & (groups_ < len(groups))
     limits = sizes[np.where(known, groups_, len(groups))]
@@ -287,9 +233,9 @@ def _parted(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, .
         leaves &= (groups_ != group) | (counts[leaves & (groups_ == group)].sum() <= sizes[group])
     inside = np.where(leaves, np.maximum(limits - starts, 0), counts)
     kept = ~leaves | (inside > 0)
-    columns = [groups_[kept], starts[kept], inside[kept]]
-    require_inside(columns, sizes[:-1].tolist())
-    parts = {part.group: part for part in _expanded(*columns)}
+    runs = [groups_[kept], starts[kept], inside[kept]]
+    require_inside(runs, sizes[:-1].tolist())
+    parts = {part.group: part for part in _expanded(*runs)}
     for group in np.unique(groups_[leaves]).tolist():
         mine = leaves & (groups_ == group)
         beyond = runs_to_slots(np.maximum(starts, limits)[mine], (counts - inside)[mine])
@@ -299,7 +245,7 @@ def _parted(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, .
 
 
 def _copy_event(view: EventView, groups: Sequence[PoolGroup]) -> CopyEvent:
-    group, src_tier, src, dst_tier, dst, count = _columns(view, "copy", _COPY)
+    group, src_tier, src, dst_tier, dst, count = columns(view, "copy", _COPY)
     for name, tiers in (("src_tier", src_tier), ("dst_tier", dst_tier)):
         if not bool(np.isin(tiers, (TIER_POOL, TIER_HOST)).all()):
             raise UnusableEventError(f"copy_{name} names a tier other than {TIER_POOL} and {TIER_HOST}")
@@ -320,20 +266,11 @@ def _copy_event(view: EventView, groups: Sequence[PoolGroup]) -> CopyEvent:
     copies: dict[tuple[int, int, int], list[int]] = {}
     for run, key in enumerate(zip(group.tolist(), src_tier.tolist(), dst_tier.tolist(), strict=True)):
         copies.setdefault(key, []).append(run)
-    return CopyEvent(
-        event=view.number,
-        copies=tuple(
-            SlotCopy(
-                group=index,
-                src_tier=source,
-                src=runs_to_slots(src[mine], count[mine]),
-                dst_tier=target,
-                dst=runs_to_slots(dst[mine], count[mine]),
-            )
-            for (index, source, target), mine in copies.items()
-        ),
-        parts=_expanded(*runs),
-    )
+    made = []
+    for (index, source, target), mine in copies.items():
+        read, written = (runs_to_slots(starts[mine], count[mine]) for starts in (src, dst))
+        made.append(SlotCopy(group=index, src_tier=source, src=read, dst_tier=target, dst=written))
+    return CopyEvent(**_named(view), copies=tuple(made), parts=_expanded(*runs))
 
 
 def require_inside(runs: list[Int64Array], num_slots: list[int]) -> None:
@@ -359,9 +296,8 @@ def _require_run_inside(group: int, start: int, count: int, num_slots: list[int]
     if not 0 <= group < len(num_slots):
         raise UnusableEventError(f"a run of group {group}, the header names {len(num_slots)}")
     if start < 0 or count < 0 or start + count > num_slots[group]:
-        raise UnusableEventError(
-            f"a run of {count} slots from {start} leaves group {group}, which has {num_slots[group]}"
-        )
+        has = f"group {group}, which has {num_slots[group]}"
+        raise UnusableEventError(f"a run of {count} slots from {start} leaves {has}")
 
 
 def _expanded(groups: Int64Array, starts: Int64Array, counts: Int64Array) -> tuple[GroupSlots, ...]:

@@ -1,12 +1,14 @@
 """One recorded forward, checked: nothing in a trace is believed before its lengths fit one another."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from ...kernels.arrays import ByteArray, Int64Array
-from ..trace.header import TraceHeader
+from ..capture.host_arrays import ragged_index
+from ..trace.header import KvStream, TraceHeader
 from ..trace.reader import EventView
 
 MAX_PREFIX = 1 << 62
@@ -16,6 +18,13 @@ ATTENTION_RUNS: Final = ("attention_group", "attention_request", "attention_star
 
 class UnusableEventError(Exception):
     """An event whose columns contradict one another or the header; `str()` says which."""
+
+
+class EventColumns(Protocol):
+    """An event's integer columns, by name; those that it does not carry are empty. `EventView` is one."""
+
+    def ints(self, name: str, /) -> Int64Array:
+        """Return a column's values `[n] int64`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,44 +80,58 @@ class Forward:
         return len(self.input_ids)
 
 
-def read_forward(view: EventView, header: TraceHeader) -> Forward:
-    """Return a forward event's arrays; raise `UnusableEventError` if they do not fit one another."""
+def columns(event: EventColumns, table: str, names: Sequence[str]) -> list[Int64Array]:
+    """Return columns of runs, `table_name` for each name; raise `UnusableEventError` if they differ in length."""
+    found = [event.ints(f"{table}_{name}") for name in names]
+    if len({len(column) for column in found}) > 1:
+        raise UnusableEventError(f"the columns {table}_* differ in length")
+    return found
+
+
+def stream_bytes(view: EventView, name: str, streams: Sequence[KvStream], count: int) -> tuple[ByteArray, ...]:
+    """Return a column's bytes stream by stream, `[count, capture_bytes] uint8` each; raise `UnusableEventError`."""
+    data, widths = view.bytes(name), [stream.capture_bytes for stream in streams]
+    if len(data) != count * sum(widths):
+        raise UnusableEventError(f"{name} has {len(data)} bytes, expected {count * sum(widths)}")
+    ends = count * np.cumsum(widths, dtype=np.int64)
+    parts = np.split(data, ends[:-1]) if widths else []
+    return tuple(part.reshape(count, width) for part, width in zip(parts, widths, strict=True))
+
+
+def add_up(lens: Int64Array, total: int) -> bool:
+    """Whether lengths are none negative, and add up; each is looked at first, since sums of hostile lengths wrap around."""
+    return not bool(((lens < 0) | (lens > total)).any()) and int(lens.sum()) == total
+
+
+def runner_of(view: EventView, header: TraceHeader) -> int:
+    """Return an event's runner; raise `UnusableEventError` if there is no such one."""
     runner = int(view.scalar("runner"))
     if not 0 <= runner < len(header.runners):
         raise UnusableEventError(f"runner {runner}, the header names {len(header.runners)}")
-    rows = view.ints("req_pool_indices")
-    bs = len(rows)
+    return runner
+
+
+def read_forward(view: EventView, header: TraceHeader) -> Forward:
+    """Return a forward event's arrays; raise `UnusableEventError` if they do not fit one another."""
+    runner, rows, input_ids = runner_of(view, header), view.ints("req_pool_indices"), view.ints("input_ids")
+    bs, tokens, tables = len(rows), len(input_ids), len(header.tables)
     per_request = {name: _ints_of_length(view, name, bs) for name in ("request_ids", "prefix_lens", "extend_lens")}
-    input_ids = view.ints("input_ids")
-    tokens = len(input_ids)
-    positions = _ints_of_length(view, "positions", tokens)
-    slots = _ints_of_length(view, "out_cache_loc", tokens * len(header.tables)).reshape(len(header.tables), tokens)
     extend = np.where(rows == 0, 0, np.maximum(per_request["extend_lens"], 0))
     # Each length on its own first: sums of hostile lengths wrap around.
     if bool((extend > tokens).any()) or bool((np.abs(per_request["prefix_lens"]) > MAX_PREFIX).any()):
         raise UnusableEventError(f"a request extends by more than the {tokens} tokens there are, or a prefix is absurd")
-    written = int(extend.sum())
-    if written > tokens:
-        raise UnusableEventError(f"extend_lens add up to {written} tokens, input_ids has {tokens}")
-    truth_lens = view.ints("truth_lens")
-    if len(truth_lens) not in (0, bs):
-        raise UnusableEventError(f"truth_lens has {len(truth_lens)} entries for {bs} requests")
-    sampled_lens = view.ints("sampled_lens")
-    sampled_tokens = view.ints("sampled_tokens")
-    if len(sampled_lens) not in (0, bs):
-        raise UnusableEventError(f"sampled_lens has {len(sampled_lens)} entries for {bs} requests")
-    count = len(sampled_tokens)
-    if bool(((sampled_lens < 0) | (sampled_lens > count)).any()):
-        raise UnusableEventError(f"a sampled length is negative or more than the {count} tokens there are")
-    if int(sampled_lens.sum()) != count:
-        raise UnusableEventError(f"sampled_tokens has {count} entries, sampled_lens add up to another number")
-    submitted = view.bytes("kv_submitted_bytes")
-    windows = [view.ints(f"window_{column}") for column in ("group", "request", "start", "count")]
-    if len({len(column) for column in windows}) > 1:
-        raise UnusableEventError("the columns window_* differ in length")
+    if int(extend.sum()) > tokens:
+        raise UnusableEventError(f"extend_lens add up to {int(extend.sum())} tokens, input_ids has {tokens}")
+    truth_lens = _ints_of_length(view, "truth_lens", bs, or_none=True)
+    sampled_lens, sampled_tokens = _ints_of_length(view, "sampled_lens", bs, or_none=True), view.ints("sampled_tokens")
+    if not add_up(sampled_lens, len(sampled_tokens)):
+        raise UnusableEventError(f"sampled_lens do not add up to the {len(sampled_tokens)} sampled tokens")
+    windows = columns(view, "window", ("group", "request", "start", "count"))
     known = (windows[0] >= 0) & (windows[0] < len(header.groups)) & (windows[1] >= 0) & (windows[1] < bs)
     if not known.all():
         raise UnusableEventError("window_* name a group or a request that there is not")
+    streams = [stream for _, stream in header.streams(runner)]
+    submitted = streams if len(view.bytes("kv_submitted_bytes")) else []
     return Forward(
         event=int(view.scalar("event")),
         forward=int(view.scalar("forward")),
@@ -121,63 +144,47 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
         sampled_lens=sampled_lens,
         sampled_tokens=sampled_tokens,
         input_ids=input_ids,
-        positions=positions,
-        out_cache_loc=tuple(slots),
-        kv_bytes=_stream_bytes("kv_bytes", view.bytes("kv_bytes"), header, runner, tokens),
+        positions=_ints_of_length(view, "positions", tokens),
+        out_cache_loc=tuple(_ints_of_length(view, "out_cache_loc", tokens * tables).reshape(tables, tokens)),
+        kv_bytes=stream_bytes(view, "kv_bytes", streams, tokens),
         windows=np.stack(windows, axis=1),
-        kv_submitted=_stream_bytes("kv_submitted_bytes", submitted, header, runner, tokens) if len(submitted) else (),
+        kv_submitted=stream_bytes(view, "kv_submitted_bytes", submitted, tokens) if submitted else (),
         attention=_attention(view, header, bs),
         **per_request,
     )
 
 
-def _ints_of_length(view: EventView, name: str, length: int) -> Int64Array:
+def _ints_of_length(view: EventView, name: str, length: int, *, or_none: bool = False) -> Int64Array:
     values = view.ints(name)
-    if len(values) != length:
+    if len(values) != length and (len(values) or not or_none):
         raise UnusableEventError(f"{name} has {len(values)} entries, expected {length}")
     return values
 
 
 def _attention(view: EventView, header: TraceHeader, bs: int) -> Attention | None:
-    """Return what a forward of `bs` requests says of attention, None for nothing; raise `UnusableEventError` as above."""
-    seq_lens, query_lens = view.ints("attention_seq_lens"), view.ints("attention_query_lens")
-    runs = tuple(view.ints(name) for name in ATTENTION_RUNS)
-    slots = view.ints("attention_slots")
-    if not len(seq_lens) and not len(query_lens) and not len(slots) and not len(runs[0]):
+    """Return what a forward of `bs` requests says of attention, None for nothing."""
+    seq_lens, query_lens, slots = (view.ints(f"attention_{name}") for name in ("seq_lens", "query_lens", "slots"))
+    if not (len(seq_lens) or len(query_lens) or len(slots) or len(view.ints(ATTENTION_RUNS[0]))):
         return None
-    for name, lens in (("attention_seq_lens", seq_lens), ("attention_query_lens", query_lens)):
-        if len(lens) not in (0, bs):
-            raise UnusableEventError(f"{name} has {len(lens)} entries for {bs} requests")
-    if len({len(column) for column in runs}) > 1:
-        raise UnusableEventError("the attention_* columns of runs differ in length")
-    groups, requests, starts, counts = runs
+    for name in ("attention_seq_lens", "attention_query_lens"):
+        _ints_of_length(view, name, bs, or_none=True)
+    groups, requests, starts, counts = columns(view, "attention", ("group", "request", "start", "count"))
     runner = int(view.scalar("runner"))
     known = {number for number, group in enumerate(header.groups) if group.runner == runner}
     if not set(np.unique(groups).tolist()) <= known:
         raise UnusableEventError("attention_group names a group that the forward's runner does not have")
     if bool(((requests < 0) | (requests >= bs)).any()):
         raise UnusableEventError(f"attention_request names a request that is none of the {bs}")
-    if bool(((starts < 0) | (starts > _MAX_POSITION) | (counts < 0) | (counts > len(slots))).any()):
-        raise UnusableEventError("a run of attention_slots begins or ends nowhere")
-    if int(counts.sum()) != len(slots):
-        raise UnusableEventError("the runs in attention_count do not add up to the values in attention_slots")
-    inside = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+    if bool(((starts < 0) | (starts > _MAX_POSITION)).any()) or not add_up(counts, len(slots)):
+        raise UnusableEventError("a run of attention_slots begins nowhere, or the runs do not add up to its values")
     return Attention(
         seq_lens=seq_lens,
         query_lens=query_lens,
         groups=np.repeat(groups, counts),
         requests=np.repeat(requests, counts),
-        positions=np.repeat(starts, counts) + inside,
+        positions=ragged_index(starts, counts),
         slots=slots,
     )
-
-
-def _stream_bytes(name: str, data: ByteArray, header: TraceHeader, runner: int, tokens: int) -> tuple[ByteArray, ...]:
-    widths = [stream.capture_bytes for _, stream in header.streams(runner)]
-    if len(data) != tokens * sum(widths):
-        raise UnusableEventError(f"{name} has {len(data)} bytes, expected {tokens * sum(widths)}")
-    parts = np.split(data, np.cumsum([tokens * width for width in widths[:-1]], dtype=np.int64)) if widths else []
-    return tuple(part.reshape(tokens, width) for part, width in zip(parts, widths, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,5 +202,4 @@ def batch_tokens(forward: Forward) -> BatchTokens:
     """Lay a forward's tokens out by request and position, counting positions from the prefix."""
     lens = np.where(forward.req_pool_indices == 0, 0, np.maximum(forward.extend_lens, 0))
     request = np.repeat(np.arange(len(lens)), lens)
-    within = np.arange(len(request)) - np.repeat(np.cumsum(lens) - lens, lens)
-    return BatchTokens(request=request, position=forward.prefix_lens[request] + within)
+    return BatchTokens(request=request, position=ragged_index(forward.prefix_lens, lens))

@@ -2,9 +2,9 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import dropwhile
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -116,8 +116,12 @@ class FedForward:
     @classmethod
     def of(cls, forward: Forward) -> "FedForward":
         """Keep of a forward what does not keep its batch in memory."""
-        told = len(forward.sampled_lens) > 0
-        return cls(forward=_slim_copy(forward), tokens=batch_tokens(forward), told=told)
+        kept = {
+            name: getattr(forward, name) for name in ("event", "forward", "time_ns", "runner", "mode", "kv_watched")
+        }
+        kept |= {name: getattr(forward, name).copy() for name in FED_COLUMNS}
+        slim = sampled_nothing(**kept, out_cache_loc=tuple(slots.copy() for slots in forward.out_cache_loc[:1]))
+        return cls(forward=slim, tokens=batch_tokens(forward), told=len(forward.sampled_lens) > 0)
 
 
 class Unread(NamedTuple):
@@ -216,19 +220,10 @@ class LastSamples:
         self.last[rows[chosen]] = np.stack(found, axis=1)
 
 
-def _slim_copy(forward: Forward) -> Forward:
-    """Return a forward without what keeps its batch of events in memory."""
+def sampled_nothing(**kept: Any) -> Forward:
+    """Return a forward of which nothing is known but what is given: no samples yet, no bytes, no attention."""
     nothing = np.empty(0, np.int64)
-    return replace(
-        forward,
-        **{name: getattr(forward, name).copy() for name in FED_COLUMNS},
-        out_cache_loc=tuple(slots.copy() for slots in forward.out_cache_loc[:1]),
-        truth_lens=None,
-        sampled_lens=nothing,
-        sampled_tokens=nothing,
-        kv_bytes=(),
-        attention=None,
-    )
+    return Forward(**kept, truth_lens=None, sampled_lens=nothing, sampled_tokens=nothing, kv_bytes=())
 
 
 class SlotHistory:

@@ -4,10 +4,10 @@ It begins with an event that says what is not an array, continues with the reque
 rows in use of every array, and ends with an event that says that it is whole.
 """
 
-import json
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,12 +21,25 @@ from .apply import RecordedState
 from .history import FED_COLUMNS, ROW_REQUEST, STATUS_REQUEST, FedForward, SlotHistory
 from .pools import GroupPool, Tier
 from .replay_state import ReplayState
-from .tables import StateTables, TableUse
+from .tables import StateTables
 
 WORDS = 4  # of a canary record, the KV hash the last
 
 
 _Named = tuple[str, npt.NDArray[Any]]
+
+
+class KeyframeLabels(msgspec.Struct, kw_only=True):
+    """What a keyframe holds that is not an array, as JSON in the labels of its first event."""
+
+    truth_fill: Literal[0, -1]
+    ran: list[int]
+    decoded: bool
+    since_sweep: int
+    any_unknown: list[bool]
+    last_forward: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
+    had_gap: bool
+    from_start: bool
 
 
 class Rows(NamedTuple):
@@ -38,8 +51,9 @@ class Rows(NamedTuple):
     counts: Int64Array
 
 
-def rows_in_use(state: ReplayState, use: TableUse) -> Iterator[Rows]:
+def rows_in_use(recorded: RecordedState) -> Iterator[Rows]:
     """Yield what a keyframe holds of each array, in the order in which it must be put back."""
+    state, use, history = recorded.state, recorded.use, recorded.history
     filled = {f"table.{number}": ends for number, ends in enumerate(use.ends)} | {"truth": use.truth_ends}
     for name, array in _table_arrays(state.tables):
         if name in filled:
@@ -52,11 +66,10 @@ def rows_in_use(state: ReplayState, use: TableUse) -> Iterator[Rows]:
         for tier, name in tiers(pool):
             yield from _record_rows(pool, tier, name)
             yield from (_nonzero(*one) for one in _tier_arrays(tier, name))
-    if state.history is not None:
-        yield from (_nonzero(*one) for one in _history_arrays(state.history))
-        ended = np.array(list(state.history.ended.items()), np.int64).reshape(-1, 2)
-        for name, array in (("ended", ended), ("dropped", state.history.dropped.rows())):
-            yield Rows(name, array, np.zeros(1, np.int64), np.array([len(array)]))
+    yield from (_nonzero(*one) for one in _history_arrays(history))
+    ended = np.array(list(history.ended.items()), np.int64).reshape(-1, 2)
+    for name, array in (("ended", ended), ("dropped", history.dropped.rows())):
+        yield Rows(name, array, np.zeros(1, np.int64), np.array([len(array)]))
 
 
 def tiers(pool: GroupPool) -> list[tuple[Tier, str]]:
@@ -130,20 +143,13 @@ def _differ(words: Int64Array, base: Int64Array, hashes: Int64Array | None) -> n
 
 
 def _nonzero(name: str, array: npt.NDArray[Any]) -> Rows:
-    return _chosen(name, array, _any(array))
-
-
-def _any(array: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Say which rows are not all zero; column by column, which numpy does many times faster than row by row."""
-    if array.ndim == 1:
-        return array != 0
-    words = array
-    if array.dtype == np.uint8 and array.flags.c_contiguous and array.shape[1] % 8 == 0:
-        words = array.view(np.int64)
+    words = array.reshape(len(array), -1)
+    if array.dtype == np.uint8 and array.flags.c_contiguous and words.shape[1] % 8 == 0:
+        words = words.view(np.int64)
     found: npt.NDArray[np.bool_] = np.zeros(len(array), np.bool_)
-    for column in range(words.shape[1]):
+    for column in range(words.shape[1]):  # which numpy does many times faster than row by row
         found |= words[:, column] != 0
-    return found
+    return _chosen(name, array, found)
 
 
 def _chosen(name: str, array: npt.NDArray[Any], mask: npt.NDArray[np.bool_]) -> Rows:
@@ -158,51 +164,44 @@ REQUESTS_KEPT: Final = 4096
 
 def keyframe_events(recorded: RecordedState, *, time_ns: int) -> Iterator[TraceEvent]:
     """Yield the keyframe of the state; no event may be applied before the last event was taken."""
-    state, use = recorded.state, recorded.use
-    yield _event(KEYFRAME_BEGIN, time_ns, labels=json.dumps(_scalars(state, use), separators=(",", ":")))
+    state = recorded.state
+    yield _event(KEYFRAME_BEGIN, time_ns, labels=msgspec.json.encode(_labels(recorded)).decode())
     for request_id, facts in state.request_table.facts.items():
         named: dict[str, int | str] = {"name": facts.name, "prompt_len": facts.prompt_len, "room": facts.room}
         yield _event(KEYFRAME_REQUEST, time_ns, request_id=request_id, **named)
-    for rows in rows_in_use(state, use):
+    for rows in rows_in_use(recorded):
         yield from _parts(rows, time_ns)
-    if state.history is not None:
-        for fed in state.history.samples.waiting():
-            yield _waiting(fed, time_ns)
+    for fed in recorded.history.samples.waiting():
+        yield _waiting(fed, time_ns)
     yield _event(KEYFRAME_END, time_ns)
 
 
-def forget_old_requests(state: ReplayState) -> None:
+def forget_old_requests(recorded: RecordedState) -> None:
     """Drop the names of requests that no array names, but for the last ones named, and of those that are gone."""
+    state, history = recorded.state, recorded.history
     columns = [tier.writers[:, 2] for pool in state.pools for tier in (pool.pool, pool.host)]
-    history, ended = state.history, dict[int, int]()
-    if history is not None:
-        columns += [rows[:, column] for rows in history.ledger.rows for column in (OWNER, JOINER)]
-        columns += [rows[:, ROW_REQUEST] for rows in history.rows.last]
-        columns.append(history.rows.status[:, STATUS_REQUEST])
-        keep = set(list(history.ended)[-REQUESTS_KEPT:]) | set(history.ledger.held_by)
-        history.ended = ended = {request: event for request, event in history.ended.items() if request in keep}
+    columns += [rows[:, column] for rows in history.ledger.rows for column in (OWNER, JOINER)]
+    columns += [rows[:, ROW_REQUEST] for rows in history.rows.last]
+    columns.append(history.rows.status[:, STATUS_REQUEST])
+    keep = set(list(history.ended)[-REQUESTS_KEPT:]) | set(history.ledger.held_by)
+    history.ended = {request: event for request, event in history.ended.items() if request in keep}
     facts = state.request_table.facts
-    known = set(list(facts)[-REQUESTS_KEPT:]).union(ended, *(np.unique(column).tolist() for column in columns))
+    known = set(list(facts)[-REQUESTS_KEPT:]).union(history.ended, *(np.unique(column).tolist() for column in columns))
     state.request_table.facts = {request: found for request, found in facts.items() if request in known}
 
 
-def _scalars(state: ReplayState, use: TableUse) -> dict[str, Any]:
-    """Return what is not an array."""
-    activity, history = state.activity, state.history
-    found: dict[str, Any] = {
-        "truth_fill": use.truth_fill,
-        "ran": activity.ran,
-        "decoded": activity.decoded,
-        "since_sweep": activity.since_sweep,
-        "any_unknown": [pool.any_unknown for pool in state.pools],
-    }
-    if history is not None:
-        found |= {
-            "last_forward": history.last_forward,
-            "had_gap": history.had_gap,
-            "from_start": history.ledger.from_start,
-        }
-    return found
+def _labels(recorded: RecordedState) -> KeyframeLabels:
+    state, activity, history = recorded.state, recorded.state.activity, recorded.history
+    return KeyframeLabels(
+        truth_fill=-1 if recorded.use.truth_fill else 0,
+        ran=activity.ran,
+        decoded=activity.decoded,
+        since_sweep=activity.since_sweep,
+        any_unknown=[pool.any_unknown for pool in state.pools],
+        last_forward=history.last_forward,
+        had_gap=history.had_gap,
+        from_start=history.ledger.from_start,
+    )
 
 
 def _parts(rows: Rows, time_ns: int) -> Iterator[TraceEvent]:

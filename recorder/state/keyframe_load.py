@@ -1,9 +1,9 @@
 """Putting a keyframe back: the state as it was when the recorder wrote it."""
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -11,19 +11,12 @@ from ...kernels.arrays import ByteArray, Int64Array, record_words
 from ...kernels.constants import RECORD_KV_HASH, KvHashMode
 from ...kernels.replay_pass.ledger import HELD, OWNER, STATE
 from ..capture.host_arrays import runs_to_slots
+from ..trace import schema
 from ..trace.batch import TraceBatch
 from ..trace.reader import EventView
-from ..trace.schema import (
-    KEYFRAME_BEGIN,
-    KEYFRAME_END,
-    KEYFRAME_FORWARD,
-    KEYFRAME_PART,
-    KEYFRAME_REQUEST,
-    TABLE_CHANGES,
-)
-from .forward import MAX_PREFIX, Forward, UnusableEventError
-from .history import FED_COLUMNS
-from .keyframe import WORDS, places, tiers
+from .forward import MAX_PREFIX, UnusableEventError
+from .history import FED_COLUMNS, sampled_nothing
+from .keyframe import WORDS, KeyframeLabels, places, tiers
 from .pools import Tier
 from .replay_state import ReplayState
 
@@ -56,30 +49,18 @@ class KeyframeRows:
 
     def put(self, place: AnyArray) -> None:
         """Write them to an array `[limit, ...]` of any type."""
-        if place.dtype == np.bool_:
-            self._put(place, (self._data != 0).reshape(self._total))
-        elif place.flags.c_contiguous and place.flags.aligned:
-            self._put(place.reshape(len(place), -1).view(np.uint8), self._data)
-        else:
-            self._put(place, self.values(place.dtype).reshape(self._total, *place.shape[1:]))
+        values = self._data != 0 if place.dtype == np.bool_ else self._data.view(place.dtype)
+        for rows, mine in self._chunks(values.reshape(self._total, *place.shape[1:]), self._total):
+            place[rows] = mine
 
     def put_records(self, whole: Sequence[Int64Array], without_hash: Sequence[Int64Array]) -> None:
         """Write them, canary records, to arrays `[limit, 4] int64`: as they are, and with KV hash 0."""
-        words = self.values(np.dtype(np.int64))
-        for rows, values in self._chunks(words, _CHUNK_ROWS):
+        for rows, values in self._chunks(self._data.copy().view(np.int64), _CHUNK_ROWS):
             for place in whole:
                 place[rows] = values
             values[:, RECORD_KV_HASH] = 0
             for place in without_hash:
                 place[rows] = values
-
-    def values(self, dtype: np.dtype[Any]) -> AnyArray:
-        """Return the rows' values, `[total, row bytes / item size]`, in memory of their own."""
-        return self._data.copy().view(dtype)
-
-    def _put(self, place: AnyArray, values: AnyArray) -> None:
-        for rows, mine in self._chunks(values, self._total):
-            place[rows] = mine
 
     def _chunks(self, values: AnyArray, most: int) -> Iterator[tuple[slice | Int64Array, AnyArray]]:
         """Yield which rows come next and their values; where runs are long, run by run and at most `most` rows a time."""
@@ -118,19 +99,19 @@ class KeyframeLoader:
 
     def apply(self, view: EventView) -> None:
         """Take a keyframe event; raise `UnusableEventError` where it does not fit the header or itself."""
-        status = view.scalar("status")
-        if status == KEYFRAME_BEGIN:
-            self._begin(view)
-        elif not self.loading:
-            return
-        elif status == KEYFRAME_REQUEST:
-            self._state.request_table.learn(view)
-        elif status == KEYFRAME_PART:
-            self._part(view)
-        elif status == KEYFRAME_FORWARD:
-            self._waiting(view)
-        elif status == KEYFRAME_END:
-            self._end()
+        match view.scalar("status"):
+            case schema.KEYFRAME_BEGIN:
+                self._begin(view)
+            case _ if not self.loading:
+                return
+            case schema.KEYFRAME_REQUEST:
+                self._state.request_table.learn(view)
+            case schema.KEYFRAME_PART:
+                self._part(view)
+            case schema.KEYFRAME_FORWARD:
+                self._waiting(view)
+            case schema.KEYFRAME_END:
+                self._end()
 
     def apply_requests(self, batch: TraceBatch, at: int) -> int:
         """Take events that name requests, from row `at` of a batch on; return the row of the first that was not taken.
@@ -139,9 +120,9 @@ class KeyframeLoader:
         """
         status = batch.strings("status")
         stop = at
-        while stop < batch.num_events and status[stop] == KEYFRAME_REQUEST and batch.kinds[stop] == "keyframe":
+        while stop < batch.num_events and status[stop] == schema.KEYFRAME_REQUEST and batch.kinds[stop] == "keyframe":
             stop += 1
-        if stop - at < 2 or any(len(batch.values(name)) for name in TABLE_CHANGES):
+        if stop - at < 2 or any(len(batch.values(name)) for name in schema.TABLE_CHANGES):
             return at
         self._state.request_table.learn_rows(batch, at, stop - 1)
         return stop - 1
@@ -149,26 +130,19 @@ class KeyframeLoader:
     def _begin(self, view: EventView) -> None:
         state = self._state
         try:
-            scalars = json.loads(view.scalar("labels"))
-            truth_fill, ran = int(scalars["truth_fill"]), [int(n) for n in scalars["ran"]]
-            any_unknown = [bool(one) for one in scalars["any_unknown"]]
-            since_sweep, decoded = int(scalars["since_sweep"]), bool(scalars["decoded"])
-            had_gap, from_start = bool(scalars["had_gap"]), bool(scalars["from_start"])
-            last_forward = int(scalars["last_forward"])
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise UnusableEventError(f"its labels are no keyframe's ({type(error).__name__}: {error})") from None
-        if len(ran) != len(state.activity.ran) or len(any_unknown) != len(state.pools):
+            labels = msgspec.json.decode(view.scalar("labels"), type=KeyframeLabels)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise UnusableEventError(f"its labels are no keyframe's ({error})") from None
+        activity, history = state.activity, state.history
+        if len(labels.ran) != len(activity.ran) or len(labels.any_unknown) != len(state.pools):
             raise UnusableEventError("its labels speak of other runners or groups than the header")
-        if truth_fill not in (0, -1) or not -1 <= last_forward < 1 << 62:
-            raise UnusableEventError("its labels hold numbers that no recorder writes")
-        self._clear(truth_fill)
-        state.activity.ran, state.activity.decoded, state.activity.since_sweep = ran, decoded, since_sweep
-        for pool, unknown in zip(state.pools, any_unknown, strict=True):
+        self._clear(labels.truth_fill)
+        activity.ran, activity.decoded, activity.since_sweep = labels.ran, labels.decoded, labels.since_sweep
+        for pool, unknown in zip(state.pools, labels.any_unknown, strict=True):
             pool.any_unknown = unknown
-        if state.history is not None:
-            state.history.last_forward = last_forward
-            state.history.had_gap = had_gap
-            state.history.ledger.from_start = from_start
+        if history is not None:
+            history.last_forward, history.had_gap = labels.last_forward, labels.had_gap
+            history.ledger.from_start = labels.from_start
         self._places = places(state, self._mode)
         self.loading = True
 
@@ -245,22 +219,14 @@ class KeyframeLoader:
             raise UnusableEventError("a forward that waits for its samples contradicts itself")
         if self._state.history is None:
             return
-        nothing = np.empty(0, np.int64)
-        forward = Forward(
+        forward = sampled_nothing(
             event=int(told[0]),
             forward=int(view.scalar("forward")),
             time_ns=int(told[1]),
             runner=0,
             mode=str(view.scalar("mode")),
             kv_watched=False,
-            truth_lens=None,
-            sampled_lens=nothing,
-            sampled_tokens=nothing,
             out_cache_loc=(slots,) if self._state.header.tables else (),
-            kv_bytes=(),
-            kv_submitted=(),
-            attention=None,
-            windows=None,
             **columns,
         )
         self._state.history.samples.put_back(forward, told=bool(view.scalar("note")))

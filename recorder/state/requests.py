@@ -31,18 +31,12 @@ class RequestTable:
 
     def learn(self, view: EventView) -> None:
         """Take over what an event says of the request that it names."""
-        self.facts[int(view.scalar("request_id"))] = RequestFacts(
-            name=str(view.scalar("name")), prompt_len=int(view.scalar("prompt_len")), room=int(view.scalar("room"))
-        )
+        self.learn_rows(view.batch, view.index, view.index + 1)
 
     def learn_rows(self, batch: TraceBatch, first: int, stop: int) -> None:
-        """Take over what events of rows `first` to `stop - 1` say, as `learn` does event by event."""
-        ids, prompts, rooms = (
-            batch.scalar_ints(name)[first:stop].tolist() for name in ("request_id", "prompt_len", "room")
-        )
-        for request_id, name, prompt_len, room in zip(
-            ids, batch.strings("name")[first:stop], prompts, rooms, strict=True
-        ):
+        """Take over what events of rows `first` to `stop - 1` say."""
+        columns = (batch.scalar_ints(name)[first:stop].tolist() for name in ("request_id", "prompt_len", "room"))
+        for name, request_id, prompt_len, room in zip(batch.strings("name")[first:stop], *columns, strict=True):
             self.facts[request_id] = RequestFacts(name=name, prompt_len=prompt_len, room=room)
 
     def name(self, request_id: int) -> str:

@@ -5,7 +5,6 @@ slots and sampled tokens, so what is left in the trace is what the engine did be
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +15,9 @@ from ...kernels.dispatch import select
 from ...kernels.replay_pass.entries import Runs
 from ...kernels.replay_pass.state import apply_forward_loops, apply_runs_loops
 from ...kernels.sparse import sparse_zeros
+from ..capture.host_arrays import ragged_index
 from ..trace.header import TraceHeader
-from .forward import Forward, UnusableEventError
-
-
-class EventColumns(Protocol):
-    """An event's integer columns, by name; those that it does not carry are empty. `EventView` is one."""
-
-    def ints(self, name: str, /) -> Int64Array:
-        """Return a column's values `[n] int64`."""
+from .forward import EventColumns, Forward, UnusableEventError, add_up, columns
 
 
 class StateListener:
@@ -71,7 +64,7 @@ class StateTables:
 
     def apply_changes(self, event: EventColumns) -> None:
         """Apply the changes that an event carries; raise `UnusableEventError` when runs and values do not fit."""
-        indices, rows, starts, counts = _runs(event, "table", ("index", "row", "start", "count"))
+        indices, rows, starts, counts = columns(event, "table", ("index", "row", "start", "count"))
         if len(indices) and self.req_to_token:
             if not 0 <= indices.min() <= indices.max() < len(self.req_to_token):
                 raise UnusableEventError("table_index names a table that the header does not have")
@@ -80,7 +73,7 @@ class StateTables:
         if self.luts:
             self._apply_luts(event)
         if self.truth is not None:
-            rows, starts, counts = _runs(event, "truth", ("row", "start", "count"))
+            rows, starts, counts = columns(event, "truth", ("row", "start", "count"))
             if len(rows):
                 runs = Runs(np.full(len(rows), -1, np.int64), rows, starts, counts, event.ints("truth_tokens"))
                 self._apply_runs(-1, self.truth, runs)
@@ -104,14 +97,13 @@ class StateTables:
             raise UnusableEventError(f"{outside} values in {what} lie outside their table, or are no 32-bit numbers")
 
     def _apply_luts(self, event: EventColumns) -> None:
-        indices, starts, counts = _runs(event, "lut", ("index", "start", "count"))
+        indices, starts, counts = columns(event, "lut", ("index", "start", "count"))
         slots = event.ints("lut_slots")
-        if bool((counts < 0).any()) or bool((counts > len(slots)).any()) or int(counts.sum()) != len(slots):
+        if not add_up(counts, len(slots)):
             raise UnusableEventError("the runs in lut_count do not add up to the values in lut_slots")
         if not len(slots):
             return
-        at = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(len(slots))
-        of_value = np.repeat(indices, counts)
+        at, of_value = ragged_index(starts, counts), np.repeat(indices, counts)
         applied = 0
         for index, lut in enumerate(self.luts):
             chosen = (of_value == index) & (at >= 0) & (at < len(lut))
@@ -206,13 +198,6 @@ def look_up(table: npt.NDArray[np.int32], rows: Int64Array, positions: Int64Arra
     found = np.zeros(len(rows), np.int64)
     found[inside] = table[rows[inside], positions[inside]]
     return found, inside
-
-
-def _runs(event: EventColumns, table: str, names: Sequence[str]) -> list[Int64Array]:
-    columns = [event.ints(f"{table}_{name}") for name in names]
-    if len({len(column) for column in columns}) > 1:
-        raise UnusableEventError(f"the {table}_* columns of runs differ in length")
-    return columns
 
 
 def _reach(ends: Int64Array, rows: Int64Array, to: Int64Array, width: int) -> None:

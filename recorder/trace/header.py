@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from ..errors import UnreadableTraceError, json_text, whole_text
+from ..fields import Count, Positive, check_fields, expect
 from . import schema
 
-Text = Annotated[str, msgspec.Meta(max_length=schema.MAX_TEXT_CHARS)]
+Text = Annotated[str, Meta(max_length=schema.MAX_TEXT_CHARS)]
+Slots = Annotated[int, Meta(ge=1, le=schema.MAX_SLOTS)]
+_PARTS = Meta(max_length=schema.MAX_PARTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +51,14 @@ class KvStream:
     half: Text
     layer: int = 0
     layers: tuple[int, ...] = ()
-    bytes_per_token: int
-    capture_bytes: int
+    bytes_per_token: Annotated[int, Meta(le=schema.MAX_TOKEN_BYTES)]
+    capture_bytes: Annotated[int, Meta(ge=16, multiple_of=16)]
     origin: Text = "stored"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        captured, of = self.capture_bytes, self.bytes_per_token
+        expect(captured <= of, f"capture_bytes is {captured}, expected at most bytes_per_token, {of}")
 
     def layer_of(self, byte: int) -> int:
         """Return the layer that a captured byte is of."""
@@ -71,19 +80,34 @@ class PoolGroup:
 
     name: Text
     kind: Text = "full"
-    window: int = 0
-    runner: int = 0
-    table: int = 0
-    lut: int = -1
-    num_slots: int
-    page_size: int = 1
+    window: Annotated[int, Meta(ge=0, le=schema.MAX_SLOTS)] = 0
+    runner: Count = 0
+    table: Count = 0
+    lut: Annotated[int, Meta(ge=-1)] = -1
+    num_slots: Slots
+    page_size: Positive = 1
     halves: tuple[Text, ...] = ("K", "V")
     streams: tuple[KvStream, ...] = ()
     reads_before_write: bool = False
-    host_num_slots: int = 0
-    padding_slots: tuple[int, ...] = (0,)
-    slot_shift: int = 0
-    num_layers: int = 0
+    host_num_slots: Annotated[int, Meta(ge=0, le=schema.MAX_SLOTS)] = 0
+    padding_slots: Annotated[tuple[Count, ...], Meta(max_length=schema.MAX_PADDING_SLOTS)] = (0,)
+    slot_shift: Annotated[int, Meta(ge=0, le=1)] = 0
+    num_layers: Count = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        fits = self.kind in ("full", "swa") and (self.window > 0) == (self.kind == "swa")
+        expect(fits, f"kind is {self.kind!r} and window {self.window}, expected 'full' and 0, or 'swa' and a window")
+        highest = max(self.padding_slots, default=0)
+        expect(highest < self.num_slots, f"padding_slots has {highest}, expected some of the {self.num_slots} slots")
+        expect(
+            self.halves in (("K",), ("V",), ("K", "V"), ("V", "K")), f"halves are {self.halves}, expected K or K and V"
+        )
+        sources = [stream.half for stream in self.streams]
+        fits = set(sources) <= set(self.halves)
+        expect(fits, f"streams are of the halves {sorted(set(sources))}, expected those of {self.halves}")
+        most = max(map(sources.count, self.halves))
+        expect(most <= schema.MAX_KV_SOURCES, f"{most} streams of one half, expected at most {schema.MAX_KV_SOURCES}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +115,13 @@ class StateTable:
     """The shape of one req_to_token table: `[rows, width] int32`."""
 
     name: Text = "req_to_token"
-    rows: int
-    width: int
+    rows: Positive
+    width: Positive
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        fits, most = self.rows * self.width <= schema.MAX_TABLE_CELLS, f"{schema.MAX_TABLE_CELLS:,}"
+        expect(fits, f"{self.name} has shape [{self.rows}, {self.width}], expected at most {most} cells")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +132,13 @@ class Runner:
     """
 
     name: Text = "target"
-    token_offset: int = 0
+    token_offset: Annotated[int, Meta(ge=0, le=1)] = 0
     derived: tuple[Text, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        known = set(self.derived) <= set(schema.INT_LISTS)
+        expect(known, f"derived {self.derived}, expected names of list columns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +148,10 @@ class NotWatched:
     what: Text
     name: Text
     reason: Text = ""
+
+    def __post_init__(self) -> None:
+        known = ", ".join(schema.NOT_WATCHED)
+        expect(self.what in schema.NOT_WATCHED, f"not_watched says {self.what!r}, expected one of {known}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +192,12 @@ class Segment:
     `first_event` is the number of the file's first event, `engine_events` how many of the engine's the files before hold.
     """
 
-    number: int
-    first_event: int = 0
+    number: Count
+    first_event: Count = 0
     engine_events: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,26 +220,35 @@ class TraceHeader:
     clock: Text = "time_ns counts nanoseconds since the Unix epoch, monotonic within a trace"
     engine: EngineInfo = field(default_factory=EngineInfo)
     model: ModelInfo = field(default_factory=ModelInfo)
-    groups: tuple[PoolGroup, ...]
-    tables: tuple[StateTable, ...]
-    lut_lens: tuple[int, ...] = ()
+    groups: Annotated[tuple[PoolGroup, ...], _PARTS]
+    tables: Annotated[tuple[StateTable, ...], _PARTS]
+    lut_lens: Annotated[tuple[Slots, ...], _PARTS] = ()
     truth_table: StateTable | None = None
-    runners: tuple[Runner, ...] = (Runner(),)
+    runners: Annotated[tuple[Runner, ...], Meta(min_length=1, max_length=schema.MAX_PARTS)] = (Runner(),)
     ranks: Ranks = field(default_factory=Ranks)
     oracle: Oracle | None = None
     role: Text = ""
     slot_history: Text = ""
-    sweep_interval: int = 0
+    sweep_interval: Count = 0
     tokens: Text = "plain"
     salt_id: Text = ""
     capture: CaptureInfo = field(default_factory=CaptureInfo)
     segment: Segment | None = None
-    not_watched: tuple[NotWatched, ...] = ()
+    not_watched: Annotated[tuple[NotWatched, ...], Meta(max_length=schema.MAX_NOT_WATCHED)] = ()
     notes: tuple[Text, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise `ValueError` on anything a replay could not stand on."""
-        _check_header(self)
+        check_fields(self)
+        allowed = {"role": schema.ROLES, "slot_history": schema.SLOT_HISTORIES, "tokens": schema.TOKENS}
+        for name, values in allowed.items():
+            given = getattr(self, name)
+            expect(given in values, f"{name} is {given!r}, expected one of {', '.join(map(repr, values))}")
+        counts = {"runner": len(self.runners), "table": len(self.tables), "lut": len(self.lut_lens)}
+        for number, group in enumerate(self.groups):
+            for name, count in counts.items():
+                index = getattr(group, name)
+                expect(index < count, f"group {number} ({group.name}): {name} is {index}, there are {count}")
 
     def to_json(self) -> str:
         """Return the header as JSON text."""
@@ -254,75 +304,3 @@ def completed_header(header: TraceHeader, *, flush_bytes: int, flush_interval_ns
         trace_id=header.trace_id or uuid.uuid4().hex,
         created_ns=header.created_ns or time.time_ns(),
     )
-
-
-def _expect(fits: bool, otherwise: str) -> None:
-    if not fits:
-        raise ValueError(otherwise)
-
-
-def _check_header(header: TraceHeader) -> None:
-    for name, allowed in (("role", schema.ROLES), ("slot_history", schema.SLOT_HISTORIES), ("tokens", schema.TOKENS)):
-        given = getattr(header, name)
-        _expect(given in allowed, f"{name} is {given!r}, expected one of {', '.join(map(repr, allowed))}")
-    if (segment := header.segment) is not None:
-        fits = segment.number >= 0 and segment.first_event >= 0
-        _expect(fits, f"segment {segment.number} begins with event {segment.first_event}")
-    sweep = header.sweep_interval
-    _expect(sweep >= 0, f"sweep_interval is {sweep}, expected 0 (never) or a number of forwards")
-    for number, table in enumerate([*header.tables, *([header.truth_table] if header.truth_table else [])]):
-        fits = table.rows > 0 and table.width > 0 and table.rows * table.width <= schema.MAX_TABLE_CELLS
-        _expect(fits, f"table {number} ({table.name}) has shape [{table.rows}, {table.width}]")
-    for length in header.lut_lens:
-        _expect(0 < length <= schema.MAX_SLOTS, f"a full-to-SWA table has length {length}")
-    for what, count, most in (
-        ("groups", len(header.groups), schema.MAX_PARTS),
-        ("tables", len(header.tables), schema.MAX_PARTS),
-        ("full-to-SWA tables", len(header.lut_lens), schema.MAX_PARTS),
-        ("runners", len(header.runners), schema.MAX_PARTS),
-        ("entries of not_watched", len(header.not_watched), schema.MAX_NOT_WATCHED),
-    ):
-        _expect(count <= most, f"{count} {what}, expected at most {most}")
-    _expect(bool(header.runners), "no runner")
-    for runner in header.runners:
-        where, offset = f"runner {runner.name}", runner.token_offset
-        _expect(offset in (0, 1), f"{where}: token_offset {offset}, expected 0 or 1 (EAGLE draft)")
-        known = set(runner.derived) <= set(schema.INT_LISTS)
-        _expect(known, f"{where}: derived {runner.derived}, expected names of list columns")
-    for entry in header.not_watched:
-        known = entry.what in schema.NOT_WATCHED
-        _expect(known, f"not_watched says {entry.what!r}, expected one of {', '.join(schema.NOT_WATCHED)}")
-    for number, group in enumerate(header.groups):
-        _check_group(header, group, f"group {number} ({group.name})")
-
-
-def _check_group(header: TraceHeader, group: PoolGroup, where: str) -> None:
-    _expect(group.kind in ("full", "swa"), f"{where}: kind is {group.kind!r}, expected 'full' or 'swa'")
-    fits = (group.window > 0) == (group.kind == "swa") and 0 <= group.window <= schema.MAX_SLOTS
-    _expect(fits, f"{where}: window {group.window} does not fit kind {group.kind!r}")
-    for what, index, count, least in (
-        ("runner", group.runner, len(header.runners), 0),
-        ("table", group.table, len(header.tables), 0),
-        ("full-to-SWA table", group.lut, len(header.lut_lens), -1),
-    ):
-        _expect(least <= index < count, f"{where}: {what} {index} of {count}")
-    fits = 0 < group.num_slots <= schema.MAX_SLOTS and 0 <= group.host_num_slots <= schema.MAX_SLOTS
-    _expect(fits, f"{where}: {group.num_slots} slots, {group.host_num_slots} host slots")
-    _expect(group.slot_shift in (0, 1), f"{where}: slot_shift is {group.slot_shift}, expected 0 or 1")
-    fits = group.page_size >= 1 and group.num_layers >= 0
-    _expect(fits, f"{where}: page_size {group.page_size}, {group.num_layers} layers")
-    padding = group.padding_slots
-    fits = len(padding) <= schema.MAX_PADDING_SLOTS and all(0 <= slot < group.num_slots for slot in padding)
-    what = f"expected at most {schema.MAX_PADDING_SLOTS} of its own slots"
-    _expect(fits, f"{where}: padding_slots {padding[:8]}, {what}")
-    fits = bool(group.halves) and set(group.halves) <= {"K", "V"} and len(set(group.halves)) == len(group.halves)
-    _expect(fits, f"{where}: halves {group.halves}, expected K or K and V")
-    for half in group.halves:
-        fits = sum(stream.half == half for stream in group.streams) <= schema.MAX_KV_SOURCES
-        _expect(fits, f"{where}: more than {schema.MAX_KV_SOURCES} KV sources for half {half}")
-    for stream in group.streams:
-        own = stream.half in group.halves
-        _expect(own, f"{where}: a KV source for half {stream.half!r}, halves are {group.halves}")
-        captured, of = stream.capture_bytes, stream.bytes_per_token
-        fits = 0 < captured <= of <= schema.MAX_TOKEN_BYTES and not captured % 16
-        _expect(fits, f"{where}: captures {captured} of {of} bytes a token, expected a positive multiple of 16")

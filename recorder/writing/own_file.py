@@ -13,7 +13,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 _TRIES: Final = 5  # somebody who asks for the state holds the lock for a moment
 _PAUSE_S: Final = 0.001
@@ -31,9 +31,9 @@ class ForeignFileError(OSError):
 
 
 class OwnFile:
-    """An open file and which one it is; takes the descriptor over. Raises `OSError`."""
+    """An open file and which one it is; takes the descriptor over. A forked child has it closed. Raises `OSError`."""
 
-    __slots__ = ("_begins", "_found", "_identity", "_pointer", "descriptor")
+    __slots__ = ("__weakref__", "_begins", "_found", "_identity", "_pointer", "descriptor")
 
     def __init__(self, descriptor: int) -> None:
         found = os.fstat(descriptor)
@@ -44,6 +44,7 @@ class OwnFile:
         self._begins = _IDENTITY.pack(*self._identity)
         if not self._is_seen_at_once():
             self._begins = b""
+        _open.add(self)
 
     def check(self) -> None:
         """Raise `ForeignFileError` if the descriptor leads to another file, `OSError` if it leads to none."""
@@ -118,14 +119,7 @@ pwrite_now: Final = _at_once(
 )
 
 
-class HasDescriptors(Protocol):
-    """Whoever holds files open that a forked child must not hold."""
-
-    def forget_files(self) -> None:
-        """Close them, in a child, and do nothing else."""
-
-
-_open: "weakref.WeakSet[HasDescriptors]" = weakref.WeakSet()
+_open: "weakref.WeakSet[OwnFile]" = weakref.WeakSet()
 
 
 def hold(descriptor: int) -> None:
@@ -141,15 +135,11 @@ def hold(descriptor: int) -> None:
         return
 
 
-def close_in_children(owner: HasDescriptors) -> None:
-    """Have forked children close what `owner` holds: a child that outlives the engine would hold its locks."""
-    _open.add(owner)
-
-
 def _forked() -> None:
-    for owner in list(_open):
+    """Close them all in a child: one that outlives the engine would hold its locks."""
+    for own in list(_open):
         with contextlib.suppress(Exception):
-            owner.forget_files()
+            own.close()
     _open.clear()
 
 

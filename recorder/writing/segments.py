@@ -197,7 +197,7 @@ class Segments(SingleFile):
     def _keyframe_batches(self) -> Iterator[list[TraceEvent]]:
         from ..state.keyframe import forget_old_requests, keyframe_events
 
-        forget_old_requests(self._recorded.state)
+        forget_old_requests(self._recorded)
         small: list[TraceEvent] = []  # of which many go into one batch
         held = 0
         for event in keyframe_events(self._recorded, time_ns=self.last_ns):

@@ -35,7 +35,7 @@ from ..trace.tail_reader import (
     TEXTS,
     tail_header,
 )
-from .own_file import OwnFile, close_in_children
+from .own_file import OwnFile
 
 _log = logging.getLogger("kvcanary")
 
@@ -84,11 +84,9 @@ class Tail:
         self._slow = 0
         self._rests_until = 0
 
-        close_in_children(self)
-
     def put(self, number: int, event: TraceEvent, nbytes: int) -> None:
-        """Append an event of about so many bytes, the engine's `number`th from 0."""
-        if self._off:
+        """Append an event of about so many bytes, the engine's `number`th from 0; a very large one waits in memory alone."""
+        if self._off or nbytes > MAX_BODY_BYTES:
             return
         begin = time.perf_counter_ns()
         if self._rests_until:
@@ -100,9 +98,9 @@ class Tail:
         if self._sizes[now] >= _SWITCH_BYTES and self._empty[1 - now]:
             now = self._now = 1 - now
             self._empty[now] = False
-        own, size, small = self._files[now], self._sizes[now], nbytes <= _SMALL_BYTES
+        own, size = self._files[now], self._sizes[now]
         try:
-            self._sizes[now] = size + append_record(own, size, number, _body(event), small=small)
+            self._sizes[now] = size + append_record(own, size, number, _body(event))
             self._last[now] = number
         except Exception as error:  # noqa: BLE001  # nothing may reach the engine
             self._off = True
@@ -150,28 +148,30 @@ class Tail:
                 if own.is_at(path.lstat()):
                     path.unlink()
         self._off = True
-        self.forget_files()
+        self._close()
 
     def leave(self, first_missing: int) -> None:
         """Close the files and leave them: they hold what the trace lacks, up to event `first_missing`."""
         if not self._off:
             self._say_state(first_missing)
         self._off = True
-        self.forget_files()
+        self._close()
 
-    def forget_files(self) -> None:
-        """Close the files."""
+    def _close(self) -> None:
         for own in self._files:
             with contextlib.suppress(OSError):
                 own.close()
 
 
-def _body(event: TraceEvent) -> list[Any]:
-    """Return an event's bytes in pieces."""
-    scalars, arrays = event.scalars, (*event.ints.values(), *event.bytes.values())
+def _body(event: TraceEvent) -> bytes:
+    scalars, arrays = event.scalars, [*event.ints.values(), *event.bytes.values()]
     blob, numbers, ints, texts = _layout(event.kind, tuple(scalars), tuple(event.ints), tuple(event.bytes))
     values: list[Any] = [*[str(scalars[name]).encode("utf-8", "replace") for name in texts], *arrays]
-    return [blob, numbers.pack(event.time_ns, *[scalars[name] for name in ints], *map(len, values)), *values]
+    head = [blob, numbers.pack(event.time_ns, *[scalars[name] for name in ints], *map(len, values))]
+    try:
+        return b"".join(head + values)
+    except (BufferError, TypeError, ValueError):  # a view with steps in between
+        return b"".join([*head, *values[: len(texts)], *[array.tobytes() for array in arrays]])
 
 
 @functools.lru_cache(maxsize=MAX_LAYOUTS)
@@ -185,33 +185,13 @@ def _layout(
     return LAYOUT_BYTES.pack(len(names)) + names, struct.Struct(f"<{count}q"), ints, texts
 
 
-def append_record(own: OwnFile, at: int, number: int, parts: list[Any], *, small: bool) -> int:
+def append_record(own: OwnFile, at: int, number: int, body: bytes) -> int:
     """Write a record of the event `number` at byte `at`; return its bytes. Raises `OSError`."""
-    if small:
-        body = _joined(parts)
-        crc = crc32c(body, crc32c(NUMBERS.pack(number, len(body))))
-        own.write_at_once(RECORD.pack(RECORD_MAGIC, crc, number, len(body)) + body, at)
-        return RECORD.size + len(body)
-    views = [memoryview(_contiguous(part)).cast("B") for part in parts if len(part)]
-    size = sum(view.nbytes for view in views)
-    if size > MAX_BODY_BYTES:
-        return 0
-    crc = crc32c(NUMBERS.pack(number, size))
-    for view in views:
-        crc = crc32c(view, crc)
-    views.insert(0, memoryview(RECORD.pack(RECORD_MAGIC, crc, number, size)))
-    for view in views:
-        own.write(view, at)
-        at += view.nbytes
-    return RECORD.size + size
-
-
-def _joined(parts: list[Any]) -> bytes:
-    try:
-        return b"".join(parts)
-    except (BufferError, TypeError, ValueError):  # a view with steps in between
-        return b"".join([_contiguous(part) for part in parts])
-
-
-def _contiguous(part: Any) -> Any:
-    return part if isinstance(part, bytes) or part.flags.c_contiguous else part.tobytes()
+    size = len(body)
+    head = RECORD.pack(RECORD_MAGIC, crc32c(body, crc32c(NUMBERS.pack(number, size))), number, size)
+    if size <= _SMALL_BYTES:
+        own.write_at_once(head + body, at)
+    else:
+        own.write(head, at)
+        own.write(body, at + len(head))
+    return len(head) + size

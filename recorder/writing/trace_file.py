@@ -16,7 +16,7 @@ from ..errors import TraceError, TraceExistsError
 from ..process.settings import COMPRESSIONS
 from ..trace.files import base_name
 from ..trace.framing import FILE_START
-from .own_file import OwnFile, close_in_children
+from .own_file import OwnFile
 
 _ROOM_BYTES: Final = 1 << 20  # more than Arrow takes to write a batch, beside the batch
 MAX_NAMES: Final = 100  # that are tried for a new trace
@@ -66,7 +66,6 @@ class TraceFile:
         options = pa.ipc.IpcWriteOptions(compression=codec, use_threads=False)
         self._beginning = b""
         self._own: OwnFile | None = None
-        close_in_children(self)
         try:
             self._own = OwnFile(_create(path, overwrite))
             self._named = self._own.stat().st_nlink > 0
@@ -123,8 +122,6 @@ class TraceFile:
         if own is not None:
             with contextlib.suppress(OSError):
                 own.close()
-
-    forget_files = abandon  # in a child process that got it by a fork
 
     def _drop(self, path: Path) -> None:
         """Close a file that could not be begun, and leave nothing of it: it would be a trace that nobody can read."""

@@ -91,7 +91,7 @@ def test_the_names_of_requests_that_are_gone_are_dropped(tmp_path: Path, monkeyp
     for view in read_trace(trace):
         recorded.apply(view)
     told = set(recorded.state.request_table.facts)
-    keyframe.forget_old_requests(recorded.state)
+    keyframe.forget_old_requests(recorded)
     kept = set(recorded.state.request_table.facts)
     assert len(kept) < len(told)
     writers = {int(request) for pool in recorded.state.pools for request in np.unique(pool.pool.writers[:, 2])}

@@ -240,7 +240,7 @@ def test_bodies_with_a_right_crc_may_say_anything(tmp_path: Path, body: bytes | 
     if isinstance(body, list):
         body = len(names).to_bytes(4, "little") + names + np.array(body, np.int64).tobytes()
     tail = open_tail(tmp_path / "t.arrow", "id")
-    append_record(OwnFile(os.open(tail_paths(tmp_path / "t.arrow")[0], os.O_RDWR)), HEADER_BYTES, 0, [body], small=True)
+    append_record(OwnFile(os.open(tail_paths(tmp_path / "t.arrow")[0], os.O_RDWR)), HEADER_BYTES, 0, body)
     for _, found in TailReader(tmp_path / "t.arrow", "id").events(0):
         assert found.problem() is None
     tail.remove()

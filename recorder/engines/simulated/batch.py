@@ -62,33 +62,38 @@ class BatchBuilder:
         runner: int = 0,
         padded: bool = False,
     ) -> Batch:
-        """Return the batch in which `requests[r]` gets `tokens[r]` behind its `prefix_lens[r]` cached tokens."""
-        rows = np.array([request.row for request in requests], np.int64)
-        prefix = np.array(prefix_lens, np.int64)
-        extend = np.array([len(part) for part in tokens], np.int64)
-        input_ids = np.concatenate(tokens, dtype=np.int64) if tokens else np.empty(0, np.int64)
-        positions = self.positions(prefix, extend)
-        slots = self.out_cache_loc(rows, prefix, extend)
+        """Return the batch in which `requests[r]` gets `tokens[r]` behind its `prefix_lens[r]` cached tokens.
+
+        With `padded` it has the captured batch size next to its own, if there is one.
+        """
+        bs = len(requests)
+        extra = next((size - bs for size in self._sizes if size >= bs), 0) if padded and bs else 0
+        per_row = max(map(len, tokens)) if extra else 0
+
+        def of_requests(values: Sequence[int], padding: int = 0) -> Int64Array:
+            return np.array([*values, *[padding] * extra], np.int64)
+
+        def of_tokens(values: Int64Array) -> Int64Array:
+            return np.append(values, np.zeros(extra * per_row, np.int64))
+
+        rows, extend = of_requests([request.row for request in requests]), [len(part) for part in tokens]
+        prefix = of_requests(prefix_lens)
+        laid_out = prefix[:bs], np.array(extend, np.int64)
+        slots = self.out_cache_loc(rows[:bs], *laid_out)
         truth = [request.known_tokens for request in requests]
-        extra = self.graph_batch_size(len(requests)) - len(requests) if padded and requests else 0
-        per_row = int(extend.max()) if extra else 0
-
-        def padded_with(fill: int, values: Int64Array, count: int = extra) -> Int64Array:
-            return np.append(values, np.full(count, fill, np.int64))
-
         return Batch(
             mode=mode,
             runner=runner,
             requests=requests,
-            rows=padded_with(0, rows),
-            request_ids=padded_with(NO_REQUEST, np.array([request.request_id for request in requests], np.int64)),
-            prefix_lens=padded_with(0, prefix),
-            extend_lens=padded_with(per_row, extend),
-            input_ids=padded_with(0, input_ids, extra * per_row),
-            positions=padded_with(0, positions, extra * per_row),
+            rows=rows,
+            request_ids=of_requests([request.request_id for request in requests], NO_REQUEST),
+            prefix_lens=prefix,
+            extend_lens=of_requests(extend, per_row),
+            input_ids=of_tokens(np.concatenate(tokens, dtype=np.int64) if bs else np.empty(0, np.int64)),
+            positions=of_tokens(self.positions(*laid_out)),
             slots=np.append(slots, self.padding_slots(extra * per_row)) if extra else slots,
-            truth=np.concatenate(truth) if truth else np.empty(0, np.int32),
-            truth_lens=padded_with(0, np.array([request.num_tokens for request in requests], np.int64)),
+            truth=np.concatenate(truth) if bs else np.empty(0, np.int32),
+            truth_lens=of_requests([request.num_tokens for request in requests]),
         )
 
     def positions(self, prefix_lens: Int64Array, extend_lens: Int64Array) -> Int64Array:
@@ -104,10 +109,6 @@ class BatchBuilder:
         """Return the slots that padding tokens are written to."""
         return np.zeros(count, np.int64)
 
-    def graph_batch_size(self, batch_size: int) -> int:
-        """Return the captured batch size that a decode batch is padded to; its own if none is large enough."""
-        return next((size for size in self._sizes if size >= batch_size), batch_size)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
@@ -120,12 +121,12 @@ class AttentionMetadata:
     def slot_before(self, pool: int) -> Int64Array:
         """Return the slot of the position before each request's first query token, `[bs]`; 0 for none."""
         read = self.reads[pool]
-        if read is None:
+        if read is None or not read.slots.size:
             return np.zeros_like(self.seq_lens)
         before = self.seq_lens - self.query_lens - 1 - read.starts
         places = np.cumsum(read.counts) - read.counts + before
         known = (before >= 0) & (before < read.counts)
-        found: Int64Array = np.where(known, read.slots[np.where(known, places, 0)] if read.slots.size else 0, 0)
+        found: Int64Array = np.where(known, read.slots[np.where(known, places, 0)], 0)
         return np.maximum(found, 0)
 
 

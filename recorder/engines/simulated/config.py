@@ -4,7 +4,11 @@ Everything that happens follows from the configuration and a seed.
 """
 
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta
+
+from ...fields import Chance, Count, Positive, check_fields, expect
 
 
 class WorkloadError(Exception):
@@ -15,113 +19,78 @@ class BrokenEngineError(Exception):
     """The simulated engine caught itself in a mistake that a real engine would have made in silence."""
 
 
-SHAPES: Final = ("mha", "mla", "swa", "dsv4")
-SAMPLERS: Final = ("oracle", "content", "random")
-FREE_ORDERS: Final = ("lifo", "fifo", "shuffled")
-ROLES: Final = ("", "prefill", "decode")
 GRAPH_BATCH_SIZES: Final = (1, 2, 4, 8, 16, 24, 32)
 SLIDE_TOKENS: Final = 8
-SLIDING_SHAPES: Final = ("swa", "dsv4")
-
-
-def check_numbers(given: object, *, positive: str = "", chances: str = "") -> None:
-    """Raise `ValueError` if a field named in `positive` is below 1, or one named in `chances` is not from 0 to 1."""
-    for name in positive.split():
-        if getattr(given, name) < 1:
-            raise ValueError(f"{name} is {getattr(given, name)}, expected at least 1")
-    for name in chances.split():
-        if not 0.0 <= getattr(given, name) <= 1.0:
-            raise ValueError(f"{name} is {getattr(given, name)}, expected 0 to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine."""
+    """One engine; raises `ValueError` on anything that it could not run with."""
 
     seed: int = 0  # of the engine's own choices: numeric noise, random sampling, wrong draft guesses
     # "mha": K and V. "mla": K only. "swa": a full pool and a sliding-window pool behind a full-to-SWA table. "dsv4": the
     # canary looks at the sliding-window pool only, K only, no KV bytes.
-    shape: str = "mha"
-    page_size: int = 1  # tokens a page; slot = page * page_size + offset, page 0 is padding
-    num_pages: int = 1024  # of the full pool, page 0 not counted
+    shape: Literal["mha", "mla", "swa", "dsv4"] = "mha"
+    page_size: Positive = 1  # tokens a page; slot = page * page_size + offset, page 0 is padding
+    num_pages: Positive = 1024  # of the full pool, page 0 not counted
     swa_num_pages: int = 0  # of the sliding-window pool; 0: num_pages // 2, at least what one request needs
-    window: int = 48  # positions before the prefix's end that a sliding layer reads
+    window: Positive = 48  # positions before the prefix's end that a sliding layer reads
     rows: int = 17  # of req_to_token, the padding row 0 included
-    width: int = 1024  # positions of a row, hence the longest request
-    kv_bytes_per_token: int = 32  # of one slot in each captured layer and half, a multiple of 16
+    width: Positive = 1024  # positions of a row, hence the longest request
+    kv_bytes_per_token: Annotated[int, Meta(ge=16, multiple_of=16)] = 32  # of one slot in each captured layer and half
     noise: bool = True  # equal content computed twice gives KV bytes that differ in their low bits, as on a GPU
-    chunk_tokens: int = 128  # that one prefill forward computes at most
-    max_running: int = 12  # requests that hold a row at the same time
-    max_waiting: int = 64  # requests taken off the workload ahead of time
+    chunk_tokens: Positive = 128  # that one prefill forward computes at most
+    max_running: Positive = 12  # requests that hold a row at the same time
+    max_waiting: Positive = 64  # requests taken off the workload ahead of time
     mixed: bool = False  # prefill forwards carry the running requests' decodes too
     prefix_cache: bool = True  # keep finished prefixes in a radix tree
     host_pages: int = 0  # of the host tier that evicted prefixes move to, 0 for none
-    graph_batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES  # that decode forwards are padded to, () for no padding
+    graph_batch_sizes: tuple[Positive, ...] = GRAPH_BATCH_SIZES  # that decode forwards are padded to, () for no padding
     # "oracle": the hash oracle. "content": a function of the context, equal prompts have equal answers. "random": a
     # function of seed, request and position.
-    sampler: str = "oracle"
-    vocab_size: int = 32_000  # tokens are 0 .. vocab_size - 1
+    sampler: Literal["oracle", "content", "random"] = "oracle"
+    vocab_size: Annotated[int, Meta(ge=2, lt=1 << 31)] = 32_000  # tokens are 0 .. vocab_size - 1
     eagle: bool = False  # draft and verify, top-k 1
     draft_tokens: int = 3  # guessed in each round
-    accept_rate: float = 0.6  # chance that one guess is right
+    accept_rate: Chance = 0.6  # chance that one guess is right
     idle_forwards: bool = True  # record an idle forward whenever there is nothing to do
     # "lifo" hands out the page freed last, "fifo" the one freed first, "shuffled" as "lifo" from an order by seed, so
     # that pages do not follow one another.
-    free_order: str = "lifo"
-    sweep_interval: int = 0  # target forwards between two walks of the prefix cache, 0 for none
+    free_order: Literal["lifo", "fifo", "shuffled"] = "lifo"
+    sweep_interval: Count = 0  # target forwards between two walks of the prefix cache, 0 for none
     overlap: bool = False  # a forward is launched before the host has seen what the one before it sampled
-    role: str = ""  # "prefill" or "decode" for the half of a pair, "" for an engine that does both
+    role: Literal["", "prefill", "decode"] = ""  # of one half of a pair, "" for an engine that does both
     submitted: bool = False  # record what the model hands to the pools, beside what they hold after the forward
     reads_given: bool = False  # record the positions and slots that attention reads in place of req_to_token (dsv4)
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` on anything the engine could not run with."""
-        named = {"shape": SHAPES, "sampler": SAMPLERS, "free_order": FREE_ORDERS, "role": ROLES}
-        for name, allowed in named.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
-        positive = "page_size num_pages window width chunk_tokens max_running max_waiting"
-        check_numbers(self, positive=positive, chances="accept_rate")
-        if self.rows <= self.max_running:
-            raise ValueError(
-                f"rows is {self.rows}, expected more than max_running, {self.max_running}: row 0 is padding"
-            )
-        if self.chunk_tokens < self.page_size:
-            raise ValueError(f"chunk_tokens is {self.chunk_tokens}, expected at least page_size, {self.page_size}")
-        if self.kv_bytes_per_token < 16 or self.kv_bytes_per_token % 16:
-            raise ValueError(f"kv_bytes_per_token is {self.kv_bytes_per_token}, expected a positive multiple of 16")
-        if not 2 <= self.vocab_size < 1 << 31:
-            raise ValueError(f"vocab_size is {self.vocab_size}, expected 2 to {(1 << 31) - 1}")
-        if self.sweep_interval < 0:
-            raise ValueError(f"sweep_interval is {self.sweep_interval}, expected 0 (never) or a number of forwards")
-        if any(size < 1 for size in self.graph_batch_sizes):
-            raise ValueError(f"graph_batch_sizes are {self.graph_batch_sizes}, expected positive sizes")
-        if self.swa_num_pages and self.swa_num_pages < self.least_swa_pages:
-            raise ValueError(
-                f"swa_num_pages is {self.swa_num_pages}, expected at least {self.least_swa_pages}: "
-                "one window, one chunk and what a decode adds"
-            )
-        if self.host_pages and (self.sliding or not self.prefix_cache):
-            raise ValueError("host_pages needs the prefix cache, and a shape without sliding layers (mha, mla)")
-        if self.eagle and self.draft_tokens < 1:
-            raise ValueError(f"draft_tokens is {self.draft_tokens}, expected at least 1")
-        if self.eagle and self.mixed:
-            raise ValueError("eagle and mixed exclude one another: a verify forward is not mixed with prefill")
-        if self.sweep_interval and not self.prefix_cache:
-            raise ValueError("sweep_interval needs the prefix cache: it is what a sweep walks")
-        if self.eagle and self.overlap:
-            raise ValueError("eagle and overlap exclude one another: a verify forward needs what was sampled before it")
-        if self.reads_given and self.shape != "dsv4":
-            raise ValueError(
-                "reads_given needs the shape dsv4: beside full layers nobody knows how much sliding ones read"
-            )
-        if self.eagle and self.sampler == "content":
-            raise ValueError("eagle needs the sampler oracle or random, whose next tokens a draft can guess")
+        check_fields(self)
+        rows, running, least = self.rows, self.max_running, self.least_swa_pages
+        expect(rows > running, f"rows is {rows}, expected more than max_running, {running}: row 0 is padding")
+        fits = self.chunk_tokens >= self.page_size
+        expect(fits, f"chunk_tokens is {self.chunk_tokens}, expected at least page_size, {self.page_size}")
+        fits = not self.swa_num_pages or self.swa_num_pages >= least
+        what = "one window, one chunk and what a decode adds"
+        expect(fits, f"swa_num_pages is {self.swa_num_pages}, expected at least {least}: {what}")
+        fits = not self.host_pages or (self.prefix_cache and not self.sliding)
+        expect(fits, "host_pages needs the prefix cache, and a shape without sliding layers (mha, mla)")
+        fits = not self.sweep_interval or self.prefix_cache
+        expect(fits, "sweep_interval needs the prefix cache: it is what a sweep walks")
+        fits = not self.reads_given or self.shape == "dsv4"
+        expect(fits, "reads_given needs the shape dsv4: beside full layers nobody knows how much sliding ones read")
+        if not self.eagle:
+            return
+        expect(self.draft_tokens >= 1, f"draft_tokens is {self.draft_tokens}, expected at least 1")
+        expect(not self.mixed, "eagle and mixed exclude one another: a verify forward is not mixed with prefill")
+        fits = self.sampler != "content"
+        expect(fits, "eagle needs the sampler oracle or random, whose next tokens a draft can guess")
+        why = "a verify forward needs what was sampled before it"
+        expect(not self.overlap, f"eagle and overlap exclude one another: {why}")
 
     @property
     def sliding(self) -> bool:
         """Whether there is a sliding-window pool."""
-        return self.shape in SLIDING_SHAPES
+        return self.shape in ("swa", "dsv4")
 
     @property
     def verify_tokens(self) -> int:

@@ -14,8 +14,7 @@ from ...trace.schema import Mode
 from .batch import Batch, BatchBuilder
 from .config import BrokenEngineError, Counters, EngineConfig
 from .eagle import Eagle
-from .history import SlotEvents
-from .memory import KvMemory, Sweeper
+from .memory import KvMemory, SlotEvents, Sweeper
 from .pools import KvPool, WordArray, make_layout
 from .requests import NEVER, NO_FUTURE, NO_ROOM, NO_ROW, Arrivals, Request, RequestSpec, seeded_word
 from .runner import ForwardRunner, FutureMap, Launched, Model, Sampler
@@ -30,19 +29,12 @@ class SimulatedEngine:
     """An engine over one workload, recording into one trace; a context manager, which closes the trace.
 
     The parts are attributes: a fault stands in for a part's method, or for the part. `workload` is read as requests
-    arrive; `recorder_options` go to `Recorder` and its writer.
-
-    Raises:
-        ValueError: options that make no sense.
-        TraceError: the trace cannot be created.
+    arrive; `recorder_options` go to `Recorder` and its writer. Raises `ValueError` for options that make no sense,
+    `TraceError` if the trace cannot be created.
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        workload: Iterable[RequestSpec],
-        path: str | Path,
-        **recorder_options: Any,
+        self, config: EngineConfig, workload: Iterable[RequestSpec], path: str | Path, **recorder_options: Any
     ) -> None:
         self.config = config
         self.counters = Counters()
@@ -74,8 +66,8 @@ class SimulatedEngine:
 
     def step(self) -> bool:
         """Do one scheduling round, one forward or a speculative handful of them; False when nothing is left to do."""
-        for spec in self._arrivals.until(self.clock_s, lambda: len(self.scheduler.waiting) < self.config.max_waiting):
-            if len(spec.prompt) and len(spec.prompt) + spec.max_new_tokens <= self.config.longest_request:
+        for spec in self._arrivals.until(self.clock_s, self.has_room):
+            if spec.fits(self.config.longest_request):
                 self.scheduler.add(self.new_request(spec))
             else:
                 self.counters.refused += 1
@@ -92,6 +84,10 @@ class SimulatedEngine:
             self._swept = self.counters.target_forwards
             self.sweeper.sweep()
         return bool(self.scheduler.active or self.scheduler.waiting or self._arrivals.next)
+
+    def has_room(self) -> bool:
+        """Whether another request may wait."""
+        return len(self.scheduler.waiting) < self.config.max_waiting
 
     def drain(self, keep: int = 0) -> bool:
         """Hear back from the forwards in flight, but for the newest `keep`; False if there was none to hear from."""
@@ -210,7 +206,6 @@ class SimulatedEngine:
         """Run a forward; each of its requests has its tokens in the cache then."""
         sampled: list[Int64Array] = []
         last = batch.last_tokens[samples]
-        padding = np.zeros(batch.rows.size - samples.size, np.int64)
         forward = self.recorder.next_forward
 
         def pick(content: WordArray) -> tuple[Int64Array, Int64Array]:
@@ -218,8 +213,8 @@ class SimulatedEngine:
             tokens = self.sampler.tokens(ids, batch.positions[last] + 1, content[last])
             sampled.append(tokens)
             if self.config.overlap:
-                return tokens[:0], padding[:0]
-            return tokens, np.append(samples.astype(np.int64), padding)
+                return tokens[:0], tokens[:0]
+            return tokens, _sampled_lens(batch, samples)
 
         self.runner.run(batch, pick)
         for request, count in zip(batch.requests, batch.extend_lens.tolist(), strict=False):
@@ -235,7 +230,7 @@ class SimulatedEngine:
         launched = self.in_flight.popleft()
         batch, samples = launched.batch, launched.samples
         if self.config.overlap:
-            lens = np.append(samples.astype(np.int64), np.zeros(batch.rows.size - samples.size, np.int64))
+            lens = _sampled_lens(batch, samples)
             self.recorder.sampled(forward=launched.forward, sampled_tokens=launched.tokens, sampled_lens=lens)
         tokens = iter(launched.tokens.tolist())
         for request, gets in zip(batch.requests, samples.tolist(), strict=True):
@@ -304,3 +299,7 @@ class SimulatedEngine:
     def _idle_forward(self) -> None:
         self.runner.run(self.builder.build("idle", [], prefix_lens=[], tokens=[]))
         self.counters.idle_forwards += 1
+
+
+def _sampled_lens(batch: Batch, samples: BoolArray) -> Int64Array:
+    return np.append(samples.astype(np.int64), np.zeros(batch.rows.size - samples.size, np.int64))

@@ -1,15 +1,74 @@
-"""Who holds which slot: requests get pages, the prefix cache keeps them, and all give them back; and the sweep."""
+"""Who holds which slot: requests get pages, the prefix cache keeps them, and all give them back; what is recorded of it."""
 
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ...capture.host_arrays import ordered_runs
 from ...capture.recorder import Recorder
+from ...trace.schema import TIER_HOST, TIER_POOL, AllocStatus, RequestStatus, SlotChange
 from .config import Counters, EngineConfig
-from .history import SlotEvents
 from .pools import DRAFT, NO_PAGES, TARGET, KvPool, PageAllocator, SimulatedLayout, SlidingWindowPool
 from .prefix_cache import HostTier, PrefixCache
-from .radix import NO_PAGE, Node
+from .radix import NO_PAGE
 from .requests import Request
+
+FIRST = -1  # the slot before position 0
+
+
+class SlotEvents:
+    """The engine's own account of its slots and requests, as events of the recorder: whole pages, as runs of slots."""
+
+    def __init__(self, recorder: Recorder, layout: SimulatedLayout, *, page_size: int) -> None:
+        self.recorder = recorder
+        self._layout = layout
+        self._page_size = page_size
+
+    def record(
+        self,
+        kind: SlotChange,
+        pages: Int64Array,
+        *,
+        halves: Int64Array = NO_PAGES,
+        request: Request | None = None,
+        status: AllocStatus = "",
+        note: str = "",
+    ) -> None:
+        """Record that pages of the full pool (and of the draft's, which goes along) changed hands.
+
+        `halves` are pages of the sliding-window pool. `status` is the alloc event's: "" for fresh pages, "shared" for a
+        request that joins pages which somebody holds, "cached" for one that hands its own to the prefix cache.
+        """
+        parts = [(group, pages) for group in self._layout.full_groups if pages.size]
+        if halves.size and self._layout.swa_group >= 0:
+            parts.append((self._layout.swa_group, halves))
+        if not parts:
+            return
+        runs = [ordered_runs(np.sort(part)) for _, part in parts]
+        starts, counts = (np.concatenate(column) * self._page_size for column in zip(*runs, strict=True))
+        self.recorder.slots(
+            kind,
+            group=np.repeat([group for group, _ in parts], [starts.size for starts, _ in runs]),
+            runs=(starts, counts),
+            request_id=request.request_id if request is not None else -1,
+            row=request.row if request is not None else -1,
+            status=status,
+            note=note,
+        )
+
+    def request_status(self, request: Request, status: RequestStatus, *, note: str = "") -> None:
+        """Record that a request got its row, or that it gave everything back."""
+        self.recorder.request_status(request_id=request.request_id, status=status, row=request.row, note=note)
+
+    def moved(self, page: int, host_page: int, *, to_host: bool) -> None:
+        """Record that a page went to the host tier, or came back."""
+        size = self._page_size
+        pool, host = (TIER_POOL, [page * size]), (TIER_HOST, [host_page * size])
+        (src_tier, src), (dst_tier, dst) = (pool, host) if to_host else (host, pool)
+        note = "offload" if to_host else "load-back"
+        for group in self._layout.full_groups:
+            self.recorder.kv_copy(
+                group=group, src=src, dst=dst, count=[size], src_tier=src_tier, dst_tier=dst_tier, note=note
+            )
 
 
 class KvMemory:
@@ -82,15 +141,17 @@ class KvMemory:
     def give_back(self, pages: Int64Array, request: Request | None, *, note: str) -> None:
         """Return pages, with their sliding-window halves, to the allocators."""
         if pages.size:
-            halves = self.swa.part(pages) if self.swa is not None else NO_PAGES
+            halves = self.part(pages)
             self.allocator.free(pages)
             self.history.record("free", pages, halves=halves, request=request, note=note)
 
+    def part(self, pages: Int64Array) -> Int64Array:
+        """Give back the sliding-window halves of full pages, and return them; none without sliding layers."""
+        return self.swa.part(pages) if self.swa is not None and pages.size else NO_PAGES
+
     def halves(self, pages: Int64Array) -> Int64Array:
         """Return the sliding-window pages that full pages lead to, those that have one."""
-        if self.swa is None or not pages.size:
-            return NO_PAGES
-        paired = self.swa.paired(pages)
+        paired = self.swa.paired(pages) if self.swa is not None and pages.size else NO_PAGES
         return paired[paired > 0]
 
     def extend(self, request: Request, upto: int, *, windowless: int = 0) -> bool:
@@ -98,8 +159,8 @@ class KvMemory:
 
         Of the pages that this takes, the first `windowless` get no sliding-window half.
         """
-        have = self.pages_for(request.allocated_len)
         start, size = request.allocated_len, self.page_size
+        have = self.pages_for(start)
         if upto <= start:
             return True
         missing = self.pages_for(upto) - have
@@ -158,11 +219,10 @@ class KvMemory:
                 src, dst = src[live], dst[live]
             if src.size:
                 pool.copy(src, dst)
-                self.history.copied(pool.index, src, dst, request_id=child.request_id, note=note)
+                self.history.recorder.kv_copy(
+                    group=pool.index, src=src, dst=dst, count=[1] * src.size, request_id=child.request_id, note=note
+                )
         self.counters.fork_copied_slots += last - first
-
-
-FIRST = -1  # the slot before position 0
 
 
 class Sweeper:
@@ -174,36 +234,26 @@ class Sweeper:
 
     def sweep(self) -> None:
         """Record every page that the cache holds in the pool; also if there is none, so that the walk shows."""
-        memory = self._memory
+        memory, size = self._memory, self._memory.page_size
         nodes = [node for node in memory.cache.tree.walk() if node.page != NO_PAGE]
-        slots, prev_slots, positions = self.entries(nodes)
+        held = np.array([(node.page, node.parent.page, node.depth) for node in nodes if node.parent], np.int64)
+        pages, parents, depths = held.reshape(-1, 3).T
+        slots, positions = memory.page_slots(pages), memory.page_slots(depths - 1)
+        before = slots - 1
+        before[::size] = np.where(depths == 1, FIRST, (parents + 1) * size - 1)
         for runner in (TARGET, DRAFT):
             pools = [pool for pool in memory.pools if pool.group.runner == runner]
             if not pools:
                 continue
-            locked = [
-                [(node.window_lock if pool.group.lut >= 0 else node.lock) > 0 for node in nodes] for pool in pools
-            ]
-            before = [
-                np.where(prev_slots < 0, FIRST, memory.pool_slots(pool, np.maximum(prev_slots, 0))) for pool in pools
-            ]
+            locks = [node.window_lock if pool.group.lut >= 0 else node.lock for pool in pools for node in nodes]
+            prev_slots = [np.where(before < 0, FIRST, memory.pool_slots(pool, np.maximum(before, 0))) for pool in pools]
             self._recorder.sweep(
                 groups=np.repeat([pool.index for pool in pools], slots.size),
                 slots=np.concatenate([memory.pool_slots(pool, slots) for pool in pools]),
                 positions=np.tile(positions, len(pools)),
-                prev_slots=np.concatenate(before),
-                locked=np.repeat(np.array(locked, np.int64).reshape(-1), memory.page_size),
+                prev_slots=np.concatenate(prev_slots),
+                locked=np.repeat(np.array(locks, np.int64) > 0, size).astype(np.int64),
                 runner=runner,
             )
         memory.counters.sweeps += 1
         memory.counters.swept_slots += slots.size
-
-    def entries(self, nodes: list[Node]) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return `(slots, previous slots, positions)` of nodes' pages, slots of the full pool."""
-        memory, size = self._memory, self._memory.page_size
-        pages = np.array([(node.page, node.parent.page, node.depth) for node in nodes if node.parent], np.int64)
-        page, parent, depth = pages.reshape(-1, 3).T
-        slots, positions = memory.page_slots(page), memory.page_slots(depth - 1)
-        before = slots - 1
-        before[::size] = np.where(depth == 1, FIRST, (parent + 1) * size - 1)
-        return slots, before, positions

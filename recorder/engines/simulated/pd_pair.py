@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ...fields import Chance, Count, Positive, check_fields, expect
 from ...trace.schema import TransferDirection, TransferStatus
-from .config import BrokenEngineError, EngineConfig, check_numbers
+from .config import BrokenEngineError, EngineConfig
 from .engine import SimulatedEngine
 from .pools import copy_slots
 from .requests import NEVER, Arrivals, Request, RequestSpec, seeded_word
@@ -46,10 +47,7 @@ class PrefillEngine(_Half):
 
 
 class DecodeEngine(_Half):
-    """Takes requests over once their prompt's KV has landed.
-
-    One that is retracted later on is computed anew on this side.
-    """
+    """Takes requests over once their prompt's KV has landed; one that is retracted later is computed anew on this side."""
 
     def preallocate(self, request: Request, num_tokens: int) -> bool:
         """Give a request a row and slots for the KV to come; False if there is no room, or others wait for it."""
@@ -165,22 +163,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSettings:
-    """How the two halves are joined."""
+    """How the two halves are joined; raises `ValueError` on numbers without a meaning."""
 
-    min_steps: int = 1  # scheduling rounds that a transfer takes at least
+    min_steps: Positive = 1  # scheduling rounds that a transfer takes at least
     max_steps: int = 5  # ... at most; several are under way at the same time
-    failure_rate: float = 0.0  # chance that a transfer fails half way
-    retries: int = 2  # how often a failed one is tried again before its request is aborted
+    failure_rate: Chance = 0.0  # chance that a transfer fails half way
+    retries: Count = 2  # how often a failed one is tried again before its request is aborted
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` on numbers without a meaning."""
-        if not 1 <= self.min_steps <= self.max_steps:
-            raise ValueError(
-                f"transfers take {self.min_steps} to {self.max_steps} steps, expected 1 or more, ascending"
-            )
-        check_numbers(self, chances="failure_rate")
-        if self.retries < 0:
-            raise ValueError(f"retries is {self.retries}, expected 0 or more")
+        check_fields(self)
+        fits, steps = self.min_steps <= self.max_steps, f"{self.min_steps} to {self.max_steps} steps"
+        expect(fits, f"transfers take {steps}, expected 1 or more, ascending")
 
 
 class PdPair:
@@ -188,10 +181,7 @@ class PdPair:
 
     `config` is of both halves; the decode side has no prefix cache, and its pages come in another order. A request that
     wants several answers becomes several. `prefill.arrow` and `decode.arrow` go to `folder`, which is made if need be.
-
-    Raises:
-        ValueError: options that make no sense.
-        TraceError: a trace cannot be created.
+    Raises `ValueError` for options that make no sense, `TraceError` if a trace cannot be created.
     """
 
     def __init__(
@@ -230,10 +220,9 @@ class PdPair:
     def step(self) -> bool:
         """Let each side do one scheduling round, and transfers go on; False when nothing is left to do."""
         prefill, decode, coming = self.prefill, self.decode, self._arrivals
-        room_for_more = prefill.config.max_waiting
-        for spec in coming.until(self.clock_s, lambda: len(prefill.scheduler.waiting) < room_for_more):
+        for spec in coming.until(self.clock_s, prefill.has_room):
             for _ in range(spec.copies):
-                if len(spec.prompt) and len(spec.prompt) + spec.max_new_tokens <= self._longest:
+                if spec.fits(self._longest):
                     self.submit(replace(spec, copies=1))
                 else:
                     prefill.counters.refused += 1
@@ -242,7 +231,10 @@ class PdPair:
                 self.abort(room)
         prefill.step()
         self._start_transfers()
-        self._progress()
+        for room in [room for room in self.rooms.values() if room.steps_left]:
+            room.steps_left -= 1
+            if not room.steps_left:
+                self._ended(room)
         decode.step()
         self.clock_s = max(self.clock_s, prefill.clock_s, decode.clock_s)
         schedulers = prefill.scheduler, decode.scheduler
@@ -296,22 +288,12 @@ class PdPair:
         self.link.start(room)
         self.prefill.counters.transfers += 1
 
-    def _progress(self) -> None:
-        for room in [room for room in self.rooms.values() if room.steps_left]:
-            room.steps_left -= 1
-            if room.steps_left:
-                continue
-            if not room.fails:
-                self._landed(room)
-                continue
+    def _ended(self, room: Room) -> None:
+        if room.fails:
             self.link.fail(room)
             self.prefill.counters.failed_transfers += 1
-            if room.attempt > self.settings.retries:
-                self.abort(room)
-            else:
-                self._start(room)
-
-    def _landed(self, room: Room) -> None:
+            (self.abort if room.attempt > self.settings.retries else self._start)(room)
+            return
         self.link.end(room)
         del self.rooms[room.number]
         sender = room.sender
@@ -322,12 +304,5 @@ class PdPair:
 
 def decode_config(config: EngineConfig) -> EngineConfig:
     """Return the decode side's configuration: no prefix cache, ids and pages other than the prefill side's."""
-    return replace(
-        config,
-        role="decode",
-        seed=config.seed + 1,
-        prefix_cache=False,
-        sweep_interval=0,
-        host_pages=0,
-        free_order="shuffled",
-    )
+    without_cache: dict[str, Any] = {"prefix_cache": False, "sweep_interval": 0, "host_pages": 0}
+    return replace(config, role="decode", seed=config.seed + 1, free_order="shuffled", **without_cache)

@@ -11,17 +11,7 @@ import numpy.typing as npt
 from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
 from ....kernels.ops.hash.reference import splitmix64_words
-from ...trace.header import (
-    EngineInfo,
-    KvStream,
-    ModelInfo,
-    NotWatched,
-    Oracle,
-    PoolGroup,
-    Runner,
-    StateTable,
-    TraceHeader,
-)
+from ...trace import header
 from .config import BrokenEngineError, EngineConfig
 
 CAPTURE_BYTES = 16
@@ -34,69 +24,58 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLayout:
-    """The header, and the index of each kind of group in it; -1 for a group that there is not."""
+    """The header; the groups whose slots are the full pool's, target and draft; and the sliding one, -1 if there is none."""
 
-    header: TraceHeader
-    full_group: int
+    header: header.TraceHeader
+    full_groups: tuple[int, ...]
     swa_group: int
-    draft_group: int
-
-    @property
-    def full_groups(self) -> tuple[int, ...]:
-        """The groups whose slots are the full pool's, target and draft."""
-        return tuple(group for group in (self.full_group, self.draft_group) if group >= 0)
 
 
 def make_layout(config: EngineConfig) -> SimulatedLayout:
     """Return header and group indices of an engine."""
-    num_slots = (config.num_pages + 1) * config.page_size
-    of_full = {
-        "num_slots": num_slots,
-        "host_num_slots": (config.host_pages + 1) * config.page_size if config.host_pages else 0,
-    }
-    of_swa = {"num_slots": (config.swa_pages + 1) * config.page_size, "kind": "swa", "window": config.window, "lut": 0}
-    groups: list[PoolGroup] = []
-    found = {"full": -1, "swa": -1, "draft": -1}
-
-    def add(name: str, *, layer: int = 0, **more: Any) -> None:
-        size, halves = config.kv_bytes_per_token, ("K",) if config.shape in ("mla", "dsv4") else ("K", "V")
-        streams = (KvStream(half=h, layer=layer, bytes_per_token=size, capture_bytes=CAPTURE_BYTES) for h in halves)
-        found[name] = len(groups)
-        groups.append(
-            PoolGroup(
-                name=name,
-                page_size=config.page_size,
-                num_layers=1,
-                halves=halves,
-                streams=tuple(streams) if config.shape != "dsv4" else (),
-                **more,
-            )
-        )
-
+    size, bytes_per_token = config.page_size, config.kv_bytes_per_token
+    host_slots = (config.host_pages + 1) * size if config.host_pages else 0
+    full = {"num_slots": (config.num_pages + 1) * size, "host_num_slots": host_slots}
+    sliding = {"num_slots": (config.swa_pages + 1) * size, "kind": "swa", "window": config.window, "lut": 0}
+    named: dict[str, dict[str, Any]] = {}
     if config.shape != "dsv4":
-        add("full", **of_full)
+        named["full"] = full
     if config.sliding:
-        add("swa", layer=1, **of_swa)
+        named["swa"] = sliding
     if config.eagle:
-        add("draft", runner=DRAFT, **of_full)
-    runners = (Runner(), Runner(name="draft", token_offset=1)) if config.eagle else (Runner(),)
-    captured = {group.runner for group in groups if group.streams}
-    off = [NotWatched(what="submitted", name=runners[number].name, reason="not configured") for number in captured]
-    header = TraceHeader(
-        engine=EngineInfo(name="simulated", version="1"),
-        model=ModelInfo(name=f"simulated-{config.shape}", dtype="bytes"),
+        named["draft"] = {"runner": DRAFT, **full}
+    halves = ("K",) if config.shape in ("mla", "dsv4") else ("K", "V")
+    groups = []
+    for name, what in named.items():
+        streams = tuple(
+            header.KvStream(
+                half=half, layer=int(name == "swa"), bytes_per_token=bytes_per_token, capture_bytes=CAPTURE_BYTES
+            )
+            for half in (halves if config.shape != "dsv4" else ())
+        )
+        groups.append(header.PoolGroup(name=name, page_size=size, num_layers=1, halves=halves, streams=streams, **what))
+    runners = (header.Runner(), header.Runner(name="draft", token_offset=1))[: 1 + config.eagle]
+    captured = {group.runner for group in groups if group.streams and not config.submitted}
+    made = header.TraceHeader(
+        engine=header.EngineInfo(name="simulated", version="1"),
+        model=header.ModelInfo(name=f"simulated-{config.shape}", dtype="bytes"),
         groups=tuple(groups),
-        tables=(StateTable(rows=config.rows, width=config.width),),
-        lut_lens=(num_slots,) if config.sliding else (),
-        truth_table=StateTable(name="truth", rows=config.rows, width=config.width),
+        tables=(header.StateTable(rows=config.rows, width=config.width),),
+        lut_lens=(full["num_slots"],) if config.sliding else (),
+        truth_table=header.StateTable(name="truth", rows=config.rows, width=config.width),
         runners=runners,
         role=config.role,
         slot_history="complete",
-        not_watched=() if config.submitted else tuple(off),
+        not_watched=tuple(
+            header.NotWatched(what="submitted", name=runners[number].name, reason="not configured")
+            for number in captured
+        ),
         sweep_interval=config.sweep_interval,
-        oracle=Oracle(vocab_size=config.vocab_size) if config.sampler == "oracle" else None,
+        oracle=header.Oracle(vocab_size=config.vocab_size) if config.sampler == "oracle" else None,
     )
-    return SimulatedLayout(header=header, full_group=found["full"], swa_group=found["swa"], draft_group=found["draft"])
+    numbers = {name: number for number, name in enumerate(named)}
+    full_groups = tuple(number for name, number in numbers.items() if name != "swa")
+    return SimulatedLayout(header=made, full_groups=full_groups, swa_group=numbers.get("swa", -1))
 
 
 class KvPool:
@@ -104,7 +83,7 @@ class KvPool:
     `[num_slots, words] uint64` of each captured layer and half; `host_arrays` the same for the host tier.
     """
 
-    def __init__(self, group: PoolGroup, *, index: int) -> None:
+    def __init__(self, group: header.PoolGroup, *, index: int) -> None:
         self.group = group
         self.index = index
         self.arrays, self.host_arrays = (
@@ -120,16 +99,11 @@ class KvPool:
 
     def sources(self) -> list[KvSource]:
         """Return the pool's bytes as the recorder takes them, a stream each."""
-        pages = self.group.num_slots // self.group.page_size
-        return [
-            KvSource(
-                tensor=words.view(np.uint8).reshape(pages, -1),
-                page_size=self.group.page_size,
-                bytes_per_token=stream.bytes_per_token,
-                read_bytes=stream.bytes_per_token,
-            )
-            for words, stream in zip(self.arrays[1:], self.group.streams, strict=True)
-        ]
+        size, found = self.group.page_size, []
+        for words, stream in zip(self.arrays[1:], self.group.streams, strict=True):
+            pages, width = words.view(np.uint8).reshape(self.group.num_slots // size, -1), stream.bytes_per_token
+            found.append(KvSource(tensor=pages, page_size=size, bytes_per_token=width, read_bytes=width))
+        return found
 
     def stream_bytes(self, stream: int) -> npt.NDArray[np.uint8]:
         """Return one stream as `[num_slots, bytes_per_token] uint8`, a view that may be written."""
@@ -216,11 +190,9 @@ class SlidingWindowPool:
     """Keeps the pairing of full pages with sliding-window pages; `lut` `[full slots] int64`, 0 if there is none."""
 
     def __init__(self, config: EngineConfig, lut: Int64Array) -> None:
+        order: dict[str, Any] = {"free_order": config.free_order, "seed": config.seed}
         self.window = config.window
-        self.lut = lut
-        self.pages = PageAllocator(
-            config.swa_pages, free_order=config.free_order, name="sliding-window", seed=config.seed
-        )
+        self.pages = PageAllocator(config.swa_pages, name="sliding-window", **order)
         self._page_size = config.page_size
         self._by_page = lut.reshape(-1, config.page_size)
 

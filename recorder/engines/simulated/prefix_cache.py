@@ -205,8 +205,7 @@ class PrefixCache:
                 if node.children:
                     memory.host.drop_below(node)
                 self.tree.drop(node)
-        halves = self._part(halved)
-        pages = np.array(dropped, np.int64)
+        halves, pages = self._part(halved), np.array(dropped, np.int64)
         memory.allocator.free(pages)
         memory.history.record("evict", pages, halves=halves)
         memory.counters.evicted_pages += pages.size
@@ -223,11 +222,8 @@ class PrefixCache:
 
     def _part(self, pages: list[int]) -> Int64Array:
         """Give back the sliding-window halves of full pages, and return them."""
-        memory = self._memory
-        if memory.swa is None or not pages:
-            return NO_PAGES
-        parted = memory.swa.part(np.array(pages, np.int64))
-        memory.counters.window_evicted_pages += parted.size
+        parted = self._memory.part(np.array(pages, np.int64))
+        self._memory.counters.window_evicted_pages += parted.size
         return parted
 
     def _deduplicate(self, request: Request, done: Inserted) -> Int64Array:

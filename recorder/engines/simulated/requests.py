@@ -33,6 +33,10 @@ class RequestSpec:
     copies: int = 1  # answers wanted; more than one: forks after the prefill
     abort_at: int = NEVER  # abort once that many of its tokens are in the cache, 0 at once
 
+    def fits(self, longest: int) -> bool:
+        """Whether it has a prompt, and prompt and answer are of at most `longest` tokens."""
+        return 0 < len(self.prompt) <= longest - self.max_new_tokens
+
 
 class Arrivals:
     """A workload's requests as they come, one read ahead."""

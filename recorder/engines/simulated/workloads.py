@@ -3,21 +3,22 @@
 Published traces carry lengths and block hashes; tokens are made from the hashes, so that equal blocks are equal tokens.
 """
 
-import csv
-import json
-import math
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Annotated, BinaryIO, Final, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from ....kernels.arrays import Int32Array, Int64Array
 from ....kernels.ops.hash.reference import splitmix64_words
-from .config import WorkloadError, check_numbers
+from ...fields import Chance, Positive, check_fields
+from .config import WorkloadError
 from .requests import NEVER, RequestSpec
 
 MAX_PRIORITIES: Final = 1 << 20
@@ -25,31 +26,23 @@ MAX_PRIORITIES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomWorkload:
-    """A stream of requests; iterating it twice gives the same ones."""
+    """A stream of requests; iterating it twice gives the same ones. Raises `ValueError` on numbers without a meaning."""
 
-    requests: int
+    requests: Positive
     seed: int = 0  # of all that is random here
-    prompt_tokens: int = 120  # mean length of a prompt; lengths are geometric
-    output_tokens: int = 40  # mean length of an answer
-    max_tokens: int = 900  # no request is longer than this, prompt and answer
-    sharing: float = 0.5  # chance that a prompt begins with one that came before, cut at random
-    num_prefixes: int = 16  # how many earlier prompts are remembered for that
-    arrival_rate: float = 40.0  # requests a second of simulated time
-    priorities: int = 1  # number of priorities, drawn evenly
-    abort_rate: float = 0.0  # chance that a request is aborted on its way
-    fork_rate: float = 0.0  # chance that a request asks for two to four answers
+    prompt_tokens: Positive = 120  # mean length of a prompt; lengths are geometric
+    output_tokens: Positive = 40  # mean length of an answer
+    max_tokens: Annotated[int, Meta(ge=2)] = 900  # no request is longer than this, prompt and answer
+    sharing: Chance = 0.5  # chance that a prompt begins with one that came before, cut at random
+    num_prefixes: Positive = 16  # how many earlier prompts are remembered for that
+    arrival_rate: Annotated[float, Meta(gt=0)] = 40.0  # requests a second of simulated time
+    priorities: Annotated[int, Meta(ge=1, le=MAX_PRIORITIES)] = 1  # number of priorities, drawn evenly
+    abort_rate: Chance = 0.0  # chance that a request is aborted on its way
+    fork_rate: Chance = 0.0  # chance that a request asks for two to four answers
     vocab_size: int = 32_000  # tokens are drawn below it
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` on numbers without a meaning."""
-        positive = "requests prompt_tokens output_tokens num_prefixes priorities"
-        check_numbers(self, positive=positive, chances="sharing abort_rate fork_rate")
-        if not self.arrival_rate > 0:  # nor is NaN, under which nobody would ever arrive
-            raise ValueError(f"arrival_rate is {self.arrival_rate}, expected more than 0")
-        if self.priorities > MAX_PRIORITIES:
-            raise ValueError(f"priorities is {self.priorities}, expected at most {MAX_PRIORITIES:,}")
-        if self.max_tokens < 2:
-            raise ValueError(f"max_tokens is {self.max_tokens}, expected at least 2: a prompt and an answer")
+        check_fields(self)
 
     def __iter__(self) -> Iterator[RequestSpec]:
         """Yield the requests, in the order of their arrival."""
@@ -85,27 +78,46 @@ class RandomWorkload:
 BLOCK_TOKENS: Final = 512
 MAX_TOKENS: Final = 1 << 22  # of one request; more is a damaged line
 MAX_LINE_BYTES: Final = 1 << 20
-MAX_HASH: Final = (1 << 62) - 1
 AZURE_COLUMNS: Final = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+_AZURE_LINE: Final = "a line as 2023-11-16 18:17:03.9799600,4808,10"
+_MOONCAKE_LINE: Final = (
+    '{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [one for each 512 tokens]}'
+)
+
+_Length = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+_Entry = tuple[float, Int64Array | None, int, int]  # arrival in seconds, block hashes, prompt tokens, answer tokens
+_Given = TypeVar("_Given")
+
+
+class _Mooncake(msgspec.Struct):
+    timestamp: Annotated[float, Meta(ge=0, lt=1e15)]  # ms
+    input_length: _Length
+    output_length: _Length
+    hash_ids: list[Annotated[int, Meta(ge=0, lt=1 << 62)]]
+
+
+class _Azure(NamedTuple):
+    stamp: str
+    context_tokens: _Length
+    generated_tokens: _Length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileWorkload:
-    """The requests of a file, read as they are wanted; iterating raises `WorkloadError` on a line that cannot be used."""
+    """The requests of a file, read as they are wanted; iterating raises `WorkloadError` on a line that cannot be used.
+
+    Raises `ValueError` on numbers without a meaning, `WorkloadError` on a file of another kind.
+    """
 
     path: Path  # ends in .jsonl (Mooncake) or .csv (Azure)
-    fraction: float = 1.0  # of the file that is read, from its start
-    scale_time: float = 1.0  # multiplies arrival times: 0.1 is ten times the load
+    fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0  # of the file that is read, from its start
+    scale_time: Annotated[float, Meta(ge=0, le=1e300)] = 1.0  # multiplies arrival times: 0.1 is ten times the load
     limit: int = 0  # requests at most, 0 for all
     seed: int = 0  # which the tokens follow from
     vocab_size: int = 32_000
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` on numbers without a meaning, `WorkloadError` on a file of another kind."""
-        if not 0.0 < self.fraction <= 1.0:
-            raise ValueError(f"fraction is {self.fraction}, expected more than 0, at most 1")
-        if not (0.0 <= self.scale_time < math.inf):
-            raise ValueError(f"scale_time is {self.scale_time}, expected 0 or more")
+        check_fields(self)
         if self.path.suffix not in (".jsonl", ".csv"):
             raise WorkloadError(
                 f"{self.path}: expected a name that ends in .jsonl (Mooncake's format) or .csv (Azure's), "
@@ -127,8 +139,7 @@ class FileWorkload:
         """Return the tokens, prompt and answer, of the longest request."""
         return max((tokens + answer for _, _, tokens, answer in self._entries()), default=0)
 
-    def _entries(self) -> Iterator[tuple[float, Int64Array | None, int, int]]:
-        """Yield `(arrival in seconds, block hashes, prompt tokens, answer tokens)`."""
+    def _entries(self) -> Iterator[_Entry]:
         read = self._mooncake if self.path.suffix == ".jsonl" else self._azure
         try:
             # It is read twice, the first time for the longest request: a pipe would be empty then, or wait for ever.
@@ -143,7 +154,7 @@ class FileWorkload:
             raise WorkloadError(f"{self.path}: cannot be read: {error.strerror}") from None
 
     def _lines(self, file: BinaryIO) -> Iterator[tuple[int, str]]:
-        """Yield `(line number, text)` of the lines that begin within the fraction."""
+        """Yield number and text of the lines that begin within the fraction."""
         end = self.path.stat().st_size * self.fraction
         number, at = 0, 0
         while at < end and (line := file.readline(MAX_LINE_BYTES)):
@@ -158,59 +169,42 @@ class FileWorkload:
             if text:
                 yield number, text
 
-    def _mooncake(self, file: BinaryIO) -> Iterator[tuple[float, Int64Array | None, int, int]]:
-        expected = '{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [one for each 512 tokens]}'
+    def _mooncake(self, file: BinaryIO) -> Iterator[_Entry]:
         for number, line in self._lines(file):
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):
-                entry = None
-            if not isinstance(entry, dict):
-                raise self._bad(number, expected, line)
-            tokens = self._length(number, "input_length", entry.get("input_length"))
-            answer = self._length(number, "output_length", entry.get("output_length"))
-            stamp, hashes = entry.get("timestamp"), entry.get("hash_ids")
-            if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < 1e15:
-                raise self._bad(number, "a timestamp in milliseconds", repr(stamp))
-            blocks = -(-tokens // BLOCK_TOKENS)
-            if not isinstance(hashes, list) or len(hashes) < blocks or not all(_is_hash(h) for h in hashes):
-                too_few = isinstance(hashes, list) and len(hashes) < blocks
-                came = f"{len(hashes or ())} entries" if too_few else repr(hashes)
-                wanted = f"hash_ids with {blocks} numbers, one for each 512 tokens, each from 0 to {MAX_HASH:,}"
-                raise self._bad(number, wanted, came)
-            yield stamp / 1000, np.array(hashes[:blocks], np.int64), tokens, answer
+            given = self._parsed(number, line, partial(msgspec.json.decode, type=_Mooncake))
+            blocks = -(-given.input_length // BLOCK_TOKENS)
+            if len(given.hash_ids) < blocks:
+                wanted = f"hash_ids with {blocks} numbers, one for each 512 tokens"
+                raise self._bad(number, wanted, f"{len(given.hash_ids)} entries")
+            hashes = np.array(given.hash_ids[:blocks], np.int64)
+            yield given.timestamp / 1000, hashes, given.input_length, given.output_length
 
-    def _azure(self, file: BinaryIO) -> Iterator[tuple[float, Int64Array | None, int, int]]:
+    def _azure(self, file: BinaryIO) -> Iterator[_Entry]:
         first: datetime | None = None
         for number, line in self._lines(file):
-            try:
-                fields = next(csv.reader([line]))
-            except csv.Error:  # a field of more than 128 KiB
-                raise self._bad(number, "fields of ordinary length", line) from None
             if number == 1:
-                if fields != AZURE_COLUMNS:
+                if line.split(",") != AZURE_COLUMNS:
                     raise self._bad(number, f"the columns {','.join(AZURE_COLUMNS)}", line)
                 continue
+            given = self._parsed(number, line, lambda text: msgspec.convert(text.split(","), _Azure, strict=False))
             try:
-                stamp, *lengths = fields
-                context, generated = map(int, lengths)
                 # Seven digits of a second's fraction; datetime takes six.
-                time = datetime.fromisoformat(stamp[:26])
-            except ValueError:
-                raise self._bad(number, "a line as 2023-11-16 18:17:03.9799600,4808,10", line) from None
-            first = first or time
-            tokens = self._length(number, "ContextTokens", context)
-            answer = self._length(number, "GeneratedTokens", generated)
-            try:
+                time = datetime.fromisoformat(given.stamp[:26])
+                first = first or time
                 arrival_s = max(0.0, (time - first).total_seconds())
+            except ValueError:
+                raise self._bad(number, _AZURE_LINE, line) from None
             except TypeError:
                 raise self._bad(number, "a time zone in every line or in none", line) from None
-            yield arrival_s, None, tokens, answer
+            yield arrival_s, None, given.context_tokens, given.generated_tokens
 
-    def _length(self, number: int, name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TOKENS:
-            raise self._bad(number, f"{name} from 1 to {MAX_TOKENS:,}", repr(value))
-        return value
+    def _parsed(self, number: int, line: str, parse: Callable[[str], _Given]) -> _Given:
+        """Return what a line says; raise `WorkloadError` that shows a line as it should be, and what is wrong with this one."""
+        try:
+            return parse(line)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            expected = _MOONCAKE_LINE if self.path.suffix == ".jsonl" else _AZURE_LINE
+            raise self._bad(number, f"{expected} ({error})", line) from None
 
     def _bad(self, number: int, expected: str, came: str) -> WorkloadError:
         return WorkloadError(f"{self.path}: line {number}: expected {expected}, came {came[:120]}")
@@ -222,7 +216,3 @@ def block_tokens(hashes: Int64Array, *, seed: int, vocab_size: int) -> Int32Arra
     base = splitmix64_words(hashes.view(np.uint64) ^ (np.uint64(seed & 0xFFFFFFFF) << np.uint64(24)))
     words = splitmix64_words(base[:, None] + offsets)
     return (words % np.uint64(vocab_size)).astype(np.int32).reshape(-1)
-
-
-def _is_hash(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_HASH

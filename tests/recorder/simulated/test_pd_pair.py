@@ -135,7 +135,7 @@ def test_same_seed_same_events(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"min_steps": 0}, "transfers take 0 to 5 steps"),
+        ({"min_steps": 0}, "min_steps is 0, expected `int` >= 1"),
         ({"min_steps": 6}, "transfers take 6 to 5 steps"),
         ({"failure_rate": 1.5}, "failure_rate is 1.5"),
         ({"retries": -1}, "retries is -1"),
