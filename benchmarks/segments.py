@@ -18,8 +18,7 @@ from kvcanary.recorder.state.keyframe import keyframe_events
 from kvcanary.recorder.state.keyframe_load import KeyframeLoader
 from kvcanary.recorder.state.pools import pool_bytes
 from kvcanary.recorder.trace.batch import TraceBatch
-from kvcanary.recorder.trace.encode import batch_metadata, encode_events, header_schema
-from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.event import TraceEvent, batch_metadata, encode_events, header_schema
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.writing.trace_file import TraceFile
 

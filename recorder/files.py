@@ -32,7 +32,6 @@ def new_private_file(path: Path) -> IO[bytes]:
 
 def new_private_descriptor(path: Path) -> int:
     """Make a file for writing that only this user can read, in place of a file or link that is there; raise `OSError`.
-
     What is there is removed and never written to; its folder is opened first, and is no link.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -80,10 +79,9 @@ def is_regular(path: Path) -> bool:
 
 
 def check_folder(folder: Path, is_ours: Callable[[str, int], bool]) -> None:
-    """Check that a folder is this user's own and holds nothing but what we would write there.
-
-    `is_ours` says whether an entry may be there, from its name and its mode (of the entry, not of what a link leads to).
-    Raises `ForeignFolderError` for a link, a folder of somebody else's or one with something else in it, and `OSError`.
+    """Check that a folder is this user's own and holds nothing but what we would write there. `is_ours` says whether an
+    entry may be there, from its name and its mode (of the entry, not of what a link leads to). Raises
+    `ForeignFolderError` for a link, a folder of somebody else's or one with something else in it, and `OSError`.
     """
     status = folder.lstat()
     if stat.S_ISLNK(status.st_mode):
@@ -102,9 +100,8 @@ def read_small_file(path: Path) -> bytes:
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Return what a file of at most `max_bytes` holds.
-
-    Raises `OSError` if it cannot be read, is larger, or is a folder, a pipe or a device; `strerror` says what.
+    """Return what a file of at most `max_bytes` holds. Raises `OSError` if it cannot be read, is larger, or is a
+    folder, a pipe or a device; `strerror` says what.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -19,10 +19,8 @@ def ignore_endings() -> None:
 
 @contextlib.contextmanager
 def endings_deferred() -> Iterator[None]:
-    """Let what ends a program wait until what is inside is done: a file that is half written helps nobody.
-
-    What came is handled afterwards, as it would have been at once. Only the main thread hears of signals; elsewhere
-    nothing waits.
+    """Let what ends a program wait until what is inside is done: a file that is half written helps nobody. What came is
+    handled afterwards, as it would have been at once. Only the main thread hears of signals; elsewhere nothing waits.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -41,10 +39,9 @@ def endings_deferred() -> Iterator[None]:
 
 
 def at_process_end(close: Callable[[], object], *, priority: int) -> Callable[[], None]:
-    """Have `close` called when the process ends; return what takes that back.
-
-    A process of `multiprocessing` ends with its finalizers, those of a higher `priority` first, and if it was forked with
-    nothing else: `os._exit`, past `atexit`, which calls whoever came last first.
+    """Have `close` called when the process ends; return what takes that back. A process of `multiprocessing` ends with
+    its finalizers, those of a higher `priority` first, and if it was forked with nothing else: `os._exit`, past
+    `atexit`, which calls whoever came last first.
     """
     from multiprocessing.util import Finalize
 

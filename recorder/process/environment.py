@@ -25,10 +25,9 @@ def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> RecordingSettings | None:
-    """Return the settings, or None if no recording is asked for; variables go before the file.
-
-    Raises `ValueError`, which says what was expected, for a value out of range, a `KVCANARY_` variable or a key of the file
-    that does not exist, and a file that cannot be read.
+    """Return the settings, or None if no recording is asked for; variables go before the file. Raises `ValueError`,
+    which says what was expected, for a value out of range, a `KVCANARY_` variable or a key of the file that does not
+    exist, and a file that cannot be read.
     """
     if not is_wanted(environ):
         return None
@@ -50,9 +49,8 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RecordingSettin
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Return the fields that a TOML file sets: its table `[kvcanary]`, or if it has none its top level.
-
-    Relative paths in it are taken from the file's own folder.
+    """Return the fields that a TOML file sets: its table `[kvcanary]`, or if it has none its top level. Relative paths
+    in it are taken from the file's own folder.
     """
     import tomllib
 

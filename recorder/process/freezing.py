@@ -20,9 +20,8 @@ _Identity = tuple[int, int]
 
 
 class FreezeFile:
-    """A trigger file: whoever makes it freezes every recording that looks for it; its first line is the note.
-
-    Each process sees a file once. The first one to see it renames it to `NAME.seen`, where the others find it.
+    """A trigger file: whoever makes it freezes every recording that looks for it; its first line is the note. Each
+    process sees a file once. The first one to see it renames it to `NAME.seen`, where the others find it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,9 +49,8 @@ class FreezeFile:
 
 
 class FreezeSignal:
-    """A signal that freezes; whoever handled it before is called as well.
-
-    Installed by the main thread alone, which is Python's rule; elsewhere it says so in the log and does nothing.
+    """A signal that freezes; whoever handled it before is called as well. Installed by the main thread alone, which is
+    Python's rule; elsewhere it says so in the log and does nothing.
     """
 
     def __init__(self, number: int) -> None:
@@ -98,9 +96,8 @@ class FreezeSignal:
 
 
 def _identity(path: Path) -> _Identity | None:
-    """Return what differs from file to file; a folder is none, and must not be renamed: it may hold the traces.
-
-    A link is looked at, and never what it leads to.
+    """Return what differs from file to file; a folder is none, and must not be renamed: it may hold the traces. A link
+    is looked at, and never what it leads to.
     """
     try:
         found = path.lstat()

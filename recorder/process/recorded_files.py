@@ -28,7 +28,6 @@ ENGINES: Final = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTrace:
     """One trace of the run; `state` is complete, lossy, torn, damaged, or unreadable, of which `error` says why.
-
     `lost_events` is what is known to be missing, `unknown_losses` counts the places of which nobody knows how much.
     """
 

@@ -28,9 +28,8 @@ MAX_QUEUED_BYTES: Final = 8 << 30
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterSettings:
     """How a trace is written: when a batch is, when a segment begins, what is kept. 0 stands for never, and for all.
-
-    `SETTINGS` says what each is; times are in nanoseconds, `freeze_signal` is a signal's number. Raises `ValueError` for
-    settings that make no sense.
+    `SETTINGS` says what each is; times are in nanoseconds, `freeze_signal` is a signal's number. Raises `ValueError`
+    for settings that make no sense.
     """
 
     compression: str = "lz4"
@@ -75,10 +74,9 @@ class WriterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingSettings(WriterSettings):
-    """How to record: `WriterSettings`, and what the recorder and an engine's adapter take.
-
-    `config` is the TOML file that was read, if any. `history` is "on", "off", or "auto": on if the allocator's tensors lie
-    in the host's memory, so that to record it does not wait for a device.
+    """How to record: `WriterSettings`, and what the recorder and an engine's adapter take. `config` is the TOML file
+    that was read, if any. `history` is "on", "off", or "auto": on if the allocator's tensors lie in the host's memory,
+    so that to record it does not wait for a device.
     """
 
     folder: Path
@@ -133,10 +131,9 @@ class RecordingSettings(WriterSettings):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as people give it: in a variable, in the TOML file, as an option of `kvcanary record`.
-
-    `name` carries its unit, in which it is given; the field of `RecordingSettings` holds `scale` times as much. `kind` is
-    number, bytes (a number, or one with KiB, MiB or GiB behind it), word, path or signal. `least` and `most` bound what is
+    """One setting as people give it: in a variable, in the TOML file, as an option of `kvcanary record`. `name` carries
+    its unit, in which it is given; the field of `RecordingSettings` holds `scale` times as much. `kind` is number,
+    bytes (a number, or one with KiB, MiB or GiB behind it), word, path or signal. `least` and `most` bound what is
     given, `multiple` divides it; `help` is one line for people.
     """
 

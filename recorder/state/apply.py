@@ -45,9 +45,8 @@ Step = TypeVar("Step", bound=WriteStep)
 
 
 class EventApplier(ABC, Generic[Step]):
-    """Applies a trace's events to `state`, in their order; `listener` is told what changes between forwards.
-
-    Methods that take an event raise `UnusableEventError` when it contradicts itself. The state is to be forgotten then.
+    """Applies a trace's events to `state`, in their order; `listener` is told what changes between forwards. Methods
+    that take an event raise `UnusableEventError` when it contradicts itself. The state is to be forgotten then.
     """
 
     def __init__(self, state: ReplayState, *, backend: str, listener: StateListener | None = None) -> None:

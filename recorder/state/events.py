@@ -39,10 +39,9 @@ SHARED_NOTES: Final = frozenset({"prefix hit", "shared by fork"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSlots:
-    """Slots of one pool group, `slots` `[n] int64` in the event's order; slot 0 is left out.
-
-    `repeated` holds, ascending, the slots that the event names more than once; `beyond` those that it names and the
-    pool does not have, which are not among `slots`.
+    """Slots of one pool group, `slots` `[n] int64` in the event's order; slot 0 is left out. `repeated` holds,
+    ascending, the slots that the event names more than once; `beyond` those that it names and the pool does not have,
+    which are not among `slots`.
     """
 
     group: int
@@ -53,9 +52,8 @@ class GroupSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCopy:
-    """Slots of a group that were copied between two tiers: `src[i]` to `dst[i]`, `[n] int64` each.
-
-    All of them are read before one is written: a run may begin where another one ends.
+    """Slots of a group that were copied between two tiers: `src[i]` to `dst[i]`, `[n] int64` each. All of them are read
+    before one is written: a run may begin where another one ends.
     """
 
     group: int
@@ -94,10 +92,9 @@ class CopyEvent(KnownEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEvent(KnownEvent):
-    """A transfer's start or end; `direction` is "send" or "receive".
-
-    `slots` `[n] int64` of pool group `group` in order of position, from `start_position` on; `group` is -1 where the
-    event names no slot. `landed` holds what a receiver saw arrive, `[n, capture_bytes] uint8` a stream.
+    """A transfer's start or end; `direction` is "send" or "receive". `slots` `[n] int64` of pool group `group` in order
+    of position, from `start_position` on; `group` is -1 where the event names no slot. `landed` holds what a receiver
+    saw arrive, `[n, capture_bytes] uint8` a stream.
     """
 
     forward: int
@@ -125,9 +122,8 @@ class SampleEvent(KnownEvent):
 
 
 def read_known_event(view: EventView, groups: Sequence[PoolGroup]) -> KnownEvent | None:
-    """Return what an event says about slots, rows or samples, None for an event of another kind.
-
-    Raises `UnusableEventError` if its columns contradict one another or the pools.
+    """Return what an event says about slots, rows or samples, None for an event of another kind. Raises
+    `UnusableEventError` if its columns contradict one another or the pools.
     """
     match view.kind:
         case "alloc" | "free" | "evict":
@@ -209,9 +205,8 @@ def _slot_runs(view: EventView, groups: Sequence[PoolGroup]) -> list[Int64Array]
 
 
 def read_lost_slots(view: EventView, groups: Sequence[PoolGroup]) -> list[tuple[int, int, int]]:
-    """Return group, start and end of the runs of slots that a loss event lists; a run may end behind its pool.
-
-    Raises `UnusableEventError` if there are no such groups or slots.
+    """Return group, start and end of the runs of slots that a loss event lists; a run may end behind its pool. Raises
+    `UnusableEventError` if there are no such groups or slots.
     """
     found = []
     for group, start, count in zip(*(column.tolist() for column in columns(view, "slot", _RUN)), strict=True):

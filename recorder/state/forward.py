@@ -29,10 +29,9 @@ class EventColumns(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """What was read where the attention kernels take it; -1 and empty if it was not.
-
-    `seq_lens`, `query_lens` `[bs]`, or `[0]` for none; `groups`, `requests`, `positions`, `slots` `[n]`: of each slot that
-    is another than the block table's, its pool group, its request in the batch, the position and the slot that came.
+    """What was read where the attention kernels take it; -1 and empty if it was not. `seq_lens`, `query_lens` `[bs]`,
+    or `[0]` for none; `groups`, `requests`, `positions`, `slots` `[n]`: of each slot that is another than the block
+    table's, its pool group, its request in the batch, the position and the slot that came.
     """
 
     seq_lens: Int64Array
@@ -189,9 +188,8 @@ def _attention(view: EventView, header: TraceHeader, bs: int) -> Attention | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTokens:
-    """A forward's tokens without its padding: `request` `[n] int64` index into the batch, `position` `[n] int64`.
-
-    Token i of the batch is entry i here; padding comes last in a batch and is left out.
+    """A forward's tokens without its padding: `request` `[n] int64` index into the batch, `position` `[n] int64`. Token
+    i of the batch is entry i here; padding comes last in a batch and is left out.
     """
 
     request: Int64Array

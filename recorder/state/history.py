@@ -47,9 +47,8 @@ class RowOwners:
         return inside
 
     def same(self, forward: Forward) -> tuple[Int64Array, BoolArray]:
-        """Return what was last run on each request's row, `[bs, 6]`, and whether that was the same request.
-
-        Neither may be changed: both are kept for whoever asks about the same forward again.
+        """Return what was last run on each request's row, `[bs, 6]`, and whether that was the same request. Neither may
+        be changed: both are kept for whoever asks about the same forward again.
         """
         if forward is self._asked:
             return self._answer
@@ -162,17 +161,14 @@ class LastSamples:
         return read
 
     def put_off(self, batch: TraceBatch, rows: Int64Array, header: TraceHeader) -> None:
-        """Move on by target forwards, rows `[n] int64` of a batch, whose samples are in `last` already; read them later.
-
-        The batch stays in memory for as long as one of these is among the last.
+        """Move on by target forwards, rows `[n] int64` of a batch, whose samples are in `last` already; read them
+        later. The batch stays in memory for as long as one of these is among the last.
         """
         self._fed.extend(Unread(batch, row, header) for row in rows[-MAX_LATE:].tolist())
 
     def apply_sample(self, event: SampleEvent) -> list[FedForward]:
         """Learn tokens that arrive late; return the forwards behind the one that sampled them, none if it is gone.
-
-        Raises:
-            UnusableEventError: they do not fit the forward that sampled them.
+        Raises `UnusableEventError` if they do not fit the forward that sampled them.
         """
         behind = list(dropwhile(lambda fed: fed.forward.forward != event.forward, self.fed))
         if not behind:

@@ -29,10 +29,8 @@ _CHUNK_ROWS: Final = 2048
 
 
 class KeyframeRows:
-    """The rows of array `name` that a part of a keyframe names, and their bytes one after another.
-
-    Raises:
-        UnusableEventError: there are no such rows among its `limit`, or the bytes are not theirs.
+    """The rows of array `name` that a part of a keyframe names, and their bytes one after another. Raises
+    `UnusableEventError` if there are no such rows among its `limit`, or the bytes are not theirs.
     """
 
     def __init__(self, view: EventView, name: str, *, limit: int, row_bytes: int) -> None:
@@ -76,11 +74,9 @@ class KeyframeRows:
 
 
 class KeyframeLoader:
-    """Takes a keyframe's events, one after another, into a state.
-
-    `loading`: a keyframe has begun and is not whole yet; `untouched`: the state is as it was made. Arrays that this build does not
-    know are passed over, and so is what a replay without history checks has no use for. The records get the KV hash of
-    `kv_hash_mode`.
+    """Takes a keyframe's events, one after another, into a state. `loading`: a keyframe has begun and is not whole yet;
+    `untouched`: the state is as it was made. Arrays that this build does not know are passed over, and so is what a
+    replay without history checks has no use for. The records get the KV hash of `kv_hash_mode`.
     """
 
     def __init__(self, state: ReplayState, *, kv_hash_mode: KvHashMode) -> None:
@@ -115,7 +111,6 @@ class KeyframeLoader:
 
     def apply_requests(self, batch: TraceBatch, at: int) -> int:
         """Take events that name requests, from row `at` of a batch on; return the row of the first that was not taken.
-
         The last of them is left to `apply`, and so is every event of a batch in which some carry changes of tables.
         """
         status = batch.strings("status")

@@ -16,10 +16,9 @@ from .pools import Endpoint, GroupPool, launch_tag
 
 
 class Launcher:
-    """Runs launches, each into a log that has room for everything it may find.
-
-    `slot_counters` and `kernel_counters` are `[12] int64`, the canary's own health counters by launch tag. A log that is
-    returned is the launcher's own and good until the next launch.
+    """Runs launches, each into a log that has room for everything it may find. `slot_counters` and `kernel_counters`
+    are `[12] int64`, the canary's own health counters by launch tag. A log that is returned is the launcher's own and
+    good until the next launch.
     """
 
     def __init__(self, *, backend: str) -> None:

@@ -21,9 +21,8 @@ from .forward import EventColumns, Forward, UnusableEventError, add_up, columns
 
 
 class StateListener:
-    """Is told what is about to change in a state; each method does nothing until somebody overrides it.
-
-    Runs of a table come as the event has them. They may lie outside of the table: the event is refused then, after this call.
+    """Is told what is about to change in a state; each method does nothing until somebody overrides it. Runs of a table
+    come as the event has them. They may lie outside of the table: the event is refused then, after this call.
     """
 
     def table_runs(self, tables: "StateTables", index: int, runs: Runs) -> None:
@@ -47,7 +46,6 @@ class StateListener:
 
 class StateTables:
     """`req_to_token` `[rows, width] int32` per table, `luts` `[full slots] int64`, `truth` `[rows, width] int32`.
-
     Untouched rows stay unbacked by memory: `sparse_zeros` hands out zero pages, and small ones. `listener` is told of
     every change before it is made.
     """
@@ -149,9 +147,8 @@ class StateTables:
         select(apply_forward_loops, self._backend)(runs.rows, runs.starts, runs.lens, runs.values, table)
 
     def forget(self) -> None:
-        """After a gap in the trace: every entry is unknown, so none may be judged, until the trace says it again.
-
-        Slot 0 is never verified and token -1 is never compared, so those are what unknown entries become.
+        """After a gap in the trace: every entry is unknown, so none may be judged, until the trace says it again. Slot
+        0 is never verified and token -1 is never compared, so those are what unknown entries become.
         """
         # Fresh zero pages: `zeros_like` would touch every page of a large table.
         self.req_to_token = [sparse_zeros(table.shape, np.int32) for table in self.req_to_token]
@@ -161,10 +158,9 @@ class StateTables:
 
 
 class TableUse(StateListener):
-    """How far each row of the tables was ever filled, so that a keyframe need not look through all of them.
-
-    `ends[t]` and `truth_ends` `[rows] int64` are the end of what was ever written of each row; `truth_fill` is what the
-    truth tokens hold behind it: 0, or -1 once everything was taken for unknown.
+    """How far each row of the tables was ever filled, so that a keyframe need not look through all of them. `ends[t]`
+    and `truth_ends` `[rows] int64` are the end of what was ever written of each row; `truth_fill` is what the truth
+    tokens hold behind it: 0, or -1 once everything was taken for unknown.
     """
 
     def __init__(self, header: TraceHeader) -> None:

@@ -85,9 +85,8 @@ def own_slots(pool: GroupPool, forward: Forward, tables: StateTables, *, backend
 
 
 def readable_prefixes(pool: GroupPool, forward: Forward, tables: StateTables) -> tuple[Int64Array, int]:
-    """Return the prefix lengths `[bs] int64` cut to the table's width, and how many entries a forward so reads.
-
-    Raises `UnusableEventError` if they are absurdly many.
+    """Return the prefix lengths `[bs] int64` cut to the table's width, and how many entries a forward so reads. Raises
+    `UnusableEventError` if they are absurdly many.
     """
     # A prefix longer than the table is a finding of its own (`explain_requests`); the plan stops where it does.
     prefix_lens = np.minimum(forward.prefix_lens, tables.req_to_token[pool.group.table].shape[1])

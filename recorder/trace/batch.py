@@ -21,11 +21,10 @@ LIVE: Final = "live"
 
 @dataclass(slots=True, eq=False, repr=False)
 class TraceBatch:
-    """Events `first_event` to `first_event + num_events - 1`.
-
-    Arrays are read-only views of what was read and checked: never write to them. They stay good after the reader is
-    closed, whatever becomes of the file. `end_byte` is the batch's end in the file, for progress bars. `engine_events` is how
-    many of the engine's events the recording holds up to the batch's end, None if it does not say.
+    """Events `first_event` to `first_event + num_events - 1`. Arrays are read-only views of what was read and checked:
+    never write to them. They stay good after the reader is closed, whatever becomes of the file. `end_byte` is the
+    batch's end in the file, for progress bars. `engine_events` is how many of the engine's events the recording holds
+    up to the batch's end, None if it does not say.
     """
 
     record_batch: pa.RecordBatch
@@ -87,9 +86,8 @@ class TraceBatch:
         return dict(zip(schema.names, sums, strict=True))
 
     def to_torch(self, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Return a list column as torch tensors `(values, offsets)`, int64 or uint8, and int64.
-
-        They share memory with the batch: never write to them.
+        """Return a list column as torch tensors `(values, offsets)`, int64 or uint8, and int64. They share memory with
+        the batch: never write to them.
         """
         import torch
 

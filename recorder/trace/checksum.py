@@ -21,9 +21,8 @@ _OFFSET = {4: struct.Struct("<i"), 8: struct.Struct("<q")}
 
 @dataclass(frozen=True, slots=True)
 class ColumnForm:
-    """What the walk must know of a column: widths in bytes; `offset_bytes` is 0 if it has no offsets.
-
-    `num_buffers` is how many buffers it has in a record batch message.
+    """What the walk must know of a column: widths in bytes; `offset_bytes` is 0 if it has no offsets. `num_buffers` is
+    how many buffers it has in a record batch message.
     """
 
     item_bytes: int

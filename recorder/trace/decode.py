@@ -49,9 +49,8 @@ def decode_schema(source: TraceBytes, frame: Frame) -> pa.Schema:
 
 
 def check_schema(schema: pa.Schema) -> TraceHeader:
-    """Return the header of a trace's schema; raise `UnreadableTraceError` when this build cannot read it.
-
-    Columns that this build does not know are accepted (a newer minor version added them).
+    """Return the header of a trace's schema; raise `UnreadableTraceError` when this build cannot read it. Columns that
+    this build does not know are accepted (a newer minor version added them).
     """
     metadata = schema.metadata or {}
     if HEADER_KEY not in metadata:
@@ -113,11 +112,10 @@ def _first_line(error: BaseException) -> str:
 
 
 class BatchDecoder:
-    """Gives frames and their batches, some of them decoded before they are asked for; `close` ends its threads.
-
-    What a batch holds does not depend on who decodes it, so nothing but time changes: frames are asked for in order, and a
-    batch that was decoded and is not asked for (a file that was cut, damage before it) is forgotten.
-    Only compressed batches are: to read what lies in the file as it is takes less than to hand it to a thread.
+    """Gives frames and their batches, some of them decoded before they are asked for; `close` ends its threads. What a
+    batch holds does not depend on who decodes it, so nothing but time changes: frames are asked for in order, and a
+    batch that was decoded and is not asked for (a file that was cut, damage before it) is forgotten. Only compressed
+    batches are: to read what lies in the file as it is takes less than to hand it to a thread.
     """
 
     def __init__(self, source: TraceBytes, schema: pa.Schema) -> None:

@@ -1,13 +1,19 @@
-"""One event on its way into a trace: what the recorder fills and the writer encodes."""
+"""Events on their way into a trace: what the recorder fills, and the record batches that the writer makes of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from ...kernels.arrays import ByteArray, Int64Array
-from .schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS
+from . import schema as names
+from .checksum import batch_crc32c, column_forms, text_crc32c
+from .header import TraceHeader
+from .schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS, trace_schema
 
 # What a row costs beside its own values: the scalar columns, and one offset for each list column.
 ROW_BYTES: Final = 8 * len(SCALARS) + 4 * len(INT_LISTS) + 8 * len(BYTE_LISTS)
@@ -30,11 +36,10 @@ _BYTE_LISTS = frozenset(BYTE_LISTS)
 
 @dataclass(slots=True, kw_only=True)
 class TraceEvent:
-    """One event; the writer gives it its number.
-
-    `scalars` holds the scalar columns that differ from their defaults (without `event` and `kind`), `ints` the
-    non-empty int64 list columns as 1-D int64 arrays, `bytes` the non-empty uint8 list columns as 1-D uint8 arrays.
-    Whoever hands the event to a writer hands the arrays over with it: they are read later, in another thread.
+    """One event; the writer gives it its number. `scalars` holds the scalar columns that differ from their defaults
+    (without `event` and `kind`), `ints` the non-empty int64 list columns as 1-D int64 arrays, `bytes` the non-empty
+    uint8 list columns as 1-D uint8 arrays. Whoever hands the event to a writer hands the arrays over with it: they are
+    read later, in another thread.
     """
 
     kind: str
@@ -90,3 +95,75 @@ def _describe(value: object) -> str:
     if isinstance(value, np.ndarray):
         return f"{value.dtype} with shape {list(value.shape)}"
     return type(value).__name__
+
+
+def header_schema(header: TraceHeader, schema: pa.Schema | None = None) -> pa.Schema:
+    """Return the trace schema (or `schema`) with the header and its CRC in the metadata."""
+    text = header.to_json().encode("ascii")
+    return (schema or trace_schema()).with_metadata(
+        {names.HEADER_KEY: text, names.HEADER_CRC_KEY: b"%d" % text_crc32c(text)}
+    )
+
+
+def encode_events(events: Sequence[TraceEvent], first_event: int, schema: pa.Schema) -> pa.RecordBatch:
+    """Return one record batch of `events`, numbered from `first_event`; every event must have passed `problem()`. A
+    file's own schema may have more columns, of a newer minor version, or fewer, of an older one.
+    """
+    count = len(events)
+    scalars: dict[str, Any] = {
+        name: np.full(count, default, np.int64) if pa.types.is_int64(kind) else [default] * count
+        for name, (kind, default) in SCALARS.items()
+    }
+    scalars["event"] = np.arange(first_event, first_event + count, dtype=np.int64)
+    lists: dict[str, tuple[Int64Array, list[npt.NDArray[Any]]]] = {}  # how many each row has, and the values
+    for row, event in enumerate(events):
+        scalars["kind"][row] = event.kind
+        scalars["time_ns"][row] = event.time_ns
+        for name, value in event.scalars.items():
+            scalars[name][row] = value
+        for given in (event.ints, event.bytes):
+            for name, array in given.items():
+                if name not in lists:
+                    lists[name] = np.zeros(count, np.int64), []
+                lists[name][0][row] = len(array)
+                lists[name][1].append(array)
+    columns = []
+    for column in schema:
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            columns.append(_list_array(column, *lists.get(column.name, (np.zeros(count, np.int64), []))))
+        elif pa.types.is_string(column.type):
+            columns.append(_text_array(scalars.get(column.name, [""] * count)))
+        else:
+            columns.append(pa.array(scalars.get(column.name, np.zeros(count, np.int64)), column.type))
+    return pa.record_batch(columns, schema=schema)
+
+
+def batch_metadata(batch: pa.RecordBatch, first_event: int, engine_events: int | None = None) -> dict[bytes, bytes]:
+    """Return the custom metadata of a batch: first event number, event count and CRC, as decimal ASCII. `engine_events`
+    is how many of the engine's events are in the recording up to this batch's end, from which the reader knows where
+    its tail begins. Raises `ValueError` for a column type that no trace of this major version has.
+    """
+    known = {} if engine_events is None else {names.ENGINE_EVENTS_KEY: b"%d" % engine_events}
+    return {
+        names.FIRST_EVENT_KEY: b"%d" % first_event,
+        names.NUM_EVENTS_KEY: b"%d" % batch.num_rows,
+        names.CRC_KEY: b"%d" % batch_crc32c(batch, first_event, column_forms(batch.schema)),
+        **known,
+    }
+
+
+def _text_array(values: list[str]) -> pa.Array:
+    try:
+        return pa.array(values, pa.utf8())
+    except UnicodeEncodeError:  # lone surrogates, say from a request id that was decoded with surrogateescape
+        return pa.array([value.encode("utf-8", "replace").decode("utf-8") for value in values], pa.utf8())
+
+
+def _list_array(field: pa.Field, lengths: Int64Array, parts: list[npt.NDArray[Any]]) -> pa.Array:
+    offsets = np.append(0, np.cumsum(lengths))
+    values = pa.array(np.concatenate(parts) if parts else [], field.type.value_type)
+    if pa.types.is_large_list(field.type):
+        return pa.LargeListArray.from_arrays(pa.array(offsets), values, type=field.type)
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise ValueError(f"column {field.name} would hold {offsets[-1]} values in one batch, expected less than 2^31")
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, type=field.type)

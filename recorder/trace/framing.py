@@ -45,9 +45,8 @@ class FramingError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One encapsulated message: where it lies and what its metadata, of which it has its own copy, claims.
-
-    `head` is all before the body. Of a record batch are `num_rows`, `buffers`, [n, 2] int64 (offset in the body, length), and
+    """One encapsulated message: where it lies and what its metadata, of which it has its own copy, claims. `head` is
+    all before the body. Of a record batch are `num_rows`, `buffers`, [n, 2] int64 (offset in the body, length), and
     `null_counts`, [arrays] int64.
     """
 
@@ -66,7 +65,6 @@ class Frame:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footer:
     """A footer's own claims: where it starts and the messages it lists, [n, 3] int64 (offset, metadata, body).
-
     `as_file` is an Arrow file of that footer alone, for pyarrow to read its schema.
     """
 
@@ -76,9 +74,8 @@ class Footer:
 
 
 def read_frame(source: TraceBytes, position: int, limit: int) -> Frame | None:
-    """Return the message at `position`, or None for the end-of-stream mark; raise `FramingError` for neither.
-
-    `limit` is where messages must have ended: the footer's start, or the end of a file without one.
+    """Return the message at `position`, or None for the end-of-stream mark; raise `FramingError` for neither. `limit`
+    is where messages must have ended: the footer's start, or the end of a file without one.
     """
     if position + PREFIX_BYTES > limit:
         raise _no_end_mark(limit)
@@ -98,9 +95,8 @@ def read_frame(source: TraceBytes, position: int, limit: int) -> Frame | None:
 
 
 def find_frames(source: TraceBytes, position: int, limit: int) -> Iterator[Frame]:
-    """Yield every whole message from `position` on, wherever it starts, trusting no length before it.
-
-    It ends early where what looks like messages is, lying over one another, many times as long as the file.
+    """Yield every whole message from `position` on, wherever it starts, trusting no length before it. It ends early
+    where what looks like messages is, lying over one another, many times as long as the file.
     """
     start, words = (position + 7) // 8 * 8, _FIRST_SCAN_WORDS
     left = MAX_SEARCHED * limit
@@ -133,9 +129,8 @@ def find_frames(source: TraceBytes, position: int, limit: int) -> Iterator[Frame
 
 
 def read_message(source: TraceBytes, frame: Frame, before: bytes = b"") -> tuple[pa.Buffer, memoryview]:
-    """Return `before` and a whole message behind it, in memory of their own, and its body in there.
-
-    Raises `FramingError`, `TornError`, `OSError` and `MemoryError`.
+    """Return `before` and a whole message behind it, in memory of their own, and its body in there. Raises
+    `FramingError`, `TornError`, `OSError` and `MemoryError`.
     """
     head, body_bytes = len(before) + len(frame.head), frame.end - frame.body_start
     if source.is_mostly_hole(body_bytes):

@@ -126,9 +126,8 @@ class StateTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runner:
-    """A model runner; an EAGLE draft reads truth tokens at `token_offset` 1.
-
-    `derived` names the columns of its forwards that the recorder worked out: replayed, and judged by nothing.
+    """A model runner; an EAGLE draft reads truth tokens at `token_offset` 1. `derived` names the columns of its
+    forwards that the recorder worked out: replayed, and judged by nothing.
     """
 
     name: Text = "target"
@@ -187,9 +186,8 @@ class CaptureInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One of the files that a recording was cut into, all with one `trace_id`; `number` counts from 0.
-
-    `first_event` is the number of the file's first event, `engine_events` how many of the engine's the files before hold.
+    """One of the files that a recording was cut into, all with one `trace_id`; `number` counts from 0. `first_event` is
+    the number of the file's first event, `engine_events` how many of the engine's the files before hold.
     """
 
     number: Count
@@ -256,10 +254,8 @@ class TraceHeader:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "TraceHeader":
-        """Parse a header; raise `UnreadableTraceError` naming what is wrong with it.
-
-        Fields that this build does not know are passed over (they come from a newer minor version); a newer major
-        version is refused.
+        """Parse a header; raise `UnreadableTraceError` naming what is wrong with it. Fields that this build does not
+        know are passed over (they come from a newer minor version); a newer major version is refused.
         """
         most = schema.MAX_HEADER_BYTES
         if len(text) > most:

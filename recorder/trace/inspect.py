@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from .batch import LIVE, EventView, TraceBatch, TraceGap
+import numpy as np
+
+from .batch import LIVE, EventView, TraceBatch
 from .header import TraceHeader
 from .reader import TraceReader
 
@@ -42,9 +44,10 @@ class TraceInspection:
     uncompressed_bytes: Counter[str] = field(default_factory=Counter)
     lost_events: int = 0
     unknown_losses: int = 0
+    being_recorded: bool = False
+    # Counted all, listed the first `MAX_LISTED`.
     num_losses: int = 0
     losses: list[dict[str, Any]] = field(default_factory=list)
-    being_recorded: bool = False
     num_gaps: int = 0
     gaps: list[dict[str, Any]] = field(default_factory=list)
     num_marks: int = 0
@@ -88,11 +91,9 @@ class TraceInspection:
     @property
     def loss_lines(self) -> list[str]:
         """A line for people for each loss that is listed."""
-        counts = ("an unknown number of" if n < 0 else f"{n:,}" for n in (loss["lost_events"] for loss in self.losses))
-        return [
-            f"event {loss['event']}: {count} events lost: {loss['note']}"
-            for loss, count in zip(self.losses, counts, strict=True)
-        ]
+        told = [(loss, loss["lost_events"]) for loss in self.losses]
+        counted = [(loss, "an unknown number of" if count < 0 else f"{count:,}") for loss, count in told]
+        return [f"event {loss['event']}: {count} events lost: {loss['note']}" for loss, count in counted]
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as plain JSON values."""
@@ -104,26 +105,21 @@ class TraceInspection:
 def inspect_trace(path: str | os.PathLike[str]) -> TraceInspection:
     """Read a trace once and say what it holds; raise `UnreadableTraceError`."""
     with TraceReader(path) as reader:
-        found = TraceInspection(
-            path=str(Path(path)), size_bytes=reader.size_bytes, complete=reader.complete, header=reader.header
-        )
+        facts: dict[str, Any] = {"size_bytes": reader.size_bytes, "complete": reader.complete, "header": reader.header}
+        found = TraceInspection(path=str(Path(path)), **facts)
         for item in reader.stream():
-            if isinstance(item, TraceGap):
-                _add_gap(found, item)
-            else:
+            if isinstance(item, TraceBatch):
                 _add_batch(found, item)
+            elif item.ends == LIVE:  # nothing is missing: it is yet to come
+                found.being_recorded = True
+            else:
+                found.num_gaps += 1
+                _count_lost(found, item.missing_events)
+                # A torn end comes last and decides the state, so it is always listed.
+                if len(found.gaps) < MAX_LISTED or item.kind == "torn":
+                    names = ("after_event", "missing_events", "kind", "reason")
+                    found.gaps.append({name: getattr(item, name) for name in names})
     return found
-
-
-def _add_gap(found: TraceInspection, gap: TraceGap) -> None:
-    if gap.ends == LIVE:  # nothing is missing: it is yet to come
-        found.being_recorded = True
-        return
-    found.num_gaps += 1
-    _count_lost(found, gap.missing_events)
-    # A torn end comes last and decides the state, so it is always listed.
-    if len(found.gaps) < MAX_LISTED or gap.kind == "torn":
-        found.gaps.append({name: getattr(gap, name) for name in ("after_event", "missing_events", "kind", "reason")})
 
 
 def _count_lost(found: TraceInspection, lost: int | None) -> None:
@@ -134,24 +130,23 @@ def _count_lost(found: TraceInspection, lost: int | None) -> None:
 
 
 def _add_batch(found: TraceInspection, batch: TraceBatch) -> None:
-    found.num_events += batch.num_events
-    found.num_batches += 1
-    found.events_by_kind.update(batch.kinds)
+    kinds, modes, tokens = batch.kinds, batch.strings("mode"), np.diff(batch.offsets("input_ids"))
     times = batch.scalar_ints("time_ns")
     first, last = int(times.min()), int(times.max())
     found.first_ns = first if found.first_ns is None else min(found.first_ns, first)
     found.last_ns = last if found.last_ns is None else max(found.last_ns, last)
+    found.num_events += batch.num_events
+    found.num_batches += 1
+    found.events_by_kind.update(kinds)
     found.sampled_tokens += len(batch.values("sampled_tokens"))
-    for name, stored in batch.stored_bytes().items():
-        found.stored_bytes[name] += stored
-        found.uncompressed_bytes[name] += batch.record_batch.column(name).nbytes
-    modes = batch.strings("mode")
-    tokens = batch.offsets("input_ids")
-    for row, kind in enumerate(batch.kinds):
-        if kind == "forward":
-            found.forwards_by_mode[modes[row]] += 1
-            found.input_tokens += int(tokens[row + 1] - tokens[row])
-        elif kind == "loss":
+    stored = batch.stored_bytes()
+    found.stored_bytes.update(stored)
+    found.uncompressed_bytes.update({name: batch.record_batch.column(name).nbytes for name in stored})
+    forwards = [row for row, kind in enumerate(kinds) if kind == "forward"]
+    found.forwards_by_mode.update(modes[row] for row in forwards)
+    found.input_tokens += int(tokens[forwards].sum())
+    for row, kind in enumerate(kinds):
+        if kind == "loss":
             found.num_losses += 1
             _count_lost(found, batch.event(row).scalar("lost_events"))
             _list(found.losses, batch.event(row), "time_ns", "lost_events", "note")

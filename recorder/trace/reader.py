@@ -35,19 +35,19 @@ __all__ = ["EventView", "TraceBatch", "TraceGap", "TraceReader", "read_trace"]
 
 
 class TraceReader:
-    """A trace opened for reading; raises `UnreadableTraceError` when the file is no trace, or its header cannot be used.
-
-    A torn or damaged trace opens; `complete` is then False, or `stream()` gives a `TraceGap`.
+    """A trace opened for reading; raises `UnreadableTraceError` when the file is no trace, or its header cannot be
+    used. A torn or damaged trace opens; `complete` is then False, or `stream()` gives a `TraceGap`. `schema` is the
+    file's own, with metadata; one of a newer minor version may have columns that we do not know.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._bytes, self._size_bytes = _open(self.path)
+        self._bytes, self.size_bytes = _open(self.path)  # the file's size when it was opened
         self._footer: Footer | None = None
         self._header_damage = ""
-        self._limit = self._size_bytes
+        self._limit = self.size_bytes
         try:
-            footer = read_footer(self._bytes, self._size_bytes)
+            footer = read_footer(self._bytes, self.size_bytes)
             self.header: TraceHeader = self._read_header(footer)
             if footer is not None and self._is_right(footer):
                 self._footer, self._limit = footer, footer.start
@@ -68,16 +68,6 @@ class TraceReader:
         self._bytes.close()
 
     @property
-    def size_bytes(self) -> int:
-        """The file's size when it was opened."""
-        return self._size_bytes
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The file's own Arrow schema, with metadata; a newer minor version may have columns that we do not know."""
-        return self._schema
-
-    @property
     def complete(self) -> bool:
         """Whether the footer is there and right, so that the trace was closed; single batches may yet be damaged."""
         return self._footer is not None and not self._header_damage
@@ -88,10 +78,9 @@ class TraceReader:
         return None if self._footer is None else len(self._footer.blocks)
 
     def stream(self) -> Iterator[TraceBatch | TraceGap]:
-        """Yield every whole batch in order, and a gap wherever something is missing.
-
-        Each call starts anew. The batch given is not held; drop it before asking for the next. Of a large file the next
-        two are decoded meanwhile, in threads. A file that somebody cuts short meanwhile is torn from there on.
+        """Yield every whole batch in order, and a gap wherever something is missing. Each call starts anew. The batch
+        given is not held; drop it before asking for the next. Of a large file the next two are decoded meanwhile, in
+        threads. A file that somebody cuts short meanwhile is torn from there on.
         """
         return cast("Iterator[TraceBatch | TraceGap]", self._walk(None))  # which follows nothing, so never None
 
@@ -106,7 +95,7 @@ class TraceReader:
         try:
             walk = Walk(
                 source=source,
-                schema=self._schema,
+                schema=self.schema,
                 header=self.header,
                 name=self.path.name,
                 position=self._first_batch,
@@ -144,8 +133,8 @@ class TraceReader:
 
     def _read_header(self, footer: Footer | None) -> TraceHeader:
         try:
-            self._schema, self._first_batch = self._leading_schema(footer)
-            return check_schema(self._schema)
+            self.schema, self._first_batch = self._leading_schema(footer)
+            return check_schema(self.schema)
         except UnreadableTraceError as error:
             # There is a copy of the schema in the footer, for a file whose beginning is damaged.
             if footer is None or not len(footer.blocks):
@@ -154,12 +143,12 @@ class TraceReader:
                 schema = pa.ipc.open_file(footer.as_file).schema
                 header = check_schema(schema)
                 self._header_damage = f"{error}; the footer's copy of the header was used"
-                self._schema, self._first_batch = schema, int(footer.blocks[0, 0])
+                self.schema, self._first_batch = schema, int(footer.blocks[0, 0])
                 return header
             raise
 
     def _leading_schema(self, footer: Footer | None) -> tuple[pa.Schema, int]:
-        _check_magic(self._bytes, self._size_bytes)
+        _check_magic(self._bytes, self.size_bytes)
         try:
             frame = read_frame(self._bytes, FIRST_MESSAGE, self.size_bytes)
         except FramingError as error:
@@ -182,7 +171,7 @@ class TraceReader:
             return False
         try:
             listed = pa.ipc.open_file(footer.as_file)
-            same = listed.schema.equals(self._schema, check_metadata=True)
+            same = listed.schema.equals(self.schema, check_metadata=True)
         except ARROW_ERRORS:
             return False
         return same and listed.num_record_batches == len(footer.blocks)

@@ -39,10 +39,9 @@ def recording_name(paths: Sequence[Path]) -> str:
 
 
 def traces_in(folder: Path) -> list[Path]:
-    """Return the trace files of a folder, not of those in it; of a recovered trace the recovered file alone.
-
-    Where a trace has been written to since, by an engine that was still running, it is the trace alone. Raises `TraceError`
-    if the folder cannot be read, or holds none.
+    """Return the trace files of a folder, not of those in it; of a recovered trace the recovered file alone. Where a
+    trace has been written to since, by an engine that was still running, it is the trace alone. Raises `TraceError` if
+    the folder cannot be read, or holds none.
     """
     try:
         found = sorted(path for path in folder.iterdir() if path.suffix == ".arrow" and not path.name.startswith("."))
@@ -65,10 +64,9 @@ def _newer(path: Path, than: Path) -> bool:
 
 
 def group_recordings(paths: Iterable[Path]) -> tuple[list[Recording], list[str]]:
-    """Return recordings in the order of their first files, segments of one together, and what was left out, in words.
-
-    A file without a readable header belongs to the recording that its name speaks of, if others of it are there. Of
-    two copies of a segment the one with an end is taken.
+    """Return recordings in the order of their first files, segments of one together, and what was left out, in words. A
+    file without a readable header belongs to the recording that its name speaks of, if others of it are there. Of two
+    copies of a segment the one with an end is taken.
     """
     found: dict[tuple[str, ...], list[_Part]] = {}
     unreadable: list[Path] = []

@@ -16,8 +16,7 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from .batch import TraceBatch, TraceGap
-from .encode import encode_events
-from .event import TraceEvent
+from .event import TraceEvent, encode_events
 from .files import tail_paths
 from .schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS
 
@@ -57,10 +56,9 @@ class _Layout(NamedTuple):
 
 
 class TailReader:
-    """The tail of a recording that is over: the events that are not in its trace, if there is one.
-
-    Files that are missing, linked, or of another recording are passed over. `whole` says whether the process put all that
-    it recorded there. Nothing is raised.
+    """The tail of a recording that is over: the events that are not in its trace, if there is one. Files that are
+    missing, linked, or of another recording are passed over. `whole` says whether the process put all that it recorded
+    there. Nothing is raised.
     """
 
     def __init__(self, trace: Path, trace_id: str) -> None:
@@ -69,9 +67,8 @@ class TailReader:
         self.whole = False
 
     def events(self, after: int) -> Iterator[tuple[int, TraceEvent]]:
-        """Yield the engine's events from number `after` on, in order, with their numbers.
-
-        A record that is not whole ends its file.
+        """Yield the engine's events from number `after` on, in order, with their numbers. A record that is not whole
+        ends its file.
         """
         files = [_TailFile(path, self._trace_id) for path in tail_paths(self._trace)]
         try:
@@ -88,9 +85,8 @@ class TailReader:
                 file.close()
 
     def batches(self, after: int, first_event: int, schema: pa.Schema) -> Iterator[TraceBatch | TraceGap]:
-        """Yield `events` as batches in a trace's own schema, numbered from `first_event`.
-
-        A gap stands where the tail lacks some, which the process has lost.
+        """Yield `events` as batches in a trace's own schema, numbered from `first_event`. A gap stands where the tail
+        lacks some, which the process has lost.
         """
         held: list[TraceEvent] = []
         size = 0

@@ -17,10 +17,9 @@ from .trace_bytes import TraceBytes
 
 @dataclass(kw_only=True)
 class Walk:
-    """One pass over the messages.
-
-    A message that cannot be used goes to `_damage` until the next good batch (or the end) shows how many events are
-    gone with it; the search for that batch goes over every byte behind the damage and trusts no length in it.
+    """One pass over the messages. A message that cannot be used goes to `_damage` until the next good batch (or the
+    end) shows how many events are gone with it; the search for that batch goes over every byte behind the damage and
+    trusts no length in it.
     """
 
     source: TraceBytes

@@ -24,7 +24,6 @@ _log = logging.getLogger("kvcanary")
 
 def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
     """Delete segments of recordings that are over, oldest first, until all segments of the folder fit `most_bytes`.
-
     Those of recordings that are being written count, and stay; so do frozen folders, traces of one file, and files of
     other programs that are called as segments are, which do not count. What cannot be deleted is logged and stays.
     """

@@ -36,11 +36,10 @@ class RecorderStats:
 
 
 class Outbox:
-    """Hands events to a writer that may refuse them, and keeps account of what it refused.
-
-    Before the first event that is taken after a refusal goes a loss event: how many were dropped, and the slots that they
-    may have written, as the groups' shadows remember them. Behind it go the last of the request events that were dropped:
-    they name what all others speak of.
+    """Hands events to a writer that may refuse them, and keeps account of what it refused. Before the first event that
+    is taken after a refusal goes a loss event: how many were dropped, and the slots that they may have written, as the
+    groups' shadows remember them. Behind it go the last of the request events that were dropped: they name what all
+    others speak of.
     """
 
     __slots__ = ("_groups", "_loss_bytes", "_requests", "_unsaid", "dropped", "taken", "writer")
@@ -91,9 +90,8 @@ class Outbox:
         return True
 
     def _put_loss(self, time_ns: int) -> bool:
-        """Hand over a loss event for what was dropped so far, with the slots that it may have written.
-
-        To find those takes a look at every slot, on the engine's thread: not before there may be room to name them.
+        """Hand over a loss event for what was dropped so far, with the slots that it may have written. To find those
+        takes a look at every slot, on the engine's thread: not before there may be room to name them.
         """
         if not self.writer.has_room(self._loss_bytes):
             return False

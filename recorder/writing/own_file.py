@@ -101,9 +101,8 @@ class OwnFile:
 
 
 def _at_once(name: str, returns: Any, *takes: Any) -> Callable[..., int] | None:
-    """Return a system call without what Python puts around it.
-
-    `os` lets another thread run first: the engine would wait for the interpreter, as a rule for longer than for the call.
+    """Return a system call without what Python puts around it. `os` lets another thread run first: the engine would
+    wait for the interpreter, as a rule for longer than for the call.
     """
     try:
         call = getattr(ctypes.PyDLL(None), name)

@@ -12,8 +12,7 @@ from ..errors import TraceError
 from ..files import partial_path
 from ..process.settings import COMPRESSIONS
 from ..trace.batch import CUT, TraceBatch, TraceGap
-from ..trace.encode import batch_metadata, encode_events
-from ..trace.event import loss_event
+from ..trace.event import batch_metadata, encode_events, loss_event
 from ..trace.reader import TraceReader
 from .trace_file import TraceFile
 
@@ -22,10 +21,9 @@ MAX_CAUSES: Final = 100
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryResult:
-    """What a recovery kept, without the loss events that it added, and lost.
-
-    `lost_events` is None when nobody can know how many are gone (at least `known_lost_events`). `causes` are the gaps'
-    causes, the first `MAX_CAUSES` of `num_gaps`.
+    """What a recovery kept, without the loss events that it added, and lost. `lost_events` is None when nobody can know
+    how many are gone (at least `known_lost_events`). `causes` are the gaps' causes, the first `MAX_CAUSES` of
+    `num_gaps`.
     """
 
     source: Path
@@ -40,7 +38,6 @@ class RecoveryResult:
 
 def recover(source: str | Path, target: str | Path, *, overwrite: bool = False) -> RecoveryResult:
     """Write every whole batch of `source` to `target`, with a footer and a loss event wherever events are missing.
-
     Events behind a gap are numbered anew, so that the new trace is whole; their `forward` numbers stay. Raises
     `UnreadableTraceError` when no header can be read, `TraceError` when `target` cannot be written, exists already
     (without `overwrite`) or is the source itself.

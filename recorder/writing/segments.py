@@ -17,8 +17,7 @@ from pathlib import Path
 from ..errors import TraceError, TraceExistsError
 from ..process.settings import WriterSettings
 from ..trace.batch import TraceBatch
-from ..trace.encode import batch_metadata, encode_events, header_schema
-from ..trace.event import TraceEvent
+from ..trace.event import TraceEvent, batch_metadata, encode_events, header_schema
 from ..trace.files import base_name, segment_path, segments_of
 from ..trace.header import Segment, TraceHeader
 from ..trace.schema import FROZEN, SEGMENT_CONTINUES
@@ -100,9 +99,8 @@ class SingleFile:
 
 
 class Segments(SingleFile):
-    """The files of a recording; `write` may begin a new one before it writes. Raises `TraceError` and `OSError`.
-
-    What is kept of the past is bounded by the settings; frozen folders are nobody's to delete.
+    """The files of a recording; `write` may begin a new one before it writes. Raises `TraceError` and `OSError`. What
+    is kept of the past is bounded by the settings; frozen folders are nobody's to delete.
     """
 
     def __init__(self, path: Path, header: TraceHeader, settings: WriterSettings, *, overwrite: bool) -> None:

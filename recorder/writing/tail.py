@@ -66,10 +66,9 @@ def open_tail(trace: Path, trace_id: str) -> "Tail | None":
 
 
 class Tail:
-    """The two files; all but `empty` is called with the writer's lock held.
-
-    No method raises. Where the disk takes no more, or makes the engine wait again and again, events are put no longer,
-    for good or for a while; what follows a rest is put again, and the numbers show the gap.
+    """The two files; all but `empty` is called with the writer's lock held. No method raises. Where the disk takes no
+    more, or makes the engine wait again and again, events are put no longer, for good or for a while; what follows a
+    rest is put again, and the numbers show the gap.
     """
 
     def __init__(self, trace: Path, paths: tuple[Path, Path], descriptors: Sequence[int]) -> None:

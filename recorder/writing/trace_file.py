@@ -40,11 +40,10 @@ class DeletedError(OSError):
 
 
 class TraceFile:
-    """An Arrow IPC file that is written batch by batch, with mode 0600.
-
-    The schema message is written at once. A batch that fails half way is cut off again, so that the file ends with
-    a whole one. Raises `TraceError` when it cannot be made, `ValueError` for an unknown `compression`. `named` is how
-    errors name the file, if the user gave another name than `path`.
+    """An Arrow IPC file that is written batch by batch, with mode 0600. The schema message is written at once. A batch
+    that fails half way is cut off again, so that the file ends with a whole one. Raises `TraceError` when it cannot be
+    made, `ValueError` for an unknown `compression`. `named` is how errors name the file, if the user gave another name
+    than `path`.
     """
 
     def __init__(
@@ -182,9 +181,8 @@ def _create(path: Path, overwrite: bool) -> int:
 
 
 def begin_new(path: Path, begin: Callable[[Path], _T]) -> _T:
-    """Return what `begin` makes of a path, or if that is taken, of the first of `NAME-1.arrow` and so on that is not.
-
-    A process's trace is named after the second and the process's id: containers that share a folder may have both alike.
+    """Return what `begin` makes of a path, or if that is taken, of the first of `NAME-1.arrow` and so on that is not. A
+    process's trace is named after the second and the process's id: containers that share a folder may have both alike.
     Raises `TraceError` and `FileExistsError` as `begin` does.
     """
     for number in range(MAX_NAMES):

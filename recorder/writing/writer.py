@@ -185,9 +185,8 @@ class TraceWriter:
             return True
 
     def end(self, unknown_loss: str = "") -> None:
-        """Take no more events; what is queued and the footer are written without anybody waiting for it.
-
-        `unknown_loss` becomes a last loss event, for whose kind a full queue has no room.
+        """Take no more events; what is queued and the footer are written without anybody waiting for it. `unknown_loss`
+        becomes a last loss event, for whose kind a full queue has no room.
         """
         if self._forked():
             return
@@ -197,9 +196,8 @@ class TraceWriter:
             self.changed.notify_all()
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Write what is queued and the footer; return False when the file could not be made whole in `timeout` s.
-
-        May be called again. A stuck disk keeps the thread, which is a daemon, and leaves a torn file at worst.
+        """Write what is queued and the footer; return False when the file could not be made whole in `timeout` s. May
+        be called again. A stuck disk keeps the thread, which is a daemon, and leaves a torn file at worst.
         """
         if self._forked():
             return False

@@ -15,8 +15,7 @@ from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.checksum import batch_crc32c, column_forms, text_crc32c
 from kvcanary.recorder.trace.decode import ARROW_ERRORS
-from kvcanary.recorder.trace.encode import batch_metadata, encode_events, header_schema
-from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.event import TraceEvent, batch_metadata, encode_events, header_schema
 from kvcanary.recorder.trace.framing import FIRST_MESSAGE, RECORD_BATCH, find_frames
 from kvcanary.recorder.trace.header import TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader

@@ -3,8 +3,7 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from kvcanary.recorder.trace.encode import encode_events
-from kvcanary.recorder.trace.event import NO_LISTS, TraceEvent, loss_event
+from kvcanary.recorder.trace.event import NO_LISTS, TraceEvent, encode_events, loss_event
 from kvcanary.recorder.trace.schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS, trace_schema
 
 

@@ -13,8 +13,7 @@ from kvcanary.recorder.state.apply import RecordedState
 from kvcanary.recorder.state.forward import MAX_PREFIX, UnusableEventError
 from kvcanary.recorder.state.keyframe_load import KeyframeLoader
 from kvcanary.recorder.trace.batch import TraceBatch
-from kvcanary.recorder.trace.encode import batch_metadata, encode_events, header_schema
-from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.event import TraceEvent, batch_metadata, encode_events, header_schema
 from kvcanary.recorder.trace.header import PoolGroup, Segment, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.writing.trace_file import TraceFile

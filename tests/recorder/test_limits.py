@@ -16,7 +16,7 @@ from kvcanary.recorder.cli.folder_inspection import missing_segments
 from kvcanary.recorder.errors import UnreadableTraceError
 from kvcanary.recorder.state import events
 from kvcanary.recorder.trace import framing, schema, walk
-from kvcanary.recorder.trace.encode import batch_metadata
+from kvcanary.recorder.trace.event import batch_metadata
 from kvcanary.recorder.trace.header import EngineInfo, PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import TraceGap, TraceReader, read_trace
 from kvcanary.recorder.trace.trace_bytes import TraceBytes

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from kvcanary.recorder.errors import TraceError, UnreadableTraceError, json_text
 from kvcanary.recorder.trace.checksum import batch_crc32c, column_forms, text_crc32c
-from kvcanary.recorder.trace.encode import batch_metadata, encode_events, header_schema
+from kvcanary.recorder.trace.event import batch_metadata, encode_events, header_schema
 from kvcanary.recorder.trace.header import ModelInfo, TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import FORMAT_MINOR, HEADER_CRC_KEY, HEADER_KEY, trace_schema

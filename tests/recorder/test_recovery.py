@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.cli.recover import recover_command
 from kvcanary.recorder.errors import TraceError, UnreadableTraceError
-from kvcanary.recorder.trace.encode import batch_metadata
+from kvcanary.recorder.trace.event import batch_metadata
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.trace.recordings import traces_in
 from kvcanary.recorder.writing.recovery import recover

@@ -13,7 +13,7 @@ from kvcanary.recorder.state.keyframe import keyframe_events
 from kvcanary.recorder.state.keyframe_load import KeyframeLoader
 from kvcanary.recorder.state.replay_state import ReplayState
 from kvcanary.recorder.trace.batch import TraceBatch
-from kvcanary.recorder.trace.encode import encode_events, header_schema
+from kvcanary.recorder.trace.event import encode_events, header_schema
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.writing.recovery import recover
 from kvcanary.recorder.writing.writer import TraceWriter

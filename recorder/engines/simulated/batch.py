@@ -62,9 +62,8 @@ class BatchBuilder:
         runner: int = 0,
         padded: bool = False,
     ) -> Batch:
-        """Return the batch in which `requests[r]` gets `tokens[r]` behind its `prefix_lens[r]` cached tokens.
-
-        With `padded` it has the captured batch size next to its own, if there is one.
+        """Return the batch in which `requests[r]` gets `tokens[r]` behind its `prefix_lens[r]` cached tokens. With
+        `padded` it has the captured batch size next to its own, if there is one.
         """
         bs = len(requests)
         extra = next((size - bs for size in self._sizes if size >= bs), 0) if padded and bs else 0

@@ -26,11 +26,10 @@ TOKEN_SECONDS = 0.00002
 
 
 class SimulatedEngine:
-    """An engine over one workload, recording into one trace; a context manager, which closes the trace.
-
-    The parts are attributes: a fault stands in for a part's method, or for the part. `workload` is read as requests
-    arrive; `recorder_options` go to `Recorder` and its writer. Raises `ValueError` for options that make no sense,
-    `TraceError` if the trace cannot be created.
+    """An engine over one workload, recording into one trace; a context manager, which closes the trace. The parts are
+    attributes: a fault stands in for a part's method, or for the part. `workload` is read as requests arrive;
+    `recorder_options` go to `Recorder` and its writer. Raises `ValueError` for options that make no sense, `TraceError`
+    if the trace cannot be created.
     """
 
     def __init__(
@@ -189,9 +188,8 @@ class SimulatedEngine:
         return self.futures.read(request.future)
 
     def _run(self, batch: Batch, samples: BoolArray) -> None:
-        """Run a forward of the target in which the requests that `samples` names get a token.
-
-        With overlap scheduling, the host hears of a decode's tokens only when the next forward is on its way.
+        """Run a forward of the target in which the requests that `samples` names get a token. With overlap scheduling,
+        the host hears of a decode's tokens only when the next forward is on its way.
         """
         self.in_flight.append(self._launch(batch, samples))
         self.clock_s += FORWARD_SECONDS + TOKEN_SECONDS * batch.num_tokens
@@ -242,10 +240,8 @@ class SimulatedEngine:
         return launched
 
     def _fork(self, parent: Request) -> None:
-        """Start another answer to a request whose prompt has just been computed.
-
-        If there is no row or no page for it, it waits in the queue like any other request, and finds the prompt in the
-        prefix cache.
+        """Start another answer to a request whose prompt has just been computed. If there is no row or no page for it,
+        it waits in the queue like any other request, and finds the prompt in the prefix cache.
         """
         spec = RequestSpec(
             arrival_s=self.clock_s,

@@ -33,10 +33,9 @@ class SlotEvents:
         status: AllocStatus = "",
         note: str = "",
     ) -> None:
-        """Record that pages of the full pool (and of the draft's, which goes along) changed hands.
-
-        `halves` are pages of the sliding-window pool. `status` is the alloc event's: "" for fresh pages, "shared" for a
-        request that joins pages which somebody holds, "cached" for one that hands its own to the prefix cache.
+        """Record that pages of the full pool (and of the draft's, which goes along) changed hands. `halves` are pages
+        of the sliding-window pool. `status` is the alloc event's: "" for fresh pages, "shared" for a request that joins
+        pages which somebody holds, "cached" for one that hands its own to the prefix cache.
         """
         parts = [(group, pages) for group in self._layout.full_groups if pages.size]
         if halves.size and self._layout.swa_group >= 0:
@@ -72,10 +71,8 @@ class SlotEvents:
 
 
 class KvMemory:
-    """The state that a canary watches.
-
-    `req_to_token` `[rows, width] int32`; `lut` `[full slots] int64`, empty without sliding layers; one `KvPool` for
-    each of the header's groups; the allocators; the prefix cache.
+    """The state that a canary watches. `req_to_token` `[rows, width] int32`; `lut` `[full slots] int64`, empty without
+    sliding layers; one `KvPool` for each of the header's groups; the allocators; the prefix cache.
     """
 
     def __init__(
@@ -123,9 +120,8 @@ class KvMemory:
         return self.lut[slots] if pool.group.lut >= 0 else slots
 
     def alloc(self, count: int, request: Request | None, *, windowless: int = 0) -> Int64Array | None:
-        """Return `count` pages, of both pools if there are two; evicts from the prefix cache to get them.
-
-        The first `windowless` of them get no sliding-window half. None if there are not as many, and nothing was given.
+        """Return `count` pages, of both pools if there are two; evicts from the prefix cache to get them. The first
+        `windowless` of them get no sliding-window half. None if there are not as many, and nothing was given.
         """
         if not self.cache.make_room(count, halves=count - windowless):
             return None
@@ -155,9 +151,8 @@ class KvMemory:
         return paired[paired > 0]
 
     def extend(self, request: Request, upto: int, *, windowless: int = 0) -> bool:
-        """Give a request slots up to position `upto`, excluded; False if the pool has none left.
-
-        Of the pages that this takes, the first `windowless` get no sliding-window half.
+        """Give a request slots up to position `upto`, excluded; False if the pool has none left. Of the pages that this
+        takes, the first `windowless` get no sliding-window half.
         """
         start, size = request.allocated_len, self.page_size
         have = self.pages_for(start)

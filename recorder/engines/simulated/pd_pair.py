@@ -31,9 +31,8 @@ class _Half(SimulatedEngine):
 
 
 class PrefillEngine(_Half):
-    """Computes prompts and samples the first token; then its requests are parked until they have been sent.
-
-    `ready` are those that wait for the other side, in the order in which they came to be.
+    """Computes prompts and samples the first token; then its requests are parked until they have been sent. `ready` are
+    those that wait for the other side, in the order in which they came to be.
     """
 
     ready: list[Request]
@@ -177,11 +176,10 @@ class PairSettings:
 
 
 class PdPair:
-    """Runs both halves in turn over one workload; a context manager, which closes both traces.
-
-    `config` is of both halves; the decode side has no prefix cache, and its pages come in another order. A request that
-    wants several answers becomes several. `prefill.arrow` and `decode.arrow` go to `folder`, which is made if need be.
-    Raises `ValueError` for options that make no sense, `TraceError` if a trace cannot be created.
+    """Runs both halves in turn over one workload; a context manager, which closes both traces. `config` is of both
+    halves; the decode side has no prefix cache, and its pages come in another order. A request that wants several
+    answers becomes several. `prefill.arrow` and `decode.arrow` go to `folder`, which is made if need be. Raises
+    `ValueError` for options that make no sense, `TraceError` if a trace cannot be created.
     """
 
     def __init__(

@@ -110,9 +110,8 @@ class KvPool:
         return self.arrays[1 + stream].view(np.uint8)
 
     def write(self, slots: Int64Array, content: WordArray, noise: WordArray | None) -> None:
-        """Write tokens' KV: bytes follow from the content word, but for the low bits that `noise` flips.
-
-        `slots` `[n] int64`, `content`, `noise` `[n] uint64`. If a slot comes twice, the last write stays.
+        """Write tokens' KV: bytes follow from the content word, but for the low bits that `noise` flips. `slots` `[n]
+        int64`, `content`, `noise` `[n] uint64`. If a slot comes twice, the last write stays.
         """
         self.content[slots] = content
         for number, (words, salt) in enumerate(zip(self.arrays[1:], self._salts, strict=True)):
@@ -139,10 +138,8 @@ def copy_slots(source: Sequence[WordArray], src: Int64Array, target: Sequence[Wo
 
 
 class PageAllocator:
-    """Hands out pages 1 .. num_pages.
-
-    A clean engine never gives back what it does not hold; `check_free` raises, where a real allocator would append
-    the page to its free list and hand it out twice.
+    """Hands out pages 1 .. num_pages. A clean engine never gives back what it does not hold; `check_free` raises, where
+    a real allocator would append the page to its free list and hand it out twice.
     """
 
     def __init__(self, num_pages: int, *, free_order: str = "lifo", name: str = "full", seed: int = 0) -> None:

@@ -90,7 +90,6 @@ class PrefixCache:
 
     def attach(self, request: Request) -> None:
         """Let a request that just got its row start from the longest cached prefix; one token is left to compute.
-
         `record_attached` records it, once it is sure that the request stays.
         """
         if not self._config.prefix_cache:
@@ -122,10 +121,9 @@ class PrefixCache:
             memory.counters.cache_hit_tokens += request.cached_len
 
     def insert(self, request: Request, *, stays: bool = True) -> None:
-        """Hand the whole pages that a request has computed to the tree, and let the request stand on them.
-
-        Where the tree has a prefix already, in other pages, the request's row is moved to those and its own are freed.
-        `stays` says that the request goes on from them.
+        """Hand the whole pages that a request has computed to the tree, and let the request stand on them. Where the
+        tree has a prefix already, in other pages, the request's row is moved to those and its own are freed. `stays`
+        says that the request goes on from them.
         """
         if not self._config.prefix_cache:
             return
@@ -188,9 +186,8 @@ class PrefixCache:
         return True
 
     def evict(self, leaves: Iterable[Node]) -> int:
-        """Drop leaves' pages from the pool, and return how many; the host tier may keep their content.
-
-        `leaves` is gone through once: where one has been dropped, its parent may be the next.
+        """Drop leaves' pages from the pool, and return how many; the host tier may keep their content. `leaves` is gone
+        through once: where one has been dropped, its parent may be the next.
         """
         memory, has_host = self._memory, self._config.host_pages > 0
         dropped, halved = [], []

@@ -70,9 +70,8 @@ class UseQueue:
 
 
 class RadixTree:
-    """The tree itself: it knows pages as numbers and touches no pool.
-
-    `leaves` are the nodes whose page may go, `windows` those whose sliding-window half may.
+    """The tree itself: it knows pages as numbers and touches no pool. `leaves` are the nodes whose page may go,
+    `windows` those whose sliding-window half may.
     """
 
     def __init__(self, *, page_size: int, lookahead: int) -> None:
@@ -108,7 +107,6 @@ class RadixTree:
 
     def insert(self, tokens: Int32Array, pages: list[int], *, below: Node | None = None) -> Inserted:
         """Put a prefix into the tree, `pages[i]` holding its i-th page below the node `below` (None: from the root).
-
         What the tree has already stays. `below` must stand for the tokens before.
         """
         self._tick += 1

@@ -157,10 +157,9 @@ class Launched:
 
 
 class FutureMap:
-    """A ring on the device that holds sampled tokens until the forwards after them have read them.
-
-    `size` must be as many as the forwards in flight can sample together; a smaller ring is overrun in silence, and a
-    request is fed another one's token.
+    """A ring on the device that holds sampled tokens until the forwards after them have read them. `size` must be as
+    many as the forwards in flight can sample together; a smaller ring is overrun in silence, and a request is fed
+    another one's token.
     """
 
     def __init__(self, size: int) -> None:

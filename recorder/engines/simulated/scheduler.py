@@ -11,9 +11,8 @@ Prefill = tuple[Request, int]  # a request, and how many of its tokens the next 
 
 
 class Scheduler:
-    """The queues, and the rows of req_to_token.
-
-    `drain` waits for the forwards in flight and says whether there were any.
+    """The queues, and the rows of req_to_token. `drain` waits for the forwards in flight and says whether there were
+    any.
     """
 
     def __init__(

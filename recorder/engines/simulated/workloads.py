@@ -105,7 +105,6 @@ class _Azure(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileWorkload:
     """The requests of a file, read as they are wanted; iterating raises `WorkloadError` on a line that cannot be used.
-
     Raises `ValueError` on numbers without a meaning, `WorkloadError` on a file of another kind.
     """
 
