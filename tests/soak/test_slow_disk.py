@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
@@ -33,13 +34,13 @@ def drain(fifo: Path, target: Path) -> None:
 
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every trace file as slow, where a recording has many and none can be a pipe."""
-    put = TraceFile._put
+    write = TraceFile.write
 
-    def slowly(self: TraceFile, data: memoryview) -> None:
-        time.sleep(len(data) / BYTES_A_SECOND)
-        put(self, data)
+    def slowly(self: TraceFile, batch: pa.RecordBatch, metadata: dict[bytes, bytes]) -> None:
+        time.sleep(batch.nbytes / BYTES_A_SECOND)
+        write(self, batch, metadata)
 
-    monkeypatch.setattr(TraceFile, "_put", slowly)
+    monkeypatch.setattr(TraceFile, "write", slowly)
 
 
 def run_engine(path: Path, **options: Any) -> tuple[float, int, int, int]:
