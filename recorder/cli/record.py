@@ -81,14 +81,9 @@ def record_command(
     if settings is None:
         fail("no folder for the traces: name one with -o")
     shared_salt = settings.tokens == "hashed" or settings.names == "hashed"
-    salt = _new_salt() if shared_salt and settings.token_salt_file is None else None
-    if salt is not None:
-        environ[PREFIX + "TOKEN_SALT_FILE"] = str(salt)
-    try:
-        _run(command, environ, settings.folder, json_path)
-    finally:
-        if salt is not None:
-            salt.unlink(missing_ok=True)
+    if shared_salt and settings.token_salt_file is None:
+        environ[PREFIX + "TOKEN_SALT_FILE"] = _salt_in_memory()
+    _run(command, environ, settings.folder, json_path)
 
 
 def _environ(output: Path | None, config: Path | None, options: dict[str, str | None]) -> dict[str, str]:
@@ -120,34 +115,16 @@ def _open_private(path: Path, *, emptied: bool) -> int:
     return descriptor
 
 
-def _new_salt() -> Path:
-    """Return a file with a fresh salt, for all processes of this run and nobody else."""
+def _salt_in_memory() -> str:
+    """Return the path of a fresh salt, for all processes of this run and nobody else: no disk has it, and it is gone
+    with this process, however that ends.
+    """
     from ..capture.privacy import new_salt
 
-    file, path = tempfile.mkstemp(prefix="kvcanary-salt-")  # mode 0600
-    with os.fdopen(file, "w", encoding="ascii") as out:
-        out.write(new_salt().hex())
-    _remove_at_our_end(path)
-    return Path(path)
-
-
-def _remove_at_our_end(path: str) -> None:
-    """Have a process of its own remove a file once this one is gone, however it ends: SIGKILL lets nobody clear away."""
-    end, kept = os.pipe()  # the writing end closes with us, and no child has it
-    if os.fork():
-        os.close(end)
-        return
-    try:
-        os.setsid()
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for number, other in ((0, nowhere), (1, nowhere), (2, nowhere), (3, end)):
-            os.dup2(other, number)
-        os.closerange(4, max(end, kept, nowhere, 256) + 1)  # who waits for the end of a pipe must not wait for us
-        while os.read(3, 1):
-            pass
-        Path(path).unlink(missing_ok=True)
-    finally:
-        os._exit(0)
+    file = os.memfd_create("kvcanary-salt")
+    os.fchmod(file, 0o600)
+    os.write(file, new_salt().hex().encode("ascii"))
+    return f"/proc/{os.getpid()}/fd/{file}"
 
 
 def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_path: Path | None) -> None:
