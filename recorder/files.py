@@ -100,21 +100,29 @@ def read_small_file(path: Path) -> bytes:
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Return what a file of at most `max_bytes` holds. Raises `OSError` if it cannot be read, is larger, or is a
-    folder, a pipe or a device; `strerror` says what.
+    """Return what a file of at most `max_bytes` holds; raises `OSError` as `regular_file`, or if it is larger."""
+    with regular_file(path) as descriptor:
+        content = bytearray()
+        while part := os.read(descriptor, min(max_bytes + 1 - len(content), _READ_BYTES)):
+            content += part
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
+    return bytes(content)
+
+
+@contextlib.contextmanager
+def regular_file(path: Path, *, links: bool = True) -> Iterator[int]:
+    """Open a file for reading, for whom no pipe or device makes anybody wait; `links` says whether it may be one.
+
+    Raises `OSError` if it cannot be read, or is a folder, a pipe or a device; `strerror` says what.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        content = bytearray()
-        while part := os.read(descriptor, min(max_bytes + 1 - len(content), _READ_BYTES)):
-            content += part
+        yield descriptor
     finally:
         os.close(descriptor)
-    if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
-    return bytes(content)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import TraceError, printable
+from ..process.settings import COMPRESSIONS, PRIVACIES
 from .program import GivenPath, console_for, fail
 
 if TYPE_CHECKING:
@@ -40,83 +41,59 @@ Examples:
 The same options and seed give the same events, apart from their times.
 """
 
+_SHAPES = "mha: K and V. mla: K only. swa: full and sliding-window layers. dsv4: sliding window, K, no bytes."
+_SAMPLERS = "oracle: a hash of request and position. content: equal contexts, equal tokens. random: neither."
+_WORKLOADS = "Requests from a file instead: Mooncake's .jsonl or Azure's .csv."
+_SEGMENTS = (
+    "Begin a new file, with the whole state in it, after so many bytes of events: such a recording is replayed by several "
+    "workers at once. 0: one file."
+)
 
-@click.command("simulate", epilog=_EPILOG)
+
+@click.command("simulate", epilog=_EPILOG, context_settings={"show_default": True})
 @click.option("-o", "--output", required=True, type=GivenPath(), help="Trace to write; a folder with --pd.")
 @click.option("--force", is_flag=True, help="Replace the output file if it exists.")
 @click.option("--pd", is_flag=True, help="A prefill engine and a decode engine: prefill.arrow and decode.arrow.")
 @click.option("--failure-rate", type=click.FloatRange(0, 1), default=0.0, help="Transfers that fail, with --pd.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
-@click.option(
-    "--shape",
-    type=click.Choice(["mha", "mla", "swa", "dsv4"]),
-    default="mha",
-    show_default=True,
-    help="mha: K and V. mla: K only. swa: full and sliding-window layers. dsv4: sliding window, K, no bytes.",
-)
-@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True, help="Tokens a page.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of everything random.")
+@click.option("--shape", type=click.Choice(["mha", "mla", "swa", "dsv4"]), default="mha", help=_SHAPES)
+@click.option("--page-size", type=click.IntRange(min=1), default=16, help="Tokens a page.")
 @click.option("--pool-tokens", type=click.IntRange(min=1), help="Slots of the pool. [default: from the workload]")
 @click.option("--swa-tokens", type=click.IntRange(min=1), help="Slots of the sliding-window pool. [default: half]")
-@click.option("--window", type=click.IntRange(min=1), default=128, show_default=True, help="Sliding window, tokens.")
+@click.option("--window", type=click.IntRange(min=1), default=128, help="Sliding window, tokens.")
 @click.option("--host-tokens", type=click.IntRange(min=0), default=0, help="Slots of a host tier; 0 for none.")
-@click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Radix prefix cache.")
-@click.option("--max-running", type=click.IntRange(min=1), default=16, show_default=True, help="Largest batch.")
-@click.option("--chunk-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per prefill forward.")
+@click.option("--prefix-cache/--no-prefix-cache", default=True, help="Radix prefix cache.")
+@click.option("--max-running", type=click.IntRange(min=1), default=16, help="Largest batch.")
+@click.option("--chunk-tokens", type=click.IntRange(min=1), default=512, help="Per prefill forward.")
 @click.option("--mixed", is_flag=True, help="Decode along with prefills, in mixed forwards.")
-@click.option("--graphs/--no-graphs", default=True, show_default=True, help="Pad decode batches to CUDA graph sizes.")
+@click.option("--graphs/--no-graphs", default=True, help="Pad decode batches to CUDA graph sizes.")
 @click.option("--overlap", is_flag=True, help="Launch a forward before the host has seen the last one's tokens.")
 @click.option("--sweep-interval", type=click.IntRange(min=0), default=0, help="Walk the cache every N forwards.")
 @click.option("--eagle", is_flag=True, help="Speculative decoding with a draft model, top-k 1.")
-@click.option("--draft-tokens", type=click.IntRange(min=1), default=3, show_default=True, help="Guesses a round.")
-@click.option("--accept-rate", type=click.FloatRange(0, 1), default=0.6, show_default=True, help="Of each guess.")
-@click.option(
-    "--sampler",
-    type=click.Choice(["oracle", "content", "random"]),
-    default="oracle",
-    show_default=True,
-    help="oracle: a hash of request and position. content: equal contexts, equal tokens. random: neither.",
-)
-@click.option(
-    "--noise/--no-noise", default=True, show_default=True, help="KV bits differ from run to run, as on a GPU."
-)
+@click.option("--draft-tokens", type=click.IntRange(min=1), default=3, help="Guesses a round.")
+@click.option("--accept-rate", type=click.FloatRange(0, 1), default=0.6, help="Of each guess.")
+@click.option("--sampler", type=click.Choice(["oracle", "content", "random"]), default="oracle", help=_SAMPLERS)
+@click.option("--noise/--no-noise", default=True, help="KV bits differ from run to run, as on a GPU.")
 @click.option("--requests", type=click.IntRange(min=1), help="How many. [default: 200; all of a workload file's part]")
-@click.option("--prompt-tokens", type=click.IntRange(min=1), default=300, show_default=True, help="Mean prompt.")
-@click.option("--output-tokens", type=click.IntRange(min=1), default=100, show_default=True, help="Mean answer.")
-@click.option("--sharing", type=click.FloatRange(0, 1), default=0.5, show_default=True, help="Prompts that share.")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=300, help="Mean prompt.")
+@click.option("--output-tokens", type=click.IntRange(min=1), default=100, help="Mean answer.")
+@click.option("--sharing", type=click.FloatRange(0, 1), default=0.5, help="Prompts that share.")
 @click.option("--arrival-rate", type=click.FloatRange(0, min_open=True), default=40.0, help="Requests a second.")
-@click.option("--priorities", type=click.IntRange(min=1), default=1, show_default=True, help="Levels, drawn evenly.")
+@click.option("--priorities", type=click.IntRange(min=1), default=1, help="Levels, drawn evenly.")
 @click.option("--abort-rate", type=click.FloatRange(0, 1), default=0.0, help="Requests aborted on their way.")
 @click.option("--fork-rate", type=click.FloatRange(0, 1), default=0.0, help="Requests that want several answers.")
-@click.option(
-    "--workload",
-    type=GivenPath(dir_okay=False),
-    help="Requests from a file instead: Mooncake's .jsonl or Azure's .csv.",
-)
+@click.option("--workload", type=GivenPath(dir_okay=False), help=_WORKLOADS)
 @click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Read this much of the file.")
 @click.option("--scale-time", type=click.FloatRange(min=0), default=1.0, help="Multiply the file's arrival times.")
-@click.option("--kv-watch-every", type=click.IntRange(min=0), default=1, show_default=True, help="0: never.")
+@click.option("--kv-watch-every", type=click.IntRange(min=0), default=1, help="0: never.")
 @click.option(
     "--tokens",
-    type=click.Choice(["plain", "hashed"]),
+    type=click.Choice(PRIVACIES),
     default="plain",
-    show_default=True,
-    help="hashed: salted hashes in place of the tokens, by a fresh salt.",
+    help="hashed: salted hashes in their place, by a fresh salt.",
 )
-@click.option(
-    "--compression",
-    type=click.Choice(["lz4", "zstd", "none"]),
-    default="lz4",
-    show_default=True,
-    help="Of the trace: none reads fastest and takes most of the disk.",
-)
-@click.option(
-    "--segment-bytes",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="N",
-    help="Begin a new file, with the whole state in it, after so many bytes of events: such a recording is replayed by "
-    "several workers at once. 0: one file.",
-)
+@click.option("--compression", type=click.Choice(COMPRESSIONS), default="lz4", help="none: fastest read, largest file.")
+@click.option("--segment-bytes", type=click.IntRange(min=0), default=0, metavar="N", help=_SEGMENTS)
 @click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON.")
 def simulate_command(  # one parameter an option
     output: Path,
@@ -227,7 +204,7 @@ def _workload(options: dict[str, Any]) -> RandomWorkload | FileWorkload:
             limit=options["requests"] or 0,
             seed=options["seed"],
         )
-    names = (
+    names = [
         "seed",
         "prompt_tokens",
         "output_tokens",
@@ -236,7 +213,7 @@ def _workload(options: dict[str, Any]) -> RandomWorkload | FileWorkload:
         "priorities",
         "abort_rate",
         "fork_rate",
-    )
+    ]
     longest = 4 * (options["prompt_tokens"] + options["output_tokens"])
     pool = options["pool_tokens"]
     if pool is not None:  # leaves room for the tokens that a verify forward writes ahead
@@ -254,8 +231,10 @@ def _config(options: dict[str, Any], workload: RandomWorkload | FileWorkload) ->
     longest = workload.max_tokens if isinstance(workload, RandomWorkload) else max(2, workload.longest())
     size = options["page_size"]
     pool = options["pool_tokens"] or max(3 * longest, options["max_running"] * longest // 3)
-    names = ["seed", "shape", "page_size", "window", "prefix_cache", "max_running", "chunk_tokens", "mixed", "eagle"]
-    names += ["draft_tokens", "accept_rate", "sampler", "noise", "overlap", "sweep_interval"]
+    names = (
+        "seed shape page_size window prefix_cache max_running chunk_tokens mixed eagle draft_tokens accept_rate sampler"
+    )
+    names += " noise overlap sweep_interval"
     return EngineConfig(
         num_pages=-(-pool // size),
         swa_num_pages=-(-(options["swa_tokens"] or 0) // size),
@@ -263,7 +242,7 @@ def _config(options: dict[str, Any], workload: RandomWorkload | FileWorkload) ->
         rows=options["max_running"] + 1,
         width=longest + options["draft_tokens"] + 1,
         graph_batch_sizes=GRAPH_BATCH_SIZES if options["graphs"] else (),
-        **{name: options[name] for name in names},
+        **{name: options[name] for name in names.split()},
     )
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from ..files import regular_file
+
 _log = logging.getLogger("kvcanary")
 
 POLL_SECONDS: Final = 0.2
@@ -107,13 +109,7 @@ def _identity(path: Path) -> _Identity | None:
 
 
 def _first_line(path: Path) -> str:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # a link too: its target's first line would stand in the engine's log
-        return ""
-    try:
+    # Not of a link: its target's first line would stand in the engine's log.
+    with contextlib.suppress(OSError), regular_file(path, links=False) as descriptor:
         return os.read(descriptor, MAX_NOTE).decode("utf-8", "replace").partition("\n")[0].strip()
-    except OSError:
-        return ""
-    finally:
-        os.close(descriptor)
+    return ""

@@ -23,13 +23,11 @@ from ..trace.reader import EventView
 from ..trace.schema import ALLOC_FRESH, PHASE_AFTER, PHASE_BEFORE, SEND, SLOTS_LISTED
 from .events import CopyEvent, KnownEvent, SlotEvent, TransferEvent, read_known_event, read_lost_slots
 from .forward import Forward, UnusableEventError, batch_tokens, read_forward, runner_of
-from .history import SlotHistory
-from .launch import Launcher
+from .history import ReplayState, RunnerActivity, SlotHistory
 from .pools import Endpoint, GroupPool
-from .replay_state import ReplayState, RunnerActivity
 from .requests import RequestTable
 from .tables import StateListener, StateTables, TableUse
-from .writes import KvChanges, plan_own_writes, readable_prefixes
+from .writes import KvChanges, Launcher, plan_own_writes, readable_prefixes
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The history of slots and rows: what alloc, free, transfer, copy, status and sample events and the forwards left."""
+"""The history of slots and rows, and all else that a replay holds at one point of a trace."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,6 +17,9 @@ from ..trace.reader import EventView
 from .events import CopyEvent, KnownEvent, SampleEvent, SlotEvent, StatusEvent, TransferEvent, read_known_event
 from .forward import BatchTokens, Forward, UnusableEventError, batch_tokens, read_forward
 from .ledger import DroppedSlots, SlotLedger
+from .pools import GroupPool
+from .requests import RequestTable
+from .tables import StateTables
 
 # Columns of `last[runner]`, a row's last forward: event + 1 (0: none), request id, prefix, end, end at which it sampled.
 ROW_EVENT, ROW_REQUEST, ROW_PREFIX, ROW_END, ROW_SAMPLED_END, ROW_VERIFY = range(6)
@@ -297,3 +300,43 @@ class SlotHistory:
         self.ended.clear()
         self.known = None
         self.had_gap = True
+
+
+DECODING: Final = frozenset({"decode", "target_verify", "mixed"})
+
+
+class RunnerActivity:
+    """`ran` counts each runner's forwards with requests; `since_sweep` those of the first since the last walk."""
+
+    def __init__(self, num_runners: int) -> None:
+        self.ran = [0] * num_runners
+        self.decoded = False
+        self.since_sweep = 0
+
+    def forward(self, forward: Forward) -> None:
+        """Count a forward that has requests."""
+        self.ran[forward.runner] += 1
+        if forward.runner == 0:
+            self.decoded |= forward.mode in DECODING
+            self.since_sweep += 1
+
+    def sweep(self, runner: int) -> None:
+        """Count a walk of the prefix cache."""
+        if runner == 0:
+            self.since_sweep = 0
+
+    def forget(self) -> None:
+        """After a gap nobody knows how long ago the last walk was."""
+        self.since_sweep = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplayState:
+    """The parts that a keyframe holds; `history` is None for a replay without history checks."""
+
+    header: TraceHeader
+    tables: StateTables
+    pools: list[GroupPool]
+    request_table: RequestTable
+    activity: RunnerActivity
+    history: SlotHistory | None

@@ -18,9 +18,8 @@ from ..capture.host_arrays import runs_to_slots
 from ..trace.event import TraceEvent
 from ..trace.schema import KEYFRAME_BEGIN, KEYFRAME_END, KEYFRAME_FORWARD, KEYFRAME_PART, KEYFRAME_REQUEST
 from .apply import RecordedState
-from .history import FED_COLUMNS, ROW_REQUEST, STATUS_REQUEST, FedForward, SlotHistory
+from .history import FED_COLUMNS, ROW_REQUEST, STATUS_REQUEST, FedForward, ReplayState, SlotHistory
 from .pools import GroupPool, Tier
-from .replay_state import ReplayState
 from .tables import StateTables
 
 WORDS = 4  # of a canary record, the KV hash the last

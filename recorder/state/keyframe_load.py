@@ -15,10 +15,9 @@ from ..trace import schema
 from ..trace.batch import TraceBatch
 from ..trace.reader import EventView
 from .forward import MAX_PREFIX, UnusableEventError
-from .history import FED_COLUMNS, sampled_nothing
+from .history import FED_COLUMNS, ReplayState, sampled_nothing
 from .keyframe import WORDS, KeyframeLabels, places, tiers
 from .pools import Tier
-from .replay_state import ReplayState
 
 AnyArray = npt.NDArray[Any]
 

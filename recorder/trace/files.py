@@ -7,10 +7,11 @@ knows no locks, no file is locked.
 import contextlib
 import fcntl
 import glob
-import os
 import re
 from pathlib import Path
 from typing import Final
+
+from ..files import regular_file
 
 _NUMBERED: Final = re.compile(r"\.(\d{6,})\.arrow$")
 
@@ -67,11 +68,6 @@ def is_locked(descriptor: int, *, unknown: bool = False) -> bool:
 
 def is_being_written(path: Path, *, unknown: bool = False) -> bool:
     """Say whether a process is writing a trace at this moment; `unknown` if it cannot be opened, or no lock is."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return unknown
-    try:
+    with contextlib.suppress(OSError), regular_file(path) as descriptor:
         return is_locked(descriptor, unknown=unknown)
-    finally:
-        os.close(descriptor)
+    return unknown

@@ -5,13 +5,14 @@ whose newest segment is locked is somebody's, also in another container. Where t
 recording is taken for somebody's, and nothing is deleted.
 """
 
+import contextlib
 import logging
 import os
-import stat
 import time
 from pathlib import Path
 from typing import Final
 
+from ..files import regular_file
 from ..trace.files import is_being_written, split_segment_name, tail_paths
 from ..trace.framing import FILE_START
 from ..trace.schema import HEADER_KEY
@@ -62,17 +63,9 @@ def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
 
 def _is_ours(path: Path) -> bool:
     """Say whether a file is a segment of a trace: others, too, have shards of Arrow files with a number in the name."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        beginning = os.read(descriptor, _BEGINNING_BYTES) if regular else b""
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    beginning = b""
+    with contextlib.suppress(OSError), regular_file(path) as descriptor:
+        beginning = os.read(descriptor, _BEGINNING_BYTES)
     return beginning.startswith(FILE_START) and HEADER_KEY in beginning
 
 

@@ -12,12 +12,11 @@ from ...kernels.constants import KvHashMode
 from ...recorder.state.apply import EventApplier
 from ...recorder.state.events import KnownEvent, TransferEvent
 from ...recorder.state.forward import Forward
-from ...recorder.state.launch import Launcher
+from ...recorder.state.history import ReplayState, RunnerActivity
 from ...recorder.state.pools import ENDPOINTS, Endpoint, GroupPool, launch_tag
-from ...recorder.state.replay_state import ReplayState, RunnerActivity
 from ...recorder.state.requests import RequestTable
 from ...recorder.state.tables import StateListener, StateTables
-from ...recorder.state.writes import KvChanges
+from ...recorder.state.writes import KvChanges, Launcher
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 from ..checks.check import CheckSet

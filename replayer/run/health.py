@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from ...kernels.constants import LaunchTag
 from ...recorder.state.forward import Forward
+from ...recorder.state.history import DECODING, RunnerActivity
 from ...recorder.state.pools import ENDPOINTS, launch_tag
-from ...recorder.state.replay_state import DECODING, RunnerActivity
 from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from ..report.findings import Finding, forward_finding

@@ -9,9 +9,9 @@ from kvcanary.kernels.constants import KvHashMode
 from kvcanary.kernels.replay_pass.ledger import STAMP, STAMP_REQUEST
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.state.apply import RecordedState
+from kvcanary.recorder.state.history import ReplayState
 from kvcanary.recorder.state.keyframe import keyframe_events
 from kvcanary.recorder.state.keyframe_load import KeyframeLoader
-from kvcanary.recorder.state.replay_state import ReplayState
 from kvcanary.recorder.trace.batch import TraceBatch
 from kvcanary.recorder.trace.event import encode_events, header_schema
 from kvcanary.recorder.trace.reader import TraceReader, read_trace

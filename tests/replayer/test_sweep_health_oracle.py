@@ -8,7 +8,7 @@ import pytest
 from kvcanary.kernels.constants import LaunchTag
 from kvcanary.kernels.ops.oracle.reference import oracle_tokens
 from kvcanary.recorder.state.forward import read_forward
-from kvcanary.recorder.state.replay_state import RunnerActivity
+from kvcanary.recorder.state.history import RunnerActivity
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.replayer.run.health import Health
