@@ -26,7 +26,9 @@ VOCAB = 1000
 def sweep(side: Side, slots=CACHED, *, positions=None, prevs=None):
     positions = np.arange(len(slots)) if positions is None else positions
     prevs = [-1, *slots[:-1]][: len(slots)] if prevs is None else prevs
-    side.recorder.sweep(groups=0, slots=slots, positions=positions, prev_slots=prevs, locked=np.zeros(len(slots)))
+    side.recorder.sweep(
+        groups=0, slots=slots, positions=positions, prev_slots=prevs, locked=np.zeros(len(slots), np.int64)
+    )
 
 
 def judge(side: Side, folder: Path, **settings):
