@@ -10,7 +10,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Chance = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-def check_fields(given: object) -> None:
+def check_fields(given: Any) -> None:
     """Raise `ValueError` for a field with another value than its annotation, of a range or of choices, allows."""
     for name, kind in _limited(type(given)):
         value = getattr(given, name)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 from crc32c import crc32c
 
 from ..files import new_private_descriptor
@@ -163,14 +164,15 @@ class Tail:
 
 
 def _body(event: TraceEvent) -> bytes:
-    scalars, arrays = event.scalars, [*event.ints.values(), *event.bytes.values()]
+    scalars, arrays = event.scalars, (*event.ints.values(), *event.bytes.values())
     blob, numbers, ints, texts = _layout(event.kind, tuple(scalars), tuple(event.ints), tuple(event.bytes))
-    values: list[Any] = [*[str(scalars[name]).encode("utf-8", "replace") for name in texts], *arrays]
+    written: list[Any] = [str(scalars[name]).encode("utf-8", "replace") for name in texts]
+    values = [*written, *arrays]
     head = [blob, numbers.pack(event.time_ns, *[scalars[name] for name in ints], *map(len, values))]
     try:
         return b"".join(head + values)
     except (BufferError, TypeError, ValueError):  # a view with steps in between
-        return b"".join([*head, *values[: len(texts)], *[array.tobytes() for array in arrays]])
+        return b"".join([*head, *written, *map(np.ascontiguousarray, arrays)])
 
 
 @functools.lru_cache(maxsize=MAX_LAYOUTS)
