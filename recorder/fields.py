@@ -12,7 +12,8 @@ Chance = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 def check_fields(given: Any) -> None:
     """Raise `ValueError` for a field with another value than its annotation, of a range or of choices, allows."""
-    for name, kind in _limited(type(given)):
+    owner: Any = type(given)
+    for name, kind in _limited(owner):
         value = getattr(given, name)
         try:
             msgspec.convert(value, kind)

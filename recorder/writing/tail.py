@@ -168,11 +168,11 @@ def _body(event: TraceEvent) -> bytes:
     blob, numbers, ints, texts = _layout(event.kind, tuple(scalars), tuple(event.ints), tuple(event.bytes))
     written: list[Any] = [str(scalars[name]).encode("utf-8", "replace") for name in texts]
     values = [*written, *arrays]
-    head = [blob, numbers.pack(event.time_ns, *[scalars[name] for name in ints], *map(len, values))]
+    head: list[Any] = [blob, numbers.pack(event.time_ns, *[scalars[name] for name in ints], *map(len, values))]
     try:
         return b"".join(head + values)
     except (BufferError, TypeError, ValueError):  # a view with steps in between
-        return b"".join([*head, *written, *map(np.ascontiguousarray, arrays)])
+        return b"".join(head + written + list(map(np.ascontiguousarray, arrays)))
 
 
 @functools.lru_cache(maxsize=MAX_LAYOUTS)
