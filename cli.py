@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     ),
     "diff": ("analysis.cli.diff", "diff_command", "Compare two traces of the same workload."),
     "expand": ("analysis.cli.expand", "expand_command", "Write merged violations as one row a forward."),
+    "export": ("analysis.cli.export", "export_command", "Write traces for Perfetto's UI."),
     "incidents": ("analysis.cli.incidents", "incidents_command", "Show a report's incidents and why they are."),
     "inspect": ("recorder.cli.inspect", "inspect_command", "Show what a trace holds, and what it lost."),
     "lab": ("replayer.cli.lab", "lab_command", "Break an engine on purpose, and see what is noticed."),

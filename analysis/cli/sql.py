@@ -112,7 +112,7 @@ def _run(
     from ..store.sources import find_sources
     from ..store.store import build_store
 
-    sources = find_sources([source for path in paths for source in _named(path)], trace=trace)
+    sources = find_sources([source for path in paths for source in traces_named(path)], trace=trace)
     if output is not None:
         spare([path for source in sources for path in source.kept] + ([script] if script else []), output)
     if save:
@@ -129,7 +129,7 @@ def _run(
             _show(session, text, form, rows, output)
 
 
-def _named(path: Path) -> list[Path]:
+def traces_named(path: Path) -> list[Path]:
     """Return what a path stands for: itself, or of a folder of traces every recording's report or else its files."""
     from ...recorder.errors import TraceError
     from ...recorder.trace.recordings import group_recordings, traces_in

@@ -1,0 +1,3 @@
+-- Which requests an incident hit.
+select trace, incident, request_id
+from incident_requests
