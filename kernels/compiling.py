@@ -6,8 +6,11 @@ machine code, before the last function is there, and arrays are `View`s.
 Only what is compiled for the first time on a machine imports this module, and numba with it.
 """
 
+import ast
 import functools
+import inspect
 import itertools
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -132,7 +135,54 @@ def _contexts() -> tuple[Any, Any]:
     return typing_context, target
 
 
+def _refuse_stores(body: Callable[..., Any]) -> None:
+    """Raise `TypeError` if loops store into an array that is declared as read only, or hand it to what is declared to."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(body))).body[0]
+    except OSError:  # no file to read
+        return
+    names: dict[str, Any] = dict(type_hints(body))
+
+    def hint_of(node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            return names.get(node.id)
+        if isinstance(node, ast.Attribute):
+            owner = hint_of(node.value)
+            return type_hints(owner).get(node.attr) if isinstance(owner, type) else None
+        if isinstance(node, ast.Subscript):
+            return hint_of(node.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in body.__globals__:
+            called = body.__globals__[node.func.id]
+            return called if isinstance(called, type) else getattr(called, "__annotations__", {}).get("return")
+        return None
+
+    def is_written(hint: Any) -> bool | None:
+        spec = getattr(hint, "__metadata__", (None,))[0]
+        return None if spec is None else spec.written
+
+    def require(node: ast.expr) -> None:
+        if is_written(hint_of(node)) is False:
+            raise TypeError(f"{body.__name__} stores into {ast.unparse(node)}, which is declared as read only")
+
+    for node in sorted((one for one in ast.walk(tree) if hasattr(one, "lineno")), key=lambda one: one.lineno):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=True))
+                names.update((one.id, hint_of(value)) for one, value in pairs if isinstance(one, ast.Name))
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            require(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called = body.__globals__.get(node.func.id)
+            taken = type_hints(called).values() if inspect.isfunction(called) and called in _contexts()[0].own else ()
+            for given, hint in zip(node.args, taken, strict=False):
+                if is_written(hint):
+                    require(given)
+
+
 def _compile(body: Callable[..., Any], arguments: Sequence[Any], result: Any, *, inlined: bool) -> Any:
+    _refuse_stores(body)
     flags = compiler.Flags()
     flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
     flags.nrt = False

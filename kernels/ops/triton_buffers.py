@@ -65,10 +65,10 @@ class BufferPointers:
         """
         first = buffers[0]
         if len(buffers) == 1:
-            return _known.get(first) or _look_at(first)
+            return _known.get(first) or _pointers_to(first)
         rest, joined = _joined.get(first, ((), None))
         if joined is None or len(rest) != len(buffers) or any(a() is not b for a, b in zip(rest, buffers, strict=True)):
-            joined = cls._join([_known.get(buffer) or _look_at(buffer) for buffer in buffers])
+            joined = cls._join([_known.get(buffer) or _pointers_to(buffer) for buffer in buffers])
             _joined[first] = tuple(map(weakref.ref, buffers)), joined
         return joined
 
@@ -91,7 +91,7 @@ _known: weakref.WeakKeyDictionary[CanaryBuffer, BufferPointers] = weakref.WeakKe
 _joined: weakref.WeakKeyDictionary[CanaryBuffer, tuple[tuple[Any, ...], BufferPointers]] = weakref.WeakKeyDictionary()
 
 
-def _look_at(buffer: CanaryBuffer) -> BufferPointers:
+def _pointers_to(buffer: CanaryBuffer) -> BufferPointers:
     stride = record_stride(buffer.canary)
     kv, sources, slots = source_words(buffer.sources, buffer.kv_hash_mode)
     log = buffer.violations

@@ -10,8 +10,9 @@ from ..report.report import ReportSinks, ResultCollector
 from ..report.summary import Summary
 from ..run.health import Health
 from ..run.settings import ReplaySettings
-from .incremental.compiled_pass import CompiledPass, open_pass
+from .incremental.compiled_pass import CompiledPass
 from .incremental.executor import IncrementalExecutor
+from .incremental.state_arrays import covers, rows_covered
 from .stepwise import ExecutorInput, StepwiseExecutor
 
 _log = logging.getLogger("kvcanary")
@@ -54,25 +55,21 @@ def make_pass(
     *,
     health: Health,
     summary: Summary,
-    request_table: RequestTable,
     request_ids: set[int],
     sinks: ReportSinks,
     compared: bool,
 ) -> CompiledPass | None:
-    """Return the compiled pass of an executor, None if it has none; `compared`: whether every forward is another rank's, too."""
-    return open_pass(
-        executor,
-        health,
-        summary,
-        request_table,
-        request_ids,
-        sinks.merging,
-        every_check=_passes_by(settings.checks) and not compared and settings.max_violations != 0,
-        backend=settings.backend,
-    )
+    """Return the compiled pass of an executor; None if it has none, or if the chosen checks do not let it take events past them.
 
-
-def _passes_by(checks: tuple[str, ...]) -> bool:
-    """Whether a pass may take events past the chosen checks; it stops where any of its own finds something."""
-    ways = covered_by(checks)
-    return set(CHECK_NAMES) <= set(ways) and min(ways.values()) is Covered.COMPILED
+    `compared`: whether every forward is another rank's, too. It stops where any of its own checks finds something.
+    """
+    ways, history, checks = covered_by(settings.checks), executor.history, executor.checks
+    if not set(CHECK_NAMES) <= set(ways) or min(ways.values()) is not Covered.COMPILED:
+        return None
+    if compared or settings.max_violations == 0 or settings.backend != "cpu" or not covers(executor.header):
+        return None
+    if not isinstance(executor, IncrementalExecutor) or history is None or checks is None:
+        return None
+    if not rows_covered(executor, history):
+        return None
+    return CompiledPass(executor, history, checks, health, summary, request_ids, sinks.merging)

@@ -117,7 +117,7 @@ class StepwiseExecutor(EventApplier[GroupStep]):
             if step.due is not None:
                 step.due.marks[log.entries[: log.num_rows]] = 1
             self._results.violations(launch_violations(log, plan, forward, pool, endpoint, half))
-        step.looked_beyond |= bool(log.out_of_range[0])
+        step.out_of_range |= bool(log.out_of_range[0])
 
     def _write(self, endpoint: Endpoint, half: str, step: GroupStep, forward: Forward) -> None:
         pool, plan = step.pool, step.write_plan
@@ -129,12 +129,12 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         self.written += int(counter[0]) - before
         if log.write_index[0]:
             self._results.violations(launch_violations(log, plan, forward, pool, endpoint, half))
-        step.looked_beyond |= bool(log.out_of_range[0])
+        step.out_of_range |= bool(log.out_of_range[0])
 
     def _finish(self, step: GroupStep, forward: Forward) -> None:
         """Explain look-ups that no pool or table can answer."""
         shape = self.tables.req_to_token[step.pool.group.table].shape
-        if step.looked_beyond or bool(beyond_table(forward, shape).any()):
+        if step.out_of_range or bool(beyond_table(forward, shape).any()):
             findings = explain_plan(step.verify_plan, forward, step.pool, shape, self._request_table)
             findings += explain_writes(step.slots, step.write_plan, forward, step.pool, self._request_table)
             findings += explain_requests(forward, step.pool, shape, self._request_table)

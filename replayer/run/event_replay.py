@@ -80,7 +80,6 @@ class EventReplay:
             settings,
             health=self._health,
             summary=summary,
-            request_table=self._request_table,
             request_ids=self._request_ids,
             sinks=sinks,
             compared=schedule is not None,

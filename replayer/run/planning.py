@@ -29,17 +29,17 @@ from ...recorder.trace.reader import EventView
 class GroupStep(WriteStep):
     """One pool group's part of one forward: its plans and the slots it writes, `[T] int64` in the pool's numbering.
 
-    `unknown_entries` of the plan were left out because lost events may have rewritten their slot; `looked_beyond`: something
+    `unknown_entries` of the plan were left out because lost events may have rewritten their slot; `out_of_range`: something
     asked for a slot or a table entry that there is not; `reads` counts the prefix entries that the forward reads, of which an
-    incremental replay plans those of `due` (None: all); `touched` `[n] int64` are the slots that it writes or saw change.
+    incremental replay plans those of `due` (None: all); `changed_slots` `[n] int64` are the slots that it writes or saw change.
     """
 
     verify_plan: VerifyPlan
-    looked_beyond: bool = False
+    out_of_range: bool = False
     unknown_entries: int = 0
     reads: int = 0
     due: ForwardReads | None = None
-    touched: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    changed_slots: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 class Planner:
@@ -64,7 +64,7 @@ class Planner:
         slots = plan_own_writes(pool, forward, self._tables, prefix_lens, writes, outside, backend=self._backend)
         step = GroupStep(pool, slots, writes, self._verify_plans[index])
         self._plan_reads(step, forward, changes, prefix_lens, entries)
-        step.looked_beyond = bool(outside[0])
+        step.out_of_range = bool(outside[0])
         expect_stored(step.verify_plan, record_words(pool.pool.tail[pool.group.halves[0]], written=False))
         if pool.any_unknown:
             unknown = leave_out_unknown(pool, step.verify_plan)

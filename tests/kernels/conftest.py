@@ -1,7 +1,6 @@
 """The published canary as a rival: its CPU references behind functions that take and fill numpy arrays."""
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,12 @@ class Published:
             warnings.simplefilter("ignore")
             import torch
             from sglang.kernels.ops.kv_canary import consts, plan, verify, write
-            from sglang.srt.kv_canary.expected_inputs import ExpectedInputs
             from sglang.srt.kv_canary.token_oracle.oracle import HashOracle
             from sglang.srt.kv_canary.token_oracle.oracle_manager import TokenOracleManager
             from sglang.test.kernels.kv_canary import scatter_req_token_ids_reference
         self.torch, self.consts, self._plan, self._verify, self._write = torch, consts, plan, verify, write
         self._scatter = scatter_req_token_ids_reference.scatter_req_token_ids_torch_reference
-        self._expected_inputs, self._hash_oracle, self._manager = ExpectedInputs, HashOracle, TokenOracleManager
+        self._hash_oracle, self._manager = HashOracle, TokenOracleManager
 
     def tensor(self, array: Any) -> Any:
         return None if array is None else self.torch.from_numpy(array)
@@ -128,28 +126,6 @@ class Published:
             generalized_req_ids=self.tensor(request_ids), logits_positions=self.tensor(positions)
         )
         return tokens.numpy().astype(np.int64)
-
-    def expected_inputs(
-        self, *, mode: str, lens: Any, vocab_size: int, out_tokens: Any, out_positions: Any, **c: Any
-    ) -> None:
-        manager = self._manager(oracle=self._hash_oracle(vocab_size=vocab_size))
-        per_request = int(lens[0]) if len(lens) else 0
-        batch = SimpleNamespace(
-            positions=self.tensor(c["positions"]),
-            input_ids=self.tensor(c["input_ids"]),
-            rids_int=self.tensor(c["request_ids"]),
-            bootstrap_room_ids_int=self.tensor(c["rooms"]),
-            extend_seq_lens=self.tensor(lens),
-            spec_info=SimpleNamespace(draft_token_num=per_request, num_tokens_per_req=per_request),
-            # The real ForwardMode cannot be imported without the engine's other packages; these are its answers.
-            forward_mode=SimpleNamespace(
-                is_extend=lambda: mode in ("extend", "mixed", "target_verify"),
-                is_target_verify=lambda: mode == "target_verify",
-                is_draft_extend_v2=lambda: mode == "draft_extend",
-            ),
-        )
-        out = self._expected_inputs(tokens=self.tensor(out_tokens), positions=self.tensor(out_positions))
-        manager.fill_expected_inputs(forward_batch=batch, expected_inputs_out=out)
 
 
 @pytest.fixture(scope="session")

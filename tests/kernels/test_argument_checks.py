@@ -7,7 +7,7 @@ import pytest
 from kvcanary.kernels.arrays import record_words, require
 from kvcanary.kernels.constants import KvHashMode
 from kvcanary.kernels.ops.hash.kv_source import KvSource, fold_kv
-from kvcanary.kernels.ops.oracle.reference import expected_inputs, oracle_tokens
+from kvcanary.kernels.ops.oracle.reference import oracle_tokens
 from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
 from kvcanary.kernels.ops.scatter.reference import scatter
 from kvcanary.kernels.ops.verify.reference import verify
@@ -164,22 +164,12 @@ def oracle_inputs() -> dict[str, Any]:
     return {"request_ids": np.arange(2), "positions": np.arange(2), "vocab_size": 7, "out": np.zeros(2, np.int64)}
 
 
-def expected_inputs_inputs() -> dict[str, Any]:
-    names = ("input_ids", "positions", "request_ids", "rooms", "out_tokens", "out_positions")
-    return {name: np.zeros(2, np.int64) for name in names} | {
-        "mode": "decode",
-        "lens": np.ones(2, np.int64),
-        "vocab_size": 7,
-    }
-
-
 OPS = {
     plan: plan_inputs,
     verify: verify_inputs,
     write: write_inputs,
     scatter: scatter_inputs,
     oracle_tokens: oracle_inputs,
-    expected_inputs: expected_inputs_inputs,
 }
 ARRAYS = [
     pytest.param(op, make, name, id=f"{op.__name__}-{name}")
@@ -262,8 +252,3 @@ def test_violation_log_refuses_other_shapes() -> None:
 def test_vocabularies_that_are_refused(vocab_size: int) -> None:
     with pytest.raises(ValueError, match="vocab_size"):
         oracle_tokens(**(oracle_inputs() | {"vocab_size": vocab_size}))
-
-
-def test_unknown_mode_of_a_forward() -> None:
-    with pytest.raises(ValueError, match="'prefill', expected one of extend"):
-        expected_inputs(**(expected_inputs_inputs() | {"mode": "prefill"}))

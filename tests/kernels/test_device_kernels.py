@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcanary.kernels.constants import KvHashMode
 from kvcanary.kernels.ops.hash.kv_source import KvSource, fold_kv
-from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan
+from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
 from kvcanary.kernels.ops.plan_verify.reference import CanaryBuffer, plan_verify, write_shared
 from kvcanary.kernels.ops.violation_log import ViolationLog
 from kvcanary.kernels.ops.write import triton as write_triton
@@ -57,6 +57,31 @@ def test_write_of_many_tokens(seed: int, kinds: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_triton, "FEW_TOKENS", -1)
         CASES.check_write(seed, DEVICE, scale=1, kinds=kinds)
+
+
+# The prefix sums go over 512 requests at a time.
+@pytest.mark.parametrize("bs", [1, 2, 512, 513])
+def test_a_batch_of_one_request_more_than_a_plan_has_room_for(bs: int) -> None:
+    prefix = np.arange(bs) % 3
+
+    def run(side: Any) -> None:
+        plan(
+            req_pool_indices=side.given(np.full(bs, 1)),
+            prefix_lens=side.given(prefix),
+            extend_lens=side.given(prefix + 1),
+            req_to_token=side.given(np.arange(8, dtype=np.int32).reshape(2, 4)),
+            window=0,
+            full_to_swa=None,
+            truth_tokens=None,
+            truth_lens=None,
+            token_offset=0,
+            verify_plan=side.plan(VerifyPlan.allocate(capacity=int(prefix.sum()), request_capacity=bs - 1)),
+            write_plan=side.plan(WritePlan.allocate(request_capacity=bs - 1)),
+            out_of_range=side.counter(0),
+            backend=side.backend,
+        )
+
+    CASES.both(run, DEVICE)
 
 
 @pytest.mark.parametrize("seed", range(8))

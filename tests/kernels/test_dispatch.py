@@ -5,13 +5,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import kvcanary.kernels
 import numpy as np
 import pytest
 from kvcanary.kernels import dispatch, native
-from kvcanary.kernels.dispatch import In64, Out64, packed, select
+from kvcanary.kernels.dispatch import In64, Out64, packed, primitive, select
 from kvcanary.kernels.ops.hash.reference import as_i64, as_u64
 
 KERNELS = Path(kvcanary.kernels.__file__).parent
@@ -77,6 +77,43 @@ def test_who_waits_for_a_compilation_is_told_once() -> None:
     for _ in range(2):
         select(waited_for_loops, "cpu", before_compiling=lambda: said.append(1))
     assert said == [1]
+
+
+class Both(NamedTuple):
+    given: In64
+    made: Out64
+
+
+@primitive()
+def fill(out: Out64) -> None:
+    out[0] = 1
+
+
+def direct_loops(values: In64, out: Out64) -> None:
+    out[0] = values[0]
+    values[0] = 2
+
+
+def sliced_loops(values: In64, out: Out64) -> None:
+    for i in range(len(out)):
+        part, rest = values[i:], out[i:]
+        rest[0] = 1
+        part[0] += 1
+
+
+def handed_on_loops(values: In64) -> None:
+    fill(values)
+
+
+def field_loops(both: Both) -> None:
+    fill(both.made)
+    both.given[0] = 1
+
+
+@pytest.mark.parametrize("loops", [direct_loops, sliced_loops, handed_on_loops, field_loops])
+def test_loops_that_store_into_what_is_declared_as_read_only(loops: Any) -> None:
+    with pytest.raises(TypeError, match=f"{loops.__name__} stores into (values|part|both.given), which is declared"):
+        select(loops, "cpu")
 
 
 def bad_result_loops(values: In64) -> int:

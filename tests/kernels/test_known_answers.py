@@ -5,10 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kvcanary.kernels.constants import SLOT_OUT_OF_RANGE, FailReason, KvHashMode, LaunchTag
-from kvcanary.kernels.dispatch import select
 from kvcanary.kernels.ops.hash.kv_source import KvSource, fold_kv
 from kvcanary.kernels.ops.hash.reference import MASK64, as_i32, as_i64, as_u64, chain_seed, mix3, splitmix64
-from kvcanary.kernels.ops.oracle.reference import repeat_ids_loops
 from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan, plan, plan_capacity
 from kvcanary.kernels.ops.verify.reference import verify
 from kvcanary.kernels.ops.violation_log import ViolationLog
@@ -280,15 +278,6 @@ def test_capacity_fits_exactly() -> None:
     assert plan_capacity(prefix_lens, 0) == 13
     assert plan_capacity(prefix_lens, 4) == 7
     assert plan_capacity(np.zeros(0, np.int64), 4) == 0
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_ids_are_repeated_as_often_as_said_and_not_at_all_for_nothing(backend: str) -> None:
-    out = np.full(6, -9)
-    select(repeat_ids_loops, backend)(np.array([5, 6, 7, 8]), np.array([2, 0, -3, 3]), out)
-    assert out.tolist() == [5, 5, 8, 8, 8, -9]
-    select(repeat_ids_loops, backend)(np.array([5, 6]), np.array([4, 9]), out)  # no further than there is room
-    assert out.tolist() == [5, 5, 5, 5, 6, 6]
 
 
 @pytest.mark.parametrize("name", ["rows", "entries", "write_index", "out_of_range"])

@@ -146,7 +146,7 @@ def _lay(
 
 
 @triton.jit
-def _look(slot, own, words, STRIDE: tl.constexpr, LANES: tl.constexpr):
+def _record_now(slot, own, words, STRIDE: tl.constexpr, LANES: tl.constexpr):
     """A lane's record as it is now, but for its KV hash."""
     cell = tl.where(own, slot, 0) * STRIDE
     token, position = load_pair(words, cell, own, LANES)
@@ -223,7 +223,7 @@ def _all_differ(
     for j in range(longest):
         slot, token, position, there = _next(start + j, j < count, slots_in, ids, positions, num_slots)
         own = there & (slot > 0)
-        token_now, position_now, hash_now = _look(slot, own, words, STRIDE, LANES)
+        token_now, position_now, hash_now = _record_now(slot, own, words, STRIDE, LANES)
         differs = (token_now ^ token) | (position_now ^ position) | (hash_now ^ signed(running))
         bad |= (own & (differs != 0)).to(tl.int32)
         running = tl.where(there, hash_chain(running, unsigned(token), unsigned(position)), running)
@@ -268,7 +268,7 @@ def _few_kernel(
         active = active_requests(num_valid_reqs, capacity)
         here = r < active
         follows = here & (seed >= 0) & (seed < num_slots)
-        seed_token, seed_position, seed_prev = _look(seed, follows, canaries[0], STRIDES[0], LANES)
+        seed_token, seed_position, seed_prev = _record_now(seed, follows, canaries[0], STRIDES[0], LANES)
         running = hash_chain(unsigned(seed_prev), unsigned(seed_token), unsigned(seed_position))
         running = tl.where(follows, running, CHAIN_SEED)
         own = here & (start == r) & (end == r + 1) & (r < num_tokens) & (slot > 0) & (slot < num_slots)
@@ -290,8 +290,8 @@ def _few_kernel(
         _lay(slot, token, position, running, own, canaries, STRIDES, ENDS, BUFFERS, LANES)
         # All that is laid lies where other lanes look for it.
         tl.debug_barrier()
-        token_now, position_now, hash_now = _look(slot, own, canaries[0], STRIDES[0], LANES)
-        seed_token_now, seed_position_now, seed_prev_now = _look(seed, follows, canaries[0], STRIDES[0], LANES)
+        token_now, position_now, hash_now = _record_now(slot, own, canaries[0], STRIDES[0], LANES)
+        seed_token_now, seed_position_now, seed_prev_now = _record_now(seed, follows, canaries[0], STRIDES[0], LANES)
         differs = (token_now ^ token) | (position_now ^ position) | (hash_now ^ signed(running))
         rare |= (own & (differs != 0)).to(tl.int32)
         differs = (seed_token_now ^ seed_token) | (seed_position_now ^ seed_position) | (seed_prev_now ^ seed_prev)
@@ -311,7 +311,9 @@ def _few_kernel(
             bad |= _all_differ(
                 start, count, longest, running, slots_in, ids, positions, canaries[0], num_slots, STRIDES[0], LANES
             )
-            seed_token_now, seed_position_now, seed_prev_now = _look(seed, follows, canaries[0], STRIDES[0], LANES)
+            seed_token_now, seed_position_now, seed_prev_now = _record_now(
+                seed, follows, canaries[0], STRIDES[0], LANES
+            )
             differs = (seed_token_now ^ seed_token) | (seed_position_now ^ seed_position) | (seed_prev_now ^ seed_prev)
             bad |= (malformed | (follows & (differs != 0))).to(tl.int32)
             # A chain that goes on from slot 0 may want what another request puts there.

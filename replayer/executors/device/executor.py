@@ -83,7 +83,7 @@ class DeviceExecutor(StepwiseExecutor):
         self.tables.apply_changes(view)
         steps = [self._plan(pool, forward, changes) for pool in self.pools if pool.group.runner == forward.runner]
         self._judge(forward, view, steps)
-        self._at_once |= self._notes.odd or self._looks_beyond(forward, steps)
+        self._at_once |= self._notes.odd or self._may_leave_tables(forward, steps)
         with reported(self._device, self.header):
             if not self._launches.has_room(forward, steps):
                 self._collect()
@@ -158,13 +158,13 @@ class DeviceExecutor(StepwiseExecutor):
         self._beyond[0] = 0
         slots = plan_own_writes(pool, forward, self.tables, prefix_lens, plan, self._beyond, backend=self._backend)
         step = GroupStep(pool, slots, plan, _NO_VERIFY_PLAN)
-        step.looked_beyond = bool(self._beyond[0])
+        step.out_of_range = bool(self._beyond[0])
         step.reads = int(_reads(pool, forward, prefix_lens).sum())
         return step
 
-    def _looks_beyond(self, forward: Forward, steps: list[GroupStep]) -> bool:
+    def _may_leave_tables(self, forward: Forward, steps: list[GroupStep]) -> bool:
         """Whether a forward may ask for a slot or a table entry that there is not; it may say so too often."""
-        if any(step.looked_beyond or leaves(step.slots, step.pool.num_slots) for step in steps):
+        if any(step.out_of_range or leaves(step.slots, step.pool.num_slots) for step in steps):
             return True
         rows, prefix, extend = forward.req_pool_indices, forward.prefix_lens, forward.extend_lens
         if not len(rows):
@@ -221,7 +221,7 @@ class DeviceExecutor(StepwiseExecutor):
         """Report a forward's rows in the order of its launches, and mark what it wrote."""
         forward, steps = launched.forward, launched.steps
         for step in steps if self._at_once or found is not None else ():
-            step.looked_beyond |= found is not None and found.looked_beyond(number, step.pool.index)
+            step.out_of_range |= found is not None and found.out_of_range(number, step.pool.index)
             if self.checks is None and not step.pool.any_unknown:
                 step.verify_plan = self._verify_plan(step, forward)
         if len(forward.req_pool_indices):
@@ -266,7 +266,7 @@ class DeviceExecutor(StepwiseExecutor):
 
     def _verify_plan(self, step: GroupStep, forward: Forward) -> VerifyPlan:
         """Return where each of a forward's entries stands; the whole plan where one has to be explained."""
-        if step.looked_beyond or beyond_table(forward, self.tables.req_to_token[step.pool.group.table].shape).any():
+        if step.out_of_range or beyond_table(forward, self.tables.req_to_token[step.pool.group.table].shape).any():
             return self._planner.plan(step.pool, forward).verify_plan
         prefix_lens, _ = readable_prefixes(step.pool, forward, self.tables)
         reads = _reads(step.pool, forward, prefix_lens)

@@ -179,7 +179,7 @@ class FoundRows:
             rows=rows[begin:end], entries=entries[begin:end], write_index=counts[:1], out_of_range=counts[1:]
         )
 
-    def looked_beyond(self, forward: int, group: int) -> bool:
+    def out_of_range(self, forward: int, group: int) -> bool:
         """Whether a forward's launches asked for a slot or a table entry that there is not."""
         mine = self._groups[group]
         found = (self._ends - self._begins)[forward]

@@ -38,7 +38,6 @@ from ....kernels.replay_pass.events import replay_events_loops
 from ....kernels.replay_pass.ledger import PADDING_WRITER
 from ....kernels.replay_pass.slots import KEY, VALUE
 from ....recorder.state.forward import read_forward
-from ....recorder.state.requests import RequestTable
 from ....recorder.trace.batch import TraceBatch
 from ...checks.check import CheckSet
 from ...checks.history import History
@@ -51,7 +50,6 @@ from .batch_columns import BatchColumns, batch_columns
 from .executor import IncrementalExecutor
 from .state_arrays import (
     WorkMemory,
-    covers,
     fill_addresses,
     group_numbers,
     hashed_words,
@@ -74,7 +72,7 @@ _log = logging.getLogger("kvcanary")
 
 
 class CompiledPass:
-    """Takes ordinary events of a trace; make one with `open_pass`."""
+    """Takes ordinary events of a trace past an executor with all checks; `executors.make_pass` says when there is one."""
 
     def __init__(
         self,
@@ -83,30 +81,25 @@ class CompiledPass:
         check_set: CheckSet,
         health: Health,
         summary: Summary,
-        request_table: RequestTable,
         request_ids: set[int],
         merging: MergingSink | None,
-        *,
-        backend: str,
     ) -> None:
         self._executor = executor
         self._history = history
         self._check_set = check_set
         self._health = health
         self._summary = summary
-        self._request_table = request_table
         self._request_ids = request_ids
         self._merging = merging
-        self._backend = backend
-        header = executor.header
-        self._header = header
+        self._header = header = executor.header
+        self._request_table = executor.state.request_table
         self._groups, self._streams = group_numbers(header)
         self._loops: Callable[..., None] | None = None
         self._wait_factor = 1 if is_kept(replay_events_loops) else NOT_COMPILED
         self._passed_by = 0
         self._columns: BatchColumns | None = None
         self._ahead: deque[BatchColumns] = deque(maxlen=_MOST_AHEAD)
-        self._facts = numbers_by_request({}, 2, 64, backend=backend)
+        self._facts = numbers_by_request({}, 2, 64)
         self._facts_known = 0
         self._facts_stale = True
         self._next_event = -1
@@ -114,8 +107,8 @@ class CompiledPass:
         self._tally = np.zeros((len(header.groups), 3), np.int64)
         self._row_stamps = np.zeros(0, np.int64)
         self._work = WorkMemory(len(header.groups))
-        sliding = any(group.lut >= 0 for group in header.groups)
         self._partners = next((check for check in check_set.checks if isinstance(check, SwaMappingStale)), None)
+        sliding = any(group.lut >= 0 for group in header.groups)
         self._num_figures = NUM_FIGURES * len(header.groups) if sliding else 0
         self._figures = np.zeros((0, self._num_figures), np.int64)
 
@@ -131,7 +124,7 @@ class CompiledPass:
             if batch.end_byte < LARGE_BYTES * factor and self._passed_by < WARM_UP_EVENTS * factor:
                 self._passed_by += 1
                 return at
-            self._loops = select(replay_events_loops, self._backend, before_compiling=_report_compiling)
+            self._loops = select(replay_events_loops, "cpu", before_compiling=_report_compiling)
         others = batch.first_event + at != self._next_event
         self._facts_stale |= others and (at == 0 or batch.kinds[at - 1] in _IN_BETWEEN)
         if self._wait:
@@ -175,7 +168,7 @@ class CompiledPass:
         reported = self._check_set.requests_reported() | set(history.dropped.by_request)
         held_by, kinds = history.ledger.held_by, columns.kind[at:stop]
         counts = {request: (count,) for request, count in held_by.items()}
-        held = numbers_by_request(counts, 1, int((kinds == ALLOC_EVENT).sum()), backend=self._backend)
+        held = numbers_by_request(counts, 1, int((kinds == ALLOC_EVENT).sum()))
         self._learn_facts(int((kinds == REQUEST_EVENT).sum()))
         rows = rows_covered(executor, history)
         if len(self._row_stamps) != rows:
@@ -233,14 +226,14 @@ class CompiledPass:
             facts = {}
         if self._facts_stale or len(facts) != self._facts_known or 2 * (len(facts) + more + 1) > len(self._facts):
             values = {i: (i if f.room < 0 else f.room, f.prompt_len) for i, f in facts.items()}
-            self._facts = numbers_by_request(values, 2, len(facts) + more, backend=self._backend)
+            self._facts = numbers_by_request(values, 2, len(facts) + more)
         self._facts_known, self._facts_stale = len(facts), False
 
     def _take_note(self, columns: BatchColumns, at: int, stop: int) -> None:
         """Catch up on what events `at .. stop - 1` mean outside compiled code."""
         batch, history = columns.batch, self._history
         kinds = columns.kind[at:stop]
-        self._summarize(columns, at, stop)
+        self._summarize(batch, kinds, at)
         for index in (at + np.flatnonzero(kinds == REQUEST_EVENT)).tolist():
             view = batch.event(index)
             self._request_ids.add(int(view.scalar("request_id")))
@@ -295,10 +288,10 @@ class CompiledPass:
             }
             divergence.add(batch.first_event + index, int(numbers[index]), runner, reads, found)
 
-    def _summarize(self, columns: BatchColumns, at: int, stop: int) -> None:
-        summary, batch = self._summary, columns.batch
+    def _summarize(self, batch: TraceBatch, kinds: Int64Array, at: int) -> None:
+        summary, stop = self._summary, at + len(kinds)
         summary.take_events(Counter(batch.kinds[at:stop]), batch.scalar_ints("time_ns")[at:stop])
-        modes, forwards = batch.strings("mode"), at + np.flatnonzero(columns.kind[at:stop] == FORWARD_EVENT)
+        modes, forwards = batch.strings("mode"), at + np.flatnonzero(kinds == FORWARD_EVENT)
         for mode, count in Counter(modes[index] for index in forwards.tolist()).items():
             summary.forwards_by_mode[mode] = summary.forwards_by_mode.get(mode, 0) + count
         summary.forwards += len(forwards)
@@ -317,27 +310,3 @@ def compile_pass() -> None:
 
 def _report_compiling() -> None:
     _log.info("compiling the fast path for large traces, once on this machine: some 15 seconds")
-
-
-def open_pass(
-    executor: object,
-    health: Health,
-    summary: Summary,
-    request_table: RequestTable,
-    request_ids: set[int],
-    merging: MergingSink | None,
-    *,
-    every_check: bool,
-    backend: str,
-) -> CompiledPass | None:
-    """Return a pass for a replay, None if it has nothing to offer: another executor or backend, too few checks."""
-    if not isinstance(executor, IncrementalExecutor) or backend != "cpu" or not every_check:
-        return None
-    history, checks = executor.history, executor.checks
-    if not isinstance(history, History) or checks is None or not covers(executor.header):
-        return None
-    if not rows_covered(executor, history):
-        return None
-    return CompiledPass(
-        executor, history, checks, health, summary, request_table, request_ids, merging, backend=backend
-    )

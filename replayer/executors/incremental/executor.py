@@ -42,7 +42,7 @@ class IncrementalExecutor(StepwiseExecutor):
         ledger = None if self.history is None else self.history.ledger.rows[step.pool.index]
         if step.due is not None:
             step.due.mark_verified(step.verify_plan, ledger)
-            self.watch.slots_changed(step.pool.index, step.touched)
+            self.watch.slots_changed(step.pool.index, step.changed_slots)
 
 
 class WatchedDivergence(SwaDivergence):

@@ -36,8 +36,8 @@ class IncrementalPlanner(Planner):
         if pool.any_unknown != self._any_unknown[index]:  # what was passed over may count now, or the other way round
             self._any_unknown[index] = pool.any_unknown
             self._watch.group_changed(index)
-        step.touched = np.append(step.slots, changes.slots_of(index)) if changes else step.slots
-        self._watch.slots_changed(index, step.touched)
+        step.changed_slots = np.append(step.slots, changes.slots_of(index)) if changes else step.slots
+        self._watch.slots_changed(index, step.changed_slots)
         self._serial += 1
         truth_lens = NO_LUT if forward.truth_lens is None else forward.truth_lens
         step.due = due = ForwardReads(

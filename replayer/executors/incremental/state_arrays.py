@@ -157,9 +157,7 @@ def rows_covered(executor: IncrementalExecutor, history: History) -> int:
     return min(sizes)
 
 
-def numbers_by_request(
-    values: Mapping[int, tuple[int, ...]], columns: int, room_for: int, *, backend: str
-) -> Int64Array:
+def numbers_by_request(values: Mapping[int, tuple[int, ...]], columns: int, room_for: int) -> Int64Array:
     """Return numbers by request as the pass looks them up, with room for as many more."""
     size = 16
     while size < 2 * (len(values) + room_for + 1):
@@ -168,7 +166,7 @@ def numbers_by_request(
     if values:
         keys = np.fromiter(values, np.int64, len(values))
         numbers = np.array(list(values.values()), np.int64).reshape(-1, columns)
-        select(fill_book_loops, backend)(keys, numbers, found)
+        select(fill_book_loops, "cpu")(keys, numbers, found)
     return found
 
 

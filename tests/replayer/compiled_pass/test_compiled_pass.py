@@ -12,9 +12,9 @@ from kvcanary.kernels.ops.plan.reference import MAX_PLAN_ENTRIES
 from kvcanary.kernels.replay_pass.events import replay_events_loops
 from kvcanary.recorder.trace.batch import TraceBatch
 from kvcanary.recorder.trace.header import StateTable, TraceHeader
-from kvcanary.replayer.executors import executors
 from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.executors.incremental.compiled_pass import CompiledPass
+from kvcanary.replayer.run import event_replay
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings, replay
 from kvcanary.replayer.run.segment_stream import SegmentStream
 
@@ -77,7 +77,7 @@ def without_pass(tmp_path: Path) -> Callable[[Path], dict]:
 
     def without(trace: Path) -> dict:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(executors, "open_pass", lambda *_, **__: None)
+            patch.setattr(event_replay, "make_pass", lambda *_, **__: None)
             return answer(trace, tmp_path / "without")
 
     return without

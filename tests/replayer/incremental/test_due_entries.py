@@ -88,18 +88,18 @@ class Model:
         return (*found, int(self.truth[row, token]) if token < min(truth_len, WIDTH) else -1)
 
     def forward(self, batch: list[tuple[int, int, int, int]], event: int) -> set[tuple[int, int]]:
-        """Look at a forward of (row, request, prefix, truth_len); return what was looked at."""
+        """Plan and verify a forward of (row, request, prefix, truth_len); return what was due."""
         self.serial += 1
         rows, requests, prefix, truth_lens = (np.array(column, np.int64) for column in zip(*batch, strict=True))
         readers = Readers(rows, requests, prefix, truth_lens)
-        look = ForwardReads(
+        reads = ForwardReads(
             self.states, readers, self.slots, event=event, serial=self.serial, window=self.window, token_offset=1,
             backend=self.backend,
         )  # fmt: skip
-        plan = VerifyPlan.allocate(capacity=look.entries, request_capacity=len(batch))
-        look.plan(plan, self.truth, SLOTS, np.zeros(1, np.int64))
-        assert plan.num_valid[0] == look.entries
-        looked: set[tuple[int, int]] = set()
+        plan = VerifyPlan.allocate(capacity=reads.entries, request_capacity=len(batch))
+        reads.plan(plan, self.truth, SLOTS, np.zeros(1, np.int64))
+        assert plan.num_valid[0] == reads.entries
+        planned: set[tuple[int, int]] = set()
         for r, (row, request, end, truth_len) in enumerate(batch):
             begin, stop = plan.request_offsets[r : r + 2]
             positions = plan.expected_positions[begin:stop].tolist()
@@ -110,19 +110,19 @@ class Model:
             for position in range(max(0, end - self.window) if self.window else 0, end):
                 now = self.depends_on(row, position, request, truth_len) if row < ROWS else ()
                 if position in positions:
-                    looked.add((row, position))
+                    planned.add((row, position))
                 else:
                     had = self.seen[row, position]
                     # a truth token that was there and is out of sight now can only be asked for less
                     assert now[:-1] == had[:-1], (row, position)
                     assert now[-1] in (had[-1], -1), (row, position)
-                if (row < ROWS and now[-1] != -1) or (row, position) in looked:
+                if (row < ROWS and now[-1] != -1) or (row, position) in planned:
                     self.seen[row, position] = now
-        assert look.reads == sum(min(p, self.window) if self.window else p for p in prefix.tolist())
-        wrong = self.rng.random(look.entries) < self.wrong
-        look.marks[wrong] = 1
-        look.mark_verified(plan, None)
-        return looked
+        assert reads.reads == sum(min(p, self.window) if self.window else p for p in prefix.tolist())
+        wrong = self.rng.random(reads.entries) < self.wrong
+        reads.marks[wrong] = 1
+        reads.mark_verified(plan, None)
+        return planned
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -176,8 +176,8 @@ def test_tables_of_too_many_cells_are_not_watched() -> None:
     assert states.rows.shape[0] == 0
     readers = Readers(np.array([1]), np.array([5]), np.array([3]), np.zeros(0, np.int64))
     table = SlotTable(np.ones((2, 4), np.int32), np.zeros(0, np.int64))
-    look = ForwardReads(states, readers, table, event=0, serial=1, window=0, token_offset=0, backend="cpu")
-    assert (look.reads, look.entries) == (3, 3)
+    reads = ForwardReads(states, readers, table, event=0, serial=1, window=0, token_offset=0, backend="cpu")
+    assert (reads.reads, reads.entries) == (3, 3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -218,13 +218,13 @@ def test_entries_are_found_past_blocks_and_chunks() -> None:
     def due() -> list[int]:
         nonlocal event
         event += 1
-        look = ForwardReads(
+        reads = ForwardReads(
             states, readers, slots, event=event, serial=event, window=0, token_offset=0, backend="reference"
         )
-        plan = VerifyPlan.allocate(capacity=look.entries, request_capacity=1)
-        look.plan(plan, None, width + 1, np.zeros(1, np.int64))
-        look.mark_verified(plan, None)
-        return plan.expected_positions[: look.entries].tolist()
+        plan = VerifyPlan.allocate(capacity=reads.entries, request_capacity=1)
+        reads.plan(plan, None, width + 1, np.zeros(1, np.int64))
+        reads.mark_verified(plan, None)
+        return plan.expected_positions[: reads.entries].tolist()
 
     assert due() == list(range(width))
     for place in places:
