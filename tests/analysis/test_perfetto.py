@@ -12,7 +12,7 @@ from kvcanary.analysis.cli.export import export_command
 from kvcanary.analysis.store.session import open_traces
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
-from ..support.commands import run_replay
+from ..support.commands import run
 from ..support.places import DATA
 
 
@@ -62,7 +62,7 @@ class Read:
 def replayed(tmp_path: Path) -> Path:
     trace = tmp_path / "free_too_early.arrow"
     shutil.copy(DATA / trace.name, trace)
-    assert run_replay("--quiet", trace).exit_code == 1
+    assert run("replay", "--quiet", trace).returncode == 1
     return trace
 
 
