@@ -16,8 +16,12 @@ demo: $(VENV)/.runtime
 	@echo "# a clean trace of a real engine: exit code 0"
 	$(BIN)/kvcanary-replay --no-report data/clean_llama.arrow
 	@echo
-	@echo "# the same engine, one byte of a live slot's K flipped between two forwards: exit code 1"
-	$(BIN)/kvcanary-replay --no-report data/kv_flip.arrow || test $$? -eq 1
+	@echo "# an engine that gave a page back too early: exit code 1, and a report with its cause"
+	@mkdir -p build
+	$(BIN)/kvcanary-replay --report build/demo.report data/simulated/mla_free_too_early.arrow || test $$? -eq 1
+	@echo
+	@echo "# kvcanary on the PATH: . $(VENV)/bin/activate here, or for good: uv tool install '.[page]', or pipx install '.[page]'"
+	@echo "# docs/guide/tutorial.md goes on with this report"
 
 test: lint types layers unit
 
@@ -144,7 +148,7 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvcanary needs Python 3.11 or later; name one with: make PYTHON=python3.11 ..."; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -e .
+	$(PIP) -e '.[analysis,page]'
 	touch $@
 
 # sglang holds the published canary that the kernels are tested against; its own requirements are not wanted.
