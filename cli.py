@@ -78,6 +78,18 @@ class _LazyGroup(click.Group):
             raise TypeError(f"{module}.{name} is no click command")
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            if near := get_close_matches(args[0], _COMMANDS, n=1):
+                raise click.UsageError(f"{error.message} Did you mean {near[0]}?", ctx) from None
+            raise
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, _COMMANDS[name][2]) for name in sorted(_COMMANDS)])

@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 import pytest
 
+from .support.commands import run
+
 HEAVY = {"torch", "triton", "numba", "polars", "duckdb", "pyarrow", "numpy", "rich", "importlib.metadata"}
 
 
@@ -149,3 +151,12 @@ def test_wrong_usage_exits_2() -> None:
         )
         assert result.returncode == 2
         assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("replya", " Did you mean replay?"), ("traige", " Did you mean triage?"), ("xyz", "")]
+)
+def test_a_mistyped_command_is_answered_with_the_one_that_was_meant(typed: str, meant: str) -> None:
+    done = run(typed)
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"Error: No such command '{typed}'.{meant}\n")
