@@ -1,7 +1,7 @@
 """Record nano-vllm (github.com/GeeeekExplorer/nano-vllm): `recorder = attach(llm, "trace.arrow")`, then `llm.generate(...)`.
 
-An adapter for an engine that kvcanary does not know, as docs/guide/recording-your-engine.md makes one: three of the
-engine's functions are wrapped, and nothing of it is changed. Eager mode (`enforce_eager=True`), one GPU or none.
+An adapter as docs/guide/recording-your-engine.md makes one: two functions of the engine are wrapped, and nothing of it is
+changed. Eager mode (`enforce_eager=True`), one rank. `tests/conformance/nano_vllm/` checks it.
 """
 
 from kvcanary import BlockUse, EngineInfo, PagedRecorder

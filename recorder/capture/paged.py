@@ -10,7 +10,7 @@ from ...kernels.constants import KV_ALIGN_BYTES
 from ..trace.header import EngineInfo, ModelInfo, PoolGroup, StateTable, TraceHeader
 from ..trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, AllocStatus, Mode, SlotChange
 from .attention import paged_read
-from .forward_input import AttentionInput, BlockTable, ForwardInput, TruthTokens
+from .forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, TruthTokens
 from .host_arrays import own_int64
 from .kv_tensor import KvTensor
 from .recorder import Recorder
@@ -260,8 +260,11 @@ class PagedRecorder(Recorder):
             self.start_over("the engine had run before")
         attention = None
         if seq_lens is not None or query_lens is not None:
-            known = block_tables is not None and seq_lens is not None
-            read = paged_read(block_tables, self._block_size, seq_lens) if known else None
+            read = None
+            if block_tables is None:  # attention gets K and V themselves, and no slots
+                read = TableRead(starts=np.zeros_like(prefix), counts=np.zeros_like(prefix), slots=prefix[:0])
+            elif seq_lens is not None:
+                read = paged_read(block_tables, self._block_size, seq_lens)
             attention = AttentionInput(seq_lens=seq_lens, query_lens=query_lens, slots=(read,))
         truth = None
         if tokens is not None:

@@ -122,8 +122,8 @@ def _show(report: AdapterReport, keep: Path | None) -> None:
         late = "" if not trial.found else "at once" if not later else f"{later} forward{'s' if later > 1 else ''}"
         by = ", ".join(trial.found_by) if trial.found else f"not found: {report.why_missed(trial)}"
         table.add_row(trial.fault, "yes" if trial.found else "no", late, by, style="" if trial.found else "red")
-    for name, reason in report.untried.items():
-        table.add_row(name, "-", "", f"not tried: {reason}", style="dim")
+    for name, reason in report.not_judged.items():
+        table.add_row(name, "-", "", f"not judged: {reason}", style="dim")
     out.print(table)
     out.print()
     missed = f": {', '.join(report.missed)} not found" if report.missed else ""

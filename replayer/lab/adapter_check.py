@@ -89,7 +89,7 @@ class AdapterReport:
     healthy: list[Trial] = field(default_factory=list)
     recorded: list[Recorded] = field(default_factory=list)
     faults: list[Trial] = field(default_factory=list)
-    untried: dict[str, str] = field(default_factory=dict)
+    not_judged: dict[str, str] = field(default_factory=dict)
 
     @property
     def false_findings(self) -> dict[str, int]:
@@ -154,7 +154,7 @@ def check_adapter(
         report.recorded = list(_recorded(summary, folder / f"healthy-{seed}.arrow"))
     for fault in INPUT_FAULTS:
         if lacks := [need for need in fault.needs if need not in offered]:
-            report.untried[fault.name] = f"on_inputs() shows no {', '.join(lacks)}" if offered else "no on_inputs()"
+            report.not_judged[fault.name] = f"on_inputs() shows no {', '.join(lacks)}" if offered else "no on_inputs()"
             continue
         _try(factory, folder, fault.name, fault, seeds, report, on_trial)
     for name in own:
@@ -175,10 +175,13 @@ def _try(
     for seed in range(seeds):
         on_trial(name)
         trial, *_ = _run(factory, folder / f"{name}.arrow", seed, name, fault)
+        if trial.planted >= 0 and not trial.found and trial.engine_failed and trial.forwards <= trial.planted:
+            report.not_judged[name] = f"the engine itself stopped, before another forward: {trial.engine_failed}"
+            return
         if trial.planted >= 0:
             report.faults.append(trial)
             return
-    report.untried[name] = "no occasion"
+    report.not_judged[name] = "no occasion"
 
 
 def _run(

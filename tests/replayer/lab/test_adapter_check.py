@@ -32,7 +32,7 @@ def test_a_whole_adapter_conforms(tmp_path: Path) -> None:
     report = checked(Engine, tmp_path, seeds=2)
     assert (report.verdict, report.exit_code) == ("conforms", 0)
     assert {trial.fault for trial in report.faults} == ALL | {"freed_too_early"}
-    assert not report.untried
+    assert not report.not_judged
     assert all(trial.seen == trial.planted for trial in report.faults)
     assert report.engine == "nano-vllm"
     known = told(report)
@@ -89,7 +89,7 @@ class NoInputs(Engine):
 def test_an_engine_that_shows_no_inputs_is_inconclusive(tmp_path: Path) -> None:
     report = checked(NoInputs, tmp_path)
     assert (report.verdict, report.exit_code) == ("inconclusive", 125)
-    assert report.untried == dict.fromkeys(ALL, "no on_inputs()") | {"freed_too_early": "no occasion"}
+    assert report.not_judged == dict.fromkeys(ALL, "no on_inputs()") | {"freed_too_early": "no occasion"}
 
 
 class Raises(Engine):
@@ -148,7 +148,7 @@ def test_the_guides_engine_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     done = CliRunner().invoke(main, ["check-adapter", f"{tmp_path}/paged_check.py:Engine", "--seeds", "2", "--json"])
     found = json.loads(done.stdout)
     assert (done.exit_code, found["verdict"], found["false_findings"]) == (0, "conforms", {})
-    assert set(found["untried"]) == {"seq_len_one_short"}
+    assert set(found["not_judged"]) == {"seq_len_one_short"}
 
 
 @pytest.mark.parametrize(
