@@ -1,7 +1,8 @@
 """What an engine does beside its forwards: requests, slots that change hands, copies, sweeps, transfers, notes."""
 
-from collections.abc import Mapping
-from typing import Any, Final, get_args
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from ...kernels.arrays import Int64Array
 from ..errors import json_text
 from ..trace.schema import (
     ALLOC_STATUSES,
+    IDENTITY_KINDS,
     REQUEST_STATUSES,
     SEND,
     TIER_POOL,
@@ -26,6 +28,31 @@ from .recording import Recording, guarded
 MAX_NAME: Final = 1024  # characters of a request's name: whoever sends a request may choose it
 
 
+class IdentityValue(NamedTuple):
+    """What a request's KV depends on beside its tokens: a LoRA adapter, a cache salt, the weights' version, or media.
+
+    `value` is kept as a hash; "" says that there is none. Of media `length` positions from `start` on have it; a value of
+    "media" without positions says that there are no others.
+    """
+
+    kind: str  # of IDENTITY_KINDS
+    value: str
+    start: int = 0
+    length: int = 0
+
+
+def identity_columns(identity: Sequence[IdentityValue], hash_name: Callable[[str], str]) -> dict[str, Int64Array]:
+    """Return a request's identity as columns; `hash_name` keeps texts private, if names are."""
+    rows = []
+    for kind, value, start, length in identity:
+        _one_of("identity kind", kind, IDENTITY_KINDS)
+        text = hash_name(str(value)).encode("utf-8", "surrogatepass")
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True) or 1
+        rows.append((IDENTITY_KINDS.index(kind), int(start), int(length), number if value else 0))
+    columns = np.array(rows, np.int64).T.copy()
+    return dict(zip(("identity_kind", "identity_start", "identity_count", "identity_hash"), columns, strict=True))
+
+
 class EventRecording(Recording):
     """A recording of events between forwards; `Recorder` adds the forwards."""
 
@@ -38,14 +65,19 @@ class EventRecording(Recording):
         prompt_len: int = -1,
         room: int = -1,
         labels: Mapping[str, Any] | None = None,
+        identity: Sequence[IdentityValue] = (),
     ) -> None:
-        """Say that a request became known: its 64-bit id, the engine's name for it, its prompt's length in tokens."""
+        """Say that a request became known: its 64-bit id, the engine's name for it, its prompt's length in tokens.
+
+        `identity` is what its KV depends on beside its tokens; to be said again if that changes, as by new weights.
+        """
         name = str(name) if self._privacy is None else self._privacy.hash_name(str(name))
         number = whole_number(request_id, "request_id")
         if self._strict:
             self._said_requests.add(number)
         self._record(
             "request",
+            identity_columns(identity, str if self._privacy is None else self._privacy.hash_name) if identity else {},
             request_id=number,
             name=name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…",
             prompt_len=whole_number(prompt_len, "prompt_len"),

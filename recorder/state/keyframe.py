@@ -20,6 +20,7 @@ from ..trace.schema import KEYFRAME_BEGIN, KEYFRAME_END, KEYFRAME_FORWARD, KEYFR
 from .apply import RecordedState
 from .history import FED_COLUMNS, ROW_REQUEST, STATUS_REQUEST, FedForward, ReplayState, SlotHistory
 from .pools import GroupPool, Tier
+from .requests import IDENTITY_COLUMNS
 from .tables import StateTables
 
 WORDS = 4  # of a canary record, the KV hash the last
@@ -167,7 +168,12 @@ def keyframe_events(recorded: RecordedState, *, time_ns: int) -> Iterator[TraceE
     yield _event(KEYFRAME_BEGIN, time_ns, labels=msgspec.json.encode(_labels(recorded)).decode())
     for request_id, facts in state.request_table.facts.items():
         named: dict[str, int | str] = {"name": facts.name, "prompt_len": facts.prompt_len, "room": facts.room}
-        yield _event(KEYFRAME_REQUEST, time_ns, request_id=request_id, **named)
+        for identity in facts.identities or (None,):
+            event = _event(KEYFRAME_REQUEST, time_ns, request_id=request_id, **named)
+            if identity is not None:
+                event.ints = dict(zip(IDENTITY_COLUMNS, identity.values.T.copy(), strict=True))
+                event.ints["state_start"] = np.array([identity.event], np.int64)
+            yield event
     for rows in rows_in_use(recorded):
         yield from _parts(rows, time_ns)
     for fed in recorded.history.samples.waiting():

@@ -89,6 +89,9 @@ _INT_LIST_GROUPS: Final = {
     "the positions that a forward reads of a request's prefix, if they are not those of the group's window": (
         "window_group window_request window_start window_count"
     ),
+    "what a request's KV depends on beside its tokens, see IDENTITY_KINDS": (
+        "identity_kind identity_start identity_count identity_hash"
+    ),
 }
 INT_LISTS: Final = tuple(name for names in _INT_LIST_GROUPS.values() for name in names.split())
 
@@ -109,12 +112,16 @@ BYTE_LISTS: Final = (
 ADDED: Final[dict[str, int]] = {
     **dict.fromkeys(("state_start", "state_count", "state_bytes"), 2),
     **dict.fromkeys(("attention_watched", "kv_submitted_bytes", "submitted_watched", "window_watched"), 3),
-    **dict.fromkeys((name for name in INT_LISTS if name.startswith(("attention_", "window_"))), 3),
+    **dict.fromkeys((name for name in INT_LISTS if name.startswith(("attention_", "window_", "identity_"))), 3),
 }
 
 # `attention_watched` of a forward, or-ed: what was read where the attention kernels take it.
 ATTENTION_LENS: Final = 1  # attention_seq_lens and attention_query_lens
 ATTENTION_SLOTS: Final = 2  # the slots, of all groups of the runner; attention_slots holds all that differ
+
+# `identity_kind`: what a value of a request's identity is. Of `media` the positions that it fills, of others none; hash 0 is
+# "none". A kind without a value is not declared, and nothing is judged by it.
+IDENTITY_KINDS: Final = ("adapter", "salt", "weights", "media")
 
 PHASE_BEFORE: Final = 0  # an observed KV change seen before the forward ran
 PHASE_AFTER: Final = 1  # ... seen after it

@@ -78,6 +78,9 @@ _CONFIGURATIONS: Final = (
         workload={"prompt_tokens": 60},
     ),
     Configuration(name="mla", summary="K only", engine={"shape": "mla"}),
+    Configuration(
+        name="adapters", summary="two LoRA adapters over one model", workload={"adapters": 2, "sharing": 0.9}
+    ),
     Configuration(name="mixed", summary="prefill forwards carry decodes", engine={"mixed": True}),
     Configuration(name="no_cache", summary="no prefix cache", engine={"prefix_cache": False}),
     Configuration(

@@ -41,6 +41,10 @@ FINDING_CAUSES = {
     "request_left": "the request is gone and still holds the slot",
     "row_moved_on": "the request's row no longer names the slot",
     "given_after_end": "the slot was given to a request that was gone",
+    "other_adapter": "the slot was computed with another LoRA adapter",
+    "other_salt": "the slot was computed under another cache salt",
+    "other_weights": "the slot was computed with other weights",
+    "other_media": "the slot was computed with other media at its position",
 }
 
 

@@ -39,6 +39,7 @@ _RULES: Final = (
     inputs.future_map_overrun,
     inputs.next_token_swap,
     cached.tokens_truncated_hash_kept,
+    cached.adapter_not_in_key,
     allocation.page_leaked,
 )
 

@@ -71,6 +71,20 @@ def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
 
 
 @rule(
+    "a prefix hit across adapters, salts, weights or media",
+    "The prefix cache's key leaves out what the KV depends on beside its tokens, or new weights come without a flush. (lab)",
+    recurs=True,
+)
+def adapter_not_in_key(cluster: Cluster) -> Diagnosis | None:
+    """Score a request that starts from slots with its own tokens, computed under another identity."""
+    sign = cluster.finding("identity")
+    if sign is None:
+        return None
+    said = f"{sign.reader} began in {sign.when} from KV that is not its own: {sign.place}: it {sign.detail}"
+    return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
+
+
+@rule(
     "a fork's copy is missing",
     "A fork gets fresh slots for the page that its parent had begun, and the parent's KV is not copied. (lab)",
 )

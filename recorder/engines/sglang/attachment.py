@@ -245,6 +245,13 @@ class SglangAttachment(EngineAttachment):
             finally:
                 recording.retracting = False
 
+    @beside
+    def on_weights(self, *_args: Any, **_kwargs: Any) -> Around:
+        """Record that what is computed from now on is of other weights."""
+        done = yield
+        if self.recording is not None and done[0]:
+            self.recording.new_weights()
+
     def on_stop(self, *args: Any, **kwargs: Any) -> None:
         """Let the processes that are about to be killed end their traces first."""
         stop_tree(*args, **kwargs)

@@ -34,6 +34,8 @@ _NOT_INSIDE: Final = "forwards are recorded before and after the model, not insi
 _NO_NAMES: Final = "requests have no names and no truth tokens, sampled tokens are not recorded"
 _TORN: Final = "traces are torn at the engine's exit (recover them with kvcanary recover)"
 _OUTSIDE: Final = "forwards in CUDA graphs are recorded before and after the graph"
+_OLD_WEIGHTS: Final = "what was computed before the weights change so is taken for the new ones'"
+_UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater"
 _SCHEDULER: Final = f"{SCHEDULER_MODULE}:Scheduler"
 _RUNNER: Final = "sglang.srt.model_executor.model_runner:ModelRunner"
 _BATCHES: Final = "sglang.srt.managers.schedule_batch"
@@ -59,6 +61,14 @@ TARGETS: Final = (
     Target("draft_graph", f"draft steps {_IN_GRAPH}", (f"{_STEPS}.execute", f"{_STEPS}.replay"), drafts=True),
     Target(
         "draft_extend_graph", f"draft extends {_IN_GRAPH}", (f"{_EXTEND}.execute", f"{_EXTEND}.replay"), drafts=True
+    ),
+    *(
+        Target(
+            "weights",
+            _OLD_WEIGHTS,
+            (f"{_UPDATER}.{verb}_weights_from_{where}", f"{_RUNNER}.update_weights_from_{where}"),
+        )
+        for verb, where in (("update", "disk"), ("update", "tensor"), ("update", "ipc"), ("load", "distributed"))
     ),
     Target("stop", _TORN, (f"{UTILS_MODULE}.common:kill_process_tree", f"{UTILS_MODULE}:kill_process_tree")),
 )

@@ -22,7 +22,7 @@ from .history import GroupHistory, RadixCacheWalk, allocators_of
 from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input, not_read
 from .layout import RunnerLayout, SglangLayout, describe_engine, own_slots
-from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, row_of
+from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, identity_of, row_of
 from .transfers import SglangTransfers, room_of
 
 logger = logging.getLogger("kvcanary")
@@ -83,6 +83,7 @@ class SglangRecording:
         self._inside = inside if self._capture is not None and inside.watches(self.target) else None
         # Of a forward that is to be recorded inside its model: what records it from outside, until the model is called.
         self._outside: Callable[[], Any] | None = None
+        self._weights = 0  # how often they have been changed
         self.reqs: list[Any] = []
         # Of the batch that runs, what says that its last rows are beams, and whose; and whose beam each row was last.
         self.beam_tail: Any = None
@@ -266,9 +267,19 @@ class SglangRecording:
         """Return a request of the engine's; a new one is recorded."""
         known, new = self.requests.see(req)
         if new:
-            prompt_len, room = len(req.origin_input_ids), room_of(req)
-            self.recorder.request(request_id=known.request_id, name=req.rid, prompt_len=prompt_len, room=room)
+            self._say(known)
         return known
+
+    def _say(self, known: SglangRequest) -> None:
+        said: dict[str, Any] = {"prompt_len": len(known.req.origin_input_ids), "room": room_of(known.req)}
+        identity = identity_of(known.req, self._weights)
+        self.recorder.request(request_id=known.request_id, name=known.req.rid, **said, identity=identity)
+
+    def new_weights(self) -> None:
+        """Record that the model has other weights; requests that run go on with them."""
+        self._weights += 1
+        for known in self.requests.running():
+            self._say(known)
 
     def runs(self, reqs: list[Any]) -> None:
         """Get to know the requests of a step that begins, if they are others than the last one's, `reqs`."""

@@ -19,6 +19,7 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.recorder import DeviceRecorder
+from ...capture.engine_events import IdentityValue
 from ...capture.forward_input import TruthTokens
 from ...capture.recorder import Recorder
 from ..common.hooking import Around, beside
@@ -37,6 +38,26 @@ def row_of(req: Any) -> int:
     """Return a request's row of `req_to_token`, -1 for none."""
     row = kv_field(req, "req_pool_idx")
     return -1 if row is None else int(row)
+
+
+def identity_of(req: Any, weights: int) -> list[IdentityValue]:
+    """Return what a request's KV depends on beside its tokens; `weights` counts how often they have been changed.
+
+    What SGLang's own key of its prefix cache says, with the LoRA adapter by itself, and the hashes of media.
+    """
+    adapter, media = getattr(req, "lora_id", None) or "", getattr(req, "multimodal_inputs", None)
+    salt = (getattr(req, "extra_key", None) or "").removesuffix(adapter), getattr(req, "cache_salt", None) or ""
+    values = [("adapter", adapter), ("salt", str(salt) if any(salt) else ""), ("weights", str(weights))]
+    found = [IdentityValue(kind, value) for kind, value in values]
+    items = [item for item in getattr(media, "mm_items", None) or () if item is not None]
+    places = [(item, getattr(item, "hash", None), getattr(item, "offsets", None)) for item in items]
+    if all(number is not None and offsets for _, number, offsets in places):  # else nobody knows what is where
+        found.append(IdentityValue("media", ""))
+        for item, number, offsets in places:
+            text = str(getattr(item, "identity", None) or number)
+            for part, (first, last) in enumerate(offsets or ()):
+                found.append(IdentityValue("media", f"{text} {part}", int(first), int(last) - int(first) + 1))
+    return found
 
 
 class TokenLists:
@@ -118,6 +139,10 @@ class SglangRequests:
     def get(self, rid: str) -> SglangRequest | None:
         """Return a known request."""
         return self._by_rid.get(rid)
+
+    def running(self) -> list[SglangRequest]:
+        """Return the requests that have a row."""
+        return [known for known in self._by_rid.values() if row_of(known.req) >= 0]
 
     def id_of(self, req: Any) -> int:
         """Return the id of a request, also of one whose name another has by now."""

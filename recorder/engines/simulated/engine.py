@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ....kernels.arrays import BoolArray, Int32Array, Int64Array
+from ...capture.engine_events import IdentityValue
 from ...capture.recorder import Recorder
 from ...capture.recording import WRITER_STOPPED
 from ...trace.schema import Mode
@@ -104,9 +105,9 @@ class SimulatedEngine:
         request = Request.of(spec, request_id=int(word >> np.uint64(1)), order=self._order, room=room)
         self._order += 1
         self.counters.requests += 1
-        self.recorder.request(
-            request_id=request.request_id, name=request.name, prompt_len=request.prompt_len, room=room, labels=labels
-        )
+        said: dict[str, Any] = {"prompt_len": request.prompt_len, "room": room, "labels": labels}
+        identity = (IdentityValue("adapter", request.adapter),)
+        self.recorder.request(request_id=request.request_id, name=request.name, **said, identity=identity)
         return request
 
     @property

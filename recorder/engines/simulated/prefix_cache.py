@@ -95,7 +95,8 @@ class PrefixCache:
         if not self._config.prefix_cache:
             return
         memory = self._memory
-        path = self.tree.match(request.known_tokens, (request.num_tokens - 1) // memory.page_size)
+        most = (request.num_tokens - 1) // memory.page_size
+        path = self.tree.match(request.known_tokens, most, self.space(request))
         if memory.swa is not None:
             path = path[: window_prefix(path, page_size=memory.page_size, window=memory.swa.window)]
         path = self._load_back(path)
@@ -109,6 +110,10 @@ class PrefixCache:
         if memory.swa is not None:
             request.window_start = memory.swa.first_needed_page(request.cached_len)
         self._lock_window(request, path)
+
+    def space(self, request: Request) -> str:
+        """Return what a request's KV depends on beside its tokens; none of another space is its own."""
+        return request.adapter
 
     def record_attached(self, request: Request) -> None:
         """Record which pages of the tree a request begins with, and which of their sliding-window halves it reads."""
@@ -133,7 +138,8 @@ class PrefixCache:
             return
         fresh = request.shared_pages
         pages = memory.row_pages(request.row, fresh, count)
-        done = self.tree.insert(request.known_tokens, pages.tolist(), below=request.node)
+        space = self.space(request)
+        done = self.tree.insert(request.known_tokens, pages.tolist(), below=request.node, space=space)
         handed = done.new + done.taken
         for node in done.taken:
             memory.host.leave(node)

@@ -91,13 +91,16 @@ class RadixTree:
         """Return how many pages of a sequence of that many known tokens have a key."""
         return max(0, num_tokens - self.lookahead) // self.page_size
 
-    def match(self, tokens: Int32Array, max_pages: int) -> list[Node]:
-        """Return the path of the longest cached prefix of at most `max_pages` pages, and mark it as used."""
+    def match(self, tokens: Int32Array, max_pages: int, space: str = "") -> list[Node]:
+        """Return the path of the longest cached prefix of at most `max_pages` pages, and mark it as used.
+
+        What was inserted in another `space` is not found.
+        """
         self._tick += 1
         raw = tokens.tobytes()
         node, path = self.root, []
         for index in range(min(max_pages, self.whole_pages(len(tokens)))):
-            child = node.children.get(self.key(raw, index))
+            child = node.children.get(self.key(raw, index) + _space(node, space))
             if child is None:
                 break
             child.last_used = self._tick
@@ -105,7 +108,7 @@ class RadixTree:
             node = child
         return path
 
-    def insert(self, tokens: Int32Array, pages: list[int], *, below: Node | None = None) -> Inserted:
+    def insert(self, tokens: Int32Array, pages: list[int], *, below: Node | None = None, space: str = "") -> Inserted:
         """Put a prefix into the tree, `pages[i]` holding its i-th page below the node `below` (None: from the root).
         What the tree has already stays. `below` must stand for the tokens before.
         """
@@ -115,7 +118,7 @@ class RadixTree:
         first = node.depth
         raw = tokens[first * self.page_size :].tobytes()
         for index, page in enumerate(pages):
-            key = self.key(raw, index)
+            key = self.key(raw, index) + _space(node, space)
             child = node.children.get(key)
             if child is None:
                 child = Node(key=key, parent=node, page=page, last_used=self._tick, depth=node.depth + 1)
@@ -176,6 +179,11 @@ class RadixTree:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+
+def _space(node: Node, space: str) -> bytes:
+    """Return what tells the spaces apart in the keys of the first pages, below the root."""
+    return b"" if node.depth else space.encode()
 
 
 def window_prefix(nodes: list[Node], *, page_size: int, window: int) -> int:

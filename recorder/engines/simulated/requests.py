@@ -32,6 +32,7 @@ class RequestSpec:
     priority: int = 0
     copies: int = 1  # answers wanted; more than one: forks after the prefill
     abort_at: int = NEVER  # abort once that many of its tokens are in the cache, 0 at once
+    adapter: str = ""  # the LoRA adapter that it asks for; nobody's KV but the same adapter's is its own
 
     def fits(self, longest: int) -> bool:
         """Whether it has a prompt, and prompt and answer are of at most `longest` tokens."""
@@ -67,6 +68,7 @@ class Request:
     num_tokens: int
     copies_left: int
     abort_at: int
+    adapter: str = ""
     retracted: bool = False
     row: int = NO_ROW
     cached_len: int = 0  # tokens whose KV is in the cache, at positions 0 .. cached_len - 1 of the row
@@ -98,6 +100,7 @@ class Request:
             num_tokens=prompt_len,
             copies_left=spec.copies - 1,
             abort_at=spec.abort_at,
+            adapter=spec.adapter,
         )
 
     @property

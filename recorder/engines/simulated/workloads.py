@@ -24,6 +24,9 @@ from .requests import NEVER, RequestSpec
 MAX_PRIORITIES: Final = 1 << 20
 
 
+ADAPTERS: Final = ("", *(f"adapter-{number}" for number in range(1, 9)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomWorkload:
     """A stream of requests; iterating it twice gives the same ones. Raises `ValueError` on numbers without a meaning."""
@@ -40,6 +43,9 @@ class RandomWorkload:
     abort_rate: Chance = 0.0  # chance that a request is aborted on its way
     fork_rate: Chance = 0.0  # chance that a request asks for two to four answers
     vocab_size: int = 32_000  # tokens are drawn below it
+    adapters: Annotated[int, Meta(ge=0, lt=len(ADAPTERS))] = (
+        0  # LoRA adapters, one of which or none a request asks for, drawn evenly
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -72,6 +78,7 @@ class RandomWorkload:
                 priority=int(random.integers(self.priorities)),
                 copies=int(random.integers(2, 5)) if random.random() < self.fork_rate else 1,
                 abort_at=int(random.integers(0, len(prompt) + answer)) if aborted else NEVER,
+                adapter=ADAPTERS[int(random.integers(self.adapters + 1))] if self.adapters else "",
             )
 
 

@@ -96,7 +96,7 @@ class VllmAttachment(EngineAttachment):
         runner = self._runners.get(scheduler)
         recording = self._start(runner) if runner is not None and "on_add_request" not in self.off else None
         if recording is not None:
-            recording.see(request.request_id, int(getattr(request, "num_prompt_tokens", 0) or 0))
+            recording.see(request.request_id, int(getattr(request, "num_prompt_tokens", 0) or 0), request)
 
     @around
     def on_free_blocks(self, scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> Around:

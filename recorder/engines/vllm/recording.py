@@ -32,6 +32,7 @@ from .step import (
     VllmRequests,
     chosen_attention,
     forwards_of,
+    identity_of,
     prompt_of,
     same_attention,
 )
@@ -122,12 +123,13 @@ class VllmRecording:
         self.external.attach(on_fault)
         self.drafts.attach(on_fault)
 
-    def see(self, name: str, prompt_len: int) -> VllmRequest:
+    def see(self, name: str, prompt_len: int, request: Any) -> VllmRequest:
         """Return a request of the engine's; a new one is recorded."""
         known, new = self.requests.see(name)
         if new:
             known.prompt_len = prompt_len
-            self.recorder.request(request_id=known.request_id, name=name, prompt_len=prompt_len)
+            identity = identity_of(request)
+            self.recorder.request(request_id=known.request_id, name=name, prompt_len=prompt_len, identity=identity)
         return known
 
     def begin_step(self, runner: Any, output: Any) -> None:
@@ -153,7 +155,7 @@ class VllmRecording:
 
     def _begin_request(self, name: str, request: Any, tokens: Any = None) -> None:
         prompt, unknown = prompt_of(request)
-        known = self.see(name, prompt.size)
+        known = self.see(name, prompt.size, request)
         known.prompt_len, known.unknown = prompt.size, unknown
         known.begin(tokens or prompt)
         known.got_blocks(getattr(request, "block_ids", None), anew=True)

@@ -15,6 +15,7 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.attention import paged_read
+from ...capture.engine_events import IdentityValue
 from ...capture.forward_input import AttentionInput, ForwardInput, TableRead, TruthTokens
 from ...capture.host_arrays import own_int64, ragged_index
 from ..common.requests import KnownRequest, RequestRows, TokenList, mode_by_lens, request_id_of, truth_tokens
@@ -39,6 +40,23 @@ def prompt_of(request: Any) -> tuple[Int64Array, Int64Array]:
     mask = getattr(request, "prompt_is_token_ids", None)
     unknown = np.flatnonzero(~np.array(mask, np.bool_)) if mask is not None else np.empty(0, np.int64)
     return np.array(tokens, np.int64), unknown
+
+
+def identity_of(request: Any) -> list[IdentityValue]:
+    """Return what a request's KV depends on beside its tokens: the scheduler's request, or what a worker is told of it."""
+    found = []
+    if hasattr(request, "lora_request"):
+        lora = request.lora_request
+        path = "" if lora is None else str(getattr(lora, "lora_path", "") or f"number {lora.lora_int_id}")
+        found.append(IdentityValue("adapter", path))
+    if hasattr(request, "cache_salt"):  # workers are not told
+        found.append(IdentityValue("salt", request.cache_salt or ""))
+    if hasattr(request, "mm_features"):
+        found.append(IdentityValue("media", ""))
+        for item in request.mm_features or ():
+            place = item.mm_position
+            found.append(IdentityValue("media", item.mm_hash or item.identifier, place.offset, place.length))
+    return found
 
 
 class VllmRequest(KnownRequest):

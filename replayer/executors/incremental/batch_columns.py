@@ -22,9 +22,11 @@ from ....kernels.replay_pass.context import (
 from ....recorder.capture.host_arrays import ragged_index
 from ....recorder.state.events import SHARED_NOTES
 from ....recorder.state.forward import ATTENTION_RUNS
+from ....recorder.state.requests import RequestTable, declared_in
 from ....recorder.trace.batch import TraceBatch
 from ....recorder.trace.header import TraceHeader
 
+_MODE_COLUMN: Final = 2  # of `BatchColumns.events`
 _KIND_OF: Final = {name: code for code, name in enumerate(KINDS)}
 _MODE_OF: Final = {name: code for code, name in enumerate(MODES)}
 _ALLOC_OF: Final = {name: code for code, name in enumerate(ALLOC_CODES)}
@@ -95,6 +97,19 @@ def batch_columns(batch: TraceBatch, header: TraceHeader) -> BatchColumns:
         most_tokens=_most(offsets["input_ids"]),
         most_requests=_most(offsets["req_pool_indices"]),
     )
+
+
+def leave_hits(columns: BatchColumns, table: RequestTable, *, decodes: bool) -> None:
+    """Have the pass leave the forwards in which a request may hit another one's KV, if requests declare identities that differ.
+
+    `decodes`: a decode may be a request's first forward.
+    """
+    batch, modes = columns.batch, columns.events[:, _MODE_COLUMN]
+    if len(table.declared | declared_in(batch)) < 2:
+        return
+    ends = np.concatenate(([0], np.cumsum(batch.values("prefix_lens") > 0)))[batch.offsets("prefix_lens")]
+    hits = (np.diff(ends) > 0) & (columns.kind == FORWARD_EVENT) & (decodes | (modes != _MODE_OF["decode"]))
+    columns.kind[hits] = columns.events[hits, 0] = UNUSUAL
 
 
 def _of_runners(header: TraceHeader, runners: Int64Array) -> Int64Array:

@@ -46,7 +46,7 @@ from ...report.merged.merging import MergingSink
 from ...report.summary import Summary
 from ...run.coverage import count_forwards
 from ...run.health import Health
-from .batch_columns import BatchColumns, batch_columns
+from .batch_columns import BatchColumns, batch_columns, leave_hits
 from .executor import IncrementalExecutor
 from .state_arrays import (
     WorkMemory,
@@ -134,6 +134,7 @@ class CompiledPass:
             return at
         if self._columns is None or self._columns.batch is not batch:
             self._columns = self._prepared(batch) or batch_columns(batch, self._header)
+            leave_hits(self._columns, self._request_table, decodes=self._header.role == "decode")
         columns = self._columns
         if columns.kind[at] < 0:
             return at

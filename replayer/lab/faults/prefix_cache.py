@@ -76,6 +76,35 @@ def tokens_truncated_hash_kept(bench: Bench) -> None:
         return found[: 4 * (size // 2)]
 
 
+@fault(reference="lab", configs=("adapters",), warm_up=(4, 20))
+def adapter_not_in_key(bench: Bench) -> None:
+    """The cache's keys leave out the LoRA adapter, so that a request hits what another adapter has computed."""
+    memory = bench.engine.memory
+    computed: dict[int, str] = {}  # page -> the adapter it was computed with, of pages that the cache holds
+
+    @around(memory.cache)
+    def space(original: Any, request: Request) -> str:
+        return "" if bench.started else str(original(request))
+
+    @around(memory.cache)
+    def insert(original: Any, request: Request, **kwargs: Any) -> None:
+        first, row, pages = request.shared_pages, request.row, request.cached_len // memory.page_size
+        before = memory.row_pages(row, first, pages).tolist()
+        original(request, **kwargs)
+        after = memory.row_pages(row, first, pages).tolist()
+        computed.update((page, request.adapter) for page, kept in zip(before, after, strict=True) if page == kept)
+
+    @around(memory.cache)
+    def record_attached(original: Any, request: Request) -> None:
+        original(request)
+        pages = memory.row_pages(request.row, 0, request.shared_pages).tolist()
+        others = [n for n, page in enumerate(pages) if computed.get(page, request.adapter) != request.adapter]
+        if others and bench.started:
+            place = {"position": others[0] * memory.page_size, "slot": pages[others[0]] * memory.page_size}
+            bench.inject(request=request, **place)
+            bench.probe.note("identity", **place, group=0, request=request)
+
+
 @fault(reference="lab", configs=_ALL)
 def eviction_of_locked_page(bench: Bench) -> None:
     """The prefix cache evicts a page that a running request stands on."""

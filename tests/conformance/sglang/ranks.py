@@ -46,6 +46,12 @@ RUNS = (
     Ranks(kind="tensor", model="mellum_hybrid", page_size=4, overlap=True, options={"tp_size": 2}),
     Ranks(kind="data", model="llama", page_size=4, overlap=True, options={"dp_size": 2}),
     Ranks(kind="data", model="mellum_hybrid", page_size=1, options={"dp_size": 2}),
+    Ranks(
+        kind="data-attention",
+        model="llama",
+        page_size=1,
+        options={"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+    ),
     Ranks(kind="pipeline", model="llama", page_size=1, options={"pp_size": 2}),
     Ranks(kind="pipeline", model="mellum_hybrid", page_size=4, options={"pp_size": 2}),
     Ranks(kind="pipeline", model="llama", page_size=4, options={"pp_size": 2, "pp_async_batch_depth": 1}),
@@ -103,10 +109,12 @@ def serve(run: Ranks, place: Path) -> None:
     from engine import CPU_ENGINE, MODELS
     from pair_engine import make_prompts
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1  # which an idle rank asks for
     engine = Engine(
         model_path=str(MODELS / run.model),
-        **CPU_ENGINE,
+        **{**CPU_ENGINE, "mem_fraction_static": 0.2},
         disable_overlap_schedule=not run.overlap,
         page_size=run.page_size,
         max_total_tokens=512,

@@ -31,7 +31,7 @@ class Kind:
     """What one run does with an engine, and with which options; `canary`: SGLang's own runs beside the recorder.
 
     `tokens`: it checks tokens, too; `statuses` must be told of some request; `retracts`: SGLang retracts every few steps;
-    `unknown`: some tokens must be told as unknown.
+    `unknown`: some tokens must be told as unknown; `fault` breaks the engine.
     """
 
     run: Callable[["Client"], Awaitable[None]]
@@ -43,10 +43,14 @@ class Kind:
     statuses: tuple[str, ...] = ()
     unknown: bool = False
     retracts: bool = False
+    fault: Callable[[], None] | None = None
+    finds: tuple[str, ...] = ()  # the checks that must find something
 
 
 class Client:
     """Sends seeded requests to one engine."""
+
+    flushes = True
 
     def __init__(self, engine: Any, seed: int = 1) -> None:
         self.engine = engine
@@ -152,6 +156,95 @@ async def images(client: Client) -> None:
     await client.ask(head + picture + tail, new=20)
 
 
+async def updated_without_a_flush(client: Client) -> None:
+    client.flushes = False
+    await updated(client)
+
+
+def forget_adapters() -> None:
+    """Leave the adapter out of the prefix cache's key."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    begin = Req.__init__
+
+    def without(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.extra_key = None
+
+    Req.__init__ = without
+
+
+async def adapters(client: Client) -> None:
+    """Requests of two LoRA adapters and of none, some with the same prompt; one adapter is put in another's place."""
+    from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput
+
+    prompt = client.tokens(40)
+    for name in (None, "first", "second", "first"):
+        await client.ask(prompt + client.tokens(3), lora_path=name)
+    await client.all(*(client.ask(client.tokens(20), lora_path=name) for name in ("first", "second", None)))
+    await client.manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name="second"))
+    await client.manager.load_lora_adapter(
+        LoadLoRAAdapterReqInput(lora_name="second", lora_path=adapter_folder("third"))
+    )
+    await client.all(*(client.ask(prompt + client.tokens(3), lora_path=name) for name in ("first", "second")))
+
+
+async def salted(client: Client) -> None:
+    """The same prompt under several salts, and under none."""
+    prompt = client.tokens(40)
+    for salt in (None, "a", "b", "a", None):
+        await client.ask(prompt + client.tokens(3), extra_key=salt)
+
+
+async def updated(client: Client) -> None:
+    """New weights, and a flush of what the old ones computed."""
+    import torch
+    from sglang.srt.managers.io_struct import (
+        BeginWeightUpdateReqInput,
+        EndWeightUpdateReqInput,
+        UpdateWeightsFromTensorReqInput,
+    )
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    prompt = client.tokens(40)
+    for scale in (1.0, 2.0):
+        await client.ask(prompt + client.tokens(3))
+        norm = [("model.norm.weight", torch.full((64,), scale))]
+        asked = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(norm)], flush_cache=client.flushes
+        )
+        await client.manager.begin_weight_update(BeginWeightUpdateReqInput())
+        print("updated", await client.manager.update_weights_from_tensor(asked, None), flush=True)
+        await client.manager.end_weight_update(EndWeightUpdateReqInput())
+    await client.ask(prompt + client.tokens(3))
+
+
+def adapter_folder(name: str) -> str:
+    """Return the folder of a LoRA adapter for the model `llama`, made of random numbers."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = Path(tempfile.gettempdir()) / f"kvcanary-lora-{os.getuid()}" / name
+    if not (folder / "adapter_model.safetensors").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        config = json.loads((MODELS / "llama" / "config.json").read_text())
+        hidden, dim, outputs = config["hidden_size"], config["head_dim"], {"q_proj": "num_attention_heads"}
+        outputs |= dict.fromkeys(("k_proj", "v_proj"), "num_key_value_heads")
+        said = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(outputs), "bias": "none"}
+        (folder / "adapter_config.json").write_text(json.dumps(said))
+        dice = torch.Generator().manual_seed(len(name))
+        layers = {
+            f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.weight": torch.randn(
+                (8, hidden) if part == "A" else (config[heads] * dim, 8), generator=dice
+            )
+            for layer in range(config["num_hidden_layers"])
+            for name, heads in outputs.items()
+            for part in "AB"
+        }
+        save_file(layers, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
 async def sessions(client: Client) -> None:
     session = await client.manager.open_session(_open_session())
     rid = None
@@ -200,6 +293,13 @@ async def flushed(client: Client) -> None:
 OVERLAP: dict[str, Any] = {"disable_overlap_schedule": False}
 SMALL: dict[str, Any] = {"max_total_tokens": 200}
 EMBEDDED: dict[str, Any] = {"disable_radix_cache": True, "dtype": "bfloat16", "chunked_prefill_size": 256}
+LORA: dict[str, Any] = {
+    "lora_paths": [f"{name}={adapter_folder(name)}" for name in ("first", "second")],
+    "lora_backend": "torch_native",
+    "max_loras_per_batch": 4,
+    "max_lora_rank": 8,
+    "lora_target_modules": ["q_proj", "k_proj", "v_proj"],
+}
 KINDS: dict[str, Kind] = {
     "plain": Kind(run=plain),
     "plain-overlap-page4": Kind(run=plain, options={**OVERLAP, "page_size": 4}),
@@ -233,6 +333,13 @@ KINDS: dict[str, Kind] = {
     ),
     "images": Kind(run=images, tokens=False),
     "sessions": Kind(run=sessions),
+    "adapters": Kind(run=adapters, options=LORA, tokens=False),
+    "salted": Kind(run=salted),
+    "updated": Kind(run=updated),
+    "adapters-key-without": Kind(
+        run=adapters, options=LORA, tokens=False, canary=False, fault=forget_adapters, finds=("identity",)
+    ),
+    "updated-no-flush": Kind(run=updated_without_a_flush, finds=("identity",)),
     "several": Kind(run=several),
     "several-overlap": Kind(run=several, options=OVERLAP),
     "aborted": Kind(run=aborted, options={"max_total_tokens": 512}),
@@ -282,6 +389,18 @@ def use_placeholders() -> None:
     Req.__init__, LlamaModel.forward = with_placeholders, clamped
 
 
+def load_adapters() -> None:
+    """Have adapters be loaded from their files, although the model's weights are made."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.lora import lora
+
+    class FromFiles(lora.DefaultModelLoader):
+        def __init__(self, _: Any) -> None:
+            super().__init__(LoadConfig())
+
+    lora.DefaultModelLoader = FromFiles
+
+
 def use_plain_convolutions() -> None:
     """Put loops in the place of a recurrent model's kernels, which neither the CPU nor Triton's interpreter runs."""
     import torch
@@ -320,6 +439,10 @@ def run_forked(kind: Kind, folder: Path, timeout_s: float) -> int:
             retract_now_and_then()
         if kind.run is images:
             use_placeholders()
+        if kind.run is adapters:
+            load_adapters()
+        if kind.fault is not None:
+            kind.fault()
         if kind.model == "lfm2":
             use_plain_convolutions()
         serve(kind)
@@ -384,13 +507,14 @@ def main() -> int:
             failed += 1
             continue
         result = json.loads(judged.stdout.splitlines()[-1])
-        wrong = [one for one in result["differences"] if kind.canary] + [f"a healthy run is {result['verdict']}"] * (
-            result["verdict"] != "clean"
-        )
+        wrong = [one for one in result["differences"] if kind.canary]
+        expected = "corrupt" if kind.finds else "clean"
+        wrong += [f"it is {result['verdict']}, expected {expected}"] * (result["verdict"] != expected)
         wrong += [f"the engine ended with {status}, see its log"] * (status != 0)
         wrong += [f"no request was {said}" for said in kind.statuses if not result["statuses"].get(said)]
         wrong += ["no token was told as unknown"] * (kind.unknown and not result["statuses"]["unknown tokens"])
-        wrong += [f"{check}: {count}" for check, count in result["findings"].items()]
+        wrong += [f"{check}: {count}" for check, count in result["findings"].items() if check not in kind.finds]
+        wrong += [f"{check} found nothing" for check in kind.finds if check not in result["findings"]]
         failed += bool(wrong)
         print(
             f"{name}: {'as it should be' if not wrong else 'WRONG'}   {result['forwards']} forwards, "

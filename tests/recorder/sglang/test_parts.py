@@ -202,7 +202,7 @@ def test_what_cannot_be_hooked_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_target_names_are_distinct() -> None:
-    names = [target.hook for target in TARGETS]
+    names = [path for target in TARGETS for path in target.paths]
     assert len(names) == len(set(names))
 
 

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.sglang import recording as sglang_recording
 from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.engines.sglang.recording import SglangRecording
-from kvcanary.recorder.engines.sglang.requests import StepResults
+from kvcanary.recorder.engines.sglang.requests import StepResults, identity_of
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
 from ...support.one_trace import events
-from .fake_engine import ModelRunner, Request, Result, Scheduler, TokenToKVPoolAllocator, hooked, serve
+from .fake_engine import SLOTS, ModelRunner, Request, Result, Scheduler, TokenToKVPoolAllocator, hooked, serve
 
 pytestmark = pytest.mark.usefixtures("process_goes_on")
 
@@ -240,3 +241,49 @@ def test_an_allocation_that_raises_is_a_loss_and_the_rest_is_recorded(
         "SGLang adapter, history: the engine's function raised RuntimeError"
     ]
     assert "alloc" in kinds[kinds.index("loss") :]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "updates", "finds"),
+    [
+        ({"lora_id": "a"}, {"lora_id": "a"}, 0, 0),
+        ({"lora_id": "a"}, {"lora_id": "b"}, 0, 1),
+        ({"extra_key": "ab"}, {"extra_key": "ab", "lora_id": "b"}, 0, 1),  # a salt "ab", and a salt "a" of adapter "b"
+        ({"cache_salt": "a"}, {}, 0, 1),
+        ({}, {}, 1, 1),
+    ],
+)
+def test_a_hit_on_what_another_adapter_salt_or_weights_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: dict, second: dict, updates: int, finds: int
+) -> None:
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    runner = ModelRunner()
+    scheduler = Scheduler(runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
+    requests = [Request("first", [5, 6, 7, 8], 20), Request("second", [5, 6, 7, 8, 9], 3)]
+    for request, said in zip(requests, (first, second), strict=True):
+        vars(request).update(said)
+    scheduler.step(requests[:1])
+    for _ in range(updates):
+        attachment.on_weights()((True, "updated"), None)
+    scheduler.rows.alloc(requests[1:])
+    requests[1].cached = 4
+    table = runner.req_to_token_pool.req_to_token
+    table[requests[1].req_pool_idx, :4] = table[requests[0].req_pool_idx, :4]
+    scheduler.step(requests[1:])
+    scheduler.step(requests[:1])  # which goes on with its own, also with other weights
+    attachment.close()
+    (path,) = tmp_path.glob("*.arrow")
+    found = replay(path, settings=ReplaySettings(), report=None).findings_by_kind
+    assert found == ({"identity": finds} if finds else {})
+
+
+def test_media_are_told_with_their_positions() -> None:
+    item = SimpleNamespace(hash=77, offsets=[(2, 4), (9, 9)])
+    req = SimpleNamespace(multimodal_inputs=SimpleNamespace(mm_items=[item]))
+    assert [tuple(one) for one in identity_of(req, 0)][3:] == [
+        ("media", "", 0, 0),
+        ("media", "77 0", 2, 3),
+        ("media", "77 1", 9, 1),
+    ]
+    item.offsets = None
+    assert [one.kind for one in identity_of(req, 0)] == ["adapter", "salt", "weights"]

@@ -20,7 +20,7 @@ from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
 from kvcanary.recorder.engines.vllm.hooks import MODULES, RUNNER_V1, TARGETS, hook_module
 from kvcanary.recorder.engines.vllm.kv import head_views, layer_number, row_source
 from kvcanary.recorder.engines.vllm.layout import fed_otherwise, kind_of, ranks_of
-from kvcanary.recorder.engines.vllm.step import Step, VllmRequest, VllmRequests, levels, table_read
+from kvcanary.recorder.engines.vllm.step import Step, VllmRequest, VllmRequests, identity_of, levels, table_read
 
 from .fake_engine import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from .groups import group
@@ -309,3 +309,17 @@ def test_a_circle_of_a_broken_table_ends() -> None:
 def test_positions_of_several_dimensions_are_derived() -> None:
     assert fed_otherwise(SimpleNamespace(uses_mrope=True)) == ("positions",)
     assert fed_otherwise(SimpleNamespace(uses_mrope=False, uses_xdrope_dim=0)) == ()
+
+
+def test_a_request_says_what_its_kv_depends_on() -> None:
+    picture = SimpleNamespace(mm_hash="cat", identifier="1-cat", mm_position=SimpleNamespace(offset=3, length=5))
+    lora = SimpleNamespace(lora_path="/adapters/a", lora_int_id=1, lora_name="a")
+    request = SimpleNamespace(lora_request=lora, cache_salt=None, mm_features=[picture])
+    assert [tuple(one) for one in identity_of(request)] == [
+        ("adapter", "/adapters/a", 0, 0),
+        ("salt", "", 0, 0),
+        ("media", "", 0, 0),
+        ("media", "cat", 3, 5),
+    ]
+    assert [one.kind for one in identity_of(SimpleNamespace(lora_request=None, mm_features=[]))] == ["adapter", "media"]
+    assert identity_of(None) == []

@@ -1,10 +1,12 @@
 """A stage on which a test plays an engine, event by event, to the real Recorder, and sees what one check makes of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+from kvcanary.recorder.capture.engine_events import IdentityValue
 from kvcanary.recorder.capture.forward_input import AttentionInput, ForwardInput, TruthTokens
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import PoolGroup, Runner, StateTable, TraceHeader
@@ -56,6 +58,10 @@ class Scene:
 
     def token(self, request: int) -> np.ndarray:
         return self.tokens.setdefault(request, 100 * request + np.arange(WIDTH))
+
+    def request(self, request: int, identity: Sequence[IdentityValue] = ()) -> int:
+        self.recorder.request(request_id=request, identity=identity)
+        return self._told()
 
     def alloc(self, request: int, slots, status: str = "", *, group: int = 0, note: str = "", row: int = -1) -> int:
         self.recorder.slots("alloc", group=group, slots=slots, request_id=request, status=status, note=note, row=row)

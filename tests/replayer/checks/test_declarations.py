@@ -42,6 +42,7 @@ FIRES = {
     "abort_frees_during_transfer": ("pd", {"freed_during_transfer"}),
     "attention_table_overwritten": ("mha", {"attention_slots"}),
     "attention_seq_len_off_by_one": ("mha", {"attention_lens"}),
+    "adapter_not_in_key": ("adapters", {"identity"}),
     "future_map_overrun": ("overlap", {"input_not_sampled"}),
 }
 

@@ -1,0 +1,107 @@
+"""Hits on KV of another adapter, salt, weights or media: found in every way of replaying, and nothing undeclared judged."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from kvcanary.recorder.capture.engine_events import IdentityValue
+from kvcanary.recorder.trace.reader import read_trace
+from kvcanary.replayer.checks import CHECK_NAMES
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+
+from ...support.raw_traces import cut
+from .scene import Part, Scene, decode, told
+
+SLOTS = (1, 2, 3, 4)
+
+
+def value(**kinds: str) -> list[IdentityValue]:
+    return [IdentityValue(kind, text) for kind, text in kinds.items()]
+
+
+def media(*parts: tuple[str, int, int]) -> list[IdentityValue]:
+    return [IdentityValue("media", text, start, count) for text, start, count in (*parts, ("", 0, 0))]
+
+
+def scene(path: Path, first: list[IdentityValue], second: list[IdentityValue], *, again: bool = False) -> Scene:
+    """Request 1 computes four tokens and hands them to the cache; request 2 hits them and goes on."""
+    found = Scene(path)
+    found.request(1, first)
+    found.request(2, second)
+    found.start(1, 1, SLOTS)
+    found.alloc(1, SLOTS, "cached")
+    found.alloc(1, (5,))
+    if again:
+        found.request(1, second)
+    found.forward(decode(1, 1, 4, 5), mode="decode")
+    found.free(1, (5,))
+    found.status(1, "finished", 1)
+    found.tokens[2] = found.token(1)
+    found.status(2, "admitted", 2)
+    found.alloc(2, SLOTS, "shared")
+    found.alloc(2, (6, 7))
+    found.table[2, :4] = SLOTS
+    found.forward(Part(request=2, row=2, prefix=4, slots=(6,)))
+    found.forward(decode(2, 2, 5, 7), mode="decode")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "cause", "count", "slot"),
+    [
+        (value(adapter="a"), value(adapter="b"), "other_adapter", 4, 1),
+        (value(adapter="a", salt=""), value(adapter="", salt=""), "other_adapter", 4, 1),
+        (value(adapter="", salt="x"), value(adapter="", salt="y"), "other_salt", 4, 1),
+        (value(weights="1"), value(weights="2"), "other_weights", 4, 1),
+        (media(("cat", 1, 2)), media(("dog", 1, 2)), "other_media", 2, 2),
+        (media(("cat", 1, 2)), media(), "other_media", 2, 2),
+        (value(adapter="a"), value(adapter="a"), "", 0, 0),
+        (value(adapter="a"), value(salt="a"), "", 0, 0),  # neither says of itself what the other says
+        (value(adapter="a"), [], "", 0, 0),
+        (media(("cat", 1, 2), ("dog", 8, 2)), media(("cat", 1, 2)), "", 0, 0),  # behind what is shared
+    ],
+)
+def test_a_hit_is_held_against_what_both_declare(
+    tmp_path: Path, first, second, cause: str, count: int, slot: int
+) -> None:
+    rows = scene(tmp_path / "t.arrow", first, second).judge("identity")
+    assert [(row["cause"], row["request_id"], row["count"], row["slot"]) for row in rows] == [
+        (cause, 2, count, slot)
+    ] * bool(cause)
+
+
+def test_what_a_request_is_later_does_not_change_what_it_wrote(tmp_path: Path) -> None:
+    old, new = value(weights="1"), value(weights="2")
+    assert told(scene(tmp_path / "a.arrow", old, new, again=True).judge("identity"))[0][1] == 2
+    assert scene(tmp_path / "b.arrow", old, old, again=True).judge("identity") == []
+
+
+@pytest.mark.usefixtures("pass_from_the_start")
+@pytest.mark.parametrize("differ", [True, False])
+def test_every_way_of_replaying_finds_it(tmp_path: Path, differ: bool) -> None:
+    scene(tmp_path / "t.arrow", value(adapter="a"), value(adapter="b" if differ else "a")).recorder.close()
+    found = []
+    for executor in ("stepwise", "interval"):
+        folder = tmp_path / executor
+        folder.mkdir()
+        replay(tmp_path / "t.arrow", settings=ReplaySettings(checks=CHECK_NAMES, executor=executor), report=folder)
+        found.append(pq.read_table(folder / "findings.parquet").to_pylist())
+    assert found[0] == found[1]
+    assert [row["kind"] for row in found[0]] == ["identity"] * differ
+
+
+def test_names_are_kept_private_and_told_apart(tmp_path: Path) -> None:
+    scene(tmp_path / "t.arrow", value(adapter="a", salt=""), value(adapter="b", salt="")).recorder.close()
+    told_of = [
+        view.ints("identity_hash").tolist() for view in read_trace(tmp_path / "t.arrow") if view.kind == "request"
+    ]
+    assert told_of[0][0] not in (0, told_of[1][0])
+    assert [hashes[1] for hashes in told_of] == [0, 0]
+
+
+@pytest.mark.parametrize(("first", "again"), [(value(adapter="a"), False), (value(weights="1"), True)])
+def test_a_segment_alone_knows_what_was_declared_before_it(tmp_path: Path, first, again: bool) -> None:
+    scene(tmp_path / "t.arrow", first, value(adapter="b", weights="2"), again=again).recorder.close()
+    segments = cut(tmp_path / "t.arrow", tmp_path / "cut.arrow", seed=1, least=11, most=12)
+    summary = replay(segments[1], settings=ReplaySettings(checks=("identity",)), report=None)
+    assert summary.findings_by_kind == {"identity": 1}
