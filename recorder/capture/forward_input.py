@@ -220,7 +220,7 @@ def copy_forward(
         check_length(name, array.size, most, "one for each of input_ids")
     copied.out_cache_loc = tuple(numbers.of_table(table, loc) for table, loc in enumerate(written))
     copied.reads = tuple(
-        _numbered(numbers, table, _copy_read(read, copied, _first_read(header, table, copied.prefix_lens)))
+        _numbered(numbers, table, copy_read(read, copied.rows, copied.prefix_lens, _first_read(header, table, copied)))
         for table, read in enumerate(given.reads)
     )
     if given.truth is not None:
@@ -295,23 +295,23 @@ def _other_windows(
     return dict(zip(("window_group", "window_request", "window_start", "window_count"), columns, strict=True)), watched
 
 
-def _first_read(header: TraceHeader, table: int, prefix_lens: Int64Array) -> Int64Array:
+def _first_read(header: TraceHeader, table: int, forward: CopiedForward) -> Int64Array:
     """Return the first position whose table cell some group of this table reads, the window's predecessor too."""
     windows = [group.window for group in header.groups if group.table == table]
     if not windows or 0 in windows:
-        return np.zeros_like(prefix_lens)
-    return np.maximum(prefix_lens - max(windows) - 1, 0)
+        return np.zeros_like(forward.prefix_lens)
+    return np.maximum(forward.prefix_lens - max(windows) - 1, 0)
 
 
-def _copy_read(read: Any, forward: CopiedForward, first: Int64Array) -> RowRuns:
-    rows, prefix_lens = forward.rows, forward.prefix_lens
+def copy_read(read: Any, rows: Int64Array, prefix_lens: Int64Array, first: Int64Array) -> RowRuns:
+    """Return the slots that requests on `rows` read from position `first` on, one of `ForwardInput.reads`; `[bs]` each."""
     if isinstance(read, TableRead):
         given = RowRuns(rows, *(own_int64(getattr(read, name), f"TableRead.{name}") for name in _READ))
         check_read("TableRead", given, rows.size)
         return given._replace(counts=np.maximum(given.counts, 0), values=saturated(given.values))
     if isinstance(read, BlockTable):
         counts = np.where(rows == 0, 0, np.maximum(prefix_lens - first, 0))
-        return RowRuns(rows, first, counts, saturated(copy_blocks(read, first, counts)))
+        return RowRuns(rows, first, counts, saturated(_copy_blocks(read, first, counts)))
     # Row 0 is padding whatever its prefix says, and a prefix beyond the table's width has no cell there.
     counts = np.where(rows == 0, 0, np.clip(np.minimum(prefix_lens, int(read.shape[1])) - first, 0, None))
     slots = read_runs(read, rows, first, counts)
@@ -319,7 +319,7 @@ def _copy_read(read: Any, forward: CopiedForward, first: Int64Array) -> RowRuns:
     return RowRuns(rows, first, counts, slots if int32 else saturated(slots))
 
 
-def copy_blocks(read: BlockTable, first: Int64Array, counts: Int64Array) -> Int64Array:
+def _copy_blocks(read: BlockTable, first: Int64Array, counts: Int64Array) -> Int64Array:
     """Return the slots of `counts[r]` positions from `first[r]` on, request by request."""
     if read.block_size < 1:
         raise ValueError(f"BlockTable.block_size is {read.block_size}, expected at least 1")

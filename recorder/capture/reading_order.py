@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from ...kernels.arrays import Int64Array
-from .forward_input import BlockTable, ForwardInput, TableRead, TruthTokens, copy_blocks
-from .host_arrays import own_int64, read_runs, shares
+from ...kernels.capture.changes import RowRuns
+from .forward_input import BlockTable, ForwardInput, TableRead, TruthTokens, copy_read
+from .host_arrays import own_int64, picked, shares
 
 
 def in_reading_order(given: ForwardInput) -> list[tuple[ForwardInput, Int64Array]]:
@@ -29,11 +30,11 @@ def in_reading_order(given: ForwardInput) -> list[tuple[ForwardInput, Int64Array
     lent = given.req_pool_indices is None  # then padding has no id
     rows = (own_int64(given.request_ids) >= 0).astype(np.int64) if lent else own_int64(given.req_pool_indices)
     lens = np.where(rows == 0, 0, np.maximum(extend, 0))
-    level = np.zeros(rows.size, np.int64)
+    level, start = np.zeros(rows.size, np.int64), np.zeros_like(prefix)
     waits = {
         pair
         for read, written in zip(given.reads, given.out_cache_loc, strict=True)
-        for pair in _waits(_read(read, rows, prefix), own_int64(written)[: int(lens.sum())], lens)
+        for pair in _waits(copy_read(read, rows, prefix, start), own_int64(written)[: int(lens.sum())], lens)
     }
     for _ in range(rows.size):  # a circle, which only a broken table has, ends here too
         before = level.copy()
@@ -48,25 +49,13 @@ def in_reading_order(given: ForwardInput) -> list[tuple[ForwardInput, Int64Array
     return [_part(given, lens, np.flatnonzero(level == wave), padded=wave == waves[-1]) for wave in waves]
 
 
-def _read(read: Any, rows: Int64Array, prefix: Int64Array) -> TableRead:
-    starts = np.zeros_like(prefix)
-    if isinstance(read, TableRead):
-        counts = np.maximum(own_int64(read.counts), 0)
-        return TableRead(starts=own_int64(read.starts), counts=counts, slots=own_int64(read.slots))
-    if isinstance(read, BlockTable):
-        counts = np.where(rows == 0, 0, np.maximum(prefix, 0))
-        return TableRead(starts=starts, counts=counts, slots=copy_blocks(read, starts, counts))
-    counts = np.where(rows == 0, 0, np.clip(prefix, 0, int(read.shape[1])))
-    return TableRead(starts=starts, counts=counts, slots=read_runs(read, rows, starts, counts))
-
-
-def _waits(read: TableRead, written: Int64Array, lens: Int64Array) -> set[tuple[int, int]]:
+def _waits(read: RowRuns, written: Int64Array, lens: Int64Array) -> set[tuple[int, int]]:
     """Return pairs of requests of which the first reads a slot that the second, another, writes."""
     if not written.size:
         return set()
     order = np.argsort(written, kind="stable")
-    at = np.minimum(np.searchsorted(written, read.slots, sorter=order), order.size - 1)
-    hit = (written[order[at]] == read.slots) & (read.slots > 0)
+    at = np.minimum(np.searchsorted(written, read.values, sorter=order), order.size - 1)
+    hit = (written[order[at]] == read.values) & (read.values > 0)
     requests = np.arange(lens.size, dtype=np.int64)
     reader, writer = np.repeat(requests, read.counts)[hit], np.repeat(requests, lens)[order[at[hit]]]
     other = reader != writer
@@ -101,7 +90,7 @@ def _part(
 
 def _chosen(read: Any, chosen: Int64Array) -> Any:
     if isinstance(read, BlockTable):
-        return read if read.blocks is None else replace(read, blocks=read.blocks[chosen])
+        return read if read.blocks is None else replace(read, blocks=picked(read.blocks, chosen))
     if not isinstance(read, TableRead):
         return read
     counts = np.maximum(own_int64(read.counts), 0)

@@ -18,29 +18,34 @@ if TYPE_CHECKING:
     from ..lab.adapter_check import AdapterReport
 
 _EPILOG = """\b
-What ENGINE is, a class or function of yours that gets the trace's path:
+ENGINE is a class or function of yours that gets the trace's path:
   class Engine:
-      vocab_size, max_len = 64, 64             what prompts may hold; these if absent
-      def __init__(self, trace): ...           your engine, with your adapter attached
-      def add(self, name, prompt, new_tokens)  a request, from now on waiting
-      def step(self) -> bool                   one step; whether anything is left
-      def close(self)                          the end of engine and recorder
+      vocab_size, max_len = 64, 64        what prompts may hold; these if absent
+      def __init__(self, trace): ...      your engine, your adapter attached
+      def add(self, name, prompt, new_tokens): ...     a request
+      def step(self) -> bool: ...         one step; whether anything is left
+      def close(self): ...                the end of engine and recorder
 \b
-For faults, your engine calls self.on_inputs(inputs) in each forward, right before the adapter looks; inputs is a dict with what
-you have of these, the engine's own tensors, which are changed in place:
-  input_ids positions slots [T]   prefix_lens extend_lens seq_lens [bs]
-  block_tables [bs, max_blocks] and block_size, or req_to_token [rows, width] and rows [bs]
-  K V, a KvTensor each, of the first layer that is recorded
-A method fault_NAME(self) -> bool is a fault of yours, in the allocator, say: asked before each step until it returns True.
+For faults, your engine calls self.on_inputs(inputs) in each forward, before
+the adapter looks. inputs is a dict with what you have of these, the engine's
+own tensors, which are changed in place:
+  input_ids positions slots                [T]
+  prefix_lens extend_lens seq_lens         [bs]
+  block_tables [bs, max_blocks] and block_size, or
+  req_to_token [rows, width] and rows [bs]
+  K V      a KvTensor each, of the first layer that is recorded
+A method fault_NAME(self) -> bool is a fault of yours, in the allocator, say:
+it is asked before each step until it returns True.
 \b
 Examples:
   kvcanary check-adapter my_engine.recording:Engine
   kvcanary check-adapter adapter_test.py:Engine --seeds 8 --keep traces
   kvcanary check-adapter adapter_test.py:Engine --json | jq .missed
 \b
-Exit code: 0 healthy runs are clean and every fault that was planted was found, 1 not so, 2 ENGINE cannot be used or fails
-in a healthy run, 125 nothing wrong, but no fault could be planted or a healthy run is inconclusive.
-docs/guide/checking-an-adapter.md has an example from beginning to end.
+Exit code: 0 healthy runs are clean and every fault that was planted was
+found; 1 not so; 2 ENGINE cannot be used, or fails in a healthy run; 125
+nothing wrong, but no fault could be planted, or a healthy run is inconclusive.
+docs/guide/checking-an-adapter.md goes through an example.
 """
 
 

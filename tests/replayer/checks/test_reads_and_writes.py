@@ -1,11 +1,12 @@
 """What a forward reads and writes: free, foreign, unwritten and differing slots, padding."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from kvcanary.recorder.capture.forward_input import ForwardInput, TruthTokens
+from kvcanary.recorder.capture.forward_input import BlockTable, ForwardInput, TruthTokens
 from kvcanary.recorder.capture.reading_order import in_reading_order
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
@@ -338,9 +339,10 @@ def test_a_corrupt_trace_makes_one_finding_a_request_not_one_a_slot(scene: Scene
     ]
 
 
+@pytest.mark.parametrize("shown", ["table", "blocks", "list of blocks"])
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_hit_in_the_same_step_is_legitimate_where_layers_store_before_they_attend(
-    tmp_path: Path, declared: bool
+    tmp_path: Path, declared: bool, shown: str
 ) -> None:
     """Request 8 begins with what 7 writes in the same step, and 9 with what 8 does; the batch has them in another order."""
     table = np.zeros((5, 16), np.int32)
@@ -362,6 +364,10 @@ def test_a_hit_in_the_same_step_is_legitimate_where_layers_store_before_they_att
         reads=(table,),
         truth=TruthTokens(flat=[*range(100, 107), *range(100, 106), *range(100, 104)], lens=[7, 6, 4, 0]),
     )
+    if shown != "table":  # an engine without rows
+        blocks = table[[3, 2, 1, 0]]
+        read = BlockTable(blocks=blocks if shown == "blocks" else blocks.tolist(), block_size=1)
+        told = replace(told, req_pool_indices=None, reads=(read,))
     parts = in_reading_order(told) if declared else [(told, np.arange(4))]
     with Recorder(tmp_path / "t.arrow", header) as recorder:
         for part, _ in parts:
@@ -371,14 +377,14 @@ def test_a_hit_in_the_same_step_is_legitimate_where_layers_store_before_they_att
             recorder.before_forward(
                 ForwardInput(
                     mode="decode",
-                    req_pool_indices=[row],
+                    req_pool_indices=[row] if shown == "table" else None,
                     request_ids=[request],
                     prefix_lens=[prefix],
                     extend_lens=[1],
                     input_ids=[100 + prefix],
                     positions=[prefix],
                     out_cache_loc=(np.array([slot]),),
-                    reads=(table,),
+                    reads=(table if shown == "table" else BlockTable(blocks=table[[row]], block_size=1),),
                 )
             )
             recorder.after_forward()
