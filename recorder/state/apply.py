@@ -64,7 +64,6 @@ class EventApplier(ABC, Generic[Step]):
             state.history.forget()
         for pool in state.pools:
             pool.forget()
-            pool.forget_host()
         self._listener.all_changed()
 
     # --- forwards
@@ -81,13 +80,20 @@ class EventApplier(ABC, Generic[Step]):
         self.tables.apply_changes(view)
         steps = [self._plan(pool, forward, changes) for pool in self.pools if pool.group.runner == forward.runner]
         self._judge(forward, view, steps)
-        launched = steps if len(forward.req_pool_indices) else []
-        self._launch_heads(launched, forward)
+        launched = [(step, half) for step in steps for half in step.pool.group.halves if len(forward.req_pool_indices)]
+        for step, half in launched:
+            self._verify("HEAD", half, step, forward)
+            self._write("HEAD", half, step, forward)
         changes.apply(PHASE_BEFORE, self.pools, backend=self._backend)
-        self._verify_rings(launched, forward)
+        for step, half in launched:
+            if step.pool.group.reads_before_write:  # a ring, on whose prefix this forward's own writes land
+                self._verify("TAIL", half, step, forward)
         self._store_bytes(steps, forward)
         changes.apply(PHASE_AFTER, self.pools, backend=self._backend)
-        self._launch_tails(launched, forward)
+        for step, half in launched:
+            if not step.pool.group.reads_before_write:
+                self._verify("TAIL", half, step, forward)
+            self._write("TAIL", half, step, forward)
         for step in steps:
             self._mark_writers(step, forward)
             self._finish(step, forward)
@@ -114,25 +120,6 @@ class EventApplier(ABC, Generic[Step]):
 
     def _finish_forward(self, forward: Forward, steps: list[Step]) -> None:
         """Take note of a forward that has run; everything is as it leaves it."""
-
-    def _launch_heads(self, steps: list[Step], forward: Forward) -> None:
-        for step in steps:
-            for half in step.pool.group.halves:
-                self._verify("HEAD", half, step, forward)
-                self._write("HEAD", half, step, forward)
-
-    def _verify_rings(self, steps: list[Step], forward: Forward) -> None:
-        """Judge ring buffers: their prefix is read before this forward's own writes land on it."""
-        for step in steps:
-            for half in step.pool.group.halves if step.pool.group.reads_before_write else ():
-                self._verify("TAIL", half, step, forward)
-
-    def _launch_tails(self, steps: list[Step], forward: Forward) -> None:
-        for step in steps:
-            for half in step.pool.group.halves:
-                if not step.pool.group.reads_before_write:
-                    self._verify("TAIL", half, step, forward)
-                self._write("TAIL", half, step, forward)
 
     def _store_bytes(self, steps: list[Step], forward: Forward) -> None:
         slots = {step.pool.index: step.slots for step in steps}

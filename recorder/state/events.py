@@ -12,19 +12,9 @@ import numpy as np
 from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.sparse import require_memory_for
 from ..capture.host_arrays import runs_to_slots
+from ..trace import schema
 from ..trace.header import PoolGroup
 from ..trace.reader import EventView
-from ..trace.schema import (
-    ALLOC_FRESH,
-    ALLOC_SHARED,
-    ALLOC_STATUSES,
-    REQUEST_STATUSES,
-    SEND,
-    TIER_HOST,
-    TIER_POOL,
-    TRANSFER_DIRECTIONS,
-    TRANSFER_STATUSES,
-)
 from .forward import UnusableEventError, add_up, columns, stream_bytes
 
 MAX_SLOT: Final = 1 << 62  # so that a run behind it does not wrap around
@@ -133,7 +123,7 @@ def read_known_event(view: EventView, groups: Sequence[PoolGroup]) -> KnownEvent
         case "transfer":
             return _transfer_event(view, groups)
         case "status":
-            return StatusEvent(**_named(view, REQUEST_STATUSES), row=_event_row(view))
+            return StatusEvent(**_named(view, schema.REQUEST_STATUSES), row=_event_row(view))
         case "sample":
             lens, tokens = view.ints("sampled_lens"), view.ints("sampled_tokens")
             if not add_up(lens, len(tokens)):
@@ -153,9 +143,9 @@ def _named(view: EventView, statuses: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _slot_event(view: EventView, groups: Sequence[PoolGroup]) -> SlotEvent:
-    named, note = _named(view, ALLOC_STATUSES if view.kind == "alloc" else ()), str(view.scalar("note"))
-    if view.kind == "alloc" and named["status"] == ALLOC_FRESH and note in SHARED_NOTES:
-        named["status"] = ALLOC_SHARED
+    named, note = _named(view, schema.ALLOC_STATUSES if view.kind == "alloc" else ()), str(view.scalar("note"))
+    if view.kind == "alloc" and named["status"] == schema.ALLOC_FRESH and note in SHARED_NOTES:
+        named["status"] = schema.ALLOC_SHARED
     try:
         parts = _expanded(*_slot_runs(view, groups))
     except UnusableEventError:
@@ -164,15 +154,15 @@ def _slot_event(view: EventView, groups: Sequence[PoolGroup]) -> SlotEvent:
 
 
 def _transfer_event(view: EventView, groups: Sequence[PoolGroup]) -> TransferEvent:
-    named, direction = _named(view, TRANSFER_STATUSES), str(view.scalar("mode"))
-    if direction not in TRANSFER_DIRECTIONS:
+    named, direction = _named(view, schema.TRANSFER_STATUSES), str(view.scalar("mode"))
+    if direction not in schema.TRANSFER_DIRECTIONS:
         raise UnusableEventError(f"a transfer of direction {direction!r}")
     numbers, starts, counts = _slot_runs(view, groups)
     if len(numbers) and bool((numbers != numbers[0]).any()):
         raise UnusableEventError("a transfer of several groups, expected an event for each")
     group = int(numbers[0]) if len(numbers) else -1
     slots = runs_to_slots(starts, counts)
-    lands = named["status"] == "end" and direction != SEND and group >= 0
+    lands = named["status"] == "end" and direction != schema.SEND and group >= 0
     first = view.ints("prefix_lens")
     return TransferEvent(
         **named,
@@ -242,9 +232,9 @@ def _parted(view: EventView, groups: Sequence[PoolGroup]) -> tuple[GroupSlots, .
 def _copy_event(view: EventView, groups: Sequence[PoolGroup]) -> CopyEvent:
     group, src_tier, src, dst_tier, dst, count = columns(view, "copy", _COPY)
     for name, tiers in (("src_tier", src_tier), ("dst_tier", dst_tier)):
-        if not bool(np.isin(tiers, (TIER_POOL, TIER_HOST)).all()):
-            raise UnusableEventError(f"copy_{name} names a tier other than {TIER_POOL} and {TIER_HOST}")
-    to_pool = dst_tier == TIER_POOL
+        if not bool(np.isin(tiers, (schema.TIER_POOL, schema.TIER_HOST)).all()):
+            raise UnusableEventError(f"copy_{name} names a tier other than {schema.TIER_POOL} and {schema.TIER_HOST}")
+    to_pool = dst_tier == schema.TIER_POOL
     runs = [column[to_pool] for column in (group, dst, count)]
     require_inside(runs, [known.num_slots for known in groups])
     if bool(((group < 0) | (group >= len(groups))).any()):

@@ -267,10 +267,8 @@ class SlotHistory:
         known = self.known
         if isinstance(known, SlotEvent):
             self.ledger.apply_slots(known)
-        elif isinstance(known, CopyEvent):
-            self.ledger.apply_copy(known)
-        elif isinstance(known, TransferEvent):
-            self.ledger.apply_transfer(known)
+        elif isinstance(known, CopyEvent | TransferEvent):
+            self.ledger.apply_content(known)
         elif isinstance(known, StatusEvent):
             self.rows.apply_status(known)
             self.samples.apply_status(known)

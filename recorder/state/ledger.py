@@ -90,22 +90,14 @@ class SlotLedger:
                 if event.request_id >= 0:
                     self.held_by[event.request_id] = self.held_by.get(event.request_id, 0) + len(slots)
 
-    def apply_copy(self, event: CopyEvent) -> None:
-        """Move on by a copy: its targets have content."""
-        for part in event.parts:
-            self.rows[part.group][part.slots, CONTENT] = event.event + 1 if self.complete else TIMELESS
-
-    def apply_transfer(self, event: TransferEvent) -> None:
-        """Move on by a transfer: what landed has content, what failed has not."""
+    def apply_content(self, event: CopyEvent | TransferEvent) -> None:
+        """Move on by a copy, whose targets have content, or a transfer: what landed has some, what failed has not."""
         number = event.event + 1
         for part in event.parts:
-            rows = self.rows[part.group]
-            if event.status == "start":
-                self.transfers[part.group][part.slots] = number
-            else:
-                self.transfers[part.group][part.slots] = 0
-                if event.status == "end" and event.direction == RECEIVE:
-                    rows[part.slots, CONTENT] = number if self.complete else TIMELESS
+            if isinstance(event, TransferEvent):
+                self.transfers[part.group][part.slots] = number if event.status == "start" else 0
+            if isinstance(event, CopyEvent) or (event.status == "end" and event.direction == RECEIVE):
+                self.rows[part.group][part.slots, CONTENT] = number if self.complete else TIMELESS
 
     def held_slots(self, request_id: int) -> list[GroupSlots]:
         """Return the slots that a request holds alone, group by group; a search of the pools if there are any."""

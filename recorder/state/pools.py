@@ -94,14 +94,12 @@ class GroupPool:
         for have, take in zip(source.arrays(), target.arrays(), strict=True):
             take[copy.dst] = have[copy.src]
 
-    def forget(self, slots: slice | Int64Array = slice(None)) -> None:
-        """Mark slots as unknown, after events that may have written them were lost."""
-        self.pool.unknown[slots] = True
+    def forget(self, slots: slice | Int64Array | None = None) -> None:
+        """Mark slots as unknown, after events that may have written them were lost; None: all, of both tiers."""
+        if slots is None:
+            self.host.unknown[:] = True
+        self.pool.unknown[slice(None) if slots is None else slots] = True
         self.any_unknown = True
-
-    def forget_host(self) -> None:
-        """Mark the whole host tier as unknown."""
-        self.host.unknown[:] = True
 
     def learn(self, slots: Int64Array) -> None:
         """Mark slots as known again, since this forward wrote them."""

@@ -9,26 +9,17 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from ..errors import UnreadableTraceError
+from . import schema as keys
 from .batch import TraceBatch
 from .checksum import batch_crc32c, column_forms, stored_crc32c, text_crc32c
 from .framing import Frame, FramingError, check_buffers, read_frame, read_message
 from .header import TraceHeader
-from .schema import (
-    ADDED,
-    CRC_KEY,
-    ENGINE_EVENTS_KEY,
-    FIRST_EVENT_KEY,
-    HEADER_CRC_KEY,
-    HEADER_KEY,
-    NUM_EVENTS_KEY,
-    trace_schema,
-)
 from .trace_bytes import TornError, TraceBytes
 
 # What pyarrow raises on hostile bytes, beside its own exceptions.
 ARROW_ERRORS: Final = (pa.ArrowException, OSError, MemoryError, ValueError, TypeError, KeyError, OverflowError)
 _MAX_DIGITS: Final = 19
-_OWN_SCHEMA: Final = trace_schema()
+_OWN_SCHEMA: Final = keys.trace_schema()
 LARGE_BYTES: Final = 4 << 20  # threads are not worth their start for less of a file
 _AHEAD: Final = 2  # batches in flight, each no larger in the file than the next: memory has a bound
 _AHEAD_BYTES: Final = 16 << 20
@@ -53,10 +44,10 @@ def check_schema(schema: pa.Schema) -> TraceHeader:
     this build does not know are accepted (a newer minor version added them).
     """
     metadata = schema.metadata or {}
-    if HEADER_KEY not in metadata:
+    if keys.HEADER_KEY not in metadata:
         raise UnreadableTraceError("an Arrow file, but its schema has no kvcanary.header: not a kvcanary trace")
-    text = metadata[HEADER_KEY]
-    if metadata.get(HEADER_CRC_KEY) != b"%d" % text_crc32c(text):
+    text = metadata[keys.HEADER_KEY]
+    if metadata.get(keys.HEADER_CRC_KEY) != b"%d" % text_crc32c(text):
         # A major version from the future may have changed this very rule, so say so first if that is the case.
         TraceHeader.from_json(text)
         raise UnreadableTraceError("its header fails its CRC: the header is damaged")
@@ -75,7 +66,7 @@ def _check_columns(schema: pa.Schema, format_minor: int) -> None:
         raise UnreadableTraceError("a column's name is not UTF-8: the header is damaged") from None
     for expected in _OWN_SCHEMA:
         found = [schema.field(index) for index in schema.get_all_field_indices(expected.name)]
-        if not found and format_minor < ADDED.get(expected.name, 0):
+        if not found and format_minor < keys.ADDED.get(expected.name, 0):
             continue
         if len(found) != 1:
             came = "missing" if not found else f"there {len(found)} times"
@@ -91,7 +82,7 @@ def _check_columns(schema: pa.Schema, format_minor: int) -> None:
 def claimed_events(frame: Frame) -> tuple[int, int] | None:
     """Return the first event number and event count that a batch's metadata claims, or None."""
     try:
-        return _decimal(frame, FIRST_EVENT_KEY), _decimal(frame, NUM_EVENTS_KEY)
+        return _decimal(frame, keys.FIRST_EVENT_KEY), _decimal(frame, keys.NUM_EVENTS_KEY)
     except DamagedBatchError:
         return None
 
@@ -140,7 +131,9 @@ class BatchDecoder:
 
     def decode(self, frame: Frame) -> TraceBatch:
         """Return a batch if its bytes, numbers and CRC hold; else raise `DamagedBatchError` saying which does not."""
-        first_event, num_events, crc = (_decimal(frame, key) for key in (FIRST_EVENT_KEY, NUM_EVENTS_KEY, CRC_KEY))
+        first_event, num_events, crc = (
+            _decimal(frame, key) for key in (keys.FIRST_EVENT_KEY, keys.NUM_EVENTS_KEY, keys.CRC_KEY)
+        )
         if frame.num_rows != num_events:
             raise DamagedBatchError(f"says {num_events} events and holds {frame.num_rows} rows")
         forms = self._forms
@@ -172,7 +165,7 @@ class BatchDecoder:
             first_event=first_event,
             end_byte=frame.end,
             buffer_bytes=frame.buffers[:, 1].copy(),
-            engine_events=_decimal(frame, ENGINE_EVENTS_KEY) if ENGINE_EVENTS_KEY in frame.metadata else None,
+            engine_events=_decimal(frame, keys.ENGINE_EVENTS_KEY) if keys.ENGINE_EVENTS_KEY in frame.metadata else None,
         )
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ...kernels.arrays import ByteArray, Int64Array
-from . import schema as names
+from . import schema as keys
 from .checksum import batch_crc32c, column_forms, text_crc32c
 from .header import TraceHeader
 from .schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS, trace_schema
@@ -101,7 +101,7 @@ def header_schema(header: TraceHeader, schema: pa.Schema | None = None) -> pa.Sc
     """Return the trace schema (or `schema`) with the header and its CRC in the metadata."""
     text = header.to_json().encode("ascii")
     return (schema or trace_schema()).with_metadata(
-        {names.HEADER_KEY: text, names.HEADER_CRC_KEY: b"%d" % text_crc32c(text)}
+        {keys.HEADER_KEY: text, keys.HEADER_CRC_KEY: b"%d" % text_crc32c(text)}
     )
 
 
@@ -143,11 +143,11 @@ def batch_metadata(batch: pa.RecordBatch, first_event: int, engine_events: int |
     is how many of the engine's events are in the recording up to this batch's end, from which the reader knows where
     its tail begins. Raises `ValueError` for a column type that no trace of this major version has.
     """
-    known = {} if engine_events is None else {names.ENGINE_EVENTS_KEY: b"%d" % engine_events}
+    known = {} if engine_events is None else {keys.ENGINE_EVENTS_KEY: b"%d" % engine_events}
     return {
-        names.FIRST_EVENT_KEY: b"%d" % first_event,
-        names.NUM_EVENTS_KEY: b"%d" % batch.num_rows,
-        names.CRC_KEY: b"%d" % batch_crc32c(batch, first_event, column_forms(batch.schema)),
+        keys.FIRST_EVENT_KEY: b"%d" % first_event,
+        keys.NUM_EVENTS_KEY: b"%d" % batch.num_rows,
+        keys.CRC_KEY: b"%d" % batch_crc32c(batch, first_event, column_forms(batch.schema)),
         **known,
     }
 

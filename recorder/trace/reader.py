@@ -11,21 +11,10 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from ..errors import TraceError, UnreadableTraceError
+from . import framing
 from .batch import EventView, TraceBatch, TraceGap
 from .decode import ARROW_ERRORS, check_schema, decode_schema
 from .files import is_locked, recording_path, segment_path, split_segment_name
-from .framing import (
-    FIRST_MESSAGE,
-    MAGIC,
-    PREFIX_BYTES,
-    SCHEMA,
-    Footer,
-    FramingError,
-    find_frames,
-    footer_lists,
-    read_footer,
-    read_frame,
-)
 from .header import Segment, TraceHeader
 from .tail_reader import TailReader
 from .trace_bytes import TraceBytes
@@ -43,11 +32,11 @@ class TraceReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._bytes, self.size_bytes = _open(self.path)  # the file's size when it was opened
-        self._footer: Footer | None = None
+        self._footer: framing.Footer | None = None
         self._header_damage = ""
         self._limit = self.size_bytes
         try:
-            footer = read_footer(self._bytes, self.size_bytes)
+            footer = framing.read_footer(self._bytes, self.size_bytes)
             self.header: TraceHeader = self._read_header(footer)
             if footer is not None and self._is_right(footer):
                 self._footer, self._limit = footer, footer.start
@@ -113,8 +102,8 @@ class TraceReader:
 
     def _since_closed(self) -> tuple[int, int] | None:
         """Return how many batches the footer lists that was written meanwhile, and where it starts; None if none was."""
-        self._size_bytes = self._bytes.size()
-        footer = read_footer(self._bytes, self._size_bytes)
+        self.size_bytes = self._bytes.size()
+        footer = framing.read_footer(self._bytes, self.size_bytes)
         if footer is None or not self._is_right(footer):
             return None
         self._footer = footer
@@ -131,7 +120,7 @@ class TraceReader:
             return None
         return TailReader(self.path, self.header.trace_id)
 
-    def _read_header(self, footer: Footer | None) -> TraceHeader:
+    def _read_header(self, footer: framing.Footer | None) -> TraceHeader:
         try:
             self.schema, self._first_batch = self._leading_schema(footer)
             return check_schema(self.schema)
@@ -147,27 +136,29 @@ class TraceReader:
                 return header
             raise
 
-    def _leading_schema(self, footer: Footer | None) -> tuple[pa.Schema, int]:
+    def _leading_schema(self, footer: framing.Footer | None) -> tuple[pa.Schema, int]:
         _check_magic(self._bytes, self.size_bytes)
         try:
-            frame = read_frame(self._bytes, FIRST_MESSAGE, self.size_bytes)
-        except FramingError as error:
+            frame = framing.read_frame(self._bytes, framing.FIRST_MESSAGE, self.size_bytes)
+        except framing.FramingError as error:
             problem = f"its header is damaged: {error}; restore a copy or record again"
             if error.torn:
                 problem = f"torn within its header, at byte {self.size_bytes}: no event can be read; record again"
             raise UnreadableTraceError(problem) from None
-        if frame is None or frame.kind != SCHEMA:
+        if frame is None or frame.kind != framing.SCHEMA:
             raise UnreadableTraceError("its first message is no schema: the header is damaged; restore a copy")
         schema, end = decode_schema(self._bytes, frame), frame.end
-        if footer is None or not footer_lists(footer, end):
+        if footer is None or not framing.footer_lists(footer, end):
             # A schema message that claims too many bytes would swallow the first batches.
-            found = next(find_frames(self._bytes, FIRST_MESSAGE + PREFIX_BYTES, self.size_bytes), None)
+            found = next(
+                framing.find_frames(self._bytes, framing.FIRST_MESSAGE + framing.PREFIX_BYTES, self.size_bytes), None
+            )
             if found is not None and found.start < end:
                 self._header_damage, end = "the length of its schema message is damaged", found.start
         return schema, end
 
-    def _is_right(self, footer: Footer) -> bool:
-        if not footer_lists(footer, self._first_batch):
+    def _is_right(self, footer: framing.Footer) -> bool:
+        if not framing.footer_lists(footer, self._first_batch):
             return False
         try:
             listed = pa.ipc.open_file(footer.as_file)
@@ -232,10 +223,10 @@ _FOREIGN = {
 
 
 def _check_magic(source: TraceBytes, size: int) -> None:
-    head = bytes(source.read_some(0, min(FIRST_MESSAGE, size)))
-    if head[: len(MAGIC)] == MAGIC:
+    head = bytes(source.read_some(0, min(framing.FIRST_MESSAGE, size)))
+    if head[: len(framing.MAGIC)] == framing.MAGIC:
         return
-    if MAGIC.startswith(head):
+    if framing.MAGIC.startswith(head):
         raise UnreadableTraceError(f"torn after {size} bytes: no event can be read; record again")
     for start, what in _FOREIGN.items():
         if head.startswith(start):

@@ -21,21 +21,9 @@ import numpy as np
 from crc32c import crc32c
 
 from ..files import new_private_descriptor
+from ..trace import tail_reader as layout
 from ..trace.event import TraceEvent
 from ..trace.files import tail_paths
-from ..trace.tail_reader import (
-    HEADER_BYTES,
-    LAYOUT_BYTES,
-    MAX_BODY_BYTES,
-    MAX_LAYOUTS,
-    NUMBERS,
-    RECORD,
-    RECORD_MAGIC,
-    STATE,
-    STATE_AT,
-    TEXTS,
-    tail_header,
-)
 from .own_file import OwnFile
 
 _log = logging.getLogger("kvcanary")
@@ -54,7 +42,7 @@ def open_tail(trace: Path, trace_id: str) -> "Tail | None":
     try:
         for path in paths:
             made.append(new_private_descriptor(path))  # in place of an earlier trace's of this name, which is gone
-            os.pwrite(made[-1], tail_header(trace_id) + STATE.pack(-1), 0)
+            os.pwrite(made[-1], layout.tail_header(trace_id) + layout.STATE.pack(-1), 0)
     except OSError as error:
         for descriptor, path in zip(made, paths, strict=False):
             os.close(descriptor)
@@ -76,7 +64,7 @@ class Tail:
         self._trace = trace
         self._paths = paths
         self._files = list(map(OwnFile, descriptors))
-        self._sizes = [HEADER_BYTES, HEADER_BYTES]
+        self._sizes = [layout.HEADER_BYTES, layout.HEADER_BYTES]
         self._last = [-1, -1]  # the last event in each
         self._empty = [False, True]
         self._now = 0
@@ -86,7 +74,7 @@ class Tail:
 
     def put(self, number: int, event: TraceEvent, nbytes: int) -> None:
         """Append an event of about so many bytes, the engine's `number`th from 0; a very large one waits in memory alone."""
-        if self._off or nbytes > MAX_BODY_BYTES:
+        if self._off or nbytes > layout.MAX_BODY_BYTES:
             return
         begin = time.perf_counter_ns()
         if self._rests_until:
@@ -127,7 +115,7 @@ class Tail:
     def _say_state(self, first_missing: int) -> None:
         for own in self._files:
             with contextlib.suppress(OSError):
-                own.write(STATE.pack(first_missing), STATE_AT)
+                own.write(layout.STATE.pack(first_missing), layout.STATE_AT)
 
     def outdated(self, events: int) -> int | None:
         """Return which file holds nothing but what is in the trace, now that it has the first `events` events."""
@@ -137,8 +125,8 @@ class Tail:
     def empty(self, which: int) -> None:
         """Empty an outdated file; without the lock, since `put` does not take it before."""
         with contextlib.suppress(OSError):
-            self._files[which].truncate(HEADER_BYTES)
-            self._sizes[which] = HEADER_BYTES
+            self._files[which].truncate(layout.HEADER_BYTES)
+            self._sizes[which] = layout.HEADER_BYTES
             self._empty[which] = True
 
     def remove(self) -> None:
@@ -175,21 +163,23 @@ def _body(event: TraceEvent) -> bytes:
         return b"".join(head + written + list(map(np.ascontiguousarray, arrays)))
 
 
-@functools.lru_cache(maxsize=MAX_LAYOUTS)
+@functools.lru_cache(maxsize=layout.MAX_LAYOUTS)
 def _layout(
     kind: str, scalars: tuple[str, ...], int_lists: tuple[str, ...], byte_lists: tuple[str, ...]
 ) -> tuple[bytes, struct.Struct, list[str], list[str]]:
     """Return what all events with the same columns have in common: their names, and how their numbers are packed."""
-    ints, texts = ([name for name in scalars if (name in TEXTS) == text] for text in (False, True))
+    ints, texts = ([name for name in scalars if (name in layout.TEXTS) == text] for text in (False, True))
     names = json.dumps([kind, ints, texts, int_lists, byte_lists], separators=(",", ":")).encode()
     count = 1 + len(scalars) + len(int_lists) + len(byte_lists)
-    return LAYOUT_BYTES.pack(len(names)) + names, struct.Struct(f"<{count}q"), ints, texts
+    return layout.LAYOUT_BYTES.pack(len(names)) + names, struct.Struct(f"<{count}q"), ints, texts
 
 
 def append_record(own: OwnFile, at: int, number: int, body: bytes) -> int:
     """Write a record of the event `number` at byte `at`; return its bytes. Raises `OSError`."""
     size = len(body)
-    head = RECORD.pack(RECORD_MAGIC, crc32c(body, crc32c(NUMBERS.pack(number, size))), number, size)
+    head = layout.RECORD.pack(
+        layout.RECORD_MAGIC, crc32c(body, crc32c(layout.NUMBERS.pack(number, size))), number, size
+    )
     if size <= _SMALL_BYTES:
         own.write_at_once(head + body, at)
     else:
