@@ -124,9 +124,9 @@ def _recover_folder(folder: Path, *, force: bool, as_json: bool) -> int:
 
 def _as_json(result: RecoveryResult) -> dict[str, Any]:
     """Return what was kept and lost; `lost_events` is null if nobody can know."""
-    names = ("kept_events", "kept_batches", "lost_events", "known_lost_events", "num_gaps")
-    found = {"trace": str(result.source), "recovered": str(result.target)}
-    return {**found, **{name: getattr(result, name) for name in names}, "causes": result.causes}
+    names = ("kept_events", "kept_batches", "lost_events", "known_lost_events", "num_gaps", "causes")
+    named = {"trace": str(result.source), "recovered": str(result.target)}
+    return named | {name: getattr(result, name) for name in names}
 
 
 def _print_json(value: dict[str, Any]) -> None:

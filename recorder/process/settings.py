@@ -116,17 +116,16 @@ class RecordingSettings(WriterSettings):
         """Return how the trace is cut, what is kept of it, and what freezes it, in words."""
         if not self.cut:
             return "one file"
-        cuts = [f"{self.segment_bytes / (1 << 20):g} MiB"] if self.segment_bytes else []
-        cuts += [f"{self.segment_ns / 1e9:g} s"] if self.segment_ns else []
-        kept = [f"{self.keep_segments} segments"] if self.keep_segments else []
-        kept += [f"{self.keep_bytes / (1 << 20):g} MiB"] if self.keep_bytes else []
-        frozen = [str(self.freeze_file)] if self.freeze_file else []
-        frozen += [signal.Signals(self.freeze_signal).name] if self.freeze_signal else []
-        keep = f", the last {' and '.join(kept)} kept" if kept else ", all kept"
+        size, age = f"{self.segment_bytes / (1 << 20):g} MiB", f"{self.segment_ns / 1e9:g} s"
+        cuts = [size] * bool(self.segment_bytes) + [age] * bool(self.segment_ns)
+        number, kept_size = f"{self.keep_segments} segments", f"{self.keep_bytes / (1 << 20):g} MiB"
+        kept = [number] * bool(self.keep_segments) + [kept_size] * bool(self.keep_bytes)
+        frozen = self.freeze_file, self.freeze_signal and signal.Signals(self.freeze_signal).name
+        said = f"segments of {' or '.join(cuts)}, "
+        said += f"the last {' and '.join(kept)} kept" if kept else "all kept"
         if self.keep_folder_bytes:
-            keep += f", at most {self.keep_folder_bytes / (1 << 20):g} MiB in the folder at the start"
-        freeze = f", frozen by {' or '.join(frozen)}" if frozen else ""
-        return f"segments of {' or '.join(cuts)}{keep}{freeze}"
+            said += f", at most {self.keep_folder_bytes / (1 << 20):g} MiB in the folder at the start"
+        return said + (f", frozen by {' or '.join(map(str, filter(None, frozen)))}" if any(frozen) else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +172,28 @@ class Setting:
     def parse(self, given: Any, where: str) -> Any:
         """Return the attribute's value; raise `ValueError`, whose message begins with `where`, for another than expected."""
         if isinstance(given, str | int) and not isinstance(given, bool):
-            value = _PARSERS[self.kind](self, str(given).strip())
+            value = self._value(str(given).strip())
             if value is not None:
                 return value
         raise ValueError(f"{where} is {given!r}, expected {self.expected}")
+
+    def _value(self, text: str) -> Any:
+        if self.kind == "word":
+            return text if text in self.words else None
+        if self.kind == "signal":
+            name = text.upper().removeprefix("SIG")
+            return int(signal.Signals["SIG" + name]) if name in SIGNALS else None
+        if self.kind == "path":
+            try:
+                return Path(text).expanduser() if text and "\0" not in text else None
+            except RuntimeError:  # ~nobody, or a user without a home: the folder of that name
+                return Path(text)
+        match = re.fullmatch(r"([0-9]{1,18})\s*([KMG]iB)?", text, re.IGNORECASE | re.ASCII)
+        if match is None or (match[2] and self.kind != "bytes"):
+            return None
+        value = int(match[1]) * _UNITS[(match[2] or "").upper()]
+        fits = self.least <= value <= self.most and value % self.multiple == 0
+        return value * self.scale if fits else None
 
     @property
     def expected(self) -> str:
@@ -193,39 +210,6 @@ class Setting:
 
 
 _UNITS: Final = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-
-def _number(setting: Setting, text: str) -> int | None:
-    match = re.fullmatch(r"([0-9]{1,18})\s*([KMG]iB)?", text, re.IGNORECASE | re.ASCII)
-    if match is None or (match[2] and setting.kind != "bytes"):
-        return None
-    value = int(match[1]) * _UNITS[(match[2] or "").upper()]
-    fits = setting.least <= value <= setting.most and value % setting.multiple == 0
-    return value * setting.scale if fits else None
-
-
-def _path(_: Setting, text: str) -> Path | None:
-    if not text or "\0" in text:
-        return None
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:  # ~nobody, or a user without a home: the folder of that name
-        return Path(text)
-
-
-def _signal(_: Setting, text: str) -> int | None:
-    name = text.upper().removeprefix("SIG")
-    return int(signal.Signals["SIG" + name]) if name in SIGNALS else None
-
-
-_PARSERS: Final = {
-    "number": _number,
-    "bytes": _number,
-    "word": lambda setting, text: text if text in setting.words else None,
-    "path": _path,
-    "signal": _signal,
-}
-
 _HISTORIES: Final = ("auto", "on", "off")
 
 FOLDER: Final = Setting("trace", "path", "Folder for the traces; nothing is recorded without it.", "folder")

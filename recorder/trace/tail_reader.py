@@ -4,7 +4,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
 
+from ..files import regular_file
 from .batch import TraceBatch, TraceGap
 from .event import TraceEvent, encode_events
 from .files import tail_paths
@@ -70,9 +70,10 @@ class TailReader:
         """Yield the engine's events from number `after` on, in order, with their numbers. A record that is not whole
         ends its file.
         """
-        files = [_TailFile(path, self._trace_id) for path in tail_paths(self._trace)]
-        try:
-            self.whole = all(file.whole for file in files)
+        with contextlib.ExitStack() as opened:
+            found = [_open(opened, path, self._trace_id) for path in tail_paths(self._trace)]
+            files = [file for file in found if file is not None]
+            self.whole = len(files) == len(found) and all(file.whole for file in files)
             last = after - 1
             for file in sorted(files, key=_TailFile.first_number):
                 for number, event in file.events(after):
@@ -80,9 +81,6 @@ class TailReader:
                         break
                     last = number
                     yield number, event
-        finally:
-            for file in files:
-                file.close()
 
     def batches(self, after: int, first_event: int, schema: pa.Schema) -> Iterator[TraceBatch | TraceGap]:
         """Yield `events` as batches in a trace's own schema, numbered from `first_event`. A gap stands where the tail
@@ -106,26 +104,19 @@ class TailReader:
             yield TraceBatch(encode_events(held, first_event, schema), first_event=first_event)
 
 
-class _TailFile:
-    """One of the two files, or nothing if it is not usable; `whole` says whether nothing was left out of it."""
+def _open(opened: contextlib.ExitStack, path: Path, trace_id: str) -> "_TailFile | None":
+    """Return a tail file, which is closed with `opened`; None for one that is not usable."""
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = opened.enter_context(regular_file(path, links=False))
+        head = os.pread(descriptor, HEADER_BYTES, 0)
+        if len(head) == HEADER_BYTES and head.startswith(tail_header(trace_id)):
+            return _TailFile(descriptor, STATE.unpack_from(head, STATE_AT)[0] == -1)
+    return None
 
-    def __init__(self, path: Path, trace_id: str) -> None:
-        self.whole = False
-        self._descriptor = -1
-        with contextlib.suppress(OSError, ValueError):
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
-            head = os.pread(self._descriptor, HEADER_BYTES, 0) if regular else b""
-            if len(head) == HEADER_BYTES and head.startswith(tail_header(trace_id)):
-                self.whole = STATE.unpack_from(head, STATE_AT)[0] == -1
-            else:
-                self.close()
 
-    def close(self) -> None:
-        """Close it."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+class _TailFile(NamedTuple):
+    descriptor: int
+    whole: bool  # nothing was left out of it
 
     def first_number(self) -> int:
         """Return the number of the file's first event, -1 without any."""
@@ -140,7 +131,7 @@ class _TailFile:
             at += RECORD.size
             if number >= after:
                 try:
-                    body = os.pread(self._descriptor, size, at)
+                    body = os.pread(self.descriptor, size, at)
                     if len(body) != size or crc32c(body, crc32c(NUMBERS.pack(number, size))) != crc:
                         return
                     event = _event(body)
@@ -151,11 +142,9 @@ class _TailFile:
 
     def _head(self, at: int) -> tuple[int, int, int] | None:
         """Return CRC, number and size of the record at `at`, None if there is none whose body is in the file."""
-        if self._descriptor < 0:
-            return None
         try:
-            head = os.pread(self._descriptor, RECORD.size, at)
-            left = os.fstat(self._descriptor).st_size - at - RECORD.size
+            head = os.pread(self.descriptor, RECORD.size, at)
+            left = os.fstat(self.descriptor).st_size - at - RECORD.size
         except OSError:
             return None
         if len(head) < RECORD.size:

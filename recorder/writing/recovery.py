@@ -11,7 +11,7 @@ import pyarrow as pa
 from ..errors import TraceError
 from ..files import partial_path
 from ..process.settings import COMPRESSIONS
-from ..trace.batch import CUT, TraceBatch, TraceGap
+from ..trace.batch import CUT, TraceBatch
 from ..trace.event import batch_metadata, encode_events, loss_event
 from ..trace.reader import TraceReader
 from .trace_file import TraceFile
@@ -54,17 +54,13 @@ def recover(source: str | Path, target: str | Path, *, overwrite: bool = False) 
                 raise TraceError(f"{target}: cannot be written: it exists; pass --force or choose another name")
             if target.exists() and not target.is_file():
                 raise TraceError(f"{target}: cannot be written: it is not a regular file; name another file")
+        result = RecoveryResult(source=source, target=target)
         partial = partial_path(target)
         compression = reader.header.capture.compression
         compression = compression if compression in COMPRESSIONS else "lz4"
         file = TraceFile(partial, reader.schema, compression=compression, named=target)
-        copy = _Copy(reader, file, RecoveryResult(source=source, target=target))
         try:
-            for item in reader.stream():
-                if isinstance(item, TraceGap):
-                    copy.record_loss(item)
-                else:
-                    copy.keep(item)
+            _copy(reader, file, result)
             file.close()
             partial.replace(target)
         except BaseException as error:
@@ -74,44 +70,36 @@ def recover(source: str | Path, target: str | Path, *, overwrite: bool = False) 
             if isinstance(error, OSError):
                 raise TraceError(f"{target}: cannot be written: {error.strerror or error}") from None
             raise
-    return copy.result
+    return result
 
 
-class _Copy:
-    def __init__(self, reader: TraceReader, file: TraceFile, result: RecoveryResult) -> None:
-        self._reader = reader
-        self._file = file
-        self.result = result
-        self._next = reader.header.first_event
-        self._time_ns = reader.header.created_ns
-
-    def keep(self, item: TraceBatch) -> None:
-        batch = item.record_batch
-        if item.first_event != self._next:
-            numbers = pa.array(np.arange(self._next, self._next + item.num_events, dtype=np.int64))
-            index = batch.schema.get_field_index("event")
-            batch = batch.set_column(index, batch.schema.field(index), numbers)
-        self._write(batch, item.engine_events)
-        self.result.kept_batches += 1
-        self.result.kept_events += item.num_events
-        self._time_ns = int(item.scalar_ints("time_ns")[-1])
-
-    def record_loss(self, gap: TraceGap) -> None:
-        result = self.result
-        result.num_gaps += 1
-        if len(result.causes) < MAX_CAUSES:
-            result.causes.append(gap.cause)
-        if gap.missing_events == 0 and gap.ends != CUT:
-            return
-        result.known_lost_events += gap.missing_events or 0
-        unknown = gap.missing_events is None or result.lost_events is None
-        result.lost_events = None if unknown else result.known_lost_events
-        lost = -1 if gap.missing_events is None else gap.missing_events
-        event = loss_event(lost_events=lost, note=f"recovered: {gap.cause}", time_ns=self._time_ns)
-        if gap.ends == CUT:
-            event.scalars["status"] = CUT
-        self._write(encode_events([event], self._next, self._reader.schema))
-
-    def _write(self, batch: pa.RecordBatch, engine_events: int | None = None) -> None:
-        self._file.write(batch, batch_metadata(batch, self._next, engine_events))
-        self._next += batch.num_rows
+def _copy(reader: TraceReader, file: TraceFile, result: RecoveryResult) -> None:
+    number, time_ns = reader.header.first_event, reader.header.created_ns
+    for item in reader.stream():
+        if isinstance(item, TraceBatch):
+            batch = item.record_batch
+            if item.first_event != number:
+                numbers = pa.array(np.arange(number, number + item.num_events, dtype=np.int64))
+                index = batch.schema.get_field_index("event")
+                batch = batch.set_column(index, batch.schema.field(index), numbers)
+            file.write(batch, batch_metadata(batch, number, item.engine_events))
+            result.kept_batches += 1
+            result.kept_events += item.num_events
+            time_ns = int(item.scalar_ints("time_ns")[-1])
+        else:
+            lost = item.missing_events
+            result.num_gaps += 1
+            if len(result.causes) < MAX_CAUSES:
+                result.causes.append(item.cause)
+            if lost == 0 and item.ends != CUT:
+                continue
+            result.known_lost_events += lost or 0
+            unknown = lost is None or result.lost_events is None
+            result.lost_events = None if unknown else result.known_lost_events
+            note = f"recovered: {item.cause}"
+            event = loss_event(lost_events=-1 if lost is None else lost, note=note, time_ns=time_ns)
+            if item.ends == CUT:
+                event.scalars["status"] = CUT
+            batch = encode_events([event], number, reader.schema)
+            file.write(batch, batch_metadata(batch, number))
+        number += batch.num_rows
