@@ -4,9 +4,8 @@ import dataclasses
 import itertools
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..errors import TraceError, printable
 from ..trace.inspect import TraceInspection, inspect_trace
@@ -19,23 +18,27 @@ if TYPE_CHECKING:
 _BAD_SHOWN: Final = 10
 
 
-@dataclass(slots=True, kw_only=True)
-class RecordingInspection:
+class RecordingInspection(NamedTuple):
     """One recording's files in order; `missing` are the numbers of segments that lack between them."""
 
     name: str
     files: list[TraceInspection]
     missing: list[int]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the findings as plain JSON values."""
+        header = self.files[0].header
+        named = {"name": self.name, "trace_id": header.trace_id, "ranks": dataclasses.asdict(header.ranks)}
+        return {**named, "missing_segments": self.missing, "files": [found.to_json() for found in self.files]}
 
-@dataclass(slots=True, kw_only=True)
-class FolderInspection:
+
+class FolderInspection(NamedTuple):
     """`recordings` in the order of their first files; `unreadable` maps a file to why it cannot be read."""
 
     folder: Path
-    recordings: list[RecordingInspection] = field(default_factory=list)
-    unreadable: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    recordings: list[RecordingInspection]
+    unreadable: dict[str, str]
+    notes: list[str]
 
     @property
     def files(self) -> list[TraceInspection]:
@@ -45,34 +48,20 @@ class FolderInspection:
     @property
     def exit_code(self) -> int:
         """0 if all is whole, 125 if something is torn, damaged, lossy, missing or being recorded, 2 if a file is unreadable."""
-        if self.unreadable:
-            return 2
         lacking = any(recording.missing for recording in self.recordings)
-        return 125 if lacking or any(one.state != "complete" for one in self.files) else 0
+        incomplete = lacking or any(one.state != "complete" for one in self.files)
+        return 2 if self.unreadable else 125 if incomplete else 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as plain JSON values."""
-        return {
-            "folder": str(self.folder),
-            "recordings": [
-                {
-                    "name": recording.name,
-                    "trace_id": recording.files[0].header.trace_id,
-                    "ranks": dataclasses.asdict(recording.files[0].header.ranks),
-                    "missing_segments": recording.missing,
-                    "files": [found.to_json() for found in recording.files],
-                }
-                for recording in self.recordings
-            ],
-            "unreadable": self.unreadable,
-            "notes": self.notes,
-        }
+        recordings = [recording.to_json() for recording in self.recordings]
+        return self._asdict() | {"folder": str(self.folder), "recordings": recordings}
 
 
 def inspect_folder(folder: Path) -> FolderInspection:
     """Inspect every trace of a folder; raise `TraceError` if it holds none or cannot be read."""
     recordings, notes = group_recordings(traces_in(folder))
-    found = FolderInspection(folder=folder, notes=notes)
+    found = FolderInspection(folder, [], {}, notes)
     for recording in recordings:
         files = []
         for path in recording.paths:
@@ -82,7 +71,7 @@ def inspect_folder(folder: Path) -> FolderInspection:
                 found.unreadable[str(path)] = str(error)
         if files:
             missing = missing_segments([one.header.segment.number for one in files if one.header.segment is not None])
-            found.recordings.append(RecordingInspection(name=recording.name, files=files, missing=missing))
+            found.recordings.append(RecordingInspection(recording.name, files, missing))
     return found
 
 
@@ -110,10 +99,14 @@ def show_folder(console: "Console", found: FolderInspection) -> None:
         )
     console.print(table)
     console.print()
-    lines = [_missing_line(recording) for recording in found.recordings if recording.missing]
+    lines = []
     for recording in found.recordings:
-        lines += [f"loss    {Path(one.path).name}: {loss}" for one in recording.files for loss in one.loss_lines]
-        lines += [f"gap     {gap['reason']}" for one in recording.files for gap in one.gaps]
+        if recording.missing:
+            more = " and more" if len(recording.missing) == MAX_MISSING_SEGMENTS else ""
+            lines.append(f"missing {recording.name}: segments {', '.join(map(str, recording.missing))}{more}")
+    for one in found.files:
+        lines += [f"loss    {Path(one.path).name}: {loss}" for loss in one.loss_lines]
+        lines += [f"gap     {gap['reason']}" for gap in one.gaps]
     lines += [f"error   {message}" for message in found.unreadable.values()]
     lines += [f"note    {note}" for note in found.notes]
     for line in lines[:_BAD_SHOWN] or ["whole   nothing lost"]:
@@ -122,11 +115,6 @@ def show_folder(console: "Console", found: FolderInspection) -> None:
         console.print(Text(f"        and {len(lines) - _BAD_SHOWN:,} more lines of that kind, see --json"))
     command = ["kvcanary", "recover"] if any(one.num_gaps for one in found.files) else ["kvcanary-replay"]
     console.print(Text(printable(f"next    {shlex.join([*command, str(found.folder)])}")), soft_wrap=True)
-
-
-def _missing_line(recording: RecordingInspection) -> str:
-    more = " and more" if len(recording.missing) == MAX_MISSING_SEGMENTS else ""
-    return f"missing {recording.name}: segments {', '.join(map(str, recording.missing))}{more}"
 
 
 def _rank(one: TraceInspection) -> str:
