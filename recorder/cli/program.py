@@ -119,7 +119,6 @@ def _leave_alone() -> None:
 
 
 def _report_error(program: str, error: Exception) -> int:
-    """Say what went wrong, and return the exit code."""
     if isinstance(error, RuntimeError) and str(error) == QUERY_INTERRUPTED:
         return _interrupted()
     said = unforeseen(error)

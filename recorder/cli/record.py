@@ -40,7 +40,6 @@ Ctrl-C and SIGTERM go to the engine. The exit code is the engine's; 2 if it coul
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Add one option for each setting."""
     for setting in reversed([setting for setting in SETTINGS if setting is not FOLDER]):
         default = f" [default: {setting.default}]" if setting.default else ""
         kind = "|".join(setting.words) if setting.words else {"path": "PATH", "bytes": "BYTES"}.get(setting.kind, "N")
@@ -196,7 +195,6 @@ def _show(console: "Console", found: "list[RecordedTrace]", advice: list[str], f
 
 
 def _table(found: "list[RecordedTrace]") -> "Table":
-    """Return a line for each recording, that is for each process."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -181,7 +181,6 @@ def _show(engine: SimulatedEngine, seconds: float, files: list[Path]) -> None:
 
 
 def _files(engine: SimulatedEngine, segment_bytes: int) -> list[Path]:
-    """Return what was written: the trace, or its segments."""
     from ..trace.files import segments_of
 
     path = engine.recorder.path
@@ -272,7 +271,6 @@ def _run(runs: SimulatedEngine | PdPair, engines: list[SimulatedEngine], *, quie
 
 
 def _deeds(counters: dict[str, int]) -> str:
-    """Name the mechanisms that came to act."""
     plain = {"requests", "finished", "aborted", "refused", "forwards", "target_forwards", "tokens"}
     return ", ".join(
         f"{count:,} {(name.removesuffix('s') if count == 1 else name).replace('_', ' ')}"

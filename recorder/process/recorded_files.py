@@ -153,7 +153,6 @@ print(json.dumps({
 
 
 def _ask(python: str, environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return versions and plugins in a Python's environment, None if it does not say."""
     code = _ASK % (("kvcanary", *ENGINES), tuple(group for group, _ in ENGINES.values()))
     try:
         ran = subprocess.run([python, "-c", code], env=dict(environ), capture_output=True, timeout=60, check=False)

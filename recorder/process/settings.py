@@ -113,7 +113,6 @@ class RecordingSettings(WriterSettings):
         )
 
     def _segments(self) -> str:
-        """Return how the trace is cut, what is kept of it, and what freezes it, in words."""
         if not self.cut:
             return "one file"
         size, age = f"{self.segment_bytes / (1 << 20):g} MiB", f"{self.segment_ns / 1e9:g} s"

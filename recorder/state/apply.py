@@ -206,14 +206,12 @@ class EventApplier(ABC, Generic[Step]):
         self.pools[event.group].forget(event.slots)
 
     def _apply_kv(self, changes: KvChanges) -> None:
-        """Put observed changes of bytes in place, those of both phases."""
         for pool in self.pools if changes else ():
             self._listener.slots_changed(pool.index, changes.slots_of(pool.index))
         changes.apply(PHASE_BEFORE, self.pools, backend=self._backend)
         changes.apply(PHASE_AFTER, self.pools, backend=self._backend)
 
     def _lose_slots(self, view: EventView) -> None:
-        """Take the slots that a loss lists for unknown."""
         runs = read_lost_slots(view, self.header.groups)
         listed = np.zeros(len(self.pools), np.int64)
         for group, start, end in runs:

@@ -286,7 +286,6 @@ def _require_run_inside(group: int, start: int, count: int, num_slots: list[int]
 
 
 def _expanded(groups: Int64Array, starts: Int64Array, counts: Int64Array) -> tuple[GroupSlots, ...]:
-    """Return the slots of runs that lie inside their pools, group by group."""
     if len(groups) == 1:  # by far the most frequent: a decode's next page
         slots = np.arange(max(int(starts[0]), 1), int(starts[0] + counts[0]), dtype=np.int64)
         return (GroupSlots(group=int(groups[0]), slots=slots, repeated=_NO_SLOTS),) if len(slots) else ()

@@ -188,7 +188,6 @@ def _is_begun(path: Path, segment: Segment) -> bool:
 
 
 def _open(path: Path) -> tuple[TraceBytes, int]:
-    """Return an open trace and its size; raise `UnreadableTraceError`."""
     try:
         # A pipe that nobody writes to must not make anybody wait.
         source = TraceBytes(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))

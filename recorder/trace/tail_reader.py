@@ -156,7 +156,6 @@ class _TailFile(NamedTuple):
 
 
 def _event(body: bytes) -> TraceEvent:
-    """Return the event that a body holds; raise `_NoEventError`."""
     try:
         (length,) = LAYOUT_BYTES.unpack_from(body)
         at = LAYOUT_BYTES.size + length

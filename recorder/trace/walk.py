@@ -138,7 +138,6 @@ class Walk:
         return batch
 
     def _resume(self) -> TraceBatch | None:
-        """Find the next batch that is whole and whose events have not been given."""
         self._notice_a_cut()
         for frame in find_frames(self.source, self._scan, self.limit):
             if frame.kind != RECORD_BATCH or frame.start == self.position:

@@ -20,7 +20,6 @@ HOST_TIER_LOST = "these slots were loaded back from an offload tier whose conten
 
 
 def _fits(event: TraceEvent, max_queued_bytes: int) -> bool:
-    """Say whether an empty queue would take an event."""
     return event.problem() is None and event.nbytes <= max_queued_bytes
 
 

@@ -93,7 +93,6 @@ class SingleFile:
         return TraceBatch(batch, first_event=first_event)
 
     def _frozen_mark(self, note: str) -> TraceEvent:
-        """Return the mark that says that somebody froze the recording here, and why."""
         text = f"frozen: {note}" if note else "frozen"
         return TraceEvent(kind="mark", time_ns=self.last_ns, scalars={"note": text})
 

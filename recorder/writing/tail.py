@@ -102,7 +102,6 @@ class Tail:
         self._rest_if_slow(begin, number)
 
     def _rest_if_slow(self, begin: int, number: int) -> None:
-        """Take a rest if the engine has waited for the disk several times in a row."""
         end = time.perf_counter_ns()
         self._slow = 0 if end - begin < _SLOW_NS else self._slow + 1
         if self._slow >= _MOST_SLOW:

@@ -224,7 +224,6 @@ class PrefixCache:
         return len(pages)
 
     def _part(self, pages: list[int]) -> Int64Array:
-        """Give back the sliding-window halves of full pages, and return them."""
         parted = self._memory.part(np.array(pages, np.int64))
         self._memory.counters.window_evicted_pages += parted.size
         return parted

@@ -160,7 +160,6 @@ class FileWorkload:
             raise WorkloadError(f"{self.path}: cannot be read: {error.strerror}") from None
 
     def _lines(self, file: BinaryIO) -> Iterator[tuple[int, str]]:
-        """Yield number and text of the lines that begin within the fraction."""
         end = self.path.stat().st_size * self.fraction
         number, at = 0, 0
         while at < end and (line := file.readline(MAX_LINE_BYTES)):
