@@ -28,8 +28,8 @@ def make_data(folder: Path, num_tokens: int, num_violations: int) -> None:
         forward = write_forwards(writer, random, num_tokens, num_slots)
         if not writer.flush(timeout=600):
             raise SystemExit("the disk is too slow for the trace")
-    if writer.dropped_events:
-        raise SystemExit(f"{writer.dropped_events} events were dropped: the disk is too slow")
+    if writer.stats().dropped_events:
+        raise SystemExit(f"{writer.stats().dropped_events} events were dropped: the disk is too slow")
     write_report(folder, random, num_violations, forward, num_slots)
 
 

@@ -293,7 +293,7 @@ class EventRecording(Recording):
 
         Done by the writer's thread: what happens after this call may be in it too. See docs/guide/segments.md.
         """
-        self.outbox.freeze(note)
+        self.outbox.writer.freeze(note)
 
     @guarded
     def lost(self, note: str) -> None:

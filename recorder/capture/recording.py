@@ -176,8 +176,8 @@ class Recording:
             self.outbox.close(self._now(), max(until - time.monotonic(), 1.0))
         except Exception:
             logger.exception("kvcanary: the trace %s could not be closed", self.path)
-        if self.outbox.failed and self._off == "closed":
-            self._off = f"{WRITER_STOPPED}: {self.outbox.failed}"
+        if self.outbox.writer.failed and self._off == "closed":
+            self._off = f"{WRITER_STOPPED}: {self.outbox.writer.failed}"
         self.kv.clear()  # the engine's pools must not live on through our views of them
 
     def _take_lock(self, patience_s: float) -> None:
@@ -268,8 +268,8 @@ class Recording:
             self._privacy.hash_kv(event, self.header)
         if self.outbox.put(event):
             return True
-        if self.outbox.failed:  # the writer has logged it
-            self._off = f"{WRITER_STOPPED}: {self.outbox.failed}"
+        if self.outbox.writer.failed:  # the writer has logged it
+            self._off = f"{WRITER_STOPPED}: {self.outbox.writer.failed}"
         return False
 
     def switch_off(self, reason: str, error: BaseException | None = None) -> None:

@@ -61,7 +61,7 @@ class Outbox:
             return True
         self.drop()
         # One that never fits would keep back everything behind it.
-        if event.kind == "request" and _fits(event, self.writer.max_queued_bytes):
+        if event.kind == "request" and _fits(event, self.writer.settings.max_queued_bytes):
             self._requests.append(event)
         return False
 
@@ -112,7 +112,7 @@ class Outbox:
     def _lost_runs(self, group: GroupKvShadow) -> tuple[Int64Array, Int64Array]:
         """Return a group's lost slots as runs; if the queue would never hold so many, with slots between them."""
         starts, counts = group.lost_runs()
-        most = max(1, self.writer.max_queued_bytes // (4 * BYTES_OF_A_RUN * len(self._groups)))
+        most = max(1, self.writer.settings.max_queued_bytes // (4 * BYTES_OF_A_RUN * len(self._groups)))
         if starts.size > most:
             starts, counts = fewer_runs(starts, counts, most)
             group.lose(runs_to_slots(starts, counts))
@@ -129,10 +129,6 @@ class Outbox:
         said = self.put_unknown_loss(note, time_ns)
         self.writer.end("" if said else note)
 
-    def freeze(self, note: str) -> None:
-        """Ask the writer to keep what is there from deletion."""
-        self.writer.freeze(note)
-
     def close(self, time_ns: int, timeout: float) -> None:
         """Say what is not yet said and close the writer, waiting at most `timeout` seconds."""
         until = time.monotonic() + timeout
@@ -140,8 +136,3 @@ class Outbox:
         if self._unsaid and not self._put_loss(time_ns) and self.writer.flush(timeout):
             self._put_loss(time_ns)  # now there is room; a disk that is stuck leaves a torn file, which says as much
         self.writer.close(max(until - time.monotonic(), 0.0))
-
-    @property
-    def failed(self) -> str:
-        """Why the writer takes no more events, empty while it does."""
-        return self.writer.failed or ""

@@ -113,16 +113,6 @@ class TraceWriter:
         """Why the writer writes no more, or None."""
         return "forked: a child process does not write its parent's trace" if self._forked() else self._failed
 
-    @property
-    def dropped_events(self) -> int:
-        """How many events `append` refused; a loss event that was refused does not count, it comes again."""
-        return self._dropped
-
-    @property
-    def max_queued_bytes(self) -> int:
-        """What the queue holds at most."""
-        return self.settings.max_queued_bytes
-
     def has_room(self, num_bytes: int) -> bool:
         """Say whether the queue would take so many bytes more at this moment."""
         return self._queued_bytes + num_bytes <= self.settings.max_queued_bytes

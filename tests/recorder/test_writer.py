@@ -110,10 +110,10 @@ def test_a_stuck_disk_bounds_memory_and_never_blocks(traces, monkeypatch):
         taken += [writer.append(traces.event(n)) for n in range(5, 100)]  # returns while the disk is stuck
         assert taken == [True] * 20 + [False] * 80
         assert writer.stats().queued_bytes <= bound
-        assert writer.dropped_events == 80
+        assert writer.stats().dropped_events == 80
         assert not writer.flush(timeout=0.05)
         assert not writer.append(loss_event(lost_events=80, note="full"))
-        assert writer.dropped_events == 80, "a refused loss event comes again"
+        assert writer.stats().dropped_events == 80, "a refused loss event comes again"
     assert writer.flush()
     assert writer.append(loss_event(lost_events=80, note="full"))
     assert writer.append(traces.event(100))
@@ -167,7 +167,7 @@ def test_a_full_disk_keeps_what_was_flushed(traces, monkeypatch, caplog, cut):
         assert not writer.close()
     monkeypatch.undo()
     assert "No space left" in writer.failed
-    assert writer.dropped_events == 3
+    assert writer.stats().dropped_events == 3
     assert [record.levelname for record in caplog.records] == ["ERROR"], "said once"
     batches, gaps, complete = traces.read(writer.path)
     assert [batch.num_events for batch in batches] == [1, 1], "the second from the tail"
