@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import Any, Final, NamedTuple
 
@@ -118,11 +118,11 @@ class FedForward:
     @classmethod
     def of(cls, forward: Forward) -> "FedForward":
         """Keep of a forward what does not keep its batch in memory."""
-        kept = {
-            name: getattr(forward, name) for name in ("event", "forward", "time_ns", "runner", "mode", "kv_watched")
-        }
-        kept |= {name: getattr(forward, name).copy() for name in FED_COLUMNS}
-        slim = sampled_nothing(**kept, out_cache_loc=tuple(slots.copy() for slots in forward.out_cache_loc[:1]))
+        kept: dict[str, Any] = {name: getattr(forward, name).copy() for name in FED_COLUMNS}
+        kept["out_cache_loc"] = tuple(slots.copy() for slots in forward.out_cache_loc[:1])
+        kept |= dict.fromkeys(("truth_lens", "attention", "windows"))
+        kept |= dict.fromkeys(("sampled_lens", "sampled_tokens"), np.empty(0, np.int64))
+        slim = replace(forward, **kept, kv_bytes=(), kv_submitted=())
         return cls(forward=slim, tokens=batch_tokens(forward), told=len(forward.sampled_lens) > 0)
 
 
@@ -199,7 +199,9 @@ class LastSamples:
 
     def put_back(self, forward: Forward, *, told: bool) -> None:
         """Take a forward over that was waiting when a keyframe was written."""
-        self._fed.append(FedForward(forward=forward, tokens=batch_tokens(forward), told=told))
+        fed = FedForward.of(forward)
+        fed.told = told
+        self._fed.append(fed)
 
     def _remember(self, forward: Forward, counts: Int64Array, sampled: Int64Array, event: int) -> None:
         rows = forward.req_pool_indices
@@ -217,12 +219,6 @@ class LastSamples:
         tokens = sampled[ends[chosen] - 1]
         found = (forward.request_ids[chosen], (after + counts - 1)[chosen], tokens, *numbers)
         self.last[rows[chosen]] = np.stack(found, axis=1)
-
-
-def sampled_nothing(**kept: Any) -> Forward:
-    """Return a forward of which nothing is known but what is given: no samples yet, no bytes, no attention."""
-    nothing = np.empty(0, np.int64)
-    return Forward(**kept, truth_lens=None, sampled_lens=nothing, sampled_tokens=nothing, kv_bytes=())
 
 
 class SlotHistory:

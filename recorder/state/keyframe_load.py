@@ -1,6 +1,7 @@
 """Putting a keyframe back: the state as it was when the recorder wrote it."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -14,8 +15,8 @@ from ..capture.host_arrays import runs_to_slots
 from ..trace import schema
 from ..trace.batch import TraceBatch
 from ..trace.reader import EventView
-from .forward import MAX_PREFIX, UnusableEventError
-from .history import FED_COLUMNS, ReplayState, sampled_nothing
+from .forward import UnusableEventError, read_forward
+from .history import ReplayState
 from .keyframe import WORDS, KeyframeLabels, places, tiers
 from .pools import Tier
 
@@ -202,28 +203,18 @@ class KeyframeLoader:
         history.dropped.put_back(rows)
 
     def _waiting(self, view: EventView) -> None:
-        columns = {name: view.ints(name).copy() for name in FED_COLUMNS}
-        slots, told = view.ints("out_cache_loc").copy(), view.ints("state_start")
-        bs, tokens = len(columns["req_pool_indices"]), len(columns["input_ids"])
-        extends = np.where(columns["req_pool_indices"] == 0, 0, np.maximum(columns["extend_lens"], 0))
-        fits = all(len(columns[name]) == bs for name in FED_COLUMNS[:4]) and len(columns["positions"]) == tokens
-        fits = fits and len(slots) == (tokens if self._state.header.tables else 0) and len(told) == 2
-        fits = fits and not bool((np.abs(columns["prefix_lens"]) > MAX_PREFIX).any())
-        if not fits or bool((extends > tokens).any()) or int(extends.sum()) > tokens:
-            raise UnusableEventError("a forward that waits for its samples contradicts itself")
-        if self._state.history is None:
-            return
-        forward = sampled_nothing(
-            event=int(told[0]),
-            forward=int(view.scalar("forward")),
-            time_ns=int(told[1]),
-            runner=0,
-            mode=str(view.scalar("mode")),
-            kv_watched=False,
-            out_cache_loc=(slots,) if self._state.header.tables else (),
-            **columns,
-        )
-        self._state.history.samples.put_back(forward, told=bool(view.scalar("note")))
+        """Take a forward over, of whose slots the first table's alone are there."""
+        header, told = self._state.header, view.ints("state_start")
+        try:
+            first = replace(header, groups=(), tables=header.tables[:1], truth_table=None, runners=header.runners[:1])
+            forward = read_forward(view, first)
+        except UnusableEventError as error:
+            raise UnusableEventError(f"a forward that waits for its samples contradicts itself: {error}") from None
+        if len(told) != 2:
+            raise UnusableEventError("a forward that waits for its samples does not say which it was")
+        if self._state.history is not None:
+            forward = replace(forward, event=int(told[0]), time_ns=int(told[1]))
+            self._state.history.samples.put_back(forward, told=bool(view.scalar("note")))
 
     def _end(self) -> None:
         history = self._state.history
