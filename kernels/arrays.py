@@ -15,13 +15,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def require(
-    name: str,
-    array: Any,
-    dtype: npt.DTypeLike,
-    ndim: int,
-    *,
-    length: int | None = None,
-    written: bool = False,
+    name: str, array: Any, dtype: npt.DTypeLike, ndim: int, *, length: int | None = None, written: bool = False
 ) -> None:
     """Raise `TypeError` or `ValueError` unless `array` is what compiled code may walk without looking.
 
@@ -105,29 +99,28 @@ def filled(shape: int | tuple[int, ...], dtype: Any, value: int, device: Any) ->
 def record_stride(canary: Any) -> int:
     """Return how many words lie from record to record of a canary tensor, checked as `record_words` checks an array."""
     require_tensor("canary", canary, "uint8", 2)
-    if canary.shape[1] < RECORD_BYTES or canary.shape[1] % 8:
-        raise ValueError(f"canary has slots of {canary.shape[1]} bytes, expected a multiple of 8, at least 32")
-    if canary.stride(0) % 8:
-        raise ValueError(f"canary has strides {list(canary.stride())}, expected slots at a distance that 8 divides")
-    if canary.data_ptr() % 8:
-        raise ValueError("canary does not start at a multiple of 8 bytes; allocate it as int64 and view it as uint8")
+    _require_records(canary.shape[1], list(canary.stride()), canary.data_ptr() % 8)
     return int(canary.stride(0)) // 8
 
 
-def record_words(canary: Any, *, written: bool) -> npt.NDArray[np.int64]:
+def record_words(canary: Any, *, written: bool) -> Int64Array:
     """View a canary buffer `[num_slots, stride] uint8` as its records, `[num_slots, 4] int64`, without a copy.
 
     Raises `ValueError` where stride < 32, or it or the distance between slots is not a multiple of 8, or a slot's
     bytes are not contiguous.
     """
     require("canary", canary, np.uint8, 2, written=written)
-    if canary.shape[1] < RECORD_BYTES or canary.shape[1] % 8:
-        raise ValueError(f"canary has slots of {canary.shape[1]} bytes, expected a multiple of 8, at least 32")
-    if canary.strides[1] != 1 or canary.strides[0] % 8:
-        raise ValueError(
-            f"canary has strides {list(canary.strides)}, expected contiguous slots at a distance that 8 divides"
-        )
-    words: npt.NDArray[np.int64] = canary[:, :RECORD_BYTES].view(np.int64)
-    if not words.flags.aligned:
-        raise ValueError("canary does not start at a multiple of 8 bytes; allocate it as int64 and view it as uint8")
+    _require_records(
+        canary.shape[1], list(canary.strides), canary.__array_interface__["data"][0] % 8 if canary.size else 0
+    )
+    words: Int64Array = canary[:, :RECORD_BYTES].view(np.int64)
     return words
+
+
+def _require_records(width: int, strides: list[int], offset: int) -> None:
+    if width < RECORD_BYTES or width % 8:
+        raise ValueError(f"canary has slots of {width} bytes, expected a multiple of 8, at least 32")
+    if strides[1] != 1 or strides[0] % 8:
+        raise ValueError(f"canary has strides {strides}, expected contiguous slots at a distance that 8 divides")
+    if offset:
+        raise ValueError("canary does not start at a multiple of 8 bytes; allocate it as int64 and view it as uint8")

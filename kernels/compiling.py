@@ -282,16 +282,10 @@ def _widened(kind: Any) -> Any:
 def object_code(
     loops: Callable[..., Any], arguments: Sequence[Any], entry: Callable[[str], str], symbols: Iterable[str]
 ) -> bytes:
-    """Return the object file of loops.
+    """Return the object file of loops with these numba types as arguments.
 
-    Args:
-        loops: the function.
-        arguments: its numba types.
-        entry: gives LLVM's text of the only function that is to be called, given the name of the loops'.
-        symbols: all that it may ask of the process.
-
-    Raises:
-        TypeError: the loops ask for more, as those that allocate memory do.
+    `entry` gives LLVM's text of the only function that is to be called, given the name of the loops'; `symbols` are all that
+    it may ask of the process: loops that ask for more, as those that allocate memory do, are a `TypeError`.
     """
     made = _compile(loops, arguments, types.void, inlined=False)
     module = llvm.parse_assembly(entry(made.fndesc.llvm_func_name))

@@ -21,18 +21,9 @@ _WIDE_SECOND: Final = 0xDD
 
 
 def keyed_digests(*, rows: npt.NDArray[np.uint8], key: bytes, backend: str = "cpu") -> npt.NDArray[np.uint8]:
-    """Return a digest of each row.
+    """Return a digest of each row, `[n, 16] uint8`.
 
-    Args:
-        rows: `[n, width] uint8`, C-contiguous, `width` a multiple of 8.
-        key: 16 bytes.
-        backend: "cpu" or "reference".
-
-    Returns:
-        `[n, 16] uint8`.
-
-    Raises:
-        ValueError: the rows or the key are of another shape.
+    `rows` `[n, width] uint8`, C-contiguous, `width` a multiple of 8; `key` 16 bytes. Raises `ValueError` for others.
     """
     if rows.ndim != 2 or rows.dtype != np.uint8 or rows.shape[1] % 8 or not rows.flags.c_contiguous:
         raise ValueError(f"rows are {rows.dtype} {list(rows.shape)}, expected C-contiguous uint8 [n, a multiple of 8]")

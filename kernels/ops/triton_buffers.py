@@ -53,9 +53,19 @@ class BufferPointers:
         return any(geometry[3] >= 16 for geometry in self.sources)
 
     @property
+    def pools(self) -> tuple[tuple[Any, ...], ...]:
+        """Records and bytes, as kernels take them."""
+        return self.canaries, self.kv, self.kv_slots
+
+    @property
     def ends(self) -> tuple[tuple[Any, ...], ...]:
         """Where findings and counts go, in the order in which kernels that write take them."""
         return tuple(getattr(self, name) for name in _ENDS)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What kernels take as constants: distances of records, sources, and where those of each buffer end."""
+        return {"STRIDES": self.strides, "SOURCES": self.sources, "ENDS": self.source_ends}
 
     @classmethod
     def of(cls, buffers: Sequence[CanaryBuffer]) -> "BufferPointers":

@@ -87,4 +87,4 @@ def launch(
 
 
 def _plain(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(tuple(value) if type(value) is Prepared else value for value in arguments)
+    return tuple(_plain(value) if isinstance(value, tuple) else value for value in arguments)

@@ -138,14 +138,7 @@ def drop_range(states: EntryStates, row: int, start: int, end: int) -> None:
 
 @primitive()
 def watch(
-    states: EntryStates,
-    row: int,
-    request: int,
-    event: int,
-    start: int,
-    end: int,
-    truth_len: int,
-    token_offset: int,
+    states: EntryStates, row: int, request: int, event: int, start: int, end: int, truth_len: int, token_offset: int
 ) -> None:
     """Watch the entries `start .. end - 1` of a row from now on; those that were not watched before are due.
 

@@ -208,7 +208,15 @@ SMALL = {"num_valid_reqs", "counts", "table", "truth", "taken"}
 TUPLES = {"canaries", "kv", "verify_failed", "write_indexes", "slot_counters"}
 
 
+NESTED = {
+    "requests": ("*i64", "*i64", "*i32"), "tokens": ("*i64",) * 5, "memory": ("*i64", "*i32"),
+    "pools": (("*i64",), ("*i64",), ("i32",)),
+}
+
+
 def type_of(name):
+    if name in NESTED:
+        return NESTED[name]
     if name in TUPLES:
         return ("*i64",)
     if name == "kv_slots":
@@ -231,10 +239,9 @@ def build(kernel, warps, **constants):
     print(len(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["cubin"]) > 0)
 
 
-sources = {"SOURCES": ((1, 128, 128, 128),), "ENDS": (0, 1), "BUFFERS": 1}
-build(fused._count_kernel, 1, HAS_LUT=True, HAS_TRUTH=True, CHECK_TOKENS=True, STRIDES=(4,), **sources, T=32,
-      LOW_BITS=True)
-build(write_many._chain_kernel, 1, **sources, STRIDES=(4,), ASSERT_INPUTS=True, ASSERT_STEPS=True, T=32)
+sources = {"SOURCES": ((1, 128, 128, 128),), "ENDS": (0, 1), "STRIDES": (4,)}
+build(fused._count_kernel, 1, HAS_LUT=True, HAS_TRUTH=True, CHECK_TOKENS=True, **sources, BUFFERS=1, T=32, LOW_BITS=True)
+build(write_many._chain_kernel, 1, **sources, ASSERTS=(True, True), T=32)
 """
 
 

@@ -107,12 +107,7 @@ def fold_source_loops(
 
 @has_device_form("hash.triton_kv")
 def fold_kv(
-    *,
-    sources: Sequence[KvSource],
-    mode: KvHashMode,
-    slots: Int64Array,
-    out: Int64Array,
-    backend: str = "cpu",
+    *, sources: Sequence[KvSource], mode: KvHashMode, slots: Int64Array, out: Int64Array, backend: str = "cpu"
 ) -> None:
     """Write the KV hash of each slot into `out`, sources in order; independent from slot to slot, and of the chain.
 

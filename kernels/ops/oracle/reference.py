@@ -17,12 +17,7 @@ def oracle_tokens_loops(request_ids: In64, positions: In64, vocab_size: int, out
 
 
 def oracle_tokens(
-    *,
-    request_ids: Int64Array,
-    positions: Int64Array,
-    vocab_size: int,
-    out: Int64Array,
-    backend: str = "cpu",
+    *, request_ids: Int64Array, positions: Int64Array, vocab_size: int, out: Int64Array, backend: str = "cpu"
 ) -> None:
     """Write the oracle's token for each (generalised request id, position); a sampler asks for its position + 1.
 

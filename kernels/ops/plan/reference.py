@@ -244,12 +244,7 @@ def plan_writes_loops(
 
 @has_device_form("plan.triton")
 def plan(
-    *,
-    extend_lens: Int64Array,
-    verify_plan: VerifyPlan,
-    write_plan: WritePlan,
-    backend: str = "cpu",
-    **asked: Any,
+    *, extend_lens: Int64Array, verify_plan: VerifyPlan, write_plan: WritePlan, backend: str = "cpu", **asked: Any
 ) -> None:
     """Fill both plans for one forward of one pool group; `asked` are the other arguments of `plan_reads`.
 

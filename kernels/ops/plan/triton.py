@@ -70,18 +70,10 @@ def _offsets_kernel(
     tl.store(enable, (total <= capacity).to(tl.int32))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "window",
-        "table_rows",
-        "table_width",
-        "truth_rows",
-        "truth_width",
-        "lut_len",
-        "token_offset",
-        "splits",
-    ]
-)
+_INTS = ("window", "table_rows", "table_width", "truth_rows", "truth_width", "lut_len", "token_offset", "splits")
+
+
+@triton.jit(do_not_specialize=[*_INTS])
 def _entries_kernel(
     rows_in, prefix_lens, table, truth, truth_lens, lut, table_rows, table_width, table_stride, truth_rows, truth_width,
     truth_stride, lut_len, window, token_offset, offsets, enable, slots, expected_tokens, expected_positions, prev_slots,

@@ -50,12 +50,7 @@ def require_buffers(buffers: Sequence[CanaryBuffer]) -> None:
 
 @has_device_form("plan_verify.triton")
 def plan_verify(
-    *,
-    buffers: Sequence[CanaryBuffer],
-    check_tokens: bool,
-    low_bits: bool = False,
-    backend: str = "cpu",
-    **asked: Any,
+    *, buffers: Sequence[CanaryBuffer], check_tokens: bool, low_bits: bool = False, backend: str = "cpu", **asked: Any
 ) -> None:
     """Plan one forward of one pool group and verify its buffers, as `plan_reads` and then `verify` for each would.
 

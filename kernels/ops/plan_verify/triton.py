@@ -30,22 +30,13 @@ WORD_SHAPE = (128, 4, 8192)
 ROW_SHAPE = (32, 1, 16384)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "kv_slots",
-        "table_rows",
-        "table_width",
-        "truth_rows",
-        "truth_width",
-        "lut_len",
-        "num_slots",
-        "window",
-        "token_offset",
-        "splits",
-        "table_stride",
-        "truth_stride",
-    ]
+_INTS = (
+    *("kv_slots", "table_rows", "table_width", "truth_rows", "truth_width", "lut_len", "num_slots", "window"),
+    *("token_offset", "splits", "table_stride", "truth_stride"),
 )
+
+
+@triton.jit(do_not_specialize=[*_INTS])
 def _count_kernel(
     rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows, table_width, table_stride,
     truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits, plan_failed, verify_failed,
@@ -82,25 +73,7 @@ def _entries_before(rows_in, prefix_lens, window, end):
     return tl.sum(total)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "kv_slots",
-        "table_rows",
-        "table_width",
-        "truth_rows",
-        "truth_width",
-        "lut_len",
-        "num_slots",
-        "window",
-        "token_offset",
-        "splits",
-        "table_stride",
-        "truth_stride",
-        "capacities",
-        "tags",
-        "units",
-    ]
-)
+@triton.jit(do_not_specialize=[*_INTS, "capacities", "tags", "units"])
 def _emit_kernel(
     rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows, table_width, table_stride,
     truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits, write_indexes, counts, starts, logs,

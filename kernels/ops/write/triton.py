@@ -47,17 +47,10 @@ def write_shared(
         for buffer in buffers:
             buffer.kernel_counter.add_(1)
         return
-    constants = {
-        "STRIDES": many.strides,
-        "SOURCES": many.sources,
-        "ENDS": many.source_ends,
-        "BUFFERS": len(buffers),
-        "ASSERT_INPUTS": expected_tokens is not None,
-        "ASSERT_STEPS": chain_step_assert,
-    }
+    constants = many.layout | {"ASSERTS": (expected_tokens is not None, chain_step_assert)}
     few = tokens <= FEW_TOKENS and capacity <= FEW_TOKENS and tokens <= 8 * capacity
     (write_few if few else write_many)(
-        (plan.offsets, plan.seed_slots, plan.num_valid_reqs, capacity),
+        (plan.offsets, plan.seed_slots, plan.num_valid_reqs),
         (out_cache_loc, input_ids, positions, want_tokens, want_positions),
         many,
         constants,

@@ -19,6 +19,7 @@ from ..triton_violations import add_where_any, store_rows
 _MALFORMED = tl.constexpr(1 << 20)  # more tokens than there ever are here
 
 FOLD_TILE = 32
+_FOLD_TILE = tl.constexpr(FOLD_TILE)
 LANES_PER_WARP = 32  # one a thread: nothing is ever handed from thread to thread
 
 
@@ -30,12 +31,15 @@ def active_requests(num_valid_reqs, capacity):
 
 @triton.jit
 def write_in_order(
-    offsets, seed_slots, active, slots_in, ids, positions, expected_ids, expected_positions, canaries, kv, kv_slots,
-    num_tokens, num_slots, logs, log_entries, capacities, tags, write_indexes,
-    STRIDES: tl.constexpr, SOURCES: tl.constexpr, ENDS: tl.constexpr, BUFFERS: tl.constexpr,
-    ASSERT_INPUTS: tl.constexpr, ASSERT_STEPS: tl.constexpr,
+    requests, active, tokens, pools, num_tokens, num_slots, ends, STRIDES: tl.constexpr, SOURCES: tl.constexpr,
+    ENDS: tl.constexpr, ASSERTS: tl.constexpr,
 ):  # fmt: skip
     """Do `write.write_loops`, the seeds' records being what they were; returns (records written, look-ups that failed)."""
+    buffers: tl.constexpr = len(STRIDES)
+    offsets, seed_slots, _counted = requests
+    slots_in, ids, positions, expected_ids, expected_positions = tokens
+    canaries, kv, kv_slots = pools
+    logs, log_entries, capacities, tags, write_indexes = ends[0], ends[1], ends[2], ends[3], ends[4]
     written = tl.load(offsets) * 0
     failed = written
     rows = written
@@ -66,27 +70,27 @@ def write_in_order(
                 elif slot >= 0:
                     token = tl.load(ids + i)
                     position = tl.load(positions + i)
-                    if ASSERT_INPUTS:
+                    if ASSERTS[0]:
                         want = tl.load(expected_ids + i)
                         want_at = tl.load(expected_positions + i)
                         reason = ((token != want).to(tl.int64) * 8) | ((position != want_at).to(tl.int64) * 16)
                         if reason != 0:
-                            for b in tl.static_range(BUFFERS):
+                            for b in tl.static_range(buffers):
                                 store_rows(
                                     logs[b], log_entries[b], capacities[b], tl.load(write_indexes[b]) + rows, reason != 0, i,
                                     tags[b], slot, position, token, want, signed(running), want_at, reason,
                                 )  # fmt: skip
                             rows += 1
-                    if ASSERT_STEPS and seed >= 0:
+                    if ASSERTS[1] and seed >= 0:
                         if position != before + 1:
-                            for b in tl.static_range(BUFFERS):
+                            for b in tl.static_range(buffers):
                                 store_rows(
                                     logs[b], log_entries[b], capacities[b], tl.load(write_indexes[b]) + rows, seed >= 0,
                                     i, tags[b], slot, position, token, token, signed(running), before + 1, 16,
                                 )  # fmt: skip
                             rows += 1
                         before = position
-                    for b in tl.static_range(BUFFERS):
+                    for b in tl.static_range(buffers):
                         slots = slot + tl.zeros([32], tl.int64)
                         kv_hash = tl.max(
                             signed(fold_slots(kv, slots, slots >= 0, kv_slots[b], SOURCES, ENDS[b], ENDS[b + 1], 32))
@@ -98,7 +102,7 @@ def write_in_order(
                         tl.store(record + 3, kv_hash)
                     running = hash_chain(running, unsigned(token), unsigned(position))
                     written += 1
-    for b in tl.static_range(BUFFERS):
+    for b in tl.static_range(buffers):
         tl.debug_barrier()
         tl.store(write_indexes[b], tl.load(write_indexes[b]) + rows)
     return written, failed
@@ -106,37 +110,37 @@ def write_in_order(
 
 @triton.jit
 def _fold_records(
-    tile, offsets, num_valid_reqs, capacity, slots_in, canaries, kv, kv_slots, num_tokens, num_slots, STRIDES: tl.constexpr,
-    SOURCES: tl.constexpr, ENDS: tl.constexpr, BUFFERS: tl.constexpr, LANES: tl.constexpr, S: tl.constexpr,
+    tile, requests, capacity, slots_in, pools, num_tokens, num_slots, STRIDES: tl.constexpr, SOURCES: tl.constexpr, ENDS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Put a tile of KV hashes into their records."""
+    buffers: tl.constexpr = len(STRIDES)
+    offsets, _seed_slots, num_valid_reqs = requests
+    canaries, kv, kv_slots = pools
     r = tl.arange(0, LANES)
     listed = r < tl.minimum(active_requests(num_valid_reqs, capacity), capacity)
     start = tl.load(offsets + r, mask=listed, other=0)
     end = tl.load(offsets + r + 1, mask=listed, other=0)
-    i = tile * S + tl.arange(0, S)
+    i = tile * _FOLD_TILE + tl.arange(0, _FOLD_TILE)
     malformed = tl.max((listed & ((start < 0) | (end < start) | (end > num_tokens))).to(tl.int32))
     first = tl.min(tl.where(listed, start, _MALFORMED).to(tl.int32))
     # Where offsets are not fine all is done in order.
     last = tl.where(malformed == 0, tl.max(tl.where(listed, end, 0).to(tl.int32)), 0)
-    for b in tl.static_range(BUFFERS):
+    for b in tl.static_range(buffers):
         if ENDS[b + 1] > ENDS[b]:
             # Asked for anew: Triton 3.6 cannot lay out a mask that two folds share.
             slot = tl.load(slots_in + i, mask=i < num_tokens, other=-1)
             valid = (slot >= 0) & (slot < num_slots)
             mine = valid & (i >= first) & (i < last)
-            kv_hash = fold_slots(kv, slot, valid, kv_slots[b], SOURCES, ENDS[b], ENDS[b + 1], S, True)
+            kv_hash = fold_slots(kv, slot, valid, kv_slots[b], SOURCES, ENDS[b], ENDS[b + 1], _FOLD_TILE, True)
             tl.store(canaries[b] + tl.where(mine, slot, 0) * STRIDES[b] + 3, signed(kv_hash), mask=mine)
 
 
 @triton.jit
-def _lay(
-    slot, token, position, running, own, canaries, STRIDES: tl.constexpr, ENDS: tl.constexpr, BUFFERS: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
+def _lay(slot, token, position, running, own, canaries, STRIDES: tl.constexpr, ENDS: tl.constexpr, LANES: tl.constexpr):
     """Lay a record a lane; its KV hash too, where there is nothing to hash."""
+    buffers: tl.constexpr = len(STRIDES)
     cell = tl.where(own, slot, 0)
-    for b in tl.static_range(BUFFERS):
+    for b in tl.static_range(buffers):
         record = canaries[b] + cell * STRIDES[b]
         store_pair(record, token, position, own, LANES)
         if ENDS[b + 1] > ENDS[b]:
@@ -154,47 +158,44 @@ def _record_now(slot, own, words, STRIDE: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _misses(token, position, valid, i, expected_ids, expected_positions, before, follows, ASSERT_INPUTS: tl.constexpr,
-            ASSERT_STEPS: tl.constexpr):  # fmt: skip
+def _misses(token, position, valid, i, tokens, before, follows, ASSERTS: tl.constexpr):
     """Whether a lane's token has a row to write; 0 or 1."""
     bad = valid.to(tl.int32) * 0
-    if ASSERT_INPUTS:
-        want = tl.load(expected_ids + i, mask=valid, other=0)
-        want_position = tl.load(expected_positions + i, mask=valid, other=0)
+    if ASSERTS[0]:
+        want = tl.load(tokens[3] + i, mask=valid, other=0)
+        want_position = tl.load(tokens[4] + i, mask=valid, other=0)
         bad |= (valid & ((token != want) | (position != want_position))).to(tl.int32)
-    if ASSERT_STEPS:
+    if ASSERTS[1]:
         bad |= (valid & follows & (position != before + 1)).to(tl.int32)
     return bad
 
 
 @triton.jit
-def _next(i, mask, slots_in, ids, positions, num_slots):
+def _next(i, mask, tokens, num_slots):
     """A lane's token `i`: slot, token, position, and whether it is to be written."""
-    slot = tl.load(slots_in + i, mask=mask, other=-1)
+    slot = tl.load(tokens[0] + i, mask=mask, other=-1)
     there = (slot >= 0) & (slot < num_slots)
-    return slot, tl.load(ids + i, mask=there, other=0), tl.load(positions + i, mask=there, other=0), there
+    return slot, tl.load(tokens[1] + i, mask=there, other=0), tl.load(tokens[2] + i, mask=there, other=0), there
 
 
 @triton.jit
 def _lay_all(
-    start, count, longest, running, before, follows, slots_in, ids, positions, expected_ids, expected_positions, canaries,
-    num_slots, STRIDES: tl.constexpr, ENDS: tl.constexpr, BUFFERS: tl.constexpr, ASSERT_INPUTS: tl.constexpr,
-    ASSERT_STEPS: tl.constexpr, LANES: tl.constexpr,
+    chain, before, follows, tokens, canaries, num_slots, STRIDES: tl.constexpr, ENDS: tl.constexpr, ASSERTS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Lay all tokens of each lane's request.
 
     Returns, a lane each: records written, slots not there, the last token of slot 0 and what it carries, and whether there
     are rows to write.
     """
+    start, count, longest, running = chain
     written, missing, bad = count * 0, count * 0, count * 0
     last, last_hash = start * 0 - 1, running
     for j in range(longest):
         i = start + j
-        slot, token, position, there = _next(i, j < count, slots_in, ids, positions, num_slots)
-        bad |= _misses(
-            token, position, there, i, expected_ids, expected_positions, before, follows, ASSERT_INPUTS, ASSERT_STEPS
-        )
-        _lay(slot, token, position, running, there & (slot > 0), canaries, STRIDES, ENDS, BUFFERS, LANES)
+        slot, token, position, there = _next(i, j < count, tokens, num_slots)
+        bad |= _misses(token, position, there, i, tokens, before, follows, ASSERTS)
+        _lay(slot, token, position, running, there & (slot > 0), canaries, STRIDES, ENDS, LANES)
         written += there.to(tl.int32)
         missing += (slot >= num_slots).to(tl.int32)
         last = tl.where(there & (slot == 0), i, last)
@@ -205,23 +206,11 @@ def _lay_all(
 
 
 @triton.jit
-def _all_differ(
-    start,
-    count,
-    longest,
-    running,
-    slots_in,
-    ids,
-    positions,
-    words,
-    num_slots,
-    STRIDE: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def _all_differ(start, count, longest, running, tokens, words, num_slots, STRIDE: tl.constexpr, LANES: tl.constexpr):
     """Whether any record of a lane's request is not what `_lay_all` laid; 0 or 1."""
     bad = count * 0
     for j in range(longest):
-        slot, token, position, there = _next(start + j, j < count, slots_in, ids, positions, num_slots)
+        slot, token, position, there = _next(start + j, j < count, tokens, num_slots)
         own = there & (slot > 0)
         token_now, position_now, hash_now = _record_now(slot, own, words, STRIDE, LANES)
         differs = (token_now ^ token) | (position_now ^ position) | (hash_now ^ signed(running))
@@ -231,40 +220,50 @@ def _all_differ(
 
 
 @triton.jit
-def _lay_padding(last, prev_hash, ids, positions, canaries, ENDS: tl.constexpr, BUFFERS: tl.constexpr):
+def _lay_padding(last, prev_hash, tokens, canaries, STRIDES: tl.constexpr, ENDS: tl.constexpr):
     """Give slot 0 the record of its last token: `last` and what it carries, a lane each."""
+    buffers: tl.constexpr = len(STRIDES)
     i = tl.max(last)
     carried = tl.sum(tl.where(last == i, signed(prev_hash), 0))
-    for b in tl.static_range(BUFFERS):
-        tl.store(canaries[b], tl.load(ids + i))
-        tl.store(canaries[b] + 1, tl.load(positions + i))
+    for b in tl.static_range(buffers):
+        tl.store(canaries[b], tl.load(tokens[1] + i))
+        tl.store(canaries[b] + 1, tl.load(tokens[2] + i))
         tl.store(canaries[b] + 2, carried)
         if ENDS[b + 1] == ENDS[b]:
             tl.store(canaries[b] + 3, i * 0)
 
 
-@triton.jit(do_not_specialize=["capacity", "kv_slots", "num_tokens", "num_slots", "capacities", "tags"])
+@triton.jit(do_not_specialize=["capacity", "num_tokens", "num_slots"])
 def _few_kernel(
-    offsets, seed_slots, num_valid_reqs, capacity, slots_in, ids, positions, expected_ids, expected_positions, canaries, kv,
-    kv_slots, num_tokens, num_slots, logs, log_entries, capacities, tags, write_indexes, failed_counters, slot_counters,
-    kernel_counters,
-    STRIDES: tl.constexpr, SOURCES: tl.constexpr, ENDS: tl.constexpr, BUFFERS: tl.constexpr, ASSERT_INPUTS: tl.constexpr,
-    ASSERT_STEPS: tl.constexpr, LANES: tl.constexpr, S: tl.constexpr,
+    requests, capacity, tokens, pools, num_tokens, num_slots, ends, STRIDES: tl.constexpr, SOURCES: tl.constexpr, ENDS: tl.constexpr, ASSERTS: tl.constexpr,
+    LANES: tl.constexpr
 ):  # fmt: skip
+    offsets, seed_slots, num_valid_reqs = requests
+    buffers: tl.constexpr = len(STRIDES)
+    canaries, failed_counters, slot_counters, kernel_counters = pools[0], ends[5], ends[6], ends[7]
     if tl.program_id(0) > 0:
         _fold_records(
-            tl.program_id(0) - 1, offsets, num_valid_reqs, capacity, slots_in, canaries, kv, kv_slots, num_tokens, num_slots,
-            STRIDES, SOURCES, ENDS, BUFFERS, LANES, S,
-        )  # fmt: skip
+            tl.program_id(0) - 1,
+            requests,
+            capacity,
+            tokens[0],
+            pools,
+            num_tokens,
+            num_slots,
+            STRIDES,
+            SOURCES,
+            ENDS,
+            LANES,
+        )
     else:
         r = tl.arange(0, LANES)
         start = tl.load(offsets + r, mask=r < capacity, other=0)
         end = tl.load(offsets + r + 1, mask=r < capacity, other=0)
         seed = tl.load(seed_slots + r, mask=r < capacity, other=-1)
         # Mostly request r has token r alone, which is asked for before that is known.
-        slot = tl.load(slots_in + r, mask=r < num_tokens, other=-1)
-        token = tl.load(ids + r, mask=r < num_tokens, other=0)
-        position = tl.load(positions + r, mask=r < num_tokens, other=0)
+        slot = tl.load(tokens[0] + r, mask=r < num_tokens, other=-1)
+        token = tl.load(tokens[1] + r, mask=r < num_tokens, other=0)
+        position = tl.load(tokens[2] + r, mask=r < num_tokens, other=0)
         active = active_requests(num_valid_reqs, capacity)
         here = r < active
         follows = here & (seed >= 0) & (seed < num_slots)
@@ -273,21 +272,10 @@ def _few_kernel(
         running = tl.where(follows, running, CHAIN_SEED)
         own = here & (start == r) & (end == r + 1) & (r < num_tokens) & (slot > 0) & (slot < num_slots)
         rare = (here & ((start != end) | (seed >= num_slots)) & (own == 0)).to(tl.int32)
-        rare |= _misses(
-            token,
-            position,
-            own,
-            r,
-            expected_ids,
-            expected_positions,
-            seed_position,
-            follows,
-            ASSERT_INPUTS,
-            ASSERT_STEPS,
-        )
+        rare |= _misses(token, position, own, r, tokens, seed_position, follows, ASSERTS)
         # Every seed has been read.
         tl.debug_barrier()
-        _lay(slot, token, position, running, own, canaries, STRIDES, ENDS, BUFFERS, LANES)
+        _lay(slot, token, position, running, own, canaries, STRIDES, ENDS, LANES)
         # All that is laid lies where other lanes look for it.
         tl.debug_barrier()
         token_now, position_now, hash_now = _record_now(slot, own, canaries[0], STRIDES[0], LANES)
@@ -304,13 +292,11 @@ def _few_kernel(
             count = tl.where(here & (malformed == 0), end - start, 0).to(tl.int32)
             longest = tl.max(count)
             laid, missing, last, last_hash, bad = _lay_all(
-                start, count, longest, running, seed_position, follows, slots_in, ids, positions, expected_ids,
-                expected_positions, canaries, num_slots, STRIDES, ENDS, BUFFERS, ASSERT_INPUTS, ASSERT_STEPS, LANES,
+                (start, count, longest, running), seed_position, follows, tokens, canaries, num_slots, STRIDES, ENDS,
+                ASSERTS, LANES,
             )  # fmt: skip
             tl.debug_barrier()
-            bad |= _all_differ(
-                start, count, longest, running, slots_in, ids, positions, canaries[0], num_slots, STRIDES[0], LANES
-            )
+            bad |= _all_differ(start, count, longest, running, tokens, canaries[0], num_slots, STRIDES[0], LANES)
             seed_token_now, seed_position_now, seed_prev_now = _record_now(
                 seed, follows, canaries[0], STRIDES[0], LANES
             )
@@ -322,38 +308,36 @@ def _few_kernel(
             if tl.max(bad) != 0:
                 # Nobody still looks at what is put back.
                 tl.debug_barrier()
-                for b in tl.static_range(BUFFERS):
+                for b in tl.static_range(buffers):
                     record = canaries[b] + tl.where(follows, seed, 0) * STRIDES[b]
                     tl.store(record, seed_token, mask=follows)
                     tl.store(record + 1, seed_position, mask=follows)
                     tl.store(record + 2, seed_prev, mask=follows)
                 written, failed = write_in_order(
-                    offsets, seed_slots, active, slots_in, ids, positions, expected_ids, expected_positions, canaries, kv,
-                    kv_slots, num_tokens, num_slots, logs, log_entries, capacities, tags, write_indexes, STRIDES, SOURCES,
-                    ENDS, BUFFERS, ASSERT_INPUTS, ASSERT_STEPS,
-                )  # fmt: skip
+                    requests, active, tokens, pools, num_tokens, num_slots, ends, STRIDES, SOURCES, ENDS, ASSERTS
+                )
             else:
                 missing += ((count > 0) & (seed >= num_slots)).to(tl.int32)
                 written, failed = tl.sum(laid).to(tl.int64), tl.sum(missing).to(tl.int64)
                 if latest >= 0:
-                    _lay_padding(last, last_hash, ids, positions, canaries, ENDS, BUFFERS)
-        for b in tl.static_range(BUFFERS):
+                    _lay_padding(last, last_hash, tokens, canaries, STRIDES, ENDS)
+        for b in tl.static_range(buffers):
             add_where_any(kernel_counters[b], written * 0 + 1)
             add_where_any(slot_counters[b], written)
             add_where_any(failed_counters[b], failed)
 
 
 def write_few(
-    requests: tuple[Any, ...], inputs: tuple[Any, ...], many: BufferPointers, constants: dict[str, Any]
+    requests: tuple[Any, ...], tokens: tuple[Any, ...], many: BufferPointers, constants: dict[str, Any]
 ) -> None:
     """Launch; arguments as for `write_many.write_many`."""
-    capacity, tokens = requests[3], inputs[0].shape[0]
+    capacity, count = len(requests[1]), tokens[0].shape[0]
     lanes = max(32, 1 << (capacity - 1).bit_length())
-    folding = cdiv(tokens, FOLD_TILE) if many.sources else 0
+    folding = cdiv(count, FOLD_TILE) if many.sources else 0
     launch(
         _few_kernel,
         1 + folding,
-        (*requests, *inputs, many.canaries, many.kv, many.kv_slots, tokens, many.num_slots, *many.ends),
-        constants | {"LANES": lanes, "S": FOLD_TILE},
+        (requests, capacity, tokens, many.pools, count, many.num_slots, many.ends),
+        constants | {"LANES": lanes},
         num_warps=lanes // LANES_PER_WARP,
     )

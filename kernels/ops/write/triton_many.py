@@ -81,9 +81,10 @@ def seeds_taken(offsets, seed_slots, active, num_slots, taken):
 
 @triton.jit
 def restore_seeds(
-    seed_slots, active, capacity, canaries, num_slots, scratch, STRIDES: tl.constexpr, BUFFERS: tl.constexpr
-):
+    seed_slots, active, capacity, canaries, num_slots, scratch, STRIDES: tl.constexpr,
+):  # fmt: skip
     """Put the seeds' records back as `save_seeds` found them."""
+    buffers: tl.constexpr = len(STRIDES)
     for first in range(0, active, _REQUESTS):
         r = first + tl.arange(0, _REQUESTS)
         seed = tl.load(seed_slots + r, mask=r < active, other=-1)
@@ -91,19 +92,22 @@ def restore_seeds(
         cell = tl.where(inside, seed, 0)
         for field in tl.static_range(3):
             was = tl.load(scratch + field * capacity + r, mask=inside, other=0)
-            for b in tl.static_range(BUFFERS):
+            for b in tl.static_range(buffers):
                 tl.store(canaries[b] + cell * STRIDES[b] + field, was, mask=inside)
 
 
 @triton.jit
 def lay_records(
-    first, step, end, slots_in, ids, positions, kv, kv_slots, canaries, taken, tallies, num_slots, STRIDES: tl.constexpr,
-    SOURCES: tl.constexpr, ENDS: tl.constexpr, BUFFERS: tl.constexpr, T: tl.constexpr,
+    first, step, end, tokens, pools, taken, tallies, num_slots, STRIDES: tl.constexpr, SOURCES: tl.constexpr,
+    ENDS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Lay tiles of records without their prev_hash, and note their slots in the bit set `taken`.
 
     Adds to `tallies`: records written, slots not there, the last token of slot 0, whether any slot came twice.
     """
+    buffers: tl.constexpr = len(STRIDES)
+    slots_in, ids, positions = tokens[0], tokens[1], tokens[2]
+    canaries, kv, kv_slots = pools
     written = tl.zeros([T], tl.int32)
     missing = tl.zeros([T], tl.int32)
     twice = tl.zeros([T], tl.int32)
@@ -118,7 +122,7 @@ def lay_records(
         before = tl.atomic_or(taken + cell // 32, tl.full([T], 1, tl.int32) << bit, mask=valid, sem="relaxed")
         token = tl.load(ids + i, mask=own, other=0)
         position = tl.load(positions + i, mask=own, other=0)
-        for b in tl.static_range(BUFFERS):
+        for b in tl.static_range(buffers):
             record = canaries[b] + cell * STRIDES[b]
             store_pair(record, token, position, own, T)
             kv_hash = fold_slots(kv, slot, valid, kv_slots[b], SOURCES, ENDS[b], ENDS[b + 1], T)
@@ -149,14 +153,16 @@ def _pass_on(words, first):
 
 @triton.jit
 def walk_chain(
-    start, end, running, before, follows, slots_in, ids, positions, expected_ids, expected_positions, num_slots, canaries,
-    padding_out, STRIDES: tl.constexpr, BUFFERS: tl.constexpr, ASSERT_INPUTS: tl.constexpr, ASSERT_STEPS: tl.constexpr,
+    start, end, running, before, follows, tokens, num_slots, canaries, padding_out, STRIDES: tl.constexpr,
+    ASSERTS: tl.constexpr,
 ):  # fmt: skip
     """Put each token's prev_hash into its record, that of the last token of slot 0 into `padding_out`.
 
     `running`, uint64, and `before`, the seed's position, are scalars. Returns whether there are rows to write. Where all of
     32 tokens have a slot of their own and small words, lanes pass them to the walk one by one; else it looks at each.
     """
+    buffers: tl.constexpr = len(STRIDES)
+    slots_in, ids, positions, expected_ids, expected_positions = tokens
     lane = tl.arange(0, _LANES)
     same = lane * 0
     bad = same
@@ -181,13 +187,13 @@ def walk_chain(
         far_position = tl.load(positions + ahead, mask=ahead < end, other=0)
         far_token = tl.load(ids + ahead, mask=ahead < end, other=0)
         valid = (slot >= 0) & (slot < num_slots)
-        if ASSERT_INPUTS:
+        if ASSERTS[0]:
             want = tl.load(expected_ids + here, mask=valid, other=0)
             want_position = tl.load(expected_positions + here, mask=valid, other=0)
             bad |= (valid & ((token != want) | (position != want_position))).to(tl.int32)
         easy = valid & (slot > 0) & (((token | position) >> 30) == 0)
         if tl.sum(easy.to(tl.int32)) == _LANES:
-            if ASSERT_STEPS:
+            if ASSERTS[1]:
                 previous = tl.gather(position, tl.maximum(lane - 1, 0), 0)
                 bad |= (follows & (position != tl.where(lane > 0, previous, before) + 1)).to(tl.int32)
                 before = tl.gather(position, same + (_LANES - 1), 0)
@@ -212,7 +218,7 @@ def walk_chain(
                 low, high = pass_token(low_3, high_3, a3, b3, y6, y7, y8, y9, y10, y11)
                 a0, a1, a2, a3, b0, b1, b2, b3 = c0, c1, c2, c3, d0, d1, d2, d3
             prev_hash = signed(closed(kept_low, kept_high))
-            for n in tl.static_range(BUFFERS):
+            for n in tl.static_range(buffers):
                 tl.store(canaries[n] + slot * STRIDES[n] + 2, prev_hash)
             running = closed(low, high)
         else:
@@ -220,11 +226,11 @@ def walk_chain(
                 one = tl.load(slots_in + j)
                 if (one >= 0) & (one < num_slots):
                     its_position = tl.load(positions + j)
-                    if ASSERT_STEPS:
+                    if ASSERTS[1]:
                         bad |= (follows & (its_position != before + 1)).to(tl.int32)
                         before = its_position + same
                     if one > 0:
-                        for n in tl.static_range(BUFFERS):
+                        for n in tl.static_range(buffers):
                             tl.store(canaries[n] + one * STRIDES[n] + 2 + same, signed(running))
                     else:
                         tl.store(padding_out + same, signed(running))
@@ -235,10 +241,9 @@ def walk_chain(
 
 
 @triton.jit(do_not_specialize=["capacity", "num_words", "num_slots"])
-def _begin_kernel(
-    offsets, seed_slots, num_valid_reqs, capacity, scratch, taken, num_words, words, num_slots, STRIDE: tl.constexpr
-):
+def _begin_kernel(requests, capacity, scratch, taken, num_words, words, num_slots, STRIDE: tl.constexpr):
     """Save the seeds while nothing is written yet; empty the tallies and the bit set."""
+    offsets, seed_slots, num_valid_reqs = requests
     program = tl.program_id(0)
     if program == 0:
         active = active_requests(num_valid_reqs, capacity)
@@ -253,13 +258,14 @@ def _begin_kernel(
     tl.store(taken + word, tl.zeros([_BLOCK], tl.int32), mask=word < num_words)
 
 
-@triton.jit(do_not_specialize=["capacity", "kv_slots", "num_tokens", "num_slots"])
+@triton.jit(do_not_specialize=["capacity", "num_tokens", "num_slots"])
 def _chain_kernel(
-    offsets, seed_slots, num_valid_reqs, capacity, scratch, taken, slots_in, ids, positions, expected_ids,
-    expected_positions, canaries, kv, kv_slots, num_tokens, num_slots, STRIDES: tl.constexpr, SOURCES: tl.constexpr,
-    ENDS: tl.constexpr, BUFFERS: tl.constexpr, ASSERT_INPUTS: tl.constexpr, ASSERT_STEPS: tl.constexpr, T: tl.constexpr,
+    requests, capacity, memory, tokens, pools, num_tokens, num_slots, STRIDES: tl.constexpr, SOURCES: tl.constexpr, ENDS: tl.constexpr, ASSERTS: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """The first programs walk a chain each, the others lay what is left of the records."""
+    scratch, taken = memory
+    offsets, seed_slots, num_valid_reqs = requests
     program = tl.program_id(0)
     active = active_requests(num_valid_reqs, capacity)
     tallies = scratch + 5 * capacity
@@ -272,22 +278,24 @@ def _chain_kernel(
                 seed = tl.load(seed_slots + program)
                 bad = walk_chain(
                     start, end, tl.load(scratch + 3 * capacity + program).to(tl.uint64, bitcast=True),
-                    tl.load(scratch + capacity + program), (seed >= 0) & (seed < num_slots), slots_in, ids, positions,
-                    expected_ids, expected_positions, num_slots, canaries, scratch + 4 * capacity + program, STRIDES, BUFFERS,
-                    ASSERT_INPUTS, ASSERT_STEPS,
+                    tl.load(scratch + capacity + program), (seed >= 0) & (seed < num_slots), tokens, num_slots, pools[0],
+                    scratch + 4 * capacity + program, STRIDES, ASSERTS,
                 )  # fmt: skip
                 if bad != 0:
                     tl.atomic_max(tallies + 3, start * 0 + 1, sem="relaxed")
     elif well_formed(offsets, active, num_tokens) & (active > 0):
         lay_records(
             tl.load(offsets) + (program - capacity) * T, (tl.num_programs(0) - capacity) * T, tl.load(offsets + active),
-            slots_in, ids, positions, kv, kv_slots, canaries, taken, tallies, num_slots, STRIDES, SOURCES, ENDS, BUFFERS, T,
+            tokens, pools, taken, tallies, num_slots, STRIDES, SOURCES, ENDS, T,
         )  # fmt: skip
 
 
 @triton.jit
-def _lay_padding(last, offsets, active, hashes, ids, positions, canaries, STRIDES: tl.constexpr, BUFFERS: tl.constexpr):
+def _lay_padding(
+    last, offsets, active, hashes, tokens, canaries, STRIDES: tl.constexpr,
+):  # fmt: skip
     """Give slot 0 its last token's record."""
+    buffers: tl.constexpr = len(STRIDES)
     prev_hash = tl.zeros([_BLOCK], tl.int64)
     for first in range(0, active, _BLOCK):
         r = first + tl.arange(0, _BLOCK)
@@ -295,21 +303,22 @@ def _lay_padding(last, offsets, active, hashes, ids, positions, canaries, STRIDE
         end = tl.load(offsets + r + 1, mask=r < active, other=0)
         prev_hash |= tl.load(hashes + r, mask=(start <= last) & (last < end), other=0)
     carried = tl.sum(prev_hash)  # of one chain only
-    for b in tl.static_range(BUFFERS):
-        tl.store(canaries[b], tl.load(ids + last))
-        tl.store(canaries[b] + 1, tl.load(positions + last))
+    for b in tl.static_range(buffers):
+        tl.store(canaries[b], tl.load(tokens[1] + last))
+        tl.store(canaries[b] + 1, tl.load(tokens[2] + last))
         tl.store(canaries[b] + 2, carried)
 
 
-@triton.jit(do_not_specialize=["capacity", "kv_slots", "num_tokens", "num_slots", "capacities", "tags"])
+@triton.jit(do_not_specialize=["capacity", "num_tokens", "num_slots"])
 def _finish_kernel(
-    offsets, seed_slots, num_valid_reqs, capacity, scratch, taken, slots_in, ids, positions, expected_ids,
-    expected_positions, canaries, kv, kv_slots, num_tokens, num_slots, logs, log_entries, capacities, tags, write_indexes,
-    failed_counters, slot_counters, kernel_counters,
-    STRIDES: tl.constexpr, SOURCES: tl.constexpr, ENDS: tl.constexpr, BUFFERS: tl.constexpr,
-    ASSERT_INPUTS: tl.constexpr, ASSERT_STEPS: tl.constexpr,
+    requests, capacity, memory, tokens, pools, num_tokens, num_slots, ends, STRIDES: tl.constexpr, SOURCES: tl.constexpr, ENDS: tl.constexpr,
+    ASSERTS: tl.constexpr,
 ):  # fmt: skip
     """One program: count, or see that all is done again in order."""
+    scratch, taken = memory
+    buffers: tl.constexpr = len(STRIDES)
+    offsets, seed_slots, num_valid_reqs = requests
+    canaries, failed_counters, slot_counters, kernel_counters = pools[0], ends[5], ends[6], ends[7]
     active = active_requests(num_valid_reqs, capacity)
     tallies = scratch + 5 * capacity
     written = tl.load(tallies)
@@ -318,45 +327,42 @@ def _finish_kernel(
     bad = (tl.load(tallies + 3) != 0) | (well_formed(offsets, active, num_tokens) == 0)
     bad |= seeds_taken(offsets, seed_slots, active, num_slots, taken)
     if bad:
-        restore_seeds(seed_slots, active, capacity, canaries, num_slots, scratch, STRIDES, BUFFERS)
+        restore_seeds(seed_slots, active, capacity, canaries, num_slots, scratch, STRIDES)
         written, failed = write_in_order(
-            offsets, seed_slots, active, slots_in, ids, positions, expected_ids, expected_positions, canaries, kv, kv_slots,
-            num_tokens, num_slots, logs, log_entries, capacities, tags, write_indexes, STRIDES, SOURCES, ENDS, BUFFERS,
-            ASSERT_INPUTS, ASSERT_STEPS,
-        )  # fmt: skip
+            requests, active, tokens, pools, num_tokens, num_slots, ends, STRIDES, SOURCES, ENDS, ASSERTS
+        )
     elif last >= 0:
-        _lay_padding(last, offsets, active, scratch + 4 * capacity, ids, positions, canaries, STRIDES, BUFFERS)
-    for b in tl.static_range(BUFFERS):
+        _lay_padding(last, offsets, active, scratch + 4 * capacity, tokens, canaries, STRIDES)
+    for b in tl.static_range(buffers):
         add_where_any(kernel_counters[b], written * 0 + 1)
         add_where_any(slot_counters[b], written)
         add_where_any(failed_counters[b], failed)
 
 
 def write_many(
-    requests: tuple[Any, ...], inputs: tuple[Any, ...], many: BufferPointers, constants: dict[str, Any]
+    requests: tuple[Any, ...], tokens: tuple[Any, ...], many: BufferPointers, constants: dict[str, Any]
 ) -> None:
     """Launch; arguments as `write.write_shared` has checked them.
 
-    `requests`: offsets, seed_slots, num_valid_reqs, how many requests there may be; `inputs`: slots, tokens, positions,
-    expected tokens and positions.
+    `requests`: offsets, seed_slots, num_valid_reqs; `tokens`: slots, tokens, positions, expected tokens and positions.
     """
-    capacity, tokens, slots = requests[3], inputs[0].shape[0], many.num_slots
+    capacity, count, slots = len(requests[1]), tokens[0].shape[0], many.num_slots
     tile = 32 if many.folds_rows else 128
     wanted = MOST_PROGRAMS if many.folds_rows else max(LEAST_PROGRAMS, capacity // REQUESTS_PER_PROGRAM)
-    laying = max(1, min(wanted, MOST_PROGRAMS, cdiv(tokens, tile)))
+    laying = max(1, min(wanted, MOST_PROGRAMS, cdiv(count, tile)))
     bit_words = cdiv(slots, 32)
-    device = inputs[0].device
+    device = tokens[0].device
     # Of each seed token, position, prev_hash, and what goes on from it; of each chain its last token's of slot 0; tallies.
     scratch = torch.empty(5 * capacity + 4, dtype=torch.int64, device=device)
     taken = torch.empty(bit_words, dtype=torch.int32, device=device)
-    read = (*requests, scratch, taken, *inputs, many.canaries, many.kv, many.kv_slots, tokens, slots)
+    read = (requests, capacity, (scratch, taken), tokens, many.pools, count, slots)
     launch(
         _begin_kernel,
         max(1, cdiv(bit_words, 1024)),
-        (*requests, scratch, taken, bit_words, many.canaries[0], slots),
+        (requests, capacity, scratch, taken, bit_words, many.canaries[0], slots),
         {"STRIDE": many.strides[0]},
         num_warps=4,
     )
     # Left to choose, the compiler saves registers where a walk waits for them.
     launch(_chain_kernel, capacity + laying, read, constants | {"T": tile}, num_warps=1, maxnreg=128)
-    launch(_finish_kernel, 1, (*read, *many.ends), constants, num_warps=8)
+    launch(_finish_kernel, 1, (*read, many.ends), constants, num_warps=8)

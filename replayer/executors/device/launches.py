@@ -54,11 +54,8 @@ class _SentForward:
 class ForwardLaunches:
     """Launches forwards on the state's copy on a device; `logs` holds what they find.
 
-    Args:
-        header, pools: the trace's; `pools` have on the host only what was brought there.
-        notes: what changes in the host's tables.
-        device: a torch device.
-        backend: of the loops that the host runs.
+    `pools` have on the host only what was brought there; `notes` is what changes in the host's tables, `backend` that of the
+    loops that the host runs.
     """
 
     def __init__(
@@ -108,12 +105,9 @@ class ForwardLaunches:
     ) -> None:
         """Send a forward and launch it.
 
-        Args:
-            forward, changes, steps: what it is, which bytes changed in it, what it writes and how much it reads.
-            prefix_lens: of each group, `[bs] int64`, as far as its table reaches.
-            expected: `[T] int64`, what its inputs must be, None where nobody knows.
-            tables: the host's, as the forward finds them.
-            on_stored: called where the forward's bytes land in the pools.
+        `changes` are the bytes that changed in it, `steps` what it writes and how much it reads, `prefix_lens` of each group,
+        `[bs] int64`, as far as its table reaches, `expected` `[T] int64` what its inputs must be, None where nobody knows;
+        `tables` are the host's, as it finds them; `on_stored` is called where its bytes land in the pools.
         """
         arena, mirror = self._arena, self.mirror
         cells = mirror.send_noted(tables, arena, backend=self._backend)

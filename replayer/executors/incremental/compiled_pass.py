@@ -48,14 +48,7 @@ from ...run.coverage import count_forwards
 from ...run.health import Health
 from .batch_columns import BatchColumns, batch_columns, leave_hits
 from .executor import IncrementalExecutor
-from .state_arrays import (
-    WorkMemory,
-    fill_addresses,
-    group_numbers,
-    hashed_words,
-    numbers_by_request,
-    rows_covered,
-)
+from .state_arrays import WorkMemory, fill_addresses, group_numbers, hashed_words, numbers_by_request, rows_covered
 
 _IN_BETWEEN: Final = frozenset({"request", "keyframe"})  # what may change what is known of requests
 # To load the compiled pass takes longer than a small trace does without it: it waits for so many events, or for a batch
