@@ -20,7 +20,7 @@ demo: $(VENV)/.runtime
 	@mkdir -p build
 	$(BIN)/kvcanary-replay --report build/demo.report data/simulated/mla_free_too_early.arrow || test $$? -eq 1
 	@echo
-	@echo "# kvcanary on the PATH: . $(VENV)/bin/activate here, or for good: uv tool install '.[page]', or pipx install '.[page]'"
+	@echo "# kvcanary on the PATH: . $(VENV)/bin/activate here, or for good: uv tool install '.[replay]', or pipx install '.[replay]'"
 	@echo "# docs/guide/tutorial.md goes on with this report"
 
 test: lint types layers unit
@@ -59,7 +59,7 @@ fuzz-inputs: $(VENV)/.fuzz
 	$(BIN)/pytest tests/recorder/failures/test_failing_calls.py --conformance-cases $(FUZZ_CASES) --timeout 7200
 
 $(VENV)/.fuzz: $(VENV)/.tests
-	-$(PIP) -e '.[fuzz]'
+	-$(PIP) atheris
 	touch $@
 
 # Every executor against stepwise replay, row for row: each fault of the lab with 40 seeds in turns over its configurations,
@@ -133,7 +133,7 @@ docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
 $(VENV)/.docs: $(VENV)/.runtime
-	$(PIP) -e '.[docs]'
+	$(PIP) -r docs/requirements.txt
 	touch $@
 
 # Record the traces in data/ anew, from the real engine and from the simulated one, and the verdicts that tests expect of them.
@@ -148,12 +148,12 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvcanary needs Python 3.11 or later; name one with: make PYTHON=python3.11 ..."; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[analysis,page]'
+	$(PIP) -e '.[replay]'
 	touch $@
 
 # sglang holds the published canary that the kernels are tested against; its own requirements are not wanted.
-$(VENV)/.tests: $(VENV)/.runtime
-	$(PIP) -e '.[conformance,dev,transformers]'
+$(VENV)/.tests: $(VENV)/.runtime tests/requirements.txt
+	$(PIP) -r tests/requirements.txt
 	$(PIP) --no-deps sglang==0.5.23
 	touch $@
 

@@ -10,7 +10,7 @@ from typing import Final
 try:
     import click
 
-    from .recorder.cli.program import run_program
+    from .recorder.cli.program import fail, run_program
 except KeyboardInterrupt:  # before anything is there that could say more
     raise SystemExit(130) from None
 
@@ -76,7 +76,7 @@ class _LazyGroup(click.Group):
         command = getattr(import_module(f".{module}", __package__), name)
         if not isinstance(command, click.Command):
             raise TypeError(f"{module}.{name} is no click command")
-        return command
+        return command if module.startswith("recorder.") else _for_analysis(command, f"kvcanary {cmd_name}")
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -143,7 +143,22 @@ def _replay_command() -> click.Command:
     from .analysis.finishing import add_page, finish
     from .replayer.cli.replay import make_replay_command
 
-    return make_replay_command(finish=finish, add_page=add_page)
+    return _for_analysis(make_replay_command(finish=finish, add_page=add_page), "kvcanary-replay")
+
+
+def _for_analysis(command: click.Command, name: str) -> click.Command:
+    """Return a command that needs what an engine's environment has not: without it, it says how to get it."""
+    invoke = command.invoke
+
+    def checked(context: click.Context) -> object:
+        from importlib.util import find_spec
+
+        if find_spec("duckdb") is None:
+            fail(f"{name} needs DuckDB, which recording does without: pip install 'kvcanary[replay]'")
+        return invoke(context)
+
+    command.invoke = checked  # type: ignore[assignment, method-assign]  # of this one object
+    return command
 
 
 def kvcanary_main() -> None:

@@ -27,7 +27,7 @@ def export_perfetto(sources: Sequence[Source], output: Path) -> int:
     try:
         from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
     except ModuleNotFoundError:
-        raise AnalysisError("the export needs perfetto's package: pip install 'kvcanary[perfetto]'") from None
+        raise AnalysisError("the export needs perfetto's package: pip install 'kvcanary[replay]'") from None
     with open_sources(sources) as session, replacing(output) as file:
         tracks = _Tracks(StreamingTraceProtoBuilder(file))
         rows = {name: session.sql(sql_file("perfetto", name).sql).to_pylist() for name in _QUERIES}

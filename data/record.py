@@ -1,6 +1,6 @@
 """Records the traces of this folder from a real engine: python data/record.py [SCENARIO...] [-o FOLDER].
 
-Needs `pip install kvcanary[transformers]`; runs on a CPU in a few seconds a scenario.
+Needs `pip install kvcanary torch 'transformers>=5.23,<6' accelerate psutil`; runs on a CPU in a few seconds a scenario.
 """
 
 from collections import Counter

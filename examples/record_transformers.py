@@ -1,7 +1,7 @@
 """Record Hugging Face transformers' continuous batching, then replay what was recorded.
 
 `python examples/record_transformers.py [TRACE]` runs a tiny random model, so nothing is downloaded; put your own model in its
-place. Needs `pip install 'kvcanary[transformers]'`.
+place. Needs `pip install kvcanary torch 'transformers>=5.23,<6' accelerate psutil`.
 """
 
 import sys

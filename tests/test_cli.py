@@ -1,5 +1,6 @@
 """The command line as a whole: --help is light, completion works, a CPU replay never loads torch."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -160,3 +161,15 @@ def test_a_mistyped_command_is_answered_with_the_one_that_was_meant(typed: str, 
     done = run(typed)
     assert done.returncode == 2
     assert done.stderr.endswith(f"Error: No such command '{typed}'.{meant}\n")
+
+
+@pytest.mark.parametrize("command", [["replay", "x.arrow"], ["sql", "x.arrow", "from events"], ["watch", "."]])
+def test_what_an_engine_s_environment_lacks_is_named(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "duckdb" else found(name, *rest)
+    )
+    done = run(*command)
+    assert done.returncode == 2
+    assert done.stderr.endswith(" needs DuckDB, which recording does without: pip install 'kvcanary[replay]'\n")
+    assert run("inspect", "x.arrow").stderr == "Error: x.arrow: no such file\n"

@@ -93,7 +93,7 @@ def plot_library() -> str:
         import vl_convert
     except ImportError:
         raise NoPlotLibraryError(
-            "the page needs vl-convert-python, which carries the plot library: pip install 'kvcanary[page]'"
+            "the page needs vl-convert-python, which carries the plot library: pip install 'kvcanary[replay]'"
         ) from None
     kept = user_cache() / f"plots-{version('vl-convert-python')}.js"
     library = _kept(kept)

@@ -93,7 +93,7 @@ class SqlSession:
         try:
             import polars as pl
         except ModuleNotFoundError:
-            raise AnalysisError("polars is not installed: pip install 'kvcanary[analysis]'") from None
+            raise AnalysisError("polars is not installed: pip install 'kvcanary[replay]'") from None
         frame = pl.from_arrow(self.sql(query))
         return frame if isinstance(frame, pl.DataFrame) else frame.to_frame()
 

@@ -174,7 +174,7 @@ def _metrics(where: tuple[str, int] | None, screen: _Screen) -> Iterator[Metrics
     try:
         served = Metrics(address or "0.0.0.0", port)  # noqa: S104  # a scraper is elsewhere, as a rule
     except ModuleNotFoundError:
-        fail("--metrics needs prometheus_client: pip install 'kvcanary[watch]'")
+        fail("--metrics needs prometheus_client: pip install 'kvcanary[replay]'")
     except OSError as error:
         fail(f"--metrics: port {port} cannot be served ({error.strerror}); name another")
     screen.serving(served.port)

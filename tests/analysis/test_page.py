@@ -360,7 +360,7 @@ def test_without_the_plot_library_the_command_says_how_to_get_it(report, monkeyp
     from kvcanary.analysis.errors import NoPlotLibraryError
 
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    with pytest.raises(NoPlotLibraryError, match=r"pip install 'kvcanary\[page\]'"):
+    with pytest.raises(NoPlotLibraryError, match=r"pip install 'kvcanary\[replay\]'"):
         build_page(source_of(report("kv_flip")))
 
 
