@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from .recorder.capture.recorder import Recorder
     from .recorder.errors import TraceError
     from .recorder.process.environment import read_environment
-    from .recorder.trace.header import EngineInfo, KvStream, ModelInfo, PoolGroup, Runner, StateTable, TraceHeader
+    from .recorder.trace.header import (
+        EngineInfo,
+        KvStream,
+        ModelInfo,
+        Oracle,
+        PoolGroup,
+        Runner,
+        StateTable,
+        TraceHeader,
+    )
     from .recorder.trace.reader import TraceGap, TraceReader, read_trace
     from .replayer.report.summary import Summary
     from .replayer.run.replay import replay
@@ -39,6 +48,7 @@ EXPORTS: Final = {
     "KvStream": "recorder.trace.header",
     "KvTensor": "recorder.capture.kv_tensor",
     "ModelInfo": "recorder.trace.header",
+    "Oracle": "recorder.trace.header",
     "PagedRecorder": "recorder.capture.paged",
     "PoolGroup": "recorder.trace.header",
     "Privacy": "recorder.capture.privacy",
@@ -75,6 +85,7 @@ __all__ = [
     "KvStream",
     "KvTensor",
     "ModelInfo",
+    "Oracle",
     "PagedRecorder",
     "PoolGroup",
     "Privacy",

@@ -6,8 +6,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ...kernels.arrays import Int64Array
 from ...kernels.constants import KV_ALIGN_BYTES
-from ..trace.header import EngineInfo, ModelInfo, PoolGroup, StateTable, TraceHeader
+from ..trace.header import EngineInfo, ModelInfo, Oracle, PoolGroup, StateTable, TraceHeader
 from ..trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, AllocStatus, Mode, SlotChange
 from .attention import paged_read
 from .forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, TruthTokens
@@ -165,6 +166,7 @@ class PagedRecorder(Recorder):
         model: which model runs.
         capture_bytes: leading bytes of each token to keep, of each layer, a multiple of 16.
         padding_blocks: blocks that take writes which nobody reads, and are never given out.
+        oracle: the token oracle that samples, if one does: see `oracle_tokens`.
         blocks: returns who has which blocks; it is called before each forward and once more by `close`, and by comparing what it
             shows the slots' history is worked out, which the header says. None: no history is recorded.
         options: those of `Recorder`: `strict`, `kv_watch_every`, `overwrite`, `privacy`, ...
@@ -189,6 +191,7 @@ class PagedRecorder(Recorder):
         model: ModelInfo | None = None,
         capture_bytes: int = KV_ALIGN_BYTES,
         padding_blocks: Collection[int] = (),
+        oracle: Oracle | None = None,
         blocks: Callable[[], BlockUse] | None = None,
         **options: Any,
     ) -> None:
@@ -214,6 +217,7 @@ class PagedRecorder(Recorder):
             tables=(StateTable(rows=max_requests + 1, width=max_len),),
             truth_table=StateTable(name="truth", rows=max_requests + 1, width=max_len),
             slot_history="complete" if blocks else "",
+            oracle=oracle,
             notes=notes,
         )
         self._block_size, self._ask = block_size, blocks
@@ -285,6 +289,10 @@ class PagedRecorder(Recorder):
                 attention=attention,
             )
         )
+
+    def oracle_tokens(self, requests: Sequence[Hashable], seq_lens: Any) -> Int64Array:
+        """As `Recorder.oracle_tokens`, of requests by their names."""
+        return super().oracle_tokens([_number(request) for request in requests], seq_lens)
 
     def close(self, timeout: float = 30.0) -> None:
         """As `Recorder.close`; what has changed hands since the last forward is recorded before."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.ops.oracle.reference import oracle_tokens
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE
 from ..writing.outbox import RecorderStats
 from .attention import add_attention
@@ -106,6 +107,19 @@ class Recorder(EventRecording):
             )
         forward.note, forward.sampled_lens, forward.sampled_tokens = note, lens, tokens
         self._finish_forward(forward, submitted)
+
+    def oracle_tokens(self, request_ids: Any, seq_lens: Any) -> Int64Array:
+        """Return what the header's token oracle samples for requests of so many tokens, `[bs]` each.
+
+        A sampler that returns it has every input of the engine known beforehand, whatever its weights are: what the engine
+        feeds to another request or at another position is found. Raises `ValueError` if the header has no oracle.
+        """
+        if self.header.oracle is None:
+            raise ValueError("the header has no oracle; pass TraceHeader(oracle=Oracle(vocab_size=...))")
+        ids, ends = own_int64(request_ids, "request_ids"), own_int64(seq_lens, "seq_lens")
+        tokens = np.empty_like(ids)
+        oracle_tokens(request_ids=ids, positions=ends, vocab_size=self.header.oracle.vocab_size, out=tokens)
+        return tokens
 
     def put_captured(self, forward: CopiedForward, gathered: Mapping[int, list[ByteArray]]) -> bool:
         """Record a whole forward whose changes were found on the device; may raise.

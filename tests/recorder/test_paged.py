@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kvcanary.recorder.capture.paged import BlockUse, ShownBlocks
+from kvcanary.recorder.trace.header import Oracle
 from kvcanary.recorder.trace.reader import TraceReader
 
 from ..support.engines.documented_engine import judged
@@ -104,6 +105,36 @@ def test_a_fault_of_the_allocator_has_its_name(tmp_path: Path, fault: Callable[[
     assert done
     summary = judged(tmp_path / "trace.arrow")
     assert FAULTS[fault] & set(summary.findings_by_kind), (summary.violations_by_reason, summary.findings_by_kind)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_with_the_oracle_a_swap_that_everybody_believes_is_found(tmp_path: Path, swap: bool) -> None:
+    """Two requests get each other's token: scheduler, input and samples agree on it, the oracle does not."""
+    llm = Llm()
+    recorder = attach(llm, tmp_path / "trace.arrow", strict=True, oracle=Oracle(vocab_size=VOCAB))
+    run, run_model, batch, swapped = llm.model_runner.run, llm.model_runner.run_model, [], []
+
+    def note_batch(seqs: Any, is_prefill: bool) -> list[int]:
+        batch[:] = seqs
+        return run(seqs, is_prefill)
+
+    def sample(*args: Any) -> list[int]:
+        run_model(*args)
+        ends = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in batch]
+        tokens = recorder.oracle_tokens([seq.seq_id for seq in batch], ends).tolist()
+        if swap and not swapped and len(tokens) > 1 and recorder.next_forward > 5:
+            tokens[0], tokens[1] = tokens[1], tokens[0]
+            swapped.append(recorder.next_forward)
+        return tokens
+
+    llm.model_runner.run, llm.model_runner.run_model = note_batch, sample  # type: ignore[method-assign]
+    serve(llm, 3)
+    recorder.close()
+    summary = judged(tmp_path / "trace.arrow")
+    assert not summary.findings
+    assert set(summary.violations_by_reason) == ({"WRITE_TOKEN"} if swap else set())
+    if swap:
+        assert summary.first_violation_forward == swapped[0]
 
 
 def changes(
